@@ -1,0 +1,1 @@
+"""Triton kernels of vllm-kvtier, installed as ``vllm_kvtier.kernels``; a plain reference beside each."""

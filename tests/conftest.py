@@ -1,0 +1,43 @@
+"""What every level of the tests shares."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parents[1]
+
+# The machines that run these tests are small and shared: a slow example is no failure. KVTIER_EXAMPLES=2000
+# searches longer than a normal run.
+settings.register_profile(
+    "kvtier",
+    deadline=None,
+    max_examples=int(os.environ.get("KVTIER_EXAMPLES", "100")),
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("kvtier")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The demo model that ships with the project."""
+    return ROOT / "models" / "recall-6m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch  # only where a test asks for a device: it takes seconds
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

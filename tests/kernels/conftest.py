@@ -1,0 +1,41 @@
+"""Kernels run on a GPU where there is one, and in Triton's interpreter elsewhere: the same tests."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Triton decides when a kernel is decorated, its own library's included, whether it will be interpreted. So the
+# choice is made before the first import of Triton, and taken back for the processes that other tests start.
+if not HAS_CUDA and "triton" not in sys.modules:
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    import vllm_kvtier.kernels.checksum  # noqa: F401
+
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the kernel under test runs; the interpreter works on host memory."""
+    if request.param == "cuda":
+        yield torch.device("cuda", 0)
+        return
+    if HAS_CUDA:
+        pytest.skip("the kernel runs on the GPU here")
+    pytest.importorskip("triton")
+    from vllm_kvtier.kernels import checksum
+
+    if type(checksum._page_sums).__name__ != "InterpretedFunction":
+        pytest.fail(
+            "Triton was imported before tests/kernels/conftest.py could choose the interpreter: "
+            "run with TRITON_INTERPRET=1, or find which conftest imports Triton"
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # asked again at the first launch
+        yield torch.device("cpu")

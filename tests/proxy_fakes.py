@@ -1,0 +1,284 @@
+"""Engines that are none, on real sockets, for the proxy's tests; and a proxy in front of them.
+
+All of it runs in the test's event loop, so a test steers an engine with plain asyncio events and nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from vllm_kvtier.proxy.app import create_app
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server as a task of the running loop, without hands on the process's signals."""
+
+    def __init__(self, app: FastAPI, port: int = 0, lifespan: str = "off"):
+        options = {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
+        super().__init__(uvicorn.Config(app, lifespan=lifespan, **options))
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
+        self.port = self._socket.getsockname()[1]
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+    async def begin(self) -> None:
+        self._socket.listen(64)  # from here on connections queue, so nobody has to wait for the start
+        self._task = asyncio.create_task(self.serve(sockets=[self._socket]))
+
+    async def end(self) -> None:
+        self.should_exit = True
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=10)
+
+    async def kill(self) -> None:
+        """As SIGKILL looks from outside: connections are reset, then refused."""
+        for server in getattr(self, "servers", []):
+            server.close()
+        self._socket.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+@dataclass
+class Seen:
+    """One generation request that reached an engine."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: bool = False
+
+
+class FakeEngine:
+    """Behaves like vLLM with the connector, as far as the proxy can tell.
+
+    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it before the
+    headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put params on the last chunk
+    (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.status = 200
+        self.health = 200
+        self.hold: asyncio.Event | None = None
+        self.gate: asyncio.Semaphore | None = None
+        self.chunks = 4
+        self.stream_params = True
+        self.null_params = True
+        self.returns_params = True
+        self.seen: list[Seen] = []
+        self.arrived = asyncio.Condition()
+        self.probes = 0
+        self.port = 0
+        self._server: QuietServer | None = None
+        self.life = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeEngine:
+        self.life += 1
+        self._server = QuietServer(self._app(), self.port)
+        self.port = self._server.port
+        await self._server.begin()
+        return self
+
+    async def kill(self) -> None:
+        if self._server is not None:
+            await self._server.kill()
+            self._server = None
+
+    async def until_seen(self, count: int) -> Seen:
+        """The ``count``-th request (from 1), once it is there."""
+        async with self.arrived:
+            await asyncio.wait_for(self.arrived.wait_for(lambda: len(self.seen) >= count), 10)
+        return self.seen[count - 1]
+
+    def text(self, body: dict[str, Any], i: int) -> str:
+        prompt = json.dumps(body.get("messages", body.get("prompt")), sort_keys=True)
+        return f"{self.name}/{hashlib.sha256(prompt.encode()).hexdigest()[:12]}/{i};"
+
+    def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        if not self.returns_params:
+            return None
+        is_prefill = body.get("max_tokens") == 1
+        return {
+            "do_remote_prefill": is_prefill,
+            "do_remote_decode": not is_prefill,
+            "remote_engine_id": f"id-{self.name}-{self.life}",
+            "remote_request_id": f"r{len(self.seen)}",
+            "remote_host": "127.0.0.1",
+            "remote_port": 40000 + self.port % 20000,
+            "remote_block_ids": None,
+            "kvtier": {
+                "v": 1,
+                "engine_id": f"id-{self.name}-{self.life}",
+                "export": f"secret-export-{self.name}-{len(self.seen)}",
+                "num_tokens": 7,
+                "digest": "00ff",
+                "pulled_tokens": 5,
+                "pulled_from": None,
+                "local_tokens": 1,
+                "computed_tokens": 1,
+            },
+        }
+
+    def _app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/health")
+        async def health():
+            self.probes += 1
+            return JSONResponse({}, self.health)
+
+        @app.get("/v1/models")
+        async def models(request: Request):
+            return {"data": [{"id": self.name, "auth": request.headers.get("authorization")}]}
+
+        @app.post("/v1/chat/completions")
+        @app.post("/v1/completions")
+        async def generate(request: Request):
+            seen = Seen(request.url.path, await request.json(), dict(request.headers))
+            self.seen.append(seen)
+            async with self.arrived:
+                self.arrived.notify_all()
+            if self.hold is not None and not await self._held(request, seen):
+                return JSONResponse({}, 499)
+            if self.status != 200:
+                return JSONResponse({"error": {"message": f"{self.name} says {self.status}"}}, self.status)
+            if seen.body.get("stream"):
+                return StreamingResponse(self._stream(seen), media_type="text/event-stream")
+            seen.finished = True
+            return {
+                "id": "x",
+                "object": "whole",
+                "model": seen.body.get("model"),
+                "choices": [{"text": self.text(seen.body, 0), "logprob": 1e-05}],
+                "kv_transfer_params": self.params(seen.body),
+            }
+
+        return app
+
+    async def _held(self, request: Request, seen: Seen) -> bool:
+        """True when ``hold`` is set, False (and marked) when the client leaves first."""
+        hold = asyncio.ensure_future(self.hold.wait())
+        gone = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait((hold, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not hold.done():
+            seen.aborted.set()
+        hold.cancel()
+        gone.cancel()
+        return not seen.aborted.is_set()
+
+    async def _stream(self, seen: Seen):
+        try:
+            for i in range(self.chunks):
+                if self.gate is not None:
+                    await self.gate.acquire()
+                await asyncio.sleep(0)  # uvicorn's send does not yield once the client has gone
+                last = i == self.chunks - 1
+                chunk = {"id": "x", "object": "chunk", "model": "m", "choices": [{"text": self.text(seen.body, i)}]}
+                if last and self.stream_params:
+                    chunk["kv_transfer_params"] = self.params(seen.body)
+                elif self.null_params:
+                    chunk["kv_transfer_params"] = None
+                yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+            yield "data: [DONE]\n\n"
+            seen.finished = True
+        except asyncio.CancelledError:
+            seen.aborted.set()
+            raise
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+class Cluster:
+    """``p`` and ``d`` engines, the proxy, and a client of the proxy; ``released`` gets the exports given up."""
+
+    def __init__(self, p: int = 1, d: int = 1, **options: Any):
+        self.p = [FakeEngine(f"P{i}") for i in range(p)]
+        self.d = [FakeEngine(f"D{i}") for i in range(d)]
+        self.released: asyncio.Queue[Any] = asyncio.Queue()
+        self._options = {"backoff_first": 0.02, "backoff_most": 0.1, "connect_timeout": 2.0} | options
+        self._kv = options.pop("kv", None)
+        self._options.pop("kv", None)
+
+    async def __aenter__(self) -> Cluster:
+        for engine in (*self.p, *self.d):
+            await engine.start()
+        kv = self._kv or (None, None)
+        config = ProxyConfig(
+            prefill=tuple(EngineAddress(engine.url) for engine in self.p),
+            decode=tuple(EngineAddress(engine.url, *kv) for engine in self.d),
+            **self._options,
+        )
+        self.app = create_app(config, release=self.released.put)
+        self._proxy = QuietServer(self.app, lifespan="on")
+        await self._proxy.begin()
+        self.url = f"http://127.0.0.1:{self._proxy.port}"
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.client.aclose()
+        await self._proxy.end()
+        for engine in (*self.p, *self.d):
+            await engine.kill()
+
+    @property
+    def core(self):
+        return self.app.state.core
+
+    async def chat(self, *texts: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        """A turn whose messages alternate between user and assistant."""
+        return await self.client.post("/v1/chat/completions", json=turn(*texts, **fields), headers=headers or {})
+
+    async def until(self, condition, seconds: float = 10) -> None:
+        """Wait for what no event tells (state inside the proxy)."""
+        with anyio.fail_after(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+def turn(*texts: str, **fields: Any) -> dict[str, Any]:
+    """The body of a chat request."""
+    roles = ("user", "assistant")
+    return {"model": "m", "messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]} | fields
+
+
+def events(raw: bytes) -> list[Any]:
+    """The data of all events of a stream, JSON decoded; "[DONE]" as it is."""
+    data = [part.removeprefix(b"data: ") for part in raw.split(b"\n\n") if part]
+    return [part.decode() if part == b"[DONE]" else json.loads(part) for part in data]
+
+
+def text_of(raw: bytes) -> str:
+    """The text of a streamed answer."""
+    return "".join(e["choices"][0]["text"] for e in events(raw) if e != "[DONE]" and e.get("choices"))

@@ -1,0 +1,169 @@
+"""KVTierConfig: what is read, what is refused, and in which words."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvtier import config as config_module
+from vllm_kvtier.config import ALIASES, NIXL_ONLY, KVTierConfig, markdown_table, options
+from vllm_kvtier.errors import ConfigError
+
+read = KVTierConfig.from_extra_config
+
+
+def refusal(extra: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(extra)
+    return str(caught.value)
+
+
+def test_defaults():
+    assert read(None) == read({}) == KVTierConfig()
+    assert not KVTierConfig().bidirectional
+    assert KVTierConfig().nixl_backends == ("UCX",)
+
+
+def test_values_arrive_in_their_own_types():
+    config = read({"handoff_seconds": 5, "nixl_backends": ["UCX", "POSIX"], "pull_threshold": 0})
+    assert config.handoff_seconds == 5.0 and isinstance(config.handoff_seconds, float)
+    assert config.nixl_backends == ("UCX", "POSIX")
+    assert config.pull_threshold == 0
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_nixl_names_mean_the_same(alias):
+    value = {"bidirectional_kv_xfer": True, "backends": ["POSIX"]}.get(alias, 7)
+    assert read({alias: value}) == read({ALIASES[alias]: value}) != KVTierConfig()
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_a_name_and_its_alias_together_are_refused(alias):
+    words = refusal({alias: 7, ALIASES[alias]: 7})
+    assert alias in words and f"keep {ALIASES[alias]}" in words
+
+
+def test_aliases_are_noted_once(caplog, monkeypatch):
+    config_module._note_aliases.cache_clear()
+    monkeypatch.setattr(config_module.logger, "propagate", True)
+    with caplog.at_level("INFO", config_module.logger.name):
+        read({"backends": ["UCX"], "kv_lease_duration": 20})
+        read({"backends": ["UCX"], "kv_lease_duration": 20})
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == 1 and "backends (NixlConnector) read as nixl_backends" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("bidirectionl", "bidirectional"),
+        ("pull_treshold", "pull_threshold"),
+        ("kv_recompute_treshold", "pull_threshold"),
+        ("lease_second", "lease_seconds"),
+        ("Host_Buffer", "host_buffer"),
+    ],
+)
+def test_a_typo_is_answered_with_the_right_name(typo, meant):
+    words = refusal({typo: 1})
+    assert typo in words and f"did you mean {meant}?" in words
+
+
+def test_an_unknown_option_without_a_near_one_lists_them_all():
+    words = refusal({"zzz": 1})
+    assert all(name in words for name in KVTierConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("option", NIXL_ONLY)
+def test_options_only_nixl_has_are_named_as_such(option):
+    assert "remove it" in refusal({option: 1})
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"retain_share": 0}, "retain_share must be a number > 0 and at most 1, not 0."),
+        ({"retain_share": 1.01}, "at most 1"),
+        ({"handoff_share": -0.5}, "handoff_share must be"),
+        ({"lease_seconds": -1}, "lease_seconds must be a number > 0, not -1."),
+        ({"ask_timeout": math.inf}, "ask_timeout must be"),
+        ({"ask_timeout": math.nan}, "ask_timeout must be"),
+        ({"pull_threshold": 1.5}, "pull_threshold must be an integer at least 0"),
+        ({"endpoint_port": True}, "endpoint_port must be an integer"),
+        ({"endpoint_port": 70000}, "at most 65535"),
+        ({"bidirectional": "yes"}, "bidirectional must be true or false, not 'yes'."),
+        ({"host_buffer": "maybe"}, 'host_buffer must be "auto" or "always" or "never"'),
+        ({"kv_load_failure_policy": "ignore"}, '"recompute" or "fail"'),
+        ({"nixl_backends": []}, "at least one string"),
+        ({"nixl_backends": "UCX"}, "a list of"),
+        ({"nixl_backends": ["UCX", "UCX"]}, "twice"),
+        ({"model_fingerprint": 3}, "a string or null"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration: handoff_seconds must be"),
+        ({"endpoint_host": "10.0.0.1"}, "set cluster_key_file"),
+        ({"advertise_host": "10.0.0.1"}, "cannot be reached"),
+        ({"advertise_host": "0.0.0.0"}, "no address that others could connect to"),
+        ({"cluster_key_file": "/nowhere/key"}, "'/nowhere/key' is not a file here"),
+    ],
+)
+def test_the_impossible_is_refused_in_words(extra, words):
+    assert words in refusal(extra)
+
+
+def test_all_problems_are_named_at_once():
+    words = refusal({"retain_share": 2, "nonsense_option": 1, "engine_ttl": 1})
+    assert all(name in words for name in ("retain_share", "nonsense_option", "engine_ttl"))
+
+
+def test_beyond_loopback_with_a_key(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("k")
+    with_key = {"cluster_key_file": str(key)}
+    assert read({"endpoint_host": "10.0.0.1", **with_key}).endpoint_host == "10.0.0.1"
+    assert "set advertise_host too" in refusal({"endpoint_host": "0.0.0.0", **with_key})
+    assert read({"endpoint_host": "0.0.0.0", "advertise_host": "10.0.0.1", **with_key})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]"])
+def test_loopback_needs_no_key(host):
+    assert read({"endpoint_host": host})
+
+
+def test_impossible_combinations_are_also_refused_in_code():
+    with pytest.raises(ConfigError, match="cluster_key_file"):
+        KVTierConfig(endpoint_host="10.0.0.1")
+
+
+def test_the_caller_keeps_its_dict():
+    extra = {"backends": ["UCX"]}
+    read(extra)
+    assert extra == {"backends": ["UCX"]}
+
+
+def test_every_option_is_documented():
+    table = markdown_table()
+    rows = options()
+    assert [row.name for row in rows] == list(KVTierConfig.__struct_fields__)
+    for row in rows:
+        assert f"| `{row.name}` |" in table
+        assert row.meaning.endswith(".") and len(row.meaning) > 20
+    assert all(f"`{alias}`" in table for alias in ALIASES)
+    assert len({table_line.count("|") for table_line in table.splitlines()}) == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from([*KVTierConfig.__struct_fields__, *ALIASES, *NIXL_ONLY]) | st.text(max_size=20)
+
+
+@given(st.dictionaries(names, json_values, max_size=4))
+def test_any_json_is_read_or_refused_with_a_sentence(extra):
+    try:
+        config = read(extra)
+    except ConfigError as error:
+        assert str(error).startswith("kv_connector_extra_config: ") and str(error)[-1] in ".?"
+    else:
+        assert msgspec.convert(msgspec.to_builtins(config), KVTierConfig) == config

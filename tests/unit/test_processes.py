@@ -1,0 +1,162 @@
+"""Services as real processes: readiness, death noticed at once, and nothing left behind, whoever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, group_members, start_all
+
+# A server with a child that ignores SIGTERM, as engines have. argv: port, seconds until ready.
+SERVER = """
+import http.server, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(float(sys.argv[2]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(name="server", code=SERVER, delay=0.0, **options) -> Service:
+        port = free_port()
+        command = [sys.executable, "-c", code, str(port), str(delay)]
+        made.append(Service(name, command, port=port, log_path=tmp_path / f"{name}.log", **options))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.kill()
+
+
+def gone(group: int, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while group_members(group):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_service_lives_within_its_context(make):
+    service = make()
+    with service:
+        assert service.running and service.ready_after < 10
+        assert urllib.request.urlopen(service.base_url + "/health", timeout=5).status == 200
+        assert len(group_members(service.pid)) == 2
+        assert service.cpu_seconds() > 0
+    assert not service.running and not group_members(service.pid)
+
+
+def test_death_while_starting_is_noticed_at_once_with_the_reason(make):
+    service = make(code="raise SystemExit('no such model')").start()
+    started = time.monotonic()
+    with pytest.raises(ServiceFailed, match="(?s)server ended with code 1.*no such model"):
+        service.wait_ready()
+    assert time.monotonic() - started < 10
+
+
+def test_a_service_that_is_never_ready_is_stopped(make):
+    service = make(delay=600, ready_seconds=0.5).start()
+    with pytest.raises(ServiceFailed, match="not ready within"):
+        service.wait_ready()
+    assert not group_members(service.pid)
+
+
+def test_one_that_fails_takes_the_others_with_it(make):
+    good, bad = make("good", delay=600), make("bad", code="raise SystemExit(3)")
+    with pytest.raises(ServiceFailed, match="bad ended with code 3"):
+        start_all([good, bad])
+    assert not group_members(good.pid)
+
+
+def test_several_start_together_and_report(make):
+    services, ticks = [make("a", delay=0.5), make("b", delay=0.5)], []
+    start_all(services, ticks.append)
+    assert ticks and all(service.ready_after >= 0.5 for service in services)
+
+
+def test_restart_under_the_same_address(make):
+    service = make()
+    with service:
+        first = service.pid
+        service.kill()
+        assert not service.running
+        service.start().wait_ready()
+        assert service.pid != first and service.running
+    assert "child" in service.log_path.read_text()
+
+
+def test_starting_twice_is_refused(make):
+    with make() as service, pytest.raises(ServiceFailed, match="running already"):
+        service.start()
+
+
+def test_killing_the_leader_leaves_the_child_until_kill(make):
+    with make() as service:
+        service.kill_leader()
+        assert not service.running and len(group_members(service.pid)) == 1
+        service.kill()
+        assert not group_members(service.pid)
+
+
+def test_a_paused_service_is_silent_and_can_be_ended(make):
+    with make() as service:
+        service.pause()
+        with pytest.raises(OSError):
+            urllib.request.urlopen(service.base_url + "/health", timeout=0.3)
+        service.resume()
+        assert urllib.request.urlopen(service.base_url + "/health", timeout=5).status == 200
+        service.pause()
+    assert not group_members(service.pid)
+
+
+def test_ends_are_idempotent(make):
+    service = make()
+    service.kill()
+    service.terminate()
+    with service:
+        service.terminate()
+        service.kill()
+    service.kill()
+
+
+def test_environment(make):
+    code = "import os, sys; sys.exit(f\"{os.environ.get('HOME')} {os.environ.get('KVTIER_X')}\")"
+    service = make(code=code, env={"HOME": None, "KVTIER_X": "1"}).start()
+    with pytest.raises(ServiceFailed, match="None 1"):
+        service.wait_ready()
+
+
+def test_nothing_is_left_when_the_starter_is_killed(tmp_path):
+    """The starter gets SIGKILL, so nothing in Python can clean up: the leash does."""
+    starter = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from vllm_kvtier.devtools.processes import *\n"
+            f"s = Service('s', [sys.executable, '-c', {SERVER!r}, str(p := free_port()), '0'],"
+            f" port=p, log_path={str(tmp_path / 's.log')!r})\n"
+            "s.start().wait_ready(); print(s.pid, flush=True); time.sleep(600)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    group = int(starter.stdout.readline())
+    assert len(group_members(group)) == 2
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    assert gone(group)

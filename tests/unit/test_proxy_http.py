@@ -1,0 +1,263 @@
+"""The proxy in good health, before engines on real sockets."""
+
+import asyncio
+import json
+import sys
+
+import httpx
+import pytest
+from proxy_fakes import Cluster, events, text_of, turn
+
+REPORT = {"X-KVTier-Report": "1"}
+
+
+async def test_p_computes_and_d_answers():
+    async with Cluster() as c:
+        reply = await c.chat("hello", max_tokens=5, temperature=0, headers={"X-Request-Id": "req-1"})
+        assert reply.status_code == 200 and reply.headers["x-request-id"] == "req-1"
+        (to_p,), (to_d,) = c.p[0].seen, c.d[0].seen
+        assert reply.json()["choices"][0]["text"] == c.d[0].text(turn("hello"), 0)
+        assert "kv_transfer_params" not in reply.json()
+        assert to_p.body["max_tokens"] == 1 and to_p.body["kv_transfer_params"]["do_remote_decode"] is True
+        assert to_d.body["max_tokens"] == 5
+        assert to_d.body["kv_transfer_params"]["kvtier"]["export"] == "secret-export-P0-1"
+        assert to_p.headers["x-request-id"] == to_d.headers["x-request-id"] == "req-1"
+        assert c.released.empty()
+
+
+async def test_a_stream_is_not_buffered():
+    """Each chunk reaches the client before the engine may make the next."""
+    async with Cluster() as c:
+        c.d[0].gate = asyncio.Semaphore(0)
+        request = c.client.build_request("POST", "/v1/chat/completions", json=turn("hello", stream=True))
+        c.d[0].gate.release()
+        reply = await c.client.send(request, stream=True)
+        got = []
+        async for chunk in reply.aiter_raw():
+            got.append(chunk)
+            assert not c.d[0].seen[0].finished or len(got) >= c.d[0].chunks
+            c.d[0].gate.release()
+        await reply.aclose()
+        assert len(got) >= c.d[0].chunks
+        assert reply.headers["x-accel-buffering"] == "no"
+        assert text_of(b"".join(got)) == "".join(c.d[0].text(turn("hello"), i) for i in range(4))
+        assert b"secret-export" not in b"".join(got) and got[-1].endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_on_the_next_turn_p_is_told_which_d_has_the_conversation(stream):
+    async with Cluster() as c:
+        await c.chat("u1", stream=stream)
+        await c.chat("u1", "a1", "u2", stream=stream)
+        first, second = (seen.body["kv_transfer_params"] for seen in c.p[0].seen)
+        assert "kvtier" not in first
+        params = c.d[0].params({})
+        assert second["kvtier"]["sources"] == [
+            {"engine_id": "id-D0-1", "host": "127.0.0.1", "port": params["remote_port"]}
+        ]
+        assert second["remote_host"] is None
+
+
+async def test_where_streams_carry_no_params_the_endpoint_can_be_given():
+    async with Cluster(kv=("10.0.0.9", 777)) as c:
+        c.d[0].stream_params = False
+        await c.chat("u1", stream=True)
+        await c.chat("u1", "a1", "u2", stream=True)
+        source = {"engine_id": "", "host": "10.0.0.9", "port": 777}
+        assert c.p[0].seen[1].body["kv_transfer_params"]["kvtier"]["sources"] == [source]
+
+
+async def test_bidirectional_off_means_no_sources():
+    async with Cluster(bidirectional=False) as c:
+        await c.chat("u1")
+        await c.chat("u1", "a1", "u2")
+        assert all("kvtier" not in seen.body["kv_transfer_params"] for seen in c.p[0].seen)
+
+
+@pytest.mark.parametrize("how", ["text", "field", "header"])
+async def test_conversations_stay_on_their_engines(how):
+    async with Cluster(p=2, d=2) as c:
+        conversations = {f"c{i}": [f"begin {i}"] for i in range(6)}
+        places = {name: set() for name in conversations}
+        for _ in range(4):
+            for name, texts in conversations.items():
+                fields = {"conversation_id": name} if how == "field" else {}
+                headers = REPORT | ({"X-Conversation-Id": name} if how == "header" else {})
+                reply = await c.chat(*texts, headers=headers, **fields)
+                proxy = reply.json()["kv_transfer_params"]["kvtier"]["proxy"]
+                places[name].add((proxy["prefill_engine"], proxy["decode_engine"]))
+                texts += [reply.json()["choices"][0]["text"], "and then?"]
+        assert all(len(place) == 1 for place in places.values())
+        assert len({p for place in places.values() for p, _ in place}) == 2, "both Ps are used"
+        assert len({d for place in places.values() for _, d in place}) == 2, "both Ds are used"
+        assert all("conversation_id" not in seen.body for e in (*c.p, *c.d) for seen in e.seen)
+
+
+async def test_an_edited_history_goes_where_its_unedited_part_is():
+    async with Cluster(d=2) as c:
+        await c.chat("other")
+        await c.chat("u1")
+        await c.chat("u1", "a1", "u2")
+        await c.chat("u1", "a1", "u2", "a2", "u3")
+        home = next(d for d in c.d if len(d.seen) == 3)
+        await c.chat("u1", "a1", "edited", "new answer", "u3")
+        assert len(home.seen) == 4
+        await c.chat("edited from the beginning", "a1", "u2")
+        assert "kvtier" not in c.p[0].seen[-1].body["kv_transfer_params"]
+
+
+async def test_tenants_with_equal_conversation_ids_never_meet():
+    async with Cluster(d=2, trust_tenant_header=True) as c:
+        who = [{"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}, {"X-Tenant": "cat"}, {}]
+        same = {"conversation_id": "c1", "cache_salt": "guess"}
+        for headers in who:
+            await c.chat("the same text", headers=headers, **same)
+            # Nobody was told of a D that has "the conversation": it is each tenant's first turn.
+            assert "kvtier" not in c.p[0].seen[-1].body["kv_transfer_params"]
+        salts = {seen.body["cache_salt"] for seen in c.p[0].seen}
+        assert len(salts) == 4 and "guess" not in salts
+        for to_p in c.p[0].seen:
+            (to_d,) = (s for d in c.d for s in d.seen if s.headers["x-request-id"] == to_p.headers["x-request-id"])
+            assert to_d.body["cache_salt"] == to_p.body["cache_salt"]
+        await c.chat("the same text", "a", "u2", headers=who[0], **same)
+        assert "kvtier" in c.p[0].seen[-1].body["kv_transfer_params"]
+        assert len({seen.body["cache_salt"] for seen in c.p[0].seen}) == 4
+        assert c.p[0].seen[0].headers["authorization"] == "Bearer ann"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_report_on_request(stream):
+    async with Cluster() as c:
+        reply = await c.chat("u1", stream=stream, headers=REPORT)
+        if stream:
+            (params,) = (e["kv_transfer_params"] for e in events(reply.content)[:-1] if e["kv_transfer_params"])
+        else:
+            params = reply.json()["kv_transfer_params"]
+        counts = {"num_tokens": 7, "pulled_tokens": 5, "pulled_from": None, "local_tokens": 1, "computed_tokens": 1}
+        assert set(params) == {"kvtier"} and set(params["kvtier"]) == {"prefill", "decode", "proxy"}
+        assert params["kvtier"]["prefill"] == params["kvtier"]["decode"] == counts
+        assert b"secret-export" not in reply.content
+
+
+async def test_reports_can_be_forbidden_and_params_exposed():
+    async with Cluster(allow_report=False, expose_params=True) as c:
+        params = (await c.chat("u1", headers=REPORT)).json()["kv_transfer_params"]
+        assert params["kvtier"]["export"] == "secret-export-D0-1" and "proxy" not in params["kvtier"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "by_p"), [("short", False), ("a longer prompt", True), ([1, 2, 3], True), (["two", "prompts" * 9], False)]
+)
+async def test_which_completions_p_prefills(prompt, by_p):
+    async with Cluster(min_prefill_chars=10) as c:
+        reply = await c.client.post("/v1/completions", json={"model": "m", "prompt": prompt})
+        assert reply.status_code == 200
+        body = c.d[0].seen[0].body
+        assert body["prompt"] == prompt
+        assert len(c.p[0].seen) == by_p == ("kv_transfer_params" in body)
+
+
+async def test_engines_without_the_connector_and_no_p_at_all():
+    async with Cluster(p=0) as c:
+        c.d[0].returns_params = False
+        assert (await c.chat("u1")).status_code == 200
+        assert "kv_transfer_params" not in c.d[0].seen[0].body
+    async with Cluster() as c:
+        c.p[0].returns_params = False
+        assert (await c.chat("u1")).status_code == 200
+        assert "kv_transfer_params" not in c.d[0].seen[0].body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("who", ["p", "d"])
+async def test_refusals_reach_the_client_as_they_are(who, stream):
+    async with Cluster(d=2) as c:
+        for engine in getattr(c, who):
+            engine.status = 422
+        reply = await c.chat("u1", stream=stream)
+        assert reply.status_code == 422 and "says 422" in reply.json()["error"]["message"]
+        state = (await c.client.get("/kvtier/state")).json()
+        assert all(engine["well"] for engine in state["prefill"] + state["decode"])
+        if who == "p":
+            assert not c.d[0].seen and not c.d[1].seen
+        else:
+            # No D took it, so P's blocks are given back.
+            assert (await c.released.get()).export == "secret-export-P0-1"
+
+
+async def test_bad_requests_go_no_further():
+    async with Cluster(max_body_bytes=1000) as c:
+        post = lambda body: c.client.post("/v1/chat/completions", content=body)  # noqa: E731
+        for body, status in ((b"{", 400), (b'{"cache_salt": 5}', 400), (b"x" * 1001, 413)):
+            reply = await post(body)
+            assert reply.status_code == status and reply.json()["error"]["code"] == status
+        assert not c.p[0].seen and not c.d[0].seen
+
+
+async def test_request_ids_are_made_or_kept_if_harmless():
+    async with Cluster() as c:
+        made = (await c.chat("u1")).headers["x-request-id"]
+        assert len(made) == 32
+        odd = (await c.chat("u1", headers={"X-Request-Id": "a b/" + "x" * 200})).headers["x-request-id"]
+        assert len(odd) == 32 != made
+        assert [seen.headers["x-request-id"] for seen in c.d[0].seen] == [made, odd]
+
+
+async def test_models_health_and_state():
+    async with Cluster(p=2) as c:
+        models = await c.client.get("/v1/models", headers={"Authorization": "Bearer k"})
+        assert models.json() == {"data": [{"id": "D0", "auth": "Bearer k"}]}
+        assert (await c.client.get("/health")).json() == {"prefill": 2, "decode": 1}
+        secret = {"Authorization": "Bearer my-api-key"}
+        await c.chat("my words", headers=secret, conversation_id="my-id", cache_salt="my-salt")
+        state = (await c.client.get("/kvtier/state")).text
+        assert json.loads(state)["conversations"] == 1
+        assert json.loads(state)["counts"] == {"requests": 1, "prefilled": 1, "released": 0}
+        assert json.loads(state)["decode"][0]["engine_id"] == "id-D0-1"
+        assert "my-" not in state and "my words" not in state and "secret-export" not in state
+        assert c.d[0].seen[0].body["cache_salt"] not in state
+
+
+async def test_many_at_once_get_their_own_answers():
+    async with Cluster(p=2, d=2) as c:
+
+        async def conversation(i: int) -> None:
+            texts = [f"begin {i}"]
+            for _ in range(3):
+                reply = await c.chat(*texts, stream=bool(i % 2))
+                text = text_of(reply.content) if i % 2 else reply.json()["choices"][0]["text"]
+                engine = c.d[int(text[1])]
+                length = engine.chunks if i % 2 else 1
+                assert text == "".join(engine.text(turn(*texts), k) for k in range(length))
+                texts += [text, "more"]
+
+        await asyncio.gather(*(conversation(i) for i in range(30)))
+        state = (await c.client.get("/kvtier/state")).json()
+        assert all(engine["outstanding"] == 0 for engine in state["prefill"] + state["decode"])
+        assert state["counts"]["prefilled"] == 90
+        assert min(len(engine.seen) for engine in (*c.p, *c.d)) >= 30
+
+
+async def test_the_command():
+    """It serves; and an impossible option ends it with one sentence."""
+    async with Cluster() as c:
+        command = [sys.executable, "-m", "vllm_kvtier.proxy", "--port", "0", "--prefill", c.p[0].url]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--decode", c.d[0].url, "--log-level", "info", stderr=asyncio.subprocess.PIPE
+        )
+        url = None
+        while url is None:
+            line = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+            assert line, "the proxy ended"
+            url = next((word for word in line.split() if word.startswith("http://127.0.0.1:")), None)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            reply = await client.post(f"{url}/v1/chat/completions", json=turn("hello"))
+            assert reply.json()["choices"][0]["text"] == c.d[0].text(turn("hello"), 0)
+        process.terminate()
+        await asyncio.wait_for(process.communicate(), 20)
+
+        bad = await asyncio.create_subprocess_exec(
+            *command, "--decode", "nonsense", stderr=asyncio.subprocess.PIPE
+        )
+        _, told = await asyncio.wait_for(bad.communicate(), 20)
+        assert bad.returncode == 2 and told.decode().startswith("error: The engine URL 'nonsense' is not one")

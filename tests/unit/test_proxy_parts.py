@@ -1,0 +1,376 @@
+"""The proxy's parts without sockets: options, bodies, salts, names of conversations, the table of routes, choices."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy_fakes import turn
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.conversations import ConversationRoute, Holder, Name, RouteTable, name_conversation
+from vllm_kvtier.proxy.engines import Engine
+from vllm_kvtier.proxy.params import Source, TransferParams, find_params, prefill_params
+from vllm_kvtier.proxy.routing import Router
+from vllm_kvtier.proxy.tenants import Tenants
+
+D = (EngineAddress("http://d:1"),)
+
+
+def chat(*texts, header=None, **fields) -> ClientRequest:
+    return ClientRequest(Route.CHAT, json.dumps(turn(*texts, **fields)).encode(), header_conversation_id=header)
+
+
+def completion(prompt, **fields) -> ClientRequest:
+    return ClientRequest(Route.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt} | fields).encode())
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_addresses():
+    assert EngineAddress.parse("http://h:1/") == EngineAddress("http://h:1")
+    assert EngineAddress.parse("https://h:1, kv=[::1]:22") == EngineAddress("https://h:1", "::1", 22)
+
+
+@pytest.mark.parametrize("text", ["http://h:1,kv=x", "http://h:1,kv=h:0", "http://h:1,kw=h:5", "http://h:1,kv=h:99999"])
+def test_bad_endpoint(text):
+    with pytest.raises(ConfigError, match="kv=HOST:PORT"):
+        EngineAddress.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decode": ()}, "no decode engine"),
+        ({"decode": (EngineAddress("h:1"),)}, "not one"),
+        ({"decode": (EngineAddress("http://u:pw@h:1"),)}, "password"),
+        ({"decode": (EngineAddress("http://h:1/v1"),)}, "before /v1"),
+        ({"decode": D + D}, "twice"),
+        ({"prefill_timeout": 0}, "more than zero"),
+        ({"affinity_slack": -1}, "not be negative"),
+        ({"backoff_first": 9, "backoff_most": 1}, "shorter"),
+    ],
+)
+def test_impossible_options_are_refused_in_words(options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        ProxyConfig(**{"decode": D, **options})
+    assert "pw" not in str(caught.value).replace("password", "")
+
+
+# ---------------------------------------------------------------- bodies
+
+
+def test_the_probe_asks_for_one_token_and_nothing_else():
+    request = chat(
+        "hi",
+        stream=True,
+        stream_options={"include_usage": True},
+        max_completion_tokens=50,
+        min_tokens=9,
+        n=3,
+        logprobs=True,
+        top_logprobs=2,
+        tools=[{"type": "function"}],
+    )
+    body = json.loads(request.body_for_prefill("salt", prefill_params([Source("e", "h", 5)])))
+    messages = turn("hi")["messages"]
+    assert body == {
+        "model": "m",
+        "messages": messages,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "cache_salt": "salt",
+        "tools": [{"type": "function"}],
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+            "kvtier": {"sources": [{"engine_id": "e", "host": "h", "port": 5}]},
+        },
+    }
+    assert "max_completion_tokens" not in json.loads(chat("hi").body_for_prefill("s", {}))
+    assert "kvtier" not in prefill_params([])
+
+
+def test_d_gets_the_request_as_it_was():
+    raw = b'{"model":"m","messages":[{"role":"user","content":"h"}],"temperature":1.00e-05,"seed":12345678901234567890123}'
+    body = ClientRequest(Route.CHAT, raw).body_for_decode("salt", msgspec.Raw(b'{"x": 1}'))
+    assert body.startswith(raw[:-1]) and body.endswith(b',"cache_salt":"salt","kv_transfer_params":{"x": 1}}')
+
+
+def test_a_client_cannot_say_where_kv_is():
+    aim = {"do_remote_prefill": True, "remote_host": "victim", "remote_port": 1}
+    request = chat(
+        "hi", kv_transfer_params=aim, ec_transfer_params=aim, vllm_xargs={"kv_transfer_params": "victim", "mine": 1}
+    )
+    for body in (request.body_for_decode("s", None), request.body_for_prefill("s", prefill_params([]))):
+        assert b"victim" not in body and b"ec_transfer_params" not in body
+        assert json.loads(body)["vllm_xargs"] == {"mine": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"conversation_id": {}}, "conversation_id"),
+        ({"conversation_id": "x" * 257}, "257 characters"),
+    ],
+)
+def test_bad_requests(fields, words):
+    with pytest.raises(BadRequest, match=words):
+        chat("hi", **fields)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}'])
+def test_bodies_that_are_no_json_object(body):
+    with pytest.raises(BadRequest, match="JSON"):
+        ClientRequest(Route.CHAT, body)
+
+
+@pytest.mark.parametrize(
+    ("request_", "possible"),
+    [
+        (completion("abc"), True),
+        (completion(["abc"]), True),
+        (completion([1, 2, 3]), True),
+        (completion([[1, 2, 3]]), True),
+        (completion(["abc", "def"]), False),
+        (completion([[1], [2]]), False),
+        (completion(""), False),
+        (completion(None), False),
+        (completion("abc", echo=True), True),
+        (completion("abc", echo=True, logprobs=0), False),
+        (completion("abc", logprobs=1, n=4), True),
+        (completion("abc", use_beam_search=True), False),
+        (chat("abc"), True),
+        (chat(), False),
+        (chat("abc", prompt_logprobs=1), False),
+    ],
+)
+def test_what_p_can_prefill(request_, possible):
+    assert request_.can_prefill_elsewhere is possible
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def test_salts_keep_tenants_apart():
+    tenants = Tenants(b"x" * 32)
+    ann, bob = (tenants.identify({"authorization": f"Bearer {key}"}) for key in ("ann", "bob"))
+    salts = [tenants.salt(t, s) for t in (ann, bob) for s in (None, "", "s", "t")]
+    assert len(set(salts)) == len(salts)
+    assert all(len(salt) == 64 and salt.isalnum() for salt in salts)
+    assert tenants.salt(ann, "s") == Tenants(b"x" * 32).salt(ann, "s") != Tenants().salt(ann, "s")
+
+
+def test_whose_header_counts():
+    plain, trusting = Tenants(b"x" * 32), Tenants(b"x" * 32, trust_header=True)
+    alone = plain.identify({})
+    assert plain.identify({"x-tenant": "a"}) == alone
+    assert trusting.identify({"x-tenant": "a"}) != trusting.identify({"x-tenant": "b"}) != alone
+    assert plain.identify({"authorization": "bearer k"}) == plain.identify({"authorization": "Bearer  k "}) != alone
+    assert trusting.identify({"x-tenant": "k"}) != trusting.identify({"authorization": "Bearer k"})
+
+
+def test_salt_secret_file(tmp_path):
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tenants.from_file(str(file), trust_header=False)
+    file.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="5 bytes") as caught:
+        Tenants.from_file(str(file), trust_header=False)
+    assert "short" not in str(caught.value)
+    file.write_bytes(b"y" * 99)
+    assert Tenants.from_file(str(file), trust_header=False).salt(b"t", None) == Tenants(b"y" * 99).salt(b"t", None)
+
+
+# ---------------------------------------------------------------- names and routes
+
+TENANTS = Tenants(b"z" * 32)
+
+
+def table_with(*requests, tenant=b"a"):
+    table = RouteTable(100, 1e9)
+    for i, request in enumerate(requests):
+        table.enter(name_conversation(TENANTS, tenant, request), ConversationRoute((Holder(i, 0),), None))
+    return table
+
+
+def found(table, request, tenant=b"a"):
+    route = table.find(name_conversation(TENANTS, tenant, request))
+    return None if route is None else route.holders[0].decode
+
+
+def test_the_next_turn_is_recognised_and_the_longest_match_wins():
+    table = table_with(chat("sys"), chat("u1"), chat("u1", "a1", "u2"))
+    assert found(table, chat("u1", "a1", "u2", "a2", "u3")) == 2
+    assert found(table, chat("u1", "a1", "other")) == 1
+    assert found(table, chat("u1", "edited", "u2")) == 1
+    assert found(table, chat("new", "a1", "u2")) is None
+
+
+def test_a_common_beginning_is_no_match():
+    table = table_with(chat("long system prompt", "ok", "question 1"))
+    assert found(table, chat("long system prompt", "ok", "question 2")) is None
+
+
+def test_tenant_and_model_are_part_of_the_name():
+    for request in (chat("u1"), chat("u1", conversation_id="c"), chat("u1", header="c"), completion("x" * 999)):
+        table = table_with(request)
+        assert found(table, request) == 0
+        assert found(table, request, tenant=b"b") is None
+    assert found(table_with(chat("u1", conversation_id="c")), chat("u1", model="n", conversation_id="c")) is None
+
+
+def test_an_id_names_the_conversation_whatever_its_text():
+    table = table_with(chat("u1", conversation_id="c"))
+    assert found(table, chat("quite different", header="c")) == 0
+    assert found(table, chat("u1")) is None
+    assert found(table, chat("u1", header="c", conversation_id="other")) is None
+
+
+@given(st.integers(256, 1500), st.integers(0, 600))
+def test_prompts_of_completions_match_by_pieces(length, more):
+    first = "".join(chr(65 + i * 7 % 26) for i in range(length))
+    table = table_with(completion(first))
+    assert found(table, completion(first + "x" * more)) == 0
+    assert found(table, completion("!" + first)) is None
+    tokens = list(range(length))
+    table = table_with(completion(tokens))
+    assert found(table, completion([tokens + [5] * more])) == 0
+    assert found(table, completion([7, *tokens[1:]])) is None
+
+
+def test_messages_match_whatever_the_order_of_their_fields():
+    one = b'{"model":"m","messages":[{"role":"user","content":"h"}]}'
+    two = b'{"messages": [ {"content": "h", "role": "user"} ], "model": "m"}'
+    assert found(table_with(ClientRequest(Route.CHAT, one)), ClientRequest(Route.CHAT, two)) == 0
+
+
+names = st.integers(0, 9)
+steps = st.lists(st.tuples(st.sampled_from(["enter", "find", "wait"]), names), max_size=60)
+
+
+@given(steps, st.integers(1, 4))
+def test_the_table_against_a_model(actions, capacity):
+    """Bounded, least recently used first out, forgotten after its time: as a list of (name, last use) does it."""
+    now = 0.0
+    table = RouteTable(capacity, ttl=5.0, clock=lambda: now)
+    model: list[tuple[int, float]] = []
+    for action, key in actions:
+        name = Name((bytes([key]),), bytes([key]), explicit=True)
+        now += key if action == "wait" else 0
+        model = [(k, t) for k, t in model if t >= now - 5.0]
+        if action == "enter":
+            table.enter(name, ConversationRoute((Holder(key, 0),), None))
+            model = [*((k, t) for k, t in model if k != key), (key, now)][-capacity:]
+        elif action == "find":
+            route = table.find(name)
+            assert (route is not None) == any(k == key for k, _ in model)
+            if route is not None:
+                assert route.holders[0].decode == key
+                model = [*((k, t) for k, t in model if k != key), (key, now)]
+        assert len(table) == len(model)
+
+
+# ---------------------------------------------------------------- params
+
+
+def test_params_that_make_no_sense_are_no_source_and_no_export():
+    for raw in (b"5", b"[]", b'{"kvtier":5}', b'{"remote_host":"h","remote_port":0,"kvtier":{"export":"e","engine_id":"i"}}'):
+        params = TransferParams(msgspec.Raw(raw))
+        assert params.source is None and params.export is None and params.report == {}
+    good = TransferParams(msgspec.Raw(b'{"remote_host":"h","remote_port":"5","remote_engine_id":"i"}'))
+    assert good.source == Source("i", "h", 5) and good.export is None
+
+
+@pytest.mark.parametrize(
+    "document",
+    [b"{}", b"[]", b"kv_transfer_params", b'{"kv_transfer_params" :  null }', b'{"a":{"kv_transfer_params":{"b":1}}}'],
+)
+def test_documents_without_params(document):
+    assert find_params(document) is None
+
+
+# ---------------------------------------------------------------- choices
+
+
+def router(p=2, d=3, slack=2):
+    config = ProxyConfig(decode=D)
+    make = lambda role, n: [Engine(role, i, EngineAddress(f"http://{role}:{i}", "h", 5 + i), config) for i in range(n)]  # noqa: E731
+    return Router(make("prefill", p), make("decode", d), slack)
+
+
+ONCE = Name((b"x",), b"x", explicit=False)
+NAMED = Name((b"x",), b"x", explicit=True)
+
+
+def test_p_of_the_conversation_else_the_idlest():
+    r = router()
+    r.prefill[0].outstanding = 5
+    assert r.pick_prefill(None).index == 1
+    assert r.pick_prefill(ConversationRoute((), 0)).index == 0
+    r.prefill[0].well = False
+    assert r.pick_prefill(ConversationRoute((), 0)).index == 1
+    r.prefill[1].well = False
+    assert r.pick_prefill(None) is None
+    assert router(p=0).pick_prefill(None) is None
+
+
+def test_d_of_the_conversation_else_the_idlest_and_the_sick_last():
+    r = router()
+    route = ConversationRoute((Holder(0, 0), Holder(1, 0)), None)
+    indexes = lambda name, route: [e.index for e in r.rank_decode(name, route)]  # noqa: E731
+    r.decode[0].outstanding = 2
+    assert indexes(ONCE, route)[0] == 0
+    r.decode[0].outstanding = 3
+    assert indexes(ONCE, route)[0] in (1, 2), "a crowd that only begins alike does not follow"
+    assert indexes(NAMED, route)[0] == 0
+    r.decode[0].well = False
+    assert indexes(NAMED, route)[0] == 1, "the older holder has most of it"
+    assert indexes(NAMED, route)[-1] == 0
+    assert set(indexes(ONCE, None)) == {0, 1, 2}
+
+
+def test_sources_are_the_holders_that_live():
+    r = router()
+    route = ConversationRoute((Holder(1, 0), Holder(0, 0)), None)
+    assert [s.port for s in r.sources(route)] == [6, 5]
+    r.decode[1].life += 1
+    assert [s.port for s in r.sources(route)] == [5]
+    r.decode[0].well = False
+    assert r.sources(route) == [] == r.sources(None)
+
+
+def test_equals_take_turns():
+    r = router()
+    picked = []
+    for when in range(6):
+        engine = r.rank_decode(ONCE, None)[0]
+        engine.last_asked = when + 1
+        picked.append(engine.index)
+    assert sorted(picked[:3]) == [0, 1, 2] and picked[:3] == picked[3:]
+
+
+def test_one_failure_however_many_requests_break():
+    async def scenario():
+        engine = router().decode[0]
+        for _ in range(50):
+            engine.set_aside("It broke.")
+        assert (engine.well, engine.failures, engine.life) == (False, 1, 50)
+        engine.succeeded()
+        assert (engine.well, engine.failures) == (True, 0)
+        await engine.aclose()
+
+    asyncio.run(scenario())

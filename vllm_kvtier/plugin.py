@@ -1,0 +1,34 @@
+"""The ``vllm.general_plugins`` entry point: makes ``"kv_connector": "KVTierConnector"`` known to vLLM."""
+
+import logging
+
+from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.vllm_compat.version import check_supported
+
+CONNECTOR_NAME = "KVTierConnector"
+CONNECTOR_MODULE = "vllm_kvtier.connector"
+
+# vLLM sets handlers only on the logger "vllm"; a child of it appears in the engine's log, in its format.
+logger = logging.getLogger("vllm.kvtier.plugin")
+
+
+def register() -> None:
+    """Register the connector with vLLM's factory; vLLM calls this in each of its processes, maybe repeatedly.
+
+    Never raises: an engine that does not ask for our connector must start whatever the state of this package.
+    One that does ask gets vLLM's "unsupported connector" error, with this function's warning above it.
+    """
+    try:
+        check_supported()
+    except UnsupportedVLLM as reason:
+        logger.warning("%s is not registered. %s", CONNECTOR_NAME, reason)
+        return
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError as error:
+        logger.warning("%s is not registered: vLLM's factory cannot be imported (%s).", CONNECTOR_NAME, error)
+        return
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    except ValueError as error:  # the factory's way to say "already registered"
+        logger.debug("%s: %s", CONNECTOR_NAME, error)

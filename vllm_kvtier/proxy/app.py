@@ -1,0 +1,212 @@
+"""The HTTP side: routes, reading a client's request, writing its answer, noticing that it left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from vllm_kvtier.proxy import answers
+from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.config import ProxyConfig
+from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.engines import EngineFailure
+from vllm_kvtier.proxy.exchange import Answer, Exchange
+from vllm_kvtier.proxy.release import ReleaseCall
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+# Of a client's headers, those that engines get. Authorization: they, not the proxy, check API keys.
+_FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or takes no more of its answer."""
+
+
+def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None) -> FastAPI:
+    """The proxy as an ASGI application. ``release`` replaces the call that releases exports (for tests).
+
+    Raises ConfigError when it starts if the salt secret cannot be used.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.core = ProxyCore(config, release)
+        try:
+            yield
+        finally:
+            await app.state.core.aclose()
+
+    app = FastAPI(title="vllm-kvtier proxy", lifespan=lifespan, openapi_url=None)
+
+    @app.post(Route.CHAT.value)
+    async def chat(request: Request) -> Response:
+        return _GeneratingResponse(request.app.state.core, request, Route.CHAT)
+
+    @app.post(Route.COMPLETIONS.value)
+    async def completions(request: Request) -> Response:
+        return _GeneratingResponse(request.app.state.core, request, Route.COMPLETIONS)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await _models(request.app.state.core, request)
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        """200 while at least one D is well, which is enough to serve."""
+        core: ProxyCore = request.app.state.core
+        well = {"prefill": sum(e.well for e in core.prefill), "decode": sum(e.well for e in core.decode)}
+        return JSONResponse(well, status_code=200 if well["decode"] else 503)
+
+    @app.get("/kvtier/state")
+    async def state(request: Request) -> Response:
+        return JSONResponse(request.app.state.core.state())
+
+    return app
+
+
+async def _models(core: ProxyCore, request: Request) -> Response:
+    headers = _engine_headers(request, _request_id(request))
+    for engine in sorted(core.decode, key=lambda engine: not engine.well):
+        try:
+            reply = await engine.ask("GET", "/v1/models", None, headers, core.config.probe_timeout)
+            async with aclosing(reply):
+                body = await reply.read(core.config.max_event_bytes, core.config.probe_timeout)
+        except EngineFailure as failure:
+            engine.set_aside(str(failure))
+            continue
+        return Response(body, reply.status, media_type=reply.headers.get("content-type"))
+    body = answers.error_body("No decode engine could be reached.", "upstream_error", 503)
+    return Response(body, 503, media_type="application/json")
+
+
+class _GeneratingResponse(Response):
+    """Does all the work of one request as a task beside another that waits for the client to leave.
+
+    Starlette starts a response only when the handler returns, and looks for a client that left only then;
+    the wait for P and for D's first byte would go unobserved.
+    """
+
+    def __init__(self, core: ProxyCore, request: Request, route: Route):
+        super().__init__()
+        self._core = core
+        self._request = request
+        self._route = route
+        self._id = _request_id(request)
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            body = await self._read_body(receive)
+        except BadRequest as error:
+            await self._send(send, _refusal(error))
+            return
+        except ClientGone:
+            return
+        work = asyncio.create_task(self._work(body, send), name=f"request {self._id}")
+        gone = asyncio.create_task(_until_gone(receive), name=f"client of {self._id}")
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._core.count("clients_left")
+        finally:
+            # Also when the server cancels this: then both end here.
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _work(self, body: bytes, send) -> None:
+        try:
+            answer = await self._answer(body)
+            await self._send(send, answer)
+        except ClientGone:
+            self._core.count("clients_left")
+
+    async def _answer(self, body: bytes) -> Answer:
+        headers = self._request.headers
+        try:
+            request = ClientRequest(
+                self._route, body, header_conversation_id=headers.get("x-conversation-id") or None
+            )
+        except BadRequest as error:
+            return _refusal(error)
+        exchange = Exchange(
+            self._core,
+            request,
+            self._core.tenants.identify(headers),
+            _engine_headers(self._request, self._id),
+            wants_report=self._core.config.allow_report and headers.get("x-kvtier-report") == "1",
+        )
+        return await exchange.answer()
+
+    async def _read_body(self, receive) -> bytes:
+        """Raises BadRequest if it is too large or too slow, ClientGone if the client leaves."""
+        limit = self._core.config.max_body_bytes
+        body = bytearray()
+        try:
+            with anyio.fail_after(self._core.config.client_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise BadRequest(f"The request body exceeds {limit} bytes.", status=413)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            raise BadRequest("The request body took too long to arrive.", status=408) from error
+
+    async def _send(self, send, answer: Answer) -> None:
+        headers = {**answer.headers, "x-request-id": self._id}
+        if answer.pieces is None:
+            headers["content-length"] = str(len(answer.body))
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        start = {"type": "http.response.start", "status": answer.status, "headers": raw}
+        if answer.pieces is None or answer.reply is None:
+            await self._put(send, start)
+            await self._put(send, {"type": "http.response.body", "body": answer.body})
+            return
+        async with aclosing(answer.reply), aclosing(answer.pieces) as pieces:
+            await self._put(send, start)
+            async for piece in pieces:
+                await self._put(send, {"type": "http.response.body", "body": piece, "more_body": True})
+            await self._put(send, {"type": "http.response.body", "body": b""})
+
+    async def _put(self, send: Callable[[dict], Awaitable[None]], message: dict) -> None:
+        try:
+            with anyio.fail_after(self._core.config.client_timeout):
+                await send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error
+
+
+async def _until_gone(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _engine_headers(request: Request, request_id: str) -> dict[str, str]:
+    headers = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
+    return headers | {"x-request-id": request_id}
+
+
+def _refusal(error: BadRequest) -> Answer:
+    body = answers.error_body(str(error), "invalid_request_error", error.status, error.param)
+    return Answer(error.status, {"content-type": "application/json"}, body)

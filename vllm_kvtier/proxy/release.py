@@ -1,0 +1,85 @@
+"""Give up the KV that P holds for a request that no D is going to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from vllm_kvtier.proxy.params import Export
+
+logger = logging.getLogger(__name__)
+
+ReleaseCall = Callable[[Export], Awaitable[None]]
+
+# A release that does not arrive only costs P's blocks until the export's own deadline; waiting longer is no
+# use.
+_RELEASE_SECONDS = 5.0
+
+
+class ExportReleaser:
+    """Releases exports in the background, each within a deadline.
+
+    A failure is harmless (the export has a deadline of its own at P), so only the first one is logged as a
+    warning.
+    """
+
+    def __init__(self, call: ReleaseCall):
+        self._call = call
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._warned = False
+        self.released = 0
+
+    def schedule(self, export: Export) -> None:
+        """Begin to release; returns at once, so that it can be called while a request is being cancelled."""
+        task = asyncio.create_task(self._release(export), name="release export")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _release(self, export: Export) -> None:
+        try:
+            with anyio.fail_after(_RELEASE_SECONDS):
+                await self._call(export)
+            self.released += 1
+        except Exception as error:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            logger.log(
+                level,
+                "The export of a request that was given up could not be released at %s:%d (%s: %s); that "
+                "engine frees it by itself later. Further failures are logged at level debug.",
+                export.host,
+                export.port,
+                type(error).__name__,
+                error,
+            )
+
+    async def aclose(self) -> None:
+        """Wait for the releases under way; each has its deadline."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+
+class EndpointReleaseCall:
+    """The real call, to a connector's endpoint. Made on first use: most proxies never need it."""
+
+    def __init__(self, cluster_key_file: str | None):
+        self._cluster_key_file = cluster_key_file
+        self._client = None
+        self._making = asyncio.Lock()
+
+    async def __call__(self, export: Export) -> None:
+        async with self._making:
+            if self._client is None:
+                # In a thread: the messages' module may pull in torch, which takes seconds.
+                self._client = await asyncio.to_thread(_make_client, self._cluster_key_file)
+        await self._client.release(export.host, export.port, export.export)
+
+
+def _make_client(cluster_key_file: str | None):
+    from vllm_kvtier.wire.auth import ClusterKey
+    from vllm_kvtier.wire.client import AsyncEndpointClient
+
+    return AsyncEndpointClient(ClusterKey.load(cluster_key_file) if cluster_key_file else None)

@@ -1,0 +1,222 @@
+"""The engine's endpoint: answers other engines' (and the proxy's) messages from the export table.
+
+Runs on the reactor's thread. One ROUTER socket; a connection is a ROUTER identity that said Hello. A peer that
+breaks the protocol loses its connection state and every lease with it; one that falls silent for longer than a
+lease does too.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.scheduler.exports import ExportTable, Lease, Refusal
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.reactor import Reactor, Timer, drain
+
+logger = logging.getLogger("vllm.kvtier.endpoint")
+
+_REASONS = {
+    Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",
+    Refusal.DIGEST: "the asker's token chain is not the export's",
+    Refusal.NOTHING: "no block of this chain beyond the start is exported",
+    Refusal.NOT_READY: "checksums were not made in time",
+}
+MAX_SILENT_CONNECTIONS = 4096
+
+
+@dataclass
+class Connection:
+    last_seen: float
+    greeted: bool = False
+
+
+@dataclass
+class Parked:
+    """An ask whose export is not summed yet; answered by the next ``mark_summed`` or at its deadline."""
+
+    identity: bytes
+    ask: m.Ask
+    deadline: float
+
+
+class Endpoint:
+    def __init__(
+        self,
+        reactor: Reactor,
+        config: KVTierConfig,
+        key: ClusterKey | None,
+        exports: ExportTable,
+        on_freed: Callable[[], None],
+        on_query: Callable[[m.Query, Callable[[m.Holding], None]], None],
+        on_serving: Callable[[bool], None],
+        on_puller: Callable[[m.Ask], None],
+        port_offset: int = 0,
+    ):
+        """``on_freed``: blocks wait in ``exports.take_freed``. ``on_query``: answer on the engine's thread.
+
+        ``on_serving``: whether any lease is out. ``on_puller``: a peer that exports too leased this chain.
+        """
+        self._reactor, self._config, self._exports = reactor, config, exports
+        self._on_freed, self._on_query, self._on_serving, self._on_puller = on_freed, on_query, on_serving, on_puller
+        self._connections: dict[bytes, Connection] = {}
+        self._parked: list[Parked] = []
+        self._timer: Timer | None = None
+        self._serving = False
+        self._welcome: tuple[m.Namespace, m.Welcome] | None = None
+        self.unusable: str | None = "the engine is still starting"
+        self._socket = reactor.context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if key is not None:
+            self._authenticator = key.secure_server(self._socket)
+            reactor.on_stop(self._authenticator.stop)
+        self.port = self._bind(config, port_offset)
+        self.host = config.advertise_host or config.endpoint_host
+        reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
+
+    def _bind(self, config: KVTierConfig, offset: int) -> int:
+        if config.endpoint_port == 0:
+            return self._socket.bind_to_random_port(f"tcp://{config.endpoint_host}")
+        port = config.endpoint_port + offset
+        try:
+            self._socket.bind(f"tcp://{config.endpoint_host}:{port}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); set endpoint_port to a free port or to 0"
+            ) from error
+        return port
+
+    # -- called on the reactor's thread ----------------------------------------------------------------------
+
+    def open(self, namespace: m.Namespace, welcome: m.Welcome) -> None:
+        """From now on answer; before, and if the workers cannot serve, every Hello is refused in words."""
+        self._welcome, self.unusable = (namespace, welcome), None
+
+    def summed(self, step: int) -> None:
+        self._exports.mark_summed(step)
+        parked, self._parked = self._parked, []
+        for p in parked:
+            self._ask(p.identity, p.ask, p.deadline)
+
+    def settle(self) -> None:
+        """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
+        now = time.monotonic()
+        silent = now - self._config.lease_seconds
+        for identity, connection in list(self._connections.items()):
+            if connection.last_seen < silent and self._exports.disconnect(identity):
+                logger.warning("kvtier: a peer fell silent while it held leases; they are void")
+        for p in [p for p in self._parked if p.deadline <= now]:
+            self._parked.remove(p)
+            self._refuse(p.identity, p.ask.ask, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
+        until = self._exports.expire()
+        if self._exports.has_freed():
+            self._on_freed()
+        serving = self._exports.counts()["leases"] > 0
+        if serving != self._serving:
+            self._serving = serving
+            self._on_serving(serving)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waits = [p.deadline - now for p in self._parked] + ([until] if until is not None else [])
+        if waits:
+            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.settle)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _receive(self, frames: list[bytes]) -> None:
+        identity = frames[0]
+        try:
+            if len(frames) != 2:
+                raise msgspec.DecodeError(f"{len(frames) - 1} frames instead of one")
+            message = m.decode_engine(frames[1])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            logger.warning("kvtier: malformed message from a peer, its connection is dropped: %s", error)
+            self._forget(identity)
+            self._refuse(identity, 0, "malformed", str(error)[:200])
+            return
+        connection = self._connections.get(identity)
+        if connection is None:
+            self._evict_silent()
+            connection = self._connections[identity] = Connection(0.0)
+        connection.last_seen = time.monotonic()
+        match message:
+            case m.Hello():
+                self._hello(identity, connection, message)
+            case m.Ask() if connection.greeted:
+                self._ask(identity, message, time.monotonic() + self._config.ask_timeout)
+            case m.Ask():
+                self._refuse(identity, message.ask, "instance", "no handshake on this connection")
+            case m.Release():
+                self._exports.release(message.lease, identity, message.done)
+            case m.Drop():
+                self._exports.drop(message.export)
+            case m.Ping():
+                self._exports.renew(identity, self._config.lease_seconds)
+            case m.Query():
+                self._on_query(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
+            case _:
+                logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)
+                self._forget(identity)
+        self.settle()
+
+    def _hello(self, identity: bytes, connection: Connection, hello: m.Hello) -> None:
+        if hello.protocol != m.PROTOCOL:
+            reason = f"kvtier protocol {m.PROTOCOL} here, {hello.protocol} there: run the same vllm-kvtier on both"
+        elif self._welcome is None:
+            reason = self.unusable
+        else:
+            reason = self._welcome[0].mismatch(hello.namespace)
+        if reason:
+            self._refuse(identity, 0, "namespace" if self._welcome else "starting", reason)
+            return
+        connection.greeted = True
+        self._send(identity, self._welcome[1])
+
+    def _ask(self, identity: bytes, ask: m.Ask, deadline: float) -> None:
+        if self._welcome is None or ask.instance != self._welcome[1].instance:
+            self._refuse(identity, ask.ask, "instance", "this engine was restarted since the handshake")
+            return
+        seconds = self._config.lease_seconds
+        if ask.export:
+            found = self._exports.lease_export(ask.export, ask.digest, ask.variant, ask.start, identity, seconds)
+        else:
+            found = self._exports.lease_chain(ask.chain, ask.variant, ask.start, identity, seconds)
+        if found is Refusal.NOT_READY and time.monotonic() < deadline:
+            self._parked.append(Parked(identity, ask, deadline))
+        elif isinstance(found, Lease):
+            self._grant(identity, ask, found, seconds)
+        else:
+            self._refuse(identity, ask.ask, found.value, _REASONS[found])
+
+    def _grant(self, identity: bytes, ask: m.Ask, lease: Lease, seconds: float) -> None:
+        if ask.reply_port:
+            self._on_puller(ask)
+        blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
+        self._send(identity, m.Granted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds))
+
+    def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
+        self._send(identity, m.Refused(ask, code, reason[:500]))
+
+    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        try:
+            self._socket.send_multipart([identity, m.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the peer is gone or does not read: its leases end by themselves
+            logger.debug("kvtier: answer not sent: %s", error)
+
+    def _forget(self, identity: bytes) -> None:
+        self._connections.pop(identity, None)
+        self._exports.disconnect(identity)
+
+    def _evict_silent(self) -> None:
+        """A bound on state kept for identities that come and never say goodbye."""
+        if len(self._connections) >= MAX_SILENT_CONNECTIONS:
+            oldest = min(self._connections, key=lambda i: self._connections[i].last_seen)
+            self._forget(oldest)

@@ -1,0 +1,209 @@
+"""Exporting: checksums of blocks as they complete, and exports of finished requests.
+
+On the scheduler's thread only. Blocks of a request that will be exported get their checksum in the step that
+completes them, so that nothing is left to do when the request finishes but the blocks filled last.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, Table, batches
+from vllm_kvtier.scheduler.matching import Tracked
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.worker.work import SumBatch
+
+logger = logging.getLogger("vllm.kvtier.exporting")
+
+
+def alignment(groups: list[tuple[int, int | None]], unit: int) -> int:
+    """Tokens in which chains match: every group's blocks must end there."""
+    return math.lcm(unit, *(size for size, _ in groups))
+
+
+class Exporter:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        table: ExportTable,
+        pool: BlockPool,
+        ledger: Ledger,
+        keys: Callable[[], Keys],
+        groups: list[tuple[int, int | None]],
+        counters: Counters,
+        lookahead: bool,
+    ):
+        """``lookahead``: vLLM's hashes also cover tokens after the block (some speculative decoding); then no partial tails."""
+        self._config, self._table, self._pool, self._ledger, self._keys = config, table, pool, ledger, keys
+        self._groups, self._counters, self._lookahead = groups, counters, lookahead
+        self._unit = pool.hash_block_tokens
+        self._align = alignment(groups, self._unit)
+        self._tables: dict[str, Table] = {}
+        self._pending: list[Entry] = []
+        self.step = 0
+
+    # -- following block tables ------------------------------------------------------------------------------------
+
+    def kind(self, tracked: Tracked) -> Kind | None:
+        """How this request will be exported when it ends well; None if not at all."""
+        if tracked.hints.export_prefill:
+            return Kind.HANDOFF
+        return Kind.RETAINED if self._config.bidirectional else None
+
+    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[SumBatch]:
+        """Follow a step's scheduling; the checksums to make behind its forward."""
+        self.step += 1
+        entries, self._pending = self._pending, []
+        for new in output.scheduled_new_reqs:
+            self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
+            elif blocks:
+                self._extend(request_id, blocks)
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            table, t = self._tables.get(request_id), tracked(request_id)
+            if table is not None and t is not None:
+                entries += self._completed(t, table, t.request.num_computed_tokens + scheduled)
+        return batches(entries)
+
+    def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
+        for g, ids in enumerate(blocks):
+            self._ledger.forget(ids[-(-computed // self._groups[g][0]) :])
+        if t is not None and blocks and self.kind(t) is not None:
+            self._tables[request_id] = Table([list(ids) for ids in blocks])
+
+    def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+        table = self._tables.get(request_id)
+        for g, ids in enumerate(blocks):
+            self._ledger.forget(ids)
+            if table is not None:
+                table.groups[g].extend(ids)
+
+    def _completed(self, t: Tracked, table: Table, computed: int) -> list[Entry]:
+        """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
+        request = t.request
+        hashed = min(computed, len(request.block_hashes) * self._unit)
+        tail = self._tail_tokens(t, computed)
+        if tail is None and all(
+            hashed // size <= done for (size, _), done in zip(self._groups, table.summed, strict=True)
+        ):
+            return []
+        entries = []
+        for g, (size, _) in enumerate(self._groups):
+            last = hashed // size
+            entries += self._entries(t, g, table.groups[g], table.summed[g], last)
+            table.summed[g] = max(table.summed[g], last)
+            if tail is not None and tail % size:
+                entries += self._tail_entry(t, g, table.groups[g], tail)
+        missing = self._ledger.take_missing(entries)
+        if missing:
+            table.last_step = self.step
+        return missing
+
+    def _tail_tokens(self, t: Tracked, computed: int) -> int | None:
+        prompt = t.request.num_prompt_tokens
+        if self.kind(t) is Kind.HANDOFF and not self._lookahead and computed >= prompt:
+            return prompt
+        return None
+
+    def _entries(self, t: Tracked, g: int, ids: list[int], first: int, last: int) -> list[Entry]:
+        if first >= last:
+            return []
+        size, hashes, keys = self._groups[g][0], t.request.block_hashes, self._keys()
+        variant = vr.variant(t.request)
+        return [
+            Entry(g, ids[i], keys.key(bytes(hashes[(i + 1) * size // self._unit - 1]), g, variant), size)
+            for i in range(first, min(last, len(ids)))
+            if ids[i]
+        ]
+
+    def _tail_entry(self, t: Tracked, g: int, ids: list[int], tokens: int) -> list[Entry]:
+        size = self._groups[g][0]
+        place = tokens // size
+        if place >= len(ids) or not ids[place]:
+            return []
+        if tokens % self._unit:
+            block_hash = vr.tail_hash(t.request, tokens, self._unit)
+        else:
+            block_hash = bytes(t.request.block_hashes[tokens // self._unit - 1])
+        key = self._keys().key(block_hash, g, vr.variant(t.request))
+        return [Entry(g, ids[place], key, tokens - place * size)]
+
+    # -- finishing -------------------------------------------------------------------------------------------------
+
+    def finished(self, t: Tracked, block_ids: tuple[list[int], ...]) -> Export | None:
+        """Export a request that ended well; None if it is not to be exported or does not fit."""
+        request = t.request
+        table = self._tables.pop(request.request_id, None)
+        kind = self.kind(t)
+        if kind is None or not vr.ended_well(request):
+            return None
+        export = self._make(t, kind, block_ids, table)
+        if export is None:
+            return None
+        if not self._table.add(export):
+            self._counters.count("export_refused", "budget")
+            return None
+        self._counters.count("exports", kind.value)
+        return export
+
+    def _make(self, t: Tracked, kind: Kind, block_ids: tuple[list[int], ...], table: Table | None) -> Export | None:
+        request, unit = t.request, self._unit
+        written = vr.written_tokens(request)
+        hashed = min(written, len(request.block_hashes) * unit) // self._align * self._align
+        handoff = kind is Kind.HANDOFF
+        tokens = min(written, request.num_prompt_tokens) if handoff and not self._lookahead else hashed
+        if not tokens:
+            self._counters.count("export_refused", "nothing written")
+            return None
+        entries: list[Entry] = []
+        groups, pinned = [], []
+        for g, (size, window) in enumerate(self._groups):
+            ids = list(block_ids[g])[: -(-tokens // size)]
+            entries += self._entries(t, g, ids, 0, tokens // size)
+            if tokens % size:
+                entries += self._tail_entry(t, g, ids, tokens)
+            groups.append(GroupBlocks(size, ids, window))
+            pinned += self._pool.pin(ids)
+        missing = self._ledger.take_missing(entries)
+        self._pending += missing
+        # What is still to be summed goes with the next step; else the request's own last step has it.
+        ready = self.step + 1 if missing else (table.last_step if table is not None else -1)
+        hashes = vr.chain(request, tokens, unit)
+        tail = vr.tail_hash(request, tokens, unit) if tokens % unit else b""
+        seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
+        return Export(
+            id=request.request_id,
+            kind=kind,
+            tokens=tokens,
+            chain=hashes,
+            digest=vr.chain_digest(hashes, tail),
+            variant=vr.variant(request),
+            groups=groups,
+            pinned=pinned,
+            ready_step=ready,
+            deadline=time.monotonic() + seconds,
+        )
+
+    # -- giving back -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Unpin what no export and no lease needs any more."""
+        for ids in self._table.take_freed():
+            self._pool.free(ids)
+
+    def relieve(self, tokens: int) -> None:
+        """A request needs room for ``tokens``: give up exports rather than make it wait."""
+        needed = sum(-(-tokens // size) for size, _ in self._groups)
+        short = needed - self._pool.free_count()
+        if short > 0 and self._table.relieve(short):
+            self.drain()

@@ -1,0 +1,257 @@
+"""Scheduler half of the connector: wires matching, exporting, the endpoint and the peers to vLLM's calls.
+
+Two threads: vLLM's scheduler thread, which owns block tables and the pool and never waits, and a reactor with
+all sockets. They meet in ``ExportTable`` (locked), in queued calls, and in ``PendingAsk.outcome``.
+"""
+
+import hashlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.exporting import Exporter, alignment
+from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.scheduler.ledger import Keys, Ledger
+from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.params import write, write_report
+from vllm_kvtier.scheduler.peers import Address, Peers
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.engine import EngineThread
+from vllm_kvtier.vllm_compat.facts import EngineFacts
+from vllm_kvtier.vllm_compat.requests import hash_prompt
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.pulls import PullResult
+from vllm_kvtier.worker.views import geometry_mismatch
+from vllm_kvtier.worker.work import StepWork
+
+logger = logging.getLogger("vllm.kvtier.scheduler")
+
+
+class SchedulerHalf:
+    def __init__(self, facts: EngineFacts, config: KVTierConfig, link_path: str, pool: BlockPool):
+        """Raises ConfigError if the endpoint cannot listen or the cluster key is unusable."""
+        self._facts, self._config, self._pool = facts, config, pool
+        self.counters = Counters()
+        key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
+        budget = {
+            Kind.HANDOFF: int(pool.num_blocks * config.handoff_share),
+            Kind.RETAINED: int(pool.num_blocks * config.retain_share),
+        }
+        unit = pool.hash_block_tokens
+        self._exports = ExportTable(unit, budget, align=alignment(facts.groups, unit) // unit)
+        self._engine = EngineThread(self._on_idle)
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._namespace: m.Namespace | None = None
+        self._salt: Keys | None = None
+        self._ranks: dict[int, m.RankInfo] = {}
+        self._summed: dict[int, int] = {}
+        self._failed_loads: set[str] = set()
+        # A restarted engine is another instance, even with the same configured engine id and address.
+        self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
+        self._reactor = Reactor("kvtier-scheduler")
+        self._link = LinkServer(self._reactor, link_path, self._heard)
+        self._endpoint = Endpoint(
+            self._reactor, config, key, self._exports,
+            on_freed=self._engine.wake,
+            on_query=self._query,
+            on_serving=lambda active: self._link.tell(m.Serve(active)),
+            on_puller=lambda ask: self._matcher.whereabouts.note(ask.chain[-1], (ask.reply_host, ask.reply_port))
+            if ask.chain
+            else None,
+            port_offset=facts.data_parallel_rank,
+        )
+        self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks)
+        ledger = Ledger()
+        self._ledger = ledger
+        self._matcher = Matcher(
+            config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters
+        )
+        self._exporter = Exporter(
+            config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
+        )
+        self._reactor.start()
+
+    @property
+    def address(self) -> Address:
+        return self._endpoint.host, self._endpoint.port
+
+    # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        self._settle_namespace()
+        self._run_jobs()
+        if self._facts.unsupported:
+            return 0, False
+        tokens, asynchronous = self._matcher.match(request, computed)
+        if tokens is not None:
+            self._exporter.relieve(request.num_tokens - computed)
+        return tokens, asynchronous
+
+    def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        self._matcher.allocated(request, block_ids, external)
+
+    def begin_step(self, output: Any) -> StepWork:
+        self._run_jobs()
+        sums = self._exporter.begin_step(output, self._matcher.get)
+        orders, introductions = self._matcher.take_orders()
+        return StepWork(self._exporter.step, sums, orders, introductions)
+
+    def pulled(self, results: list[PullResult], finished: set[str]) -> None:
+        """``results`` of any rank; ``finished`` are the requests all ranks are through with."""
+        for result in results:
+            self.counters.count("pulls", "failed" if result.failed else "ok")
+            self.counters.count("pulled_bytes", amount=result.bytes)
+            self.counters.count("pull_seconds", amount=result.seconds)
+            if result.failed:
+                self._failed_loads.add(result.request_id)
+                if result.bad_blocks and result.checksum:
+                    self.counters.count("integrity_failures", amount=len(result.bad_blocks))
+        for request_id in finished:
+            tracked = self._matcher.get(request_id)
+            failed = request_id in self._failed_loads
+            self._failed_loads.discard(request_id)
+            if tracked is not None and not failed:
+                kind = "handoff" if tracked.hints.handoff else "retained"
+                self.counters.count("pulled_tokens", kind, tracked.pulled)
+            self._matcher.loaded(request_id, failed)
+
+    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
+        tracked = self._matcher.finished(request)
+        export = None if self._facts.unsupported else self._exporter.finished(tracked, block_ids)
+        self._exporter.drain()
+        if not tracked.hints.asked:
+            return None
+        report = tracked.report()
+        if export is None or self._endpoint.unusable:
+            return write_report(report)
+        return write(
+            prefill=export.kind is Kind.HANDOFF,
+            engine_id=self._facts.engine_id,
+            address=self.address,
+            export=export.id,
+            tokens=export.tokens,
+            digest=export.digest,
+            block_ids=[group.ids for group in export.groups],
+            seconds=self._config.handoff_seconds
+            if export.kind is Kind.HANDOFF
+            else self._config.retain_seconds,
+            tensor_parallel=self._facts.tensor_parallel,
+            report=report,
+        )
+
+    def has_pending_frees(self) -> bool:
+        return self._exports.has_freed()
+
+    @property
+    def engine_scheduler(self) -> Any | None:
+        return self._engine.scheduler
+
+    def reset(self) -> bool:
+        """The prefix cache is being reset: nothing may be pulled from it any more."""
+        self._exports.clear()
+        self._exporter.drain()
+        self._ledger.clear()
+        return True
+
+    def shutdown(self) -> None:
+        self._reactor.stop()
+
+    def state(self) -> dict[str, int]:
+        """Counts that must return to zero when nothing is under way (for tests and metrics)."""
+        return {
+            **self._exports.counts(),
+            "held_leases": self._peers.held_leases(),
+            "loading": sum(
+                self._matcher.get(r).life.state in (State.LOADING, State.ABANDONED)
+                for r in self._matcher.request_ids()
+            ),
+            "tracked": len(self._matcher),
+        }
+
+    # -- scheduler's thread, between calls -----------------------------------------------------------------------------
+
+    def _on_idle(self) -> None:
+        self._settle_namespace()
+        self._run_jobs()
+
+    def _run_jobs(self) -> None:
+        self._exporter.drain()
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def _settle_namespace(self) -> None:
+        """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
+        if self._namespace is None:
+            self._namespace = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
+            digest = hashlib.blake2b(m.encode(self._namespace), digest_size=8).digest()
+            self._salt = Keys(int.from_bytes(digest, "little"))
+            self._reactor.call_soon(self._open_if_ready)
+
+    def _keys(self) -> Keys:
+        if self._salt is None:
+            self._settle_namespace()
+        return self._salt
+
+    def _query(self, query: m.Query, answer: Callable[[m.Holding], None]) -> None:
+        """Reactor's thread: the pool may only be asked on the engine's."""
+
+        def look() -> None:
+            unit = self._pool.hash_block_tokens
+            chain = hash_prompt(query.tokens, query.cache_salt, self._facts.hash_function(), unit)
+            answer(
+                m.Holding(
+                    query.query,
+                    prompt=len(query.tokens),
+                    gpu_cache=self._pool.cached_tokens(chain, self._facts.full_groups, unit),
+                    exported=self._exports.longest_prefix(chain, b""),
+                )
+            )
+
+        self._jobs.append(look)
+        self._engine.wake()
+
+    # -- reactor's thread ------------------------------------------------------------------------------------------------
+
+    def _heard(self, message: m.LinkMessage) -> None:
+        match message:
+            case m.Register():
+                self._ranks[message.info.rank] = message.info
+                self._summed.setdefault(message.info.rank, -1)
+                self._open_if_ready()
+            case m.Unusable():
+                self._endpoint.unusable = message.reason
+                logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
+            case m.Summed():
+                self._summed[message.rank] = max(self._summed.get(message.rank, -1), message.step)
+                if len(self._summed) == self._facts.world_size:
+                    self._endpoint.summed(min(self._summed.values()))
+
+    def _open_if_ready(self) -> None:
+        if self._namespace is not None and len(self._ranks) == self._facts.world_size:
+            ranks = [self._ranks[r] for r in sorted(self._ranks)]
+            self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
+            logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)
+
+    def _hello(self) -> m.Hello | None:
+        if self._endpoint.unusable or self._namespace is None:
+            return None
+        return m.Hello(m.PROTOCOL, self.instance, self._namespace)
+
+    def _check_ranks(self, theirs: list[m.RankInfo]) -> str | None:
+        if sorted(info.rank for info in theirs) != sorted(self._ranks):
+            return f"{len(self._ranks)} ranks here, {len(theirs)} there"
+        for info in theirs:
+            reason = geometry_mismatch(self._ranks[info.rank].geometry, info.geometry)
+            if reason:
+                return reason
+        return None

@@ -1,0 +1,90 @@
+"""Which GPU blocks have a checksum in the workers' tables, and under which content key.
+
+Two facts are kept per block id: the key (content and number of valid tokens) its table entry was made with.
+An entry dies when vLLM hands the block out anew. ``Tables`` follows the block tables of the requests whose
+blocks will be exported, so that a checksum is made in the very step that completes a block.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_kvtier.worker.work import SumBatch
+
+_GROUP_SALT = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Keys:
+    """Content keys: 64 bits of the chained block hash, mixed with the namespace, the adapter and the group."""
+
+    def __init__(self, namespace_digest: int):
+        self._salt = namespace_digest
+
+    def key(self, block_hash: bytes, group: int, variant: bytes) -> int:
+        salt = self._salt ^ int.from_bytes(variant[:8].ljust(8, b"\0"), "little")
+        return (int.from_bytes(block_hash[:8], "little") ^ salt ^ ((group + 1) * _GROUP_SALT)) & _MASK
+
+
+@dataclass
+class Entry:
+    """One block to be summed."""
+
+    group: int
+    block: int
+    key: int
+    valid: int
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[int, int]] = {}  # block id -> (key, valid)
+
+    def has(self, entry: Entry) -> bool:
+        return self._made.get(entry.block) == (entry.key, entry.valid)
+
+    def mark(self, entry: Entry) -> None:
+        self._made[entry.block] = (entry.key, entry.valid)
+
+    def forget(self, blocks) -> None:
+        """These blocks get new content."""
+        for block in blocks:
+            self._made.pop(block, None)
+
+    def clear(self) -> None:
+        self._made.clear()
+
+    def take_missing(self, entries: list[Entry]) -> list[Entry]:
+        """Those without a checksum; they count as made from now on (the caller orders them)."""
+        missing = [e for e in entries if not self.has(e)]
+        for entry in missing:
+            self.mark(entry)
+        return missing
+
+
+@dataclass
+class Table:
+    """Block table of one request, as far as this package follows it."""
+
+    groups: list[list[int]]
+    summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
+    last_step: int = -1  # the step that made this request's newest checksums
+
+    def __post_init__(self) -> None:
+        self.summed = self.summed or [0] * len(self.groups)
+
+
+def batches(entries: list[Entry]) -> list[SumBatch]:
+    """Entries as arrays, one batch a group."""
+    out = []
+    for group in sorted({e.group for e in entries}):
+        of_group = [e for e in entries if e.group == group]
+        out.append(
+            SumBatch(
+                group,
+                np.array([e.block for e in of_group], np.int64),
+                np.array([e.key for e in of_group], np.uint64),
+                np.array([e.valid for e in of_group], np.int32),
+            )
+        )
+    return out

@@ -1,0 +1,98 @@
+"""The life of a request as this package sees it: one table of states, events and what each transition obliges to do.
+
+A request that asks nobody goes NEW -> LOCAL -> GONE. One that pulls goes NEW -> ASKING -> OFFERED -> LOADING ->
+LOADED -> GONE; every other way out (refusal, time-out, decline, failure, abort, preemption) is a row below.
+"""
+
+import enum
+import logging
+
+logger = logging.getLogger("vllm.kvtier.lifecycle")
+
+
+class State(enum.Enum):
+    NEW = "new"  # nothing decided
+    ASKING = "asking"  # a source was asked; its answer is awaited, with a deadline
+    OFFERED = "offered"  # a lease is held; vLLM has not allocated blocks yet
+    LOADING = "loading"  # blocks are allocated; the workers read into them
+    LOADED = "loaded"  # read and verified
+    LOCAL = "local"  # computed here
+    ABANDONED = "abandoned"  # finished or aborted while the workers still read; blocks are not free yet
+    GONE = "gone"
+
+
+class Event(enum.Enum):
+    ASK = "ask"
+    GRANT = "grant"
+    REFUSE = "refuse"
+    TIMEOUT = "timeout"
+    DECLINE = "decline"  # below the threshold, full local hit, no source left
+    ALLOCATE = "allocate"
+    LOAD_DONE = "load done"
+    LOAD_FAILED = "load failed"
+    PREEMPT = "preempt"
+    FINISH = "finish"  # stopped, capped or aborted
+
+
+class Action(enum.Enum):
+    """What the transition obliges its caller to do for the other side's sake."""
+
+    NONE = "none"
+    CANCEL_ASK = "cancel ask"  # a grant that still comes is released on arrival
+    RELEASE = "release"  # give the lease back
+
+
+S, E, A = State, Event, Action
+
+TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
+    (S.NEW, E.ASK): (S.ASKING, A.NONE),
+    (S.NEW, E.DECLINE): (S.LOCAL, A.NONE),
+    (S.NEW, E.PREEMPT): (S.NEW, A.NONE),
+    (S.NEW, E.FINISH): (S.GONE, A.NONE),
+    (S.ASKING, E.GRANT): (S.OFFERED, A.NONE),
+    (S.ASKING, E.REFUSE): (S.NEW, A.NONE),  # the next source may be asked
+    (S.ASKING, E.TIMEOUT): (S.NEW, A.CANCEL_ASK),
+    (S.ASKING, E.DECLINE): (S.LOCAL, A.CANCEL_ASK),
+    (S.ASKING, E.PREEMPT): (S.ASKING, A.NONE),
+    (S.ASKING, E.FINISH): (S.GONE, A.CANCEL_ASK),
+    (S.OFFERED, E.ALLOCATE): (S.LOADING, A.NONE),
+    (S.OFFERED, E.DECLINE): (S.LOCAL, A.RELEASE),
+    (S.OFFERED, E.TIMEOUT): (S.LOCAL, A.RELEASE),  # no blocks free for longer than the lease should be held
+    (S.OFFERED, E.PREEMPT): (S.OFFERED, A.NONE),
+    (S.OFFERED, E.FINISH): (S.GONE, A.RELEASE),
+    (S.LOADING, E.LOAD_DONE): (S.LOADED, A.RELEASE),
+    (S.LOADING, E.LOAD_FAILED): (S.LOCAL, A.RELEASE),
+    (S.LOADING, E.FINISH): (S.ABANDONED, A.NONE),  # the source may not reuse what is still being read
+    (S.ABANDONED, E.LOAD_DONE): (S.GONE, A.RELEASE),
+    (S.ABANDONED, E.LOAD_FAILED): (S.GONE, A.RELEASE),
+    (S.LOADED, E.PREEMPT): (S.LOCAL, A.NONE),  # what was pulled is lost; computed again
+    (S.LOADED, E.FINISH): (S.GONE, A.NONE),
+    (S.LOCAL, E.DECLINE): (S.LOCAL, A.NONE),
+    (S.LOCAL, E.PREEMPT): (S.LOCAL, A.NONE),
+    (S.LOCAL, E.FINISH): (S.GONE, A.NONE),
+}
+
+del S, E, A
+
+
+class Lifecycle:
+    """One request's state. An event that the table does not know is a bug: logged, counted, and without effect."""
+
+    __slots__ = ("request_id", "state")
+    violations = 0  # over all requests of the process; tests assert 0
+
+    def __init__(self, request_id: str):
+        self.request_id = request_id
+        self.state = State.NEW
+
+    def fire(self, event: Event) -> Action:
+        row = TRANSITIONS.get((self.state, event))
+        if row is None:
+            Lifecycle.violations += 1
+            logger.error(
+                "kvtier: request %s: '%s' cannot happen in state '%s'; ignored (please report this)",
+                self.request_id, event.value, self.state.value,
+            )
+            return Action.NONE
+        self.state, action = row
+        return action

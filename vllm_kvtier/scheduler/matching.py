@@ -1,0 +1,301 @@
+"""Matching and loading: per request, whom to ask, what to take, and what became of it.
+
+On the scheduler's thread only; ``Peers`` does the waiting. A request's sources are tried in order: the prefill
+that was promised to it, then the engines its params name, then the engine that last pulled this chain from us.
+"""
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exports import GroupBlocks
+from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger
+from vllm_kvtier.scheduler.lifecycle import Action, Event, Lifecycle, State
+from vllm_kvtier.scheduler.params import Handoff, Hints, Report, read
+from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers, PendingAsk
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.worker.work import GroupPull, PullOrder
+
+logger = logging.getLogger("vllm.kvtier.matching")
+
+MAX_WHEREABOUTS = 1 << 16  # chain ends remembered (about 100 bytes each)
+
+
+class Whereabouts:
+    """Which engine last pulled a chain from us: it has the conversation, even if no router says so."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._at: OrderedDict[bytes, tuple[Address, float]] = OrderedDict()
+
+    def note(self, chain_end: bytes, address: Address) -> None:
+        """Any thread (one assignment)."""
+        self._at[chain_end] = (address, time.monotonic() + self._seconds)
+        self._at.move_to_end(chain_end)
+        while len(self._at) > MAX_WHEREABOUTS:
+            self._at.popitem(last=False)
+
+    def find(self, chain: list[bytes]) -> Address | None:
+        for block_hash in reversed(chain):
+            found = self._at.get(block_hash)
+            if found and found[1] > time.monotonic():
+                return found[0]
+        return None
+
+
+@dataclass
+class Tracked:
+    """One request. ``sources`` still to be tried; ``local`` tokens vLLM had when it last asked us."""
+
+    request: Any
+    hints: Hints
+    life: Lifecycle
+    sources: deque[Handoff | Address] | None = None  # made at the first match: needs the hash chain
+    pending: PendingAsk | None = None
+    asking: Handoff | Address | None = None
+    offer: Offer | None = None
+    offered_at: float = 0.0
+    local: int = 0
+    pulled: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    def report(self) -> Report:
+        source = f"{self.offer.address[0]}:{self.offer.address[1]}" if self.offer and self.pulled else None
+        return Report(self.request.num_prompt_tokens, self.local, self.pulled, source)
+
+
+class Matcher:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        peers: Peers,
+        ledger: Ledger,
+        keys: Callable[[], Keys],
+        groups: list[tuple[int, int | None]],
+        unit: int,
+        my_address: Callable[[], Address],
+        counters: Counters,
+    ):
+        """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers."""
+        self._config, self._peers, self._ledger, self._keys = config, peers, ledger, keys
+        self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
+        self.whereabouts = Whereabouts(config.retain_seconds)
+        self._tracked: dict[str, Tracked] = {}
+        self._orders: list[PullOrder] = []
+        self._introduced: set[str] = set()
+        self._introductions: dict[str, list] = {}
+
+    def get(self, request_id: str) -> Tracked | None:
+        return self._tracked.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def request_ids(self) -> list[str]:
+        return list(self._tracked)
+
+    def track(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = Tracked(request, read(request.kv_transfer_params), Lifecycle(request.request_id))
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    # -- matching ------------------------------------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that a held lease covers; None: ask again."""
+        t = self.track(request)
+        if t.life.state is State.LOADED:  # vLLM matches a request again only after it lost its blocks
+            t.life.fire(Event.PREEMPT)
+            t.pulled = 0
+        t.local = computed
+        while True:
+            match t.life.state:
+                case State.NEW:
+                    if not self._ask_next(t, computed):
+                        t.life.fire(Event.DECLINE)
+                        return 0, False
+                case State.ASKING:
+                    if not self._answered(t):
+                        return None, False
+                case State.OFFERED:
+                    gain = self._gain(t, computed)
+                    if gain:
+                        return gain, True
+                    self._decline(t)
+                    return 0, False
+                case _:
+                    return 0, False
+
+    def _ask_next(self, t: Tracked, computed: int) -> bool:
+        """Ask the next source that could be worth it; False if none is left."""
+        request = t.request
+        if t.sources is None:
+            t.sources = deque(self._sources(t))
+        # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
+        lacking = request.num_tokens - 1 - computed
+        variant = vr.variant(request) if t.sources else b""
+        while t.sources:
+            source = t.sources.popleft()
+            if lacking < max(1, self._config.pull_threshold):
+                self._counters.count("declined", "below threshold" if lacking > 0 else "local hit")
+                if isinstance(source, Handoff):
+                    self._peers.drop(source.address, source.export)  # nobody else will come for it
+                continue
+            hashes = vr.chain(request, request.num_tokens, self._unit)
+            host, port = self._my_address() if self._config.bidirectional else ("", 0)
+            common = dict(start=computed, variant=variant, reply_host=host, reply_port=port)
+            if isinstance(source, Handoff):
+                digest = vr.chain_digest(hashes, self._tail(request, request.num_tokens))
+                t.pending = self._peers.ask(
+                    source.address, export=source.export, digest=digest, chain=hashes[-1:], **common
+                )
+            elif len(hashes) * self._unit - computed >= self._config.pull_threshold:
+                t.pending = self._peers.ask(source, chain=hashes, **common)
+            else:
+                continue
+            t.asking = source
+            t.life.fire(Event.ASK)
+            return True
+        return False
+
+    def _sources(self, t: Tracked):
+        if t.hints.handoff:
+            yield t.hints.handoff
+            return
+        if not self._config.bidirectional:
+            return
+        mine = self._my_address()
+        seen = set()
+        chain = vr.chain(t.request, t.request.num_tokens, self._unit)
+        for address in (*t.hints.sources, self.whereabouts.find(chain)):
+            if address and address != mine and address not in seen:
+                seen.add(address)
+                yield address
+
+    def _tail(self, request: Any, tokens: int) -> bytes:
+        return vr.tail_hash(request, tokens, self._unit) if tokens % self._unit else b""
+
+    def _answered(self, t: Tracked) -> bool:
+        outcome = t.pending.outcome
+        if outcome is None:
+            # Peers answers every ask by its deadline; this is for the case that its thread died.
+            if time.monotonic() < t.pending.deadline + 1.0:
+                return False
+            self._counters.count("declined", "timeout")
+            self._act(t, t.life.fire(Event.TIMEOUT))
+        elif isinstance(outcome, NoOffer):
+            self._counters.count("declined", outcome.code)
+            logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
+            t.life.fire(Event.REFUSE)
+            t.pending = None
+        else:
+            t.offer, t.offered_at = outcome, time.monotonic()
+            t.life.fire(Event.GRANT)
+        return True
+
+    def _gain(self, t: Tracked, computed: int) -> int:
+        """Tokens the offer adds to ``computed``; 0 if it is no longer worth it or held for too long."""
+        offer = t.offer
+        if offer.start > computed or time.monotonic() - t.offered_at > self._config.transfer_timeout:
+            return 0
+        gain = min(offer.tokens, t.request.num_tokens) - computed
+        return gain if gain >= max(1, self._config.pull_threshold) else 0
+
+    def _decline(self, t: Tracked) -> None:
+        self._counters.count("declined", "local hit" if t.offer.tokens <= t.local else "below threshold")
+        self._act(t, t.life.fire(Event.DECLINE))
+
+    def _act(self, t: Tracked, action: Action, done: bool = True) -> None:
+        if action is Action.CANCEL_ASK and t.pending is not None:
+            self._peers.cancel(t.pending)
+            t.pending = None
+        elif action is Action.RELEASE and t.offer is not None:
+            self._peers.release(t.offer, done)
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
+        t = self.track(request)
+        if t.life.state is not State.OFFERED:
+            return
+        if external <= 0:
+            self._decline(t)
+            return
+        t.life.fire(Event.ALLOCATE)
+        tokens = t.local + external
+        order = self._order(t, block_ids, tokens)
+        if t.offer.instance not in self._introduced:
+            self._introduced.add(t.offer.instance)
+            self._introductions[t.offer.instance] = t.offer.ranks
+        t.pulled = external
+        self._orders.append(order)
+
+    def _order(self, t: Tracked, block_ids: tuple[list[int], ...], tokens: int) -> PullOrder:
+        hashes = vr.chain(t.request, tokens, self._unit)
+        variant, keys, pulls = vr.variant(t.request), self._keys(), []
+        for g, (size, window) in enumerate(self._groups):
+            theirs = GroupBlocks(size, [0] * (t.offer.start // size) + t.offer.blocks[g], window)
+            rows = []
+            for place in range(t.local // size, -(-tokens // size)):
+                local = block_ids[g][place] if place < len(block_ids[g]) else 0
+                if not local:
+                    continue  # outside a sliding window: vLLM gave no block, nobody reads it
+                end = min((place + 1) * size, tokens)
+                block_hash = hashes[end // self._unit - 1] if end % self._unit == 0 else self._tail(t.request, end)
+                entry = Entry(g, local, keys.key(block_hash, g, variant), end - place * size)
+                rows.append((entry, theirs.ids[place] if place < len(theirs.ids) else 0))
+            t.entries += [entry for entry, _ in rows]
+            pulls.append(
+                GroupPull(
+                    g,
+                    np.array([e.block for e, _ in rows], np.int64),
+                    np.array([remote for _, remote in rows], np.int64),
+                    np.array([e.key for e, _ in rows], np.uint64),
+                    np.array([e.valid for e, _ in rows], np.int32),
+                )
+            )
+        self._ledger.forget(e.block for e in t.entries)
+        return PullOrder(t.request.request_id, t.offer.instance, pulls, self._config.transfer_timeout)
+
+    def take_orders(self) -> tuple[list[PullOrder], dict[str, list]]:
+        """Pulls for the workers to start in this step, and the engines they name for the first time."""
+        orders, self._orders = self._orders, []
+        introductions, self._introductions = self._introductions, {}
+        return orders, introductions
+
+    def loaded(self, request_id: str, failed: bool) -> None:
+        """All ranks are through with a pull (``failed`` if any of them failed)."""
+        t = self._tracked.get(request_id)
+        if t is None:
+            return
+        done = t.life.state is State.ABANDONED
+        self._act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
+        if failed:
+            t.pulled = 0
+        else:
+            for entry in t.entries:
+                self._ledger.mark(entry)
+        t.entries = []
+        if done:
+            self._tracked.pop(request_id, None)
+
+    def finished(self, request: Any) -> Tracked:
+        """The request ended in whatever way; gives back what it held, unless the workers still read."""
+        t = self.track(request)
+        if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
+            # Aborted before it was ever scheduled: the other side must not wait for us.
+            self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
+        self._act(t, t.life.fire(Event.FINISH))
+        if t.life.state is State.GONE:
+            self._tracked.pop(request.request_id, None)
+        return t

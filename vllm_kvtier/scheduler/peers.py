@@ -1,0 +1,297 @@
+"""Asking other engines for leases, and keeping and releasing those we hold.
+
+Runs on the reactor's thread; the scheduler's thread calls ``ask``, ``cancel`` and ``release``, which only queue,
+and reads ``PendingAsk.outcome``. One DEALER connection an address, opened when first needed; a handshake that
+failed or was refused is remembered for a while, so that requests do not wait for it one by one.
+"""
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.reactor import Reactor, Timer, drain
+
+logger = logging.getLogger("vllm.kvtier.peers")
+
+REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
+DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
+IDLE_CLOSE = 600.0  # seconds after which an unused connection is closed
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A lease we hold: blocks of the peer ``instance`` for tokens [start, tokens)."""
+
+    address: Address
+    instance: str
+    lease: int
+    start: int
+    tokens: int
+    blocks: list[list[int]]
+    ranks: list[m.RankInfo]
+
+
+@dataclass(frozen=True)
+class NoOffer:
+    code: str
+    reason: str
+
+
+@dataclass
+class PendingAsk:
+    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
+
+    address: Address
+    ask: m.Ask
+    deadline: float
+    outcome: Offer | NoOffer | None = None
+    cancelled: bool = False
+    timer: Timer | None = field(default=None, repr=False)
+
+
+@dataclass
+class _Connection:
+    address: Address
+    socket: zmq.Socket
+    last_used: float
+    welcome: m.Welcome | None = None
+    waiting: list[PendingAsk] = field(default_factory=list)  # for the handshake
+    asked: dict[int, PendingAsk] = field(default_factory=dict)
+    leases: set[int] = field(default_factory=set)
+    handshake_timer: Timer | None = None
+    ping_timer: Timer | None = None
+
+
+class Peers:
+    def __init__(
+        self,
+        reactor: Reactor,
+        config: KVTierConfig,
+        key: ClusterKey | None,
+        hello: Callable[[], m.Hello | None],
+        check_ranks: Callable[[list[m.RankInfo]], str | None],
+    ):
+        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's layout does not fit, or None."""
+        self._reactor, self._config, self._key = reactor, config, key
+        self._hello, self._check_ranks = hello, check_ranks
+        self._connections: dict[Address, _Connection] = {}
+        self._paused: dict[Address, tuple[float, NoOffer]] = {}
+        self._said: set[tuple[Address, str]] = set()
+        self._ask_ids = itertools.count(1)
+        reactor.on_stop(self._release_all)
+
+    # -- scheduler's thread ------------------------------------------------------------------------------------
+
+    def ask(self, address: Address, **fields) -> PendingAsk:
+        """Queue an ask; the answer, a refusal or a time-out appears in ``outcome``."""
+        ask = m.Ask(ask=next(self._ask_ids), instance="", **fields)
+        pending = PendingAsk(address, ask, time.monotonic() + self._config.ask_timeout)
+        self._reactor.call_soon(lambda: self._begin(pending))
+        return pending
+
+    def cancel(self, pending: PendingAsk) -> None:
+        def cancel() -> None:
+            pending.cancelled = True
+            if isinstance(pending.outcome, Offer):
+                self._release(pending.outcome, done=False)
+
+        self._reactor.call_soon(cancel)
+
+    def release(self, offer: Offer, done: bool) -> None:
+        self._reactor.call_soon(lambda: self._release(offer, done))
+
+    def drop(self, address: Address, export: str) -> None:
+        """Tell the engine at ``address`` that nobody will fetch ``export``; best effort, its time limit is the backstop."""
+
+        def drop() -> None:
+            connection = self._connections.get(address) or self._connect(address)
+            if connection is not None:
+                self._send(connection, m.Drop(export))
+
+        self._reactor.call_soon(drop)
+
+    def held_leases(self) -> int:
+        return sum(len(c.leases) for c in list(self._connections.values()))
+
+    # -- reactor's thread --------------------------------------------------------------------------------------
+
+    def _begin(self, pending: PendingAsk) -> None:
+        paused = self._paused.get(pending.address)
+        if paused and paused[0] > time.monotonic():
+            self._settle(pending, paused[1])
+            return
+        connection = self._connections.get(pending.address) or self._connect(pending.address)
+        if connection is None:
+            self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
+            return
+        connection.last_used = time.monotonic()
+        pending.timer = self._reactor.call_later(
+            max(0.0, pending.deadline - time.monotonic()), lambda: self._timed_out(connection, pending)
+        )
+        if connection.welcome is None:
+            connection.waiting.append(pending)
+        else:
+            self._send_ask(connection, pending)
+
+    def _connect(self, address: Address) -> _Connection | None:
+        hello = self._hello()
+        if hello is None:
+            return None
+        socket = self._reactor.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.IDENTITY, os.urandom(16))
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if self._key is not None:
+            self._key.secure_client(socket)
+        try:
+            socket.connect(f"tcp://{address[0]}:{address[1]}")
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._say_once(address, f"cannot connect to {address[0]}:{address[1]}: {error}")
+            return None
+        connection = _Connection(address, socket, time.monotonic())
+        self._connections[address] = connection
+        self._reactor.add_socket(socket, lambda: drain(socket, lambda frames: self._receive(connection, frames)))
+        self._greet(connection, hello)
+        return connection
+
+    def _greet(self, connection: _Connection, hello: m.Hello) -> None:
+        self._send(connection, hello)
+        connection.handshake_timer = self._reactor.call_later(
+            self._config.handshake_timeout,
+            lambda: self._close(connection, NoOffer("unreachable", "the handshake was not answered"), DOWN_PAUSE),
+        )
+
+    def _receive(self, connection: _Connection, frames: list[bytes]) -> None:
+        try:
+            message = m.decode_engine(frames[-1])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self._close(connection, NoOffer("malformed", f"malformed answer: {error}"), REFUSED_PAUSE)
+            return
+        match message:
+            case m.Welcome():
+                self._welcomed(connection, message)
+            case m.Granted():
+                self._granted(connection, message)
+            case m.Refused(ask=0):
+                pause = DOWN_PAUSE if message.code == "starting" else REFUSED_PAUSE
+                self._close(connection, NoOffer(message.code, message.reason), pause)
+            case m.Refused(code="instance"):
+                # Restarted under the same address: greet the new instance; what it had is gone.
+                self._answer(connection, message.ask, NoOffer(message.code, message.reason))
+                self._close(connection, NoOffer(message.code, message.reason), 0.0)
+            case m.Refused():
+                self._answer(connection, message.ask, NoOffer(message.code, message.reason))
+            case _:
+                self._close(connection, NoOffer("malformed", f"unexpected {type(message).__name__}"), REFUSED_PAUSE)
+
+    def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
+        if connection.handshake_timer:
+            connection.handshake_timer.cancel()
+        reason = self._check_ranks(welcome.ranks)
+        if reason:
+            self._close(connection, NoOffer("layout", reason), REFUSED_PAUSE)
+            return
+        connection.welcome = welcome
+        waiting, connection.waiting = connection.waiting, []
+        for pending in waiting:
+            if pending.outcome is None and not pending.cancelled:
+                self._send_ask(connection, pending)
+
+    def _send_ask(self, connection: _Connection, pending: PendingAsk) -> None:
+        connection.asked[pending.ask.ask] = pending
+        self._send(connection, msgspec.structs.replace(pending.ask, instance=connection.welcome.instance))
+
+    def _granted(self, connection: _Connection, granted: m.Granted) -> None:
+        offer = Offer(
+            connection.address, connection.welcome.instance if connection.welcome else "", granted.lease,
+            granted.start, granted.tokens, granted.blocks, connection.welcome.ranks if connection.welcome else [],
+        )
+        connection.leases.add(granted.lease)
+        self._keep_alive(connection)
+        pending = connection.asked.pop(granted.ask, None)
+        if pending is None or pending.cancelled or pending.outcome is not None:
+            self._release(offer, done=False)  # too late: nobody waits for it
+        else:
+            self._settle(pending, offer)
+
+    def _answer(self, connection: _Connection, ask: int, outcome: NoOffer) -> None:
+        pending = connection.asked.pop(ask, None)
+        if pending is not None:
+            self._settle(pending, outcome)
+
+    def _timed_out(self, connection: _Connection, pending: PendingAsk) -> None:
+        if pending.outcome is None:
+            self._settle(pending, NoOffer("timeout", f"no answer within {self._config.ask_timeout:g} s"))
+            # ``asked`` keeps the ask: a grant that still comes is released on arrival.
+
+    def _settle(self, pending: PendingAsk, outcome: Offer | NoOffer) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if isinstance(outcome, NoOffer) and outcome.code in ("namespace", "layout", "malformed", "timeout", "unreachable"):
+            self._say_once(pending.address, f"{outcome.reason}; prompts are computed instead")
+        pending.outcome = outcome
+
+    def _keep_alive(self, connection: _Connection) -> None:
+        if connection.ping_timer is None:
+            connection.ping_timer = self._reactor.call_later(
+                self._config.lease_seconds / 3, lambda: self._ping(connection)
+            )
+
+    def _ping(self, connection: _Connection) -> None:
+        connection.ping_timer = None
+        if connection.leases and self._connections.get(connection.address) is connection:
+            self._send(connection, m.Ping())
+            self._keep_alive(connection)
+        elif not connection.leases and time.monotonic() - connection.last_used > IDLE_CLOSE:
+            self._close(connection, NoOffer("idle", "idle"), 0.0)
+
+    def _release(self, offer: Offer, done: bool) -> None:
+        connection = self._connections.get(offer.address)
+        if connection is None or offer.lease not in connection.leases:
+            return  # the connection is gone and the lease with it
+        connection.leases.discard(offer.lease)
+        self._send(connection, m.Release(offer.lease, done))
+
+    def _release_all(self) -> None:
+        for connection in self._connections.values():
+            for lease in connection.leases:
+                self._send(connection, m.Release(lease, done=False))
+
+    def _send(self, connection: _Connection, message: msgspec.Struct) -> None:
+        try:
+            connection.socket.send(m.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("kvtier: message to %s not sent: %s", connection.address, error)
+
+    def _close(self, connection: _Connection, outcome: NoOffer, pause: float) -> None:
+        """Forget the connection; every ask on it ends with ``outcome``."""
+        if self._connections.get(connection.address) is not connection:
+            return
+        del self._connections[connection.address]
+        for timer in (connection.handshake_timer, connection.ping_timer):
+            if timer is not None:
+                timer.cancel()
+        if pause:
+            self._paused[connection.address] = (time.monotonic() + pause, outcome)
+        for pending in [*connection.waiting, *connection.asked.values()]:
+            if pending.outcome is None:
+                self._settle(pending, outcome)
+        self._reactor.remove_socket(connection.socket)
+
+    def _say_once(self, address: Address, text: str) -> None:
+        if (address, text) not in self._said:
+            self._said.add((address, text))
+            logger.warning("kvtier: no pull from %s:%d: %s", address[0], address[1], text)

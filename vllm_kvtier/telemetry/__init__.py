@@ -1,0 +1,1 @@
+"""Counters, vLLM stats and Prometheus metrics."""

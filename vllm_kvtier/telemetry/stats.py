@@ -1,0 +1,37 @@
+"""What happened, counted by name and label; drained into vLLM's stats once a step. No vLLM import here."""
+
+import threading
+from collections import Counter
+
+# Everything that can be counted, with the meaning of its label (documentation of the metrics).
+MEANINGS = {
+    "declined": "requests or sources not pulled from, by reason",
+    "pulls": "pulls that ended, by outcome (ok, failed)",
+    "pulled_tokens": "prompt tokens pulled instead of computed, by source kind",
+    "pulled_bytes": "bytes read from other engines",
+    "pull_seconds": "seconds spent in pulls, from order to verified",
+    "integrity_failures": "blocks whose checksum was wrong on arrival; computed instead",
+    "exports": "finished requests offered to others, by kind",
+    "export_refused": "finished requests not offered, by reason",
+    "leases": "leases granted to other engines",
+}
+
+
+class Counters:
+    """Thread-safe; ``take`` returns what was counted since the last call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def count(self, name: str, label: str = "", amount: float = 1) -> None:
+        if name not in MEANINGS:
+            raise KeyError(f"{name} is not a declared counter")
+        with self._lock:
+            self._counts[name, label] += amount
+
+    def take(self) -> dict[str, float]:
+        """{"name" or "name|label": amount} with plain keys, as vLLM ships them between processes."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {f"{name}|{label}" if label else name: amount for (name, label), amount in counts.items()}

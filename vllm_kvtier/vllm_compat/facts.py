@@ -1,0 +1,65 @@
+"""What the scheduler half must know of the engine it runs in, read once from vLLM's configuration."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.wire.messages import Namespace
+
+
+@dataclass
+class EngineFacts:
+    engine_id: str
+    instance_id: str  # random for each start of the engine, equal in all its processes
+    groups: list[tuple[int, int | None]]  # (block tokens, window) of each KV cache group
+    full_groups: list[int]
+    world_size: int
+    tensor_parallel: int
+    data_parallel_rank: int
+    hash_lookahead: int
+    unsupported: str | None  # why this engine can neither pull nor export
+    config: Any = field(repr=False)
+
+    def namespace(self, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
+        return ns.namespace(self.config, hash_block_tokens, fingerprint)
+
+    def hash_function(self) -> Any:
+        return ns.hash_function(self.config)
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+    parallel = vllm_config.parallel_config
+    groups, full = [], []
+    for g, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        window = getattr(spec, "sliding_window", None)
+        groups.append((spec.block_size, window))
+        if window is None:
+            full.append(g)
+    return EngineFacts(
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        instance_id=vllm_config.instance_id,
+        groups=groups,
+        full_groups=full,
+        world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+        hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
+        unsupported=_unsupported(vllm_config, kv_cache_config),
+        config=vllm_config,
+    )
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    parallel = vllm_config.parallel_config
+    for name, words in (
+        ("decode_context_parallel_size", "decode context parallelism"),
+        ("prefill_context_parallel_size", "prefill context parallelism"),
+    ):
+        if (getattr(parallel, name, 1) or 1) > 1:
+            return f"{words} spreads a block over ranks; pulls are off"
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if "Mamba" in kind or "Chunked" in kind or "Circular" in kind or "CrossAttention" in kind:
+            return f"KV cache groups of type {kind} are not blocks of tokens that can be pulled; pulls are off"
+    return None

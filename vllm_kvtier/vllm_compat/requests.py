@@ -1,0 +1,86 @@
+"""What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import RequestStatus
+
+_adapters: dict[tuple[str, str], bytes] = {}
+
+
+def variant(request: Any) -> bytes:
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name."""
+    lora = request.lora_request
+    if lora is None:
+        return b""
+    key = (lora.lora_name, getattr(lora, "lora_path", "") or "")
+    if key not in _adapters:
+        digest = hashlib.blake2b(repr(key[0]).encode(), digest_size=16)
+        for file in sorted(Path(key[1]).glob("*.safetensors")) if key[1] else ():
+            digest.update(file.name.encode() + sampled_bytes(file))
+        _adapters[key] = digest.digest()
+    return _adapters[key]
+
+
+def sampled_bytes(file: Path, pieces: int = 64, length: int = 4096) -> bytes:
+    """Size, head and ``pieces`` evenly spaced samples of a file: tells retrained weights apart without reading them all."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        parts = [size.to_bytes(8, "little")]
+        for i in range(pieces):
+            stream.seek(max(0, size - length) * i // (pieces - 1))
+            parts.append(stream.read(length))
+    return b"".join(parts)
+
+
+def written_tokens(request: Any) -> int:
+    """Tokens whose KV is certainly in the cache: a sampled token's KV is written only by the step after it."""
+    in_flight = getattr(request, "num_output_placeholders", 0)
+    return max(0, min(request.num_computed_tokens - in_flight, request.num_tokens - 1))
+
+
+def ended_well(request: Any) -> bool:
+    """Stopped or length-capped; an aborted or failed request's blocks are not to be exported."""
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def chain(request: Any, tokens: int, unit: int) -> list[bytes]:
+    """Chained hashes of the full blocks among the first ``tokens`` tokens; the list may be shorter if vLLM has not hashed them."""
+    return [bytes(h) for h in request.block_hashes[: tokens // unit]]
+
+
+def tail_hash(request: Any, tokens: int, unit: int) -> bytes:
+    """Chain hash of the partial block that ends at ``tokens`` (not a multiple of ``unit``).
+
+    Made like vLLM's block hash but with our own digest: parent hash, token ids, extra keys (salt, LoRA,
+    multimodal items, embeddings) of that range.
+    """
+    start = tokens // unit * unit
+    parent = bytes(request.block_hashes[start // unit - 1]) if start else bytes(kv_cache_utils.NONE_HASH)
+    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, tokens, 0)
+    text = repr((list(request.all_token_ids[start:tokens]), extra))
+    return hashlib.blake2b(parent + text.encode(), digest_size=32).digest()
+
+
+def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
+    """Digest of a whole chain: its last hash covers all before it, so only that and the tail count."""
+    return hashlib.blake2b((hashes[-1] if hashes else b"") + b"|" + tail, digest_size=16).digest()
+
+
+def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int) -> list[bytes]:
+    """The chain vLLM would give a plain text prompt (no LoRA, no multimodal items) with this salt."""
+    salted = (("cache_salt", cache_salt),) if _tagged_extra_keys() else (cache_salt,)
+    hashes: list[bytes] = []
+    parent = None
+    for start in range(0, len(tokens) - unit + 1, unit):
+        extra = salted if start == 0 and cache_salt else None
+        parent = kv_cache_utils.hash_block_tokens(hash_fn, parent, tokens[start : start + unit], extra)
+        hashes.append(bytes(parent))
+    return hashes
+
+
+def _tagged_extra_keys() -> bool:
+    """vLLM 0.31 tags each extra key with its kind."""
+    return hasattr(kv_cache_utils, "to_event_extra_keys")

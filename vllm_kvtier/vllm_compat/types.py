@@ -1,0 +1,51 @@
+"""Our data in the classes vLLM carries between its processes, and how each version wants failures reported."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from vllm_kvtier.worker.half import StepResults
+from vllm_kvtier.worker.pulls import PullResult
+from vllm_kvtier.worker.work import StepWork
+
+# vLLM 0.30 learned to hear of a failed request; before, only of failed blocks of single-group models.
+TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    work: StepWork
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Pulls that ended in a step, of one rank or (aggregated) of all."""
+
+    results: list[PullResult] = field(default_factory=list)
+
+    def aggregate(self, other: "WorkerReport") -> "WorkerReport":
+        return WorkerReport(self.results + other.results)
+
+
+def transfer_results(step: StepResults, groups: int) -> Any:
+    """vLLM >= 0.30: failures of models with several groups go by request, else by block."""
+    return TransferResults(
+        finished_sending=set(),
+        finished_recving=step.finished,
+        failed_recving=step.failed if groups > 1 else set(),
+    )
+
+
+def recompute_failed_loads(scheduler: Any, results: list[PullResult]) -> None:
+    """vLLM < 0.30 with several KV cache groups: do to failed requests what 0.30's scheduler does itself.
+
+    Called while the scheduler reads a step's output, before it handles finished loads: a request marked so is
+    freed and matched anew. Such a request is always recomputed; these versions cannot fail it by request.
+    """
+    for result in results:
+        request = scheduler.requests.get(result.request_id)
+        if result.failed and request is not None and not request.is_finished():
+            request.num_computed_tokens = 0
+            scheduler.failed_recving_kv_req_ids.add(result.request_id)

@@ -1,0 +1,1 @@
+"""Messages, sockets and authentication shared by the scheduler half, the worker half and the proxy."""

@@ -1,0 +1,98 @@
+"""Who may talk to an engine's endpoint.
+
+Without a cluster key the endpoint listens on loopback only, in plain. With one, every connection is CurveZMQ:
+the key file holds one Curve25519 secret (Z85, 40 characters, mode 0600); all engines and proxies of a cluster
+share it, use it as their own long-term key, and accept only peers that prove possession of it.
+"""
+
+import ipaddress
+import os
+import stat
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_kvtier.errors import ConfigError
+
+Z85_SECRET = 40
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ClusterKey:
+    """A shared Curve25519 key pair; ``repr`` never shows the secret."""
+
+    def __init__(self, secret: bytes):
+        self._secret = secret
+        self.public = zmq.curve_public(secret)
+
+    def __repr__(self) -> str:
+        return "ClusterKey(...)"
+
+    @classmethod
+    def load(cls, path: str) -> "ClusterKey":
+        """Raises ConfigError if the file is missing, readable by others or not a key."""
+        file = Path(path)
+        try:
+            mode, text = file.stat().st_mode, file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"cluster_key_file {path}: {error.strerror}; make one with "
+                "`python -m vllm_kvtier.wire.auth FILE`"
+            ) from error
+        if stat.S_IMODE(mode) & 0o077:
+            raise ConfigError(f"cluster_key_file {path} is readable by others; run `chmod 600 {path}`")
+        try:
+            if len(text) != Z85_SECRET:
+                raise ValueError("wrong length")
+            return cls(text.encode())
+        except (ValueError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"cluster_key_file {path} does not hold a key (one line of {Z85_SECRET} Z85 characters); make one "
+                "with `python -m vllm_kvtier.wire.auth FILE`"
+            ) from error
+
+    @staticmethod
+    def create(path: str) -> None:
+        """Write a new key, mode 0600; refuses to overwrite."""
+        _, secret = zmq.curve_keypair()
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+
+    def secure_client(self, socket: zmq.Socket) -> None:
+        socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = self._secret, self.public, self.public
+
+    def secure_server(self, socket: zmq.Socket) -> ThreadAuthenticator:
+        """Accept only holders of the key. The returned authenticator must be stopped before the context ends."""
+        public = self.public
+
+        class SameKey:
+            def callback(self, domain: str, key: bytes) -> bool:
+                return key == public
+
+        authenticator = ThreadAuthenticator(socket.context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", SameKey())
+        socket.curve_secretkey, socket.curve_publickey, socket.curve_server = self._secret, self.public, True
+        socket.zap_domain = b"kvtier"
+        return authenticator
+
+
+def main() -> None:
+    import sys
+
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m vllm_kvtier.wire.auth FILE   (writes a new cluster key)")
+    ClusterKey.create(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

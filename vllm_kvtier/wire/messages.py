@@ -1,0 +1,203 @@
+"""Typed messages between engines, and between an engine's scheduler half and its workers.
+
+One msgpack message a ZMQ frame. ``decode_*`` raise ``msgspec.DecodeError`` on anything that is not one of
+these structs within these bounds; the receiver then drops the sender. No message carries an absolute time:
+clocks of two processes never agree, so every deadline travels as a number of seconds from "now".
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from vllm_kvtier.worker.views import CacheGeometry, GroupView
+
+PROTOCOL = 1
+MAX_MESSAGE = 64 << 20  # bytes; a 1M-token chain of 16-token blocks is 4 MiB of hashes
+
+BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
+Chain = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """All that makes two engines' blocks interchangeable; compared field by field so that a refusal has a reason."""
+
+    model: Name  # digest of configuration and weights
+    cache_dtype: Name
+    hash_algorithm: Name
+    hash_seed: Name  # digest of NONE_HASH
+    hash_block_tokens: Count
+    tensor_parallel: Count
+    pipeline_parallel: Count
+
+    def mismatch(self, other: "Namespace") -> str | None:
+        """One sentence naming the first difference (``self`` is here, ``other`` there), or None."""
+        words = {
+            "model": "the model's configuration or weights",
+            "cache_dtype": "the KV cache dtype",
+            "hash_algorithm": "the prefix-cache hash algorithm",
+            "hash_seed": "the prefix-cache hash seed (set the same PYTHONHASHSEED on both engines)",
+            "hash_block_tokens": "the block size",
+            "tensor_parallel": "the tensor parallel size",
+            "pipeline_parallel": "the pipeline parallel size",
+        }
+        for field, text in words.items():
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return f"{text} differs: {mine} here, {theirs} there"
+        return None
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a peer's worker of the same rank needs to read this worker's pages."""
+
+    rank: Count
+    agent: Name
+    agent_metadata: bytes
+    memory: Name  # NIXL memory type of the pages: DRAM or VRAM
+    device: Count
+    num_blocks: Count
+    groups: tuple[GroupView, ...]
+    geometry: CacheGeometry
+    sums_base: Annotated[int, msgspec.Meta(ge=0)]  # address of int64[num_blocks], in the same kind of memory
+
+
+# -- engine to engine ------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a connection."""
+
+    protocol: int
+    instance: Name
+    namespace: Namespace
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    protocol: int
+    instance: Name
+    ranks: list[RankInfo]
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Lease blocks, by export id (with the digest of the asker's own chain) or by a chain of block hashes.
+
+    ``chain`` holds the asker's hashes at ``hash_block_tokens`` granularity from token 0; the answer covers the
+    longest prefix of it that is still exported, from token ``start`` on.
+    """
+
+    ask: Count
+    instance: Name  # the source instance the asker shook hands with
+    start: Count  # first token wanted; what lies before it the asker has
+    chain: Chain
+    variant: bytes = b""  # LoRA adapter fingerprint
+    export: Name = ""
+    digest: bytes = b""  # chain digest of the whole export, tail included
+    reply_host: Name = ""  # the asker's own endpoint, "" if it exports nothing
+    reply_port: Count = 0
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """``blocks[g]`` are the source's block ids of group g from token ``start`` to ``tokens``; 0 where it keeps none."""
+
+    ask: Count
+    lease: Count
+    tokens: Count
+    start: Count
+    blocks: list[list[Count]]
+    expires_in: Seconds
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """``code``: namespace | instance | unknown | stale | digest | nothing | not_ready | malformed."""
+
+    ask: Count
+    code: Name
+    reason: Name
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """End a lease. ``done``: the asker needs this export no more, so a hand-off may be freed."""
+
+    lease: Count
+    done: bool = True
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """The holder of the id gives up an export nobody will ask for (a proxy whose client left)."""
+
+    export: Name
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Keeps the leases of this connection alive for another ``lease_seconds``."""
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """What does this engine hold for these prompt tokens? Answered without computing anything."""
+
+    query: Count
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
+    cache_salt: Name = ""
+
+
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    """Answer to Query, in tokens: the longest prefix in each place."""
+
+    query: Count
+    prompt: Count
+    gpu_cache: Count
+    exported: Count
+
+
+EngineMessage = Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping | Query | Holding
+
+
+# -- scheduler half and its workers -------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    info: RankInfo
+
+
+class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
+    """A worker cannot export or pull (no NIXL backend, undescribable cache); the engine serves without pulls."""
+
+    rank: Count
+    reason: str
+
+
+class Summed(msgspec.Struct, frozen=True, tag="summed"):
+    """All checksums of steps up to ``step`` are in this rank's table."""
+
+    rank: Count
+    step: Count
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """Peers read from this engine (or stopped): the worker must drive NIXL's progress meanwhile."""
+
+    active: bool
+
+
+LinkMessage = Register | Unusable | Summed | Serve
+
+_encoder = msgspec.msgpack.Encoder()
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+_link_decoder = msgspec.msgpack.Decoder(LinkMessage)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_engine(frame: bytes) -> EngineMessage:
+    if len(frame) > MAX_MESSAGE:
+        raise msgspec.DecodeError(f"message of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE}")
+    return _engine_decoder.decode(frame)
+
+
+def decode_link(frame: bytes) -> LinkMessage:
+    return _link_decoder.decode(frame)

@@ -1,0 +1,143 @@
+"""One thread that owns sockets and timers, asleep in poll(2) whenever nothing is due.
+
+Everything registered here runs on the reactor's thread; other threads only use ``call_soon`` (and ``stop``).
+"""
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+
+class Timer:
+    """A scheduled call; ``cancel`` is idempotent and only valid on the reactor's thread."""
+
+    __slots__ = ("when", "callback")
+
+    def __init__(self, when: float, callback: Callable[[], None]):
+        self.when = when
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Reactor:
+    def __init__(self, name: str):
+        self.context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._soon: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._on_stop: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # -- any thread ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` on the reactor's thread; after ``stop`` it is silently not run."""
+        self._soon.append(callback)
+        if not self._stopping:
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Run the ``on_stop`` callbacks, close every socket and join the thread. Idempotent."""
+        if self._stopping or not self._thread.is_alive():
+            return
+        self.call_soon(self._begin_stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        self._on_stop.append(callback)
+
+    # -- reactor's thread (or before start) ----------------------------------------------------------------
+
+    def add_socket(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        self._handlers[socket] = on_readable
+
+    def remove_socket(self, socket: zmq.Socket) -> None:
+        """Unregister and close."""
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+        socket.close(linger=0)
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(time.monotonic() + delay, callback)
+        heapq.heappush(self._timers, (timer.when, next(self._order), timer))
+        return timer
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+
+    def _timeout_ms(self) -> int | None:
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        if self._soon:
+            return 0
+        if not self._timers:
+            return None
+        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for source, _ in self._poller.poll(self._timeout_ms()):
+                if source == self._wake:
+                    try:
+                        os.eventfd_read(self._wake)
+                    except BlockingIOError:
+                        continue
+                else:
+                    handler = next((h for s, h in self._handlers.items() if s is source), None)
+                    if handler is not None:
+                        self._guard(handler)
+            while self._soon:
+                self._guard(self._soon.popleft())
+            now = time.monotonic()
+            while self._timers and self._timers[0][0] <= now:
+                timer = heapq.heappop(self._timers)[2]
+                if timer.callback is not None:
+                    callback, timer.callback = timer.callback, None
+                    self._guard(callback)
+        for callback in self._on_stop:
+            self._guard(callback)
+        for socket in list(self._handlers):
+            self.remove_socket(socket)
+        self.context.destroy(linger=100)
+        os.close(self._wake)
+
+    def _guard(self, callback: Callable[[], None]) -> None:
+        """A fault in one handler must not stop the others: the engine lives on, without this one event."""
+        try:
+            callback()
+        except Exception:
+            logger.exception("kvtier: unexpected error on %s; the event is dropped", self._thread.name)
+
+
+def drain(socket: zmq.Socket, on_frames: Callable[[list[bytes]], None], limit: int = 256) -> None:
+    """Hand up to ``limit`` waiting multipart messages to ``on_frames`` without blocking."""
+    for _ in range(limit):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        on_frames(frames)

@@ -1,0 +1,184 @@
+"""Worker half of the connector: one per rank, on the engine's model-runner process.
+
+The model runner's thread hands over each step's work and collects results; everything else (NIXL, checksums on
+CPU, waiting) happens on the worker's reactor, which sleeps while nothing is under way.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.link import LinkClient
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.memory import CacheMemory, Pending
+from vllm_kvtier.worker.pulls import PullResult, Pulls
+from vllm_kvtier.worker.transport import NixlTransport
+from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.work import PullOrder, StepWork, SumBatch
+
+logger = logging.getLogger("vllm.kvtier.worker")
+
+# While a transfer runs, the reactor polls NIXL this often: finer than a decode step, coarse enough to leave the
+# interpreter to the model runner.
+POLL = 50e-6
+# One stretch of polling before sockets get a turn.
+STRETCH = 2e-3
+# While peers read from us, NIXL needs progress only where reads are emulated (TCP, shared memory); RDMA does not.
+SERVE_POLL = 200e-6
+
+
+@dataclass
+class StepResults:
+    """What ended since the last step, for vLLM and for the scheduler half."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+    results: list[PullResult] = field(default_factory=list)
+
+
+class WorkerHalf:
+    def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str]):
+        self._rank, self._agent_name, self._backends = rank, agent_name, backends
+        self._reactor = Reactor(f"kvtier-worker-{rank}")
+        self._link = LinkClient(self._reactor, link_path, self._heard)
+        self._transport: NixlTransport | None = None
+        self._memory: CacheMemory | None = None
+        self._pulls: Pulls | None = None
+        self._unusable: str | None = None
+        self._serving = False
+        self._driving = False
+        self._summing: list[tuple[int, Pending]] = []
+        self._done: list[PullResult] = []
+        self._done_lock = threading.Lock()
+        self._reactor.start()
+
+    # -- model runner's thread -----------------------------------------------------------------------------------
+
+    def register(self, describe: Callable[[], CacheView], host_buffer: Callable[[CacheView], bool]) -> None:
+        """Set up in the background from the engine's tensors; requests before it is ready are computed."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._reactor.call_soon(lambda: self._register(describe, host_buffer, device))
+
+    def submit(self, work: StepWork) -> None:
+        """A step's work; call when the step's forward has been launched (sums are made behind it)."""
+        memory = self._memory
+        fence = memory.fence() if memory is not None and work.sums else None
+        if work.sums or work.pulls or work.sources:
+            self._reactor.call_soon(lambda: self._work(work, fence))
+
+    def collect(self) -> StepResults:
+        """Everything that ended since the last call."""
+        with self._done_lock:
+            done, self._done = self._done, []
+        out = StepResults(results=done)
+        for result in done:
+            out.finished.add(result.request_id)
+            if result.failed:
+                out.failed.add(result.request_id)
+                out.bad_blocks |= result.bad_blocks
+        return out
+
+    def shutdown(self) -> None:
+        self._reactor.stop()
+
+    # -- reactor's thread ----------------------------------------------------------------------------------------
+
+    def _register(self, describe, host_buffer, device: int | None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            view = describe()
+            memory = CacheMemory(view, host_buffer(view))
+            transport = NixlTransport(self._agent_name, self._backends)
+            memory.register(transport)
+            info = m.RankInfo(
+                rank=self._rank,
+                agent=self._agent_name,
+                agent_metadata=transport.metadata(),
+                memory=memory.memory_type,
+                device=memory.device_id,
+                num_blocks=view.num_blocks,
+                groups=memory.transfer_view.groups,
+                geometry=view.geometry(),
+                sums_base=memory.table.data_ptr(),
+            )
+        except Exception as error:  # whatever is wrong with NIXL or the cache, the engine serves without pulls
+            self._unusable = str(error)
+            if not isinstance(error, KVTierError):
+                logger.exception("kvtier: setting up rank %d failed", self._rank)
+            self._link.tell(m.Unusable(self._rank, str(error)[:1000]))
+            return
+        self._memory, self._transport = memory, transport
+        self._pulls = Pulls(transport, memory, self._rank)
+        self._link.tell(m.Register(info))
+
+    def _heard(self, message: m.LinkMessage) -> None:
+        if isinstance(message, m.Serve):
+            self._serving = message.active
+            self._drive_soon()
+
+    def _work(self, work: StepWork, fence) -> None:
+        if self._pulls is None:
+            for order in work.pulls:
+                self._finish(self._impossible(order))
+            return
+        for instance, ranks in work.sources.items():
+            self._pulls.introduce(instance, ranks)
+        for order in work.pulls:
+            result = self._pulls.start(order)
+            if result is not None:
+                self._finish(result)
+        if work.sums:
+            self._sum(work.step, work.sums, fence)
+        self._drive_soon()
+
+    def _sum(self, step: int, sums: list[SumBatch], fence) -> None:
+        try:
+            self._summing.append((step, self._memory.make_sums(sums, fence)))
+        except Exception:
+            # Without checksums nobody can verify these blocks: their entries stay wrong and peers compute instead.
+            logger.exception("kvtier: checksums of step %d failed", step)
+            self._link.tell(m.Summed(self._rank, step))
+
+    def _impossible(self, order: PullOrder) -> PullResult:
+        blocks = {int(i) for g in order.groups for i in g.local}
+        return PullResult(order.request_id, blocks, True, self._unusable or "not set up yet", 0, 0.0)
+
+    def _finish(self, result: PullResult) -> None:
+        with self._done_lock:
+            self._done.append(result)
+
+    def _drive_soon(self) -> None:
+        if not self._driving and self._busy():
+            self._driving = True
+            self._reactor.call_soon(self._drive)
+
+    def _busy(self) -> bool:
+        return bool(self._serving or self._summing or (self._pulls is not None and self._pulls.active))
+
+    def _drive(self) -> None:
+        """Poll what is under way for a stretch; runs again until nothing is."""
+        end = time.monotonic() + STRETCH
+        while True:
+            while self._summing and self._summing[0][1].done():
+                self._link.tell(m.Summed(self._rank, self._summing.pop(0)[0]))
+            pulling = self._pulls is not None and self._pulls.active
+            if pulling:
+                for result in self._pulls.drive():
+                    self._finish(result)
+            elif self._serving:
+                self._transport.progress()
+            if not self._busy():
+                self._driving = False
+                return
+            if time.monotonic() >= end:
+                break
+            time.sleep(POLL if pulling or self._summing else SERVE_POLL)
+        self._reactor.call_soon(self._drive)

@@ -1,0 +1,149 @@
+"""This rank's KV cache as peers see it: pages, the checksum table beside them, and the checks on arrival.
+
+``transfer_view`` is what NIXL reads and writes: the cache itself, or its mirror in host memory where devices
+cannot be read directly ("host buffer"). ``table[b]`` is the keyed checksum of block b, in the same kind of
+memory, so that a peer reads pages and checksums in one transfer. On CUDA, work runs on a stream of its own
+behind an event of the engine's stream; on CPU it runs at once on the calling thread.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_kvtier.worker.mirror import copy_blocks, mirror
+from vllm_kvtier.worker.sums import BlockSums
+from vllm_kvtier.worker.transport import NixlTransport
+from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.work import GroupPull, SumBatch
+
+# Windows of peers' sum tables held at once, in tables' worth of entries (8 bytes a block: small change).
+SCRATCH_TABLES = 4
+
+
+@dataclass
+class Pending:
+    """Work enqueued on the device; ``event`` is None where it is already done."""
+
+    event: torch.cuda.Event | None
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+@dataclass
+class Check(Pending):
+    parts: list[tuple[np.ndarray, torch.Tensor]]  # our block ids, and which of them mismatch
+
+
+class CacheMemory:
+    def __init__(self, view: CacheView, host_buffer: bool):
+        self.view = view
+        self.mirror = mirror(view) if host_buffer else None
+        self.transfer_view = self.mirror or view
+        self._sums = BlockSums(view)
+        self._cuda = view.device.type == "cuda"
+        on_device = self._cuda and self.mirror is None
+        self.memory_type = "VRAM" if on_device else "DRAM"
+        self.device_id = (view.device.index or 0) if on_device else 0
+        self._home = view.device if on_device else torch.device("cpu")
+        pinned = self._cuda and not on_device
+        self.table = torch.zeros(view.num_blocks, dtype=torch.int64, device=self._home, pin_memory=pinned)
+        self._scratch = torch.zeros(SCRATCH_TABLES * view.num_blocks, dtype=torch.int64, device=self._home, pin_memory=pinned)
+        self._free = [(0, len(self._scratch))]  # free windows, sorted, merged
+        self._stream = torch.cuda.Stream(view.device) if self._cuda else None
+
+    def register(self, transport: NixlTransport) -> None:
+        spans = list(self.transfer_view.spans)
+        spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self._scratch)]
+        transport.register(spans, self.memory_type, self.device_id)
+
+    # -- checksums ---------------------------------------------------------------------------------------------
+
+    def fence(self) -> torch.cuda.Event | None:
+        """Marks what the engine's stream has been given so far; call on the engine's thread."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.view.device))
+        return event
+
+    def make_sums(self, batches: list[SumBatch], after: torch.cuda.Event | None) -> Pending:
+        """Write the checksums of ``batches`` into the table (and the blocks into the mirror), behind ``after``."""
+        with self._on_stream(after):
+            for batch in batches:
+                sums = self._sums.compute(batch.group, batch.ids, batch.keys, batch.valid)
+                self._write_table(batch.ids, sums)
+                if self.mirror is not None:
+                    copy_blocks(self.view, batch.ids.tolist(), self.mirror, batch.ids.tolist(), batch.group)
+            return Pending(self._mark())
+
+    def begin_check(self, groups: list[GroupPull], expected: torch.Tensor, first: int) -> Check:
+        """Compare what arrived in our blocks with ``expected`` (sum window starting at the source's block ``first``)."""
+        parts = []
+        with self._on_stream(None):
+            for g in groups:
+                if not len(g.local):
+                    continue
+                if self.mirror is not None:
+                    copy_blocks(self.mirror, g.local.tolist(), self.view, g.local.tolist(), g.group)
+                sums = self._sums.compute(g.group, g.local, g.keys, g.valid)
+                index = torch.from_numpy((g.remote - first).astype(np.int64)).to(expected.device)
+                wrong = sums != expected[index].to(sums.device)
+                parts.append((g.local, wrong.to("cpu", non_blocking=True)))
+                # What is right can be exported without another pass; 0 vouches for nothing.
+                self._write_table(g.local, torch.where(wrong, torch.zeros_like(sums), sums))
+            return Check(self._mark(), parts)
+
+    def end_check(self, check: Check) -> set[int] | None:
+        """Our block ids whose checksum is wrong; None while the device is still at it."""
+        if not check.done():
+            return None
+        return {int(i) for ids, wrong in check.parts for i in ids[wrong.numpy()]}
+
+    def _write_table(self, ids: np.ndarray, sums: torch.Tensor) -> None:
+        index = torch.from_numpy(ids.astype(np.int64, copy=False))
+        self.table.index_copy_(0, index.to(self.table.device), sums.to(self.table.device))
+
+    def _on_stream(self, after: torch.cuda.Event | None):
+        if self._stream is None:
+            return _NoStream()
+        if after is not None:
+            self._stream.wait_event(after)
+        return torch.cuda.stream(self._stream)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    # -- windows of the scratch table -----------------------------------------------------------------------------
+
+    def sum_window(self, entries: int) -> torch.Tensor | None:
+        """``entries`` int64 of registered memory; None if all is in use now."""
+        for i, (start, length) in enumerate(self._free):
+            if length >= entries:
+                rest = (start + entries, length - entries)
+                self._free[i : i + 1] = [rest] if rest[1] else []
+                return self._scratch[start : start + entries]
+        return None
+
+    def return_window(self, window: torch.Tensor) -> None:
+        start = (window.data_ptr() - self._scratch.data_ptr()) // 8
+        spans, merged = sorted([*self._free, (start, len(window))]), []
+        for begin, length in spans:
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((begin, length))
+        self._free = merged
+
+
+class _NoStream:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False

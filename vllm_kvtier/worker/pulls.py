@@ -1,0 +1,192 @@
+"""Pulls under way on this worker: read, verify, report. Runs on the worker's reactor.
+
+A pull has two ends: *when it failed* (deadline, error, checksum) and *when its blocks may be reused* (NIXL gave
+the memory back). It is reported only at the second, so that nothing writes into a block vLLM handed on.
+"""
+
+import enum
+import logging
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.messages import RankInfo
+from vllm_kvtier.worker.descriptors import pair_descriptors
+from vllm_kvtier.worker.memory import CacheMemory, Check
+from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
+from vllm_kvtier.worker.work import PullOrder
+
+logger = logging.getLogger("vllm.kvtier.pulls")
+
+
+class Stage(enum.Enum):
+    READING = "reading"
+    VERIFYING = "verifying"
+    ABORTING = "aborting"  # failed, but NIXL may still write into the blocks
+
+
+@dataclass
+class PullResult:
+    request_id: str
+    bad_blocks: set[int]  # our block ids that must be computed
+    failed: bool
+    reason: str
+    bytes: int
+    seconds: float
+    checksum: bool = False  # failed because what arrived was wrong
+
+
+@dataclass
+class _Pull:
+    order: PullOrder
+    started: float
+    deadline: float
+    transfer: Transfer | None = None
+    stage: Stage = Stage.READING
+    reason: str = ""
+    sums: torch.Tensor | None = None  # int64 window of the source's table, read with the pages
+    sums_first: int = 0
+    check: Check | None = None
+    bytes: int = 0
+    blocks: set[int] = field(default_factory=set)
+
+
+class Pulls:
+    def __init__(self, transport: NixlTransport, memory: CacheMemory, rank: int):
+        self._transport, self._memory, self._rank = transport, memory, rank
+        self._sources: dict[str, RankInfo] = {}
+        self._pulls: list[_Pull] = []
+        self._waiting: list[_Pull] = []  # for room in the scratch table
+        self._logged: set[str] = set()
+
+    @property
+    def active(self) -> bool:
+        return bool(self._pulls or self._waiting)
+
+    def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
+        for info in ranks:
+            if info.rank == self._rank:
+                self._sources[instance] = info
+
+    def start(self, order: PullOrder) -> PullResult | None:
+        """Begin reading; a result at once if that is impossible."""
+        now = time.monotonic()
+        pull = _Pull(order, now, now + order.timeout)
+        pull.blocks = {int(i) for g in order.groups for i in g.local}
+        return self._begin(pull)
+
+    def _begin(self, pull: _Pull) -> PullResult | None:
+        try:
+            started = self._read(pull)
+        except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
+            return self._fail_now(pull, f"cannot read from {pull.order.source}: {error}")
+        (self._pulls if started else self._waiting).append(pull)
+        return None
+
+    def drive(self) -> list[PullResult]:
+        """Advance every pull; the results of those that ended."""
+        results = []
+        waiting, self._waiting = self._waiting, []
+        for pull in waiting:
+            overdue = time.monotonic() >= pull.deadline
+            result = self._fail_now(pull, "no room for its checksums in time") if overdue else self._begin(pull)
+            if result is not None:
+                results.append(result)
+        for pull in list(self._pulls):
+            result = self._advance(pull)
+            if result is not None:
+                self._pulls.remove(pull)
+                results.append(result)
+        return results
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _read(self, pull: _Pull) -> bool:
+        """False if all scratch memory is in use now."""
+        info = self._sources.get(pull.order.source)
+        if info is None:
+            raise KVTierError(f"rank {self._rank} of that engine was never introduced")
+        for g in pull.order.groups:
+            if len(g.remote) and (int(g.remote.max()) >= info.num_blocks or int(g.remote.min()) < 1):
+                raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
+        groups = [g for g in pull.order.groups if len(g.local)]
+        ids = np.concatenate([g.remote for g in groups])
+        first = pull.sums_first = int(ids.min())
+        memory = self._memory
+        pull.sums = memory.sum_window(int(ids.max()) - first + 1)
+        if pull.sums is None:
+            return False
+        size = 8 * len(pull.sums)
+        local = [np.array([[pull.sums.data_ptr(), size, memory.device_id]], np.uint64)]
+        remote = [np.array([[info.sums_base + 8 * first, size, info.device]], np.uint64)]
+        for g in groups:
+            here, there = memory.transfer_view.groups[g.group], info.groups[g.group]
+            a, b = pair_descriptors(here, there, g.local, g.remote, memory.device_id, info.device)
+            local.append(a)
+            remote.append(b)
+        self._transport.add_peer(info.agent_metadata, info.agent)
+        pull.transfer = self._transport.read(
+            info.agent, memory.memory_type, np.concatenate(local), info.memory, np.concatenate(remote)
+        )
+        pull.bytes = pull.transfer.bytes
+        return True
+
+    def _advance(self, pull: _Pull) -> PullResult | None:
+        if pull.stage is Stage.READING:
+            state = self._transport.poll(pull.transfer)
+            if state is TransferState.RUNNING and time.monotonic() < pull.deadline:
+                return None
+            if state is TransferState.DONE:
+                self._transport.release(pull.transfer)
+                pull.check = self._memory.begin_check(pull.order.groups, pull.sums, pull.sums_first)
+                pull.stage = Stage.VERIFYING
+            else:
+                pull.reason = (
+                    f"the read from {pull.order.source} failed"
+                    if state is TransferState.FAILED
+                    else f"the read from {pull.order.source} did not end within {pull.order.timeout:g} s"
+                )
+                # A connection that broke or stalled is not trusted again: the next pull makes a new one.
+                self._disconnect(pull)
+                pull.stage = Stage.ABORTING
+        if pull.stage is Stage.VERIFYING:
+            bad = self._memory.end_check(pull.check)
+            if bad is None:
+                return None
+            self._memory.return_window(pull.sums)
+            return self._verified(pull, bad)
+        if pull.stage is Stage.ABORTING and self._transport.release(pull.transfer):
+            return self._fail_now(pull, pull.reason)
+        return None
+
+    def _disconnect(self, pull: _Pull) -> None:
+        info = self._sources[pull.order.source]
+        try:
+            self._transport.remove_peer(info.agent)
+        except Exception as error:
+            logger.debug("kvtier: disconnecting %s: %s", info.agent, error)
+
+    def _verified(self, pull: _Pull, bad: set[int]) -> PullResult:
+        seconds = time.monotonic() - pull.started
+        if not bad:
+            return PullResult(pull.order.request_id, set(), False, "", pull.bytes, seconds)
+        reason = f"{len(bad)} of {len(pull.blocks)} blocks from {pull.order.source} have a wrong checksum"
+        self._log_once(pull.order.source, reason)
+        return PullResult(pull.order.request_id, bad, True, reason, pull.bytes, seconds, checksum=True)
+
+    def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
+        if pull.sums is not None:  # read or not, nothing writes into it any more
+            self._memory.return_window(pull.sums)
+        self._log_once(pull.order.source, reason)
+        return PullResult(
+            pull.order.request_id, pull.blocks, True, reason, pull.bytes, time.monotonic() - pull.started
+        )
+
+    def _log_once(self, source: str, reason: str) -> None:
+        """Once a source: a peer that lies or dies would otherwise fill the log; the counters have the rest."""
+        if source not in self._logged:
+            self._logged.add(source)
+            logger.warning("kvtier: %s; these blocks are computed (said once for this source)", reason)

@@ -1,0 +1,124 @@
+"""A thin, single-threaded wrapper of a NIXL agent: register, introduce peers, read, poll, abort.
+
+All calls come from one thread (the worker's reactor). The agent has no progress thread of its own: NIXL's never
+sleeps and would cost an idle engine a whole core. Instead ``progress`` is driven while we read or are read.
+"""
+
+import enum
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_kvtier.errors import KVTierError
+
+logger = logging.getLogger("vllm.kvtier.transport")
+
+
+class TransferState(enum.Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass
+class Transfer:
+    """One read under way; ``release`` it exactly once, after it is done or to abort it."""
+
+    handle: Any
+    peer: str
+    bytes: int
+
+
+class NixlTransport:
+    def __init__(self, name: str, backends: list[str]):
+        """Raises KVTierError if NIXL is missing or none of ``backends`` can be created."""
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise KVTierError(
+                f"NIXL cannot be imported ({error}); install it with `pip install nixl` to pull KV between engines"
+            ) from error
+        config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=list(backends))
+        self._agent = nixl_agent(name, config)
+        missing = [b for b in backends if b not in self._agent.backends]
+        if len(missing) == len(backends):
+            raise KVTierError(
+                f"NIXL has none of the backends {', '.join(backends)} here (it has {', '.join(self._agent.plugin_list)})"
+            )
+        self.name = name
+        self._registered: list[Any] = []
+        self._peers: set[str] = set()
+
+    def register(self, spans: list[tuple[int, int]], memory: str, device: int) -> None:
+        """Make (base, nbytes) spans readable by peers and usable as targets of our reads."""
+        descriptors = self._agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory)
+        self._agent.register_memory(descriptors)
+        self._registered.append(descriptors)
+
+    def unregister(self) -> None:
+        while self._registered:
+            self._agent.deregister_memory(self._registered.pop())
+
+    def metadata(self) -> bytes:
+        """What a peer needs for ``add_peer``; made after everything is registered."""
+        return self._agent.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes, name: str) -> None:
+        """Idempotent."""
+        if name not in self._peers:
+            got = self._agent.add_remote_agent(metadata)
+            got = got.decode() if isinstance(got, bytes) else got
+            if got != name:
+                raise KVTierError(f"the peer's NIXL agent calls itself {got}, not {name}")
+            self._peers.add(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Disconnect; reads from it that are still under way end with an error."""
+        if name in self._peers:
+            self._peers.discard(name)
+            self._agent.remove_remote_agent(name)
+
+    def read(
+        self, peer: str, memory: str, local: np.ndarray, remote_memory: str, remote: np.ndarray
+    ) -> Transfer:
+        """Start reading; ``local`` and ``remote`` are uint64[n, 3] rows (address, length, device) of equal lengths."""
+        handle = self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(local, memory),
+            self._agent.get_xfer_descs(remote, remote_memory),
+            peer,
+        )
+        transfer = Transfer(handle, peer, int(local[:, 1].sum()))
+        try:
+            state = self._agent.transfer(handle)
+        except Exception:
+            handle.release()
+            raise
+        if state == "ERR":
+            handle.release()
+            raise KVTierError(f"NIXL could not start a read of {transfer.bytes} bytes from {peer}")
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        try:
+            state = self._agent.check_xfer_state(transfer.handle)
+        except Exception as error:  # NIXL raises its own classes, e.g. when the peer disconnected
+            logger.debug("kvtier: read from %s: %s", transfer.peer, error)
+            return TransferState.FAILED
+        return {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}.get(state, TransferState.FAILED)
+
+    def release(self, transfer: Transfer) -> bool:
+        """Free a transfer, aborting it if needed. False if NIXL cannot abort it yet: its target memory may
+        still be written, so call again before reusing that memory."""
+        try:
+            transfer.handle.release()
+        except Exception as error:
+            logger.debug("kvtier: read from %s cannot be aborted yet: %s", transfer.peer, error)
+            return False
+        return True
+
+    def progress(self) -> None:
+        """Let NIXL answer peers that read from us (wire-up, and emulated reads where there is no RDMA)."""
+        self._agent.get_new_notifs()
