@@ -129,8 +129,6 @@ if triton is not None:
                 outer = (cell // tokens).to(tl.int64)
                 inner = (column % cell_words).to(tl.int64)
                 offset = outer * outer_stride + token.to(tl.int64) * token_stride + inner * WORD
-            if PAIRS:
-                offset = tl.max_contiguous(tl.multiple_of(offset, 16), 16)
 
             f = (first_word + column.to(tl.int64) + 1).to(tl.uint64) * _M1
             g = (f ^ (f >> 32)) * _M2
@@ -149,6 +147,10 @@ if triton is not None:
                 w = low | (high << 32)
             else:
                 p = address.to(tl.pointer_type(tl.uint64))
+                if PAIRS:
+                    # Not to be seen from the tables: two words lie together and count together.
+                    p = tl.max_contiguous(tl.multiple_of(p, [1, 16]), [1, 2])
+                    counts = tl.max_constancy(counts, [1, 2])
                 w = tl.load(p, mask=counts, other=0)
             x = w * r
             y = (x ^ (x >> 32)) * r  # 0 where masked, since w is
@@ -215,7 +217,7 @@ def launch(
     on one device. Returns without waiting for the device. Raises RuntimeError without Triton.
     """
     if triton is None:
-        raise RuntimeError("checksums on a GPU need Triton, which comes with vLLM for CUDA: pip install triton")
+        raise RuntimeError("checksums on a GPU need Triton, which vLLM for CUDA brings: pip install triton")
     n = acc.shape[0]
     for flags, tiles in launches:
         programs = min(max_programs, tiles.shape[0] * triton.cdiv(n, ROWS))

@@ -1,6 +1,7 @@
 """Engines that are none, on real sockets, for the proxy's tests; and a proxy in front of them.
 
-All of it runs in the test's event loop, so a test steers an engine with plain asyncio events and nothing sleeps.
+All of it runs in the test's event loop, so a test steers an engine with plain asyncio events and nothing
+sleeps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ class QuietServer(uvicorn.Server):
 
     async def kill(self) -> None:
         """As SIGKILL looks from outside: connections are reset, then refused."""
-        for server in getattr(self, "servers", []):
+        while not self.started:
+            await asyncio.sleep(
+                0
+            )  # closing a socket that the loop is about to register would confuse the loop
+        for server in self.servers:
             server.close()
         self._socket.close()
         for connection in list(self.server_state.connections):
@@ -74,9 +79,9 @@ class Seen:
 class FakeEngine:
     """Behaves like vLLM with the connector, as far as the proxy can tell.
 
-    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it before the
-    headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put params on the last chunk
-    (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
+    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it
+    before the headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put
+    params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
     """
 
     def __init__(self, name: str):
@@ -201,7 +206,12 @@ class FakeEngine:
                     await self.gate.acquire()
                 await asyncio.sleep(0)  # uvicorn's send does not yield once the client has gone
                 last = i == self.chunks - 1
-                chunk = {"id": "x", "object": "chunk", "model": "m", "choices": [{"text": self.text(seen.body, i)}]}
+                chunk = {
+                    "id": "x",
+                    "object": "chunk",
+                    "model": "m",
+                    "choices": [{"text": self.text(seen.body, i)}],
+                }
                 if last and self.stream_params:
                     chunk["kv_transfer_params"] = self.params(seen.body)
                 elif self.null_params:
@@ -220,7 +230,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class Cluster:
-    """``p`` and ``d`` engines, the proxy, and a client of the proxy; ``released`` gets the exports given up."""
+    """``p`` and ``d`` engines, the proxy, a client of the proxy; ``released`` gets the exports given up."""
 
     def __init__(self, p: int = 1, d: int = 1, **options: Any):
         self.p = [FakeEngine(f"P{i}") for i in range(p)]
@@ -258,7 +268,9 @@ class Cluster:
 
     async def chat(self, *texts: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """A turn whose messages alternate between user and assistant."""
-        return await self.client.post("/v1/chat/completions", json=turn(*texts, **fields), headers=headers or {})
+        return await self.client.post(
+            "/v1/chat/completions", json=turn(*texts, **fields), headers=headers or {}
+        )
 
     async def until(self, condition, seconds: float = 10) -> None:
         """Wait for what no event tells (state inside the proxy)."""
@@ -270,7 +282,10 @@ class Cluster:
 def turn(*texts: str, **fields: Any) -> dict[str, Any]:
     """The body of a chat request."""
     roles = ("user", "assistant")
-    return {"model": "m", "messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]} | fields
+    return {
+        "model": "m",
+        "messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)],
+    } | fields
 
 
 def events(raw: bytes) -> list[Any]:

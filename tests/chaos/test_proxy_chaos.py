@@ -65,7 +65,9 @@ async def test_another_p_takes_over_and_back_off_grows_while_requests_fail():
             assert reply.status_code == 200
             await c.until(lambda: c.core.prefill[0].well)
         sick = len(c.p[0].seen)
-        assert sick >= 2 and c.core.prefill[0].failures == sick, "a good probe does not make up for bad requests"
+        assert sick >= 2 and c.core.prefill[0].failures == sick, (
+            "a good probe does not make up for bad requests"
+        )
         c.p[0].status = 200
         await c.until(lambda: c.core.prefill[0].well)
         while len(c.p[0].seen) == sick:
@@ -82,11 +84,11 @@ async def test_a_p_whose_health_is_bad_stays_aside():
         assert len(c.p[0].seen) == 1
 
 
-async def test_a_p_that_answers_nonsense():
+async def test_params_that_are_nonsense():
     async with Cluster() as c:
         c.p[0].params = lambda body: ["not", "an", "object"]
-        assert (await c.chat("u1")).status_code == 200
         c.d[0].params = lambda body: {"remote_port": "x", "remote_host": 5, "kvtier": []}
+        assert (await c.chat("u1")).status_code == 200
         assert (await c.chat("u1", stream=True)).status_code == 200
         assert c.core.decode[0].source is None
 

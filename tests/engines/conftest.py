@@ -1,4 +1,4 @@
-"""Real engines for the tests of this level: started once a session where tests can share them, else one by one.
+"""Real engines for the tests of this level: shared by a session's tests where they can be, else one by one.
 
 A start takes about 25 s on two cores, and two started together not much more.
 """
@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/engines/" in str(item.path):
             item.add_marker(pytest.mark.engine)
+            # Starting engines counts as part of the first test that uses them.
+            item.add_marker(pytest.mark.timeout(600), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 
-# Triton decides when a kernel is decorated, its own library's included, whether it will be interpreted. So the
-# choice is made before the first import of Triton, and taken back for the processes that other tests start.
+# Triton decides when a kernel is decorated, its own library's included, whether it will be interpreted. So
+# the choice is made before the first import of Triton, and taken back for processes that other tests start.
 if not HAS_CUDA and "triton" not in sys.modules:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"

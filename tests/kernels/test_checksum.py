@@ -15,7 +15,7 @@ ALIGN = 64
 
 @st.composite
 def regions(draw, num_blocks: int, block_tokens: int, name: str, base: int) -> tuple[list[Region], int]:
-    """One layer: regions with random shape, gaps and physical order; and the bytes they take from ``base``."""
+    """One layer: regions with random shape, gaps and physical order; and their bytes from ``base`` on."""
     parts = draw(st.sampled_from([1, 2]) if block_tokens > 1 else st.just(1))
     cell_tokens = draw(st.sampled_from([n for n in (1, 2, block_tokens) if block_tokens // parts % n == 0]))
     cells = block_tokens // parts // cell_tokens
@@ -144,7 +144,8 @@ def test_kernel_equals_reference(kernel_device, question):
 
 def simple_view(inner: int = 24, tokens: int = 4, outer: int = 2, blocks: int = 3) -> CacheView:
     memory = _random_memory(blocks * outer * tokens * inner, 7)
-    region = Region("a", memory.data_ptr(), outer * tokens * inner, outer, tokens * inner, 0, tokens, inner, inner)
+    page, head = outer * tokens * inner, tokens * inner
+    region = Region("a", memory.data_ptr(), page, outer, head, 0, tokens, inner, inner)
     return CacheView(
         [GroupView(0, tokens, "full", None, (region,))], blocks, "cpu", [memory.untyped_storage()]
     )
@@ -195,7 +196,8 @@ def test_order_in_memory_does_not_show():
     for tokens_first in (False, True):
         memory = (logical.transpose(0, 1) if tokens_first else logical).contiguous()
         strides = (inner, outer * inner) if tokens_first else (tokens * inner, inner)
-        region = Region("a", memory.data_ptr(), memory.numel(), outer, strides[0], 0, tokens, strides[1], inner)
+        page = memory.numel()
+        region = Region("a", memory.data_ptr(), page, outer, strides[0], 0, tokens, strides[1], inner)
         group = GroupView(0, tokens, "full", None, (region,))
         views.append(CacheView([group], 1, "cpu", [memory.untyped_storage()]))
     ask = ([0], np.array([1], np.uint64), np.array([3]))

@@ -23,7 +23,7 @@ ORDERS = {
 
 
 def build(order: str, layers=2, blocks=4, heads=2, tokens=4, inner=8, gap=0, seed=0) -> CacheView:
-    """A cache in one of vLLM's physical orders, with ``gap`` bytes after each step of the innermost dimensions."""
+    """A cache in one of vLLM's physical orders, with ``gap`` bytes after each step of a dimension."""
     sizes = {"l": layers, "b": blocks, "h": heads, "n": tokens}
     stride, step = {}, inner
     for dim in reversed(ORDERS[order]):

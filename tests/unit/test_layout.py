@@ -76,7 +76,9 @@ def new_config(num_blocks, order, *groups, aliased=False):
         )
         for n, ls, bs, o in tensors
     ]
-    return spec_module.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=made, kv_cache_groups=list(groups))
+    return spec_module.KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=made, kv_cache_groups=list(groups)
+    )
 
 
 def allocate(config, order, kernel_block_sizes=None):
@@ -333,6 +335,16 @@ def test_groups_with_a_spec_for_each_layer():
         caches, old_config(3, group("ab", uniform)), config_of("FLASH_ATTN", "ab"), "cpu"
     )
     assert [r.inner for r in view.groups[0].regions] == [16, 16, 32, 32]
+
+
+def test_groups_of_different_windows_are_refused():
+    sliding = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=128
+    )
+    mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": full(), "b": sliding})
+    caches = {n: torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16) for n in "ab"}
+    with pytest.raises(UnsupportedLayout, match="different windows"):
+        cache_view(caches, old_config(3, group("ab", mixed)), config_of("FLASH_ATTN", "ab"), "cpu")
 
 
 def test_what_cannot_be_moved_is_refused_in_words():

@@ -68,6 +68,12 @@ def test_death_while_starting_is_noticed_at_once_with_the_reason(make):
     assert time.monotonic() - started < 10
 
 
+def test_the_cause_is_shown_from_far_above(make):
+    code = "print('(core) ERROR x.ConfigError: no such option'); print('noise\\n' * 200); raise SystemExit(1)"
+    with pytest.raises(ServiceFailed, match="\nx.ConfigError: no such option\n"):
+        make(code=code).start().wait_ready()
+
+
 def test_a_service_that_is_never_ready_is_stopped(make):
     service = make(delay=600, ready_seconds=0.5).start()
     with pytest.raises(ServiceFailed, match="not ready within"):

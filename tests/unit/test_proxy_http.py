@@ -117,7 +117,9 @@ async def test_tenants_with_equal_conversation_ids_never_meet():
         salts = {seen.body["cache_salt"] for seen in c.p[0].seen}
         assert len(salts) == 4 and "guess" not in salts
         for to_p in c.p[0].seen:
-            (to_d,) = (s for d in c.d for s in d.seen if s.headers["x-request-id"] == to_p.headers["x-request-id"])
+            (to_d,) = (
+                s for d in c.d for s in d.seen if s.headers["x-request-id"] == to_p.headers["x-request-id"]
+            )
             assert to_d.body["cache_salt"] == to_p.body["cache_salt"]
         await c.chat("the same text", "a", "u2", headers=who[0], **same)
         assert "kvtier" in c.p[0].seen[-1].body["kv_transfer_params"]
@@ -130,10 +132,18 @@ async def test_a_report_on_request(stream):
     async with Cluster() as c:
         reply = await c.chat("u1", stream=stream, headers=REPORT)
         if stream:
-            (params,) = (e["kv_transfer_params"] for e in events(reply.content)[:-1] if e["kv_transfer_params"])
+            (params,) = (
+                e["kv_transfer_params"] for e in events(reply.content)[:-1] if e["kv_transfer_params"]
+            )
         else:
             params = reply.json()["kv_transfer_params"]
-        counts = {"num_tokens": 7, "pulled_tokens": 5, "pulled_from": None, "local_tokens": 1, "computed_tokens": 1}
+        counts = {
+            "num_tokens": 7,
+            "pulled_tokens": 5,
+            "pulled_from": None,
+            "local_tokens": 1,
+            "computed_tokens": 1,
+        }
         assert set(params) == {"kvtier"} and set(params["kvtier"]) == {"prefill", "decode", "proxy"}
         assert params["kvtier"]["prefill"] == params["kvtier"]["decode"] == counts
         assert b"secret-export" not in reply.content
@@ -146,7 +156,8 @@ async def test_reports_can_be_forbidden_and_params_exposed():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "by_p"), [("short", False), ("a longer prompt", True), ([1, 2, 3], True), (["two", "prompts" * 9], False)]
+    ("prompt", "by_p"),
+    [("short", False), ("a longer prompt", True), ([1, 2, 3], True), (["two", "prompts" * 9], False)],
 )
 async def test_which_completions_p_prefills(prompt, by_p):
     async with Cluster(min_prefill_chars=10) as c:

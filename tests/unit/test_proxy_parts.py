@@ -1,4 +1,4 @@
-"""The proxy's parts without sockets: options, bodies, salts, names of conversations, the table of routes, choices."""
+"""The proxy's parts without sockets: options, bodies, salts, names of conversations, routes, choices."""
 
 import asyncio
 import json
@@ -22,7 +22,9 @@ D = (EngineAddress("http://d:1"),)
 
 
 def chat(*texts, header=None, **fields) -> ClientRequest:
-    return ClientRequest(Route.CHAT, json.dumps(turn(*texts, **fields)).encode(), header_conversation_id=header)
+    return ClientRequest(
+        Route.CHAT, json.dumps(turn(*texts, **fields)).encode(), header_conversation_id=header
+    )
 
 
 def completion(prompt, **fields) -> ClientRequest:
@@ -37,7 +39,9 @@ def test_addresses():
     assert EngineAddress.parse("https://h:1, kv=[::1]:22") == EngineAddress("https://h:1", "::1", 22)
 
 
-@pytest.mark.parametrize("text", ["http://h:1,kv=x", "http://h:1,kv=h:0", "http://h:1,kw=h:5", "http://h:1,kv=h:99999"])
+@pytest.mark.parametrize(
+    "text", ["http://h:1,kv=x", "http://h:1,kv=h:0", "http://h:1,kw=h:5", "http://h:1,kv=h:99999"]
+)
 def test_bad_endpoint(text):
     with pytest.raises(ConfigError, match="kv=HOST:PORT"):
         EngineAddress.parse(text)
@@ -103,7 +107,7 @@ def test_the_probe_asks_for_one_token_and_nothing_else():
 
 
 def test_d_gets_the_request_as_it_was():
-    raw = b'{"model":"m","messages":[{"role":"user","content":"h"}],"temperature":1.00e-05,"seed":12345678901234567890123}'
+    raw = b'{"model":"m","messages":[{"role":"user","content":"h"}],"seed":12345678901234567890123,"top_p":1.00e-05}'
     body = ClientRequest(Route.CHAT, raw).body_for_decode("salt", msgspec.Raw(b'{"x": 1}'))
     assert body.startswith(raw[:-1]) and body.endswith(b',"cache_salt":"salt","kv_transfer_params":{"x": 1}}')
 
@@ -111,7 +115,10 @@ def test_d_gets_the_request_as_it_was():
 def test_a_client_cannot_say_where_kv_is():
     aim = {"do_remote_prefill": True, "remote_host": "victim", "remote_port": 1}
     request = chat(
-        "hi", kv_transfer_params=aim, ec_transfer_params=aim, vllm_xargs={"kv_transfer_params": "victim", "mine": 1}
+        "hi",
+        kv_transfer_params=aim,
+        ec_transfer_params=aim,
+        vllm_xargs={"kv_transfer_params": "victim", "mine": 1},
     )
     for body in (request.body_for_decode("s", None), request.body_for_prefill("s", prefill_params([]))):
         assert b"victim" not in body and b"ec_transfer_params" not in body
@@ -179,7 +186,11 @@ def test_whose_header_counts():
     alone = plain.identify({})
     assert plain.identify({"x-tenant": "a"}) == alone
     assert trusting.identify({"x-tenant": "a"}) != trusting.identify({"x-tenant": "b"}) != alone
-    assert plain.identify({"authorization": "bearer k"}) == plain.identify({"authorization": "Bearer  k "}) != alone
+    assert (
+        plain.identify({"authorization": "bearer k"})
+        == plain.identify({"authorization": "Bearer  k "})
+        != alone
+    )
     assert trusting.identify({"x-tenant": "k"}) != trusting.identify({"authorization": "Bearer k"})
 
 
@@ -192,7 +203,9 @@ def test_salt_secret_file(tmp_path):
         Tenants.from_file(str(file), trust_header=False)
     assert "short" not in str(caught.value)
     file.write_bytes(b"y" * 99)
-    assert Tenants.from_file(str(file), trust_header=False).salt(b"t", None) == Tenants(b"y" * 99).salt(b"t", None)
+    assert Tenants.from_file(str(file), trust_header=False).salt(b"t", None) == Tenants(b"y" * 99).salt(
+        b"t", None
+    )
 
 
 # ---------------------------------------------------------------- names and routes
@@ -226,11 +239,18 @@ def test_a_common_beginning_is_no_match():
 
 
 def test_tenant_and_model_are_part_of_the_name():
-    for request in (chat("u1"), chat("u1", conversation_id="c"), chat("u1", header="c"), completion("x" * 999)):
+    for request in (
+        chat("u1"),
+        chat("u1", conversation_id="c"),
+        chat("u1", header="c"),
+        completion("x" * 999),
+    ):
         table = table_with(request)
         assert found(table, request) == 0
         assert found(table, request, tenant=b"b") is None
-    assert found(table_with(chat("u1", conversation_id="c")), chat("u1", model="n", conversation_id="c")) is None
+    assert (
+        found(table_with(chat("u1", conversation_id="c")), chat("u1", model="n", conversation_id="c")) is None
+    )
 
 
 def test_an_id_names_the_conversation_whatever_its_text():
@@ -264,7 +284,7 @@ steps = st.lists(st.tuples(st.sampled_from(["enter", "find", "wait"]), names), m
 
 @given(steps, st.integers(1, 4))
 def test_the_table_against_a_model(actions, capacity):
-    """Bounded, least recently used first out, forgotten after its time: as a list of (name, last use) does it."""
+    """Bounded, least recently used first out, forgotten after its time: as a list of (name, use) does it."""
     now = 0.0
     table = RouteTable(capacity, ttl=5.0, clock=lambda: now)
     model: list[tuple[int, float]] = []
@@ -288,7 +308,12 @@ def test_the_table_against_a_model(actions, capacity):
 
 
 def test_params_that_make_no_sense_are_no_source_and_no_export():
-    for raw in (b"5", b"[]", b'{"kvtier":5}', b'{"remote_host":"h","remote_port":0,"kvtier":{"export":"e","engine_id":"i"}}'):
+    for raw in (
+        b"5",
+        b"[]",
+        b'{"kvtier":5}',
+        b'{"remote_host":"h","remote_port":0,"kvtier":{"export":"e","engine_id":"i"}}',
+    ):
         params = TransferParams(msgspec.Raw(raw))
         assert params.source is None and params.export is None and params.report == {}
     good = TransferParams(msgspec.Raw(b'{"remote_host":"h","remote_port":"5","remote_engine_id":"i"}'))
@@ -297,7 +322,13 @@ def test_params_that_make_no_sense_are_no_source_and_no_export():
 
 @pytest.mark.parametrize(
     "document",
-    [b"{}", b"[]", b"kv_transfer_params", b'{"kv_transfer_params" :  null }', b'{"a":{"kv_transfer_params":{"b":1}}}'],
+    [
+        b"{}",
+        b"[]",
+        b"kv_transfer_params",
+        b'{"kv_transfer_params" :  null }',
+        b'{"a":{"kv_transfer_params":{"b":1}}}',
+    ],
 )
 def test_documents_without_params(document):
     assert find_params(document) is None
@@ -308,7 +339,9 @@ def test_documents_without_params(document):
 
 def router(p=2, d=3, slack=2):
     config = ProxyConfig(decode=D)
-    make = lambda role, n: [Engine(role, i, EngineAddress(f"http://{role}:{i}", "h", 5 + i), config) for i in range(n)]  # noqa: E731
+    make = lambda role, n: [
+        Engine(role, i, EngineAddress(f"http://{role}:{i}", "h", 5 + i), config) for i in range(n)
+    ]  # noqa: E731
     return Router(make("prefill", p), make("decode", d), slack)
 
 

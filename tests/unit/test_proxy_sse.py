@@ -10,7 +10,9 @@ from vllm_kvtier.proxy import sse
 from vllm_kvtier.proxy.answers import AnswerRewriter
 
 # Small alphabets find the corners: line ends, split markers, colons.
-raw_bytes = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"data:", b" ", b"x", b"id: 1", b":", b"\n\n"])).map(b"".join)
+raw_bytes = st.lists(
+    st.sampled_from([b"\n", b"\r", b"\r\n", b"data:", b" ", b"x", b"id: 1", b":", b"\n\n"])
+).map(b"".join)
 cuts = st.lists(st.integers(0, 400), max_size=12)
 
 
@@ -76,8 +78,13 @@ def test_new_data_keeps_the_rest_of_the_event():
 
 json_text = st.text(max_size=20) | st.just('{"kv_transfer_params": 1}') | st.just("\n\ndata: [DONE]\n\n")
 chunk = st.fixed_dictionaries(
-    {"id": json_text, "choices": st.lists(st.floats(allow_nan=False, allow_infinity=False) | json_text, max_size=3)},
-    optional={"kv_transfer_params": st.none() | st.just({"remote_host": "h", "remote_port": 5, "kvtier": {}})},
+    {
+        "id": json_text,
+        "choices": st.lists(st.floats(allow_nan=False, allow_infinity=False) | json_text, max_size=3),
+    },
+    optional={
+        "kv_transfer_params": st.none() | st.just({"remote_host": "h", "remote_port": 5, "kvtier": {}})
+    },
 )
 
 
@@ -121,7 +128,9 @@ def test_a_report_is_in_the_last_chunk_or_in_one_of_its_own():
         return {"decode": None if found is None else found.report}
 
     subject, _ = rewriter(report)
-    out = subject.feed(b'data: {"id":"i","kv_transfer_params":{"kvtier":{"pulled_tokens":3,"export":"e"}}}\n\n')
+    out = subject.feed(
+        b'data: {"id":"i","kv_transfer_params":{"kvtier":{"pulled_tokens":3,"export":"e"}}}\n\n'
+    )
     out += subject.feed(b"data: [DONE]\n\n")
     assert out == (
         b'data: {"id":"i","kv_transfer_params":{"kvtier":{"decode":{"pulled_tokens":3}}}}\n\ndata: [DONE]\n\n'

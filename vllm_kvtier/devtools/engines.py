@@ -48,8 +48,8 @@ class Engine(Service):
     """``python -m vllm.entrypoints.openai.api_server`` for one model.
 
     model: directory or hub name. kv: the ``--kv-transfer-config``, for example ``kvtier({...})``, or None.
-    gpus: indices of the devices to use; none means the CPU build. kv_cache_bytes: size of the KV cache, or, with
-    num_blocks (of block_size tokens), its upper bound.
+    gpus: indices of the devices to use; none means the CPU build. kv_cache_bytes: size of the KV cache; with
+    num_blocks (of block_size tokens), only an upper bound of it.
     args, env: further flags and variables, which win over the defaults.
     tensor_parallel: ranks; by default one for each of ``gpus``, and one on the CPU.
     worker_process: whether a CPU engine of one rank has its worker in a process of its own, vLLM's default
@@ -143,7 +143,8 @@ def proxy(
 ) -> Service:
     """The package's own proxy in front of these engines, not started yet.
 
-    Where an engine's options fix its endpoint the proxy is told: answers that vLLM before 0.33 streams do not.
+    Where an engine's options fix its endpoint the proxy is told, because answers streamed by vLLM before 0.33
+    do not say it.
     """
     port = port or free_port()
     command = [python, "-m", "vllm_kvtier.proxy", "--host", "127.0.0.1", "--port", str(port)]

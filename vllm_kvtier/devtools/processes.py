@@ -7,6 +7,7 @@ group also dies when this process is killed and cannot clean up.
 
 import http.client
 import os
+import re
 import select
 import signal
 import socket
@@ -17,6 +18,8 @@ from pathlib import Path
 
 POLL_SECONDS = 0.25  # how often a starting service is asked whether it is ready; its death is noticed at once
 _LEASH = 'read -r _; kill -s KILL -- "-$1"'  # the form that every sh understands
+# The last line of a traceback, wherever a logger's prefix puts it.
+_ERROR = re.compile(r"(?:(?<=\s)|^)[A-Za-z_][\w.]*(?:Error|Exception|Unsupported\w+): .+$", re.MULTILINE)
 _given_ports: set[int] = set()
 
 
@@ -118,16 +121,14 @@ class Service:
         waited = time.monotonic() - self.started_at
         if not self.running:
             code = self._process.returncode if self._process else None
-            raise ServiceFailed(
-                f"{self.name} ended with code {code} after {waited:.0f} s.\n{self.log_tail()}"
-            )
+            raise ServiceFailed(f"{self.name} ended with code {code} after {waited:.0f} s.\n{self._story()}")
         if self.ready_after is not None:
             return True
         if self._healthy():
             self.ready_after = time.monotonic() - self.started_at
             return True
         if waited > self.ready_seconds:
-            raise ServiceFailed(f"{self.name} was not ready within {waited:.0f} s.\n{self.log_tail()}")
+            raise ServiceFailed(f"{self.name} was not ready within {waited:.0f} s.\n{self._story()}")
         return False
 
     def terminate(self, grace: float = 15.0) -> None:
@@ -171,6 +172,12 @@ class Service:
         """The last lines of the log, under its path."""
         text = self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
         return "\n".join([f"--- end of {self.log_path}", *text.splitlines()[-lines:]])
+
+    def _story(self) -> str:
+        """The errors in the log, each once, then its tail: the cause is often far above the last line."""
+        text = self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
+        errors = dict.fromkeys(match.group() for match in _ERROR.finditer(text))
+        return "\n".join([*list(errors)[:10], self.log_tail()])
 
     def cpu_seconds(self) -> float:
         """Processor time that the group's living processes have used so far, all threads, user and system."""

@@ -134,8 +134,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
         if self.backoff_first > self.backoff_most:
             raise ConfigError(
-                f"backoff_first ({self.backoff_first} s) is longer than backoff_most ({self.backoff_most} s); the "
-                "first back-off must be the shorter one."
+                f"backoff_first ({self.backoff_first} s) is longer than backoff_most "
+                f"({self.backoff_most} s); make the first back-off the shorter one."
             )
 
 

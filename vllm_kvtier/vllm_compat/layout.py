@@ -87,10 +87,10 @@ def cache_view(
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         regions: list[Region] = []
         seen: set[tuple] = set()
-        kind = window = None
+        kinds: set[tuple[str, int | None]] = set()
         for name in group.layer_names:
             spec = _layer_spec(group.kv_cache_spec, name)
-            kind, window = _kind(spec, group, name)
+            kinds.add(_kind(spec, group, name))
             tensor = kv_caches.get(name)
             if tensor is None:
                 raise UnsupportedLayout(f"vLLM registered no KV cache for layer {name} of group {number}")
@@ -105,6 +105,9 @@ def cache_view(
             regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config)
         if not regions:
             raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
+        if len(kinds) > 1 and any(window is not None for _, window in kinds):
+            raise UnsupportedLayout(f"the layers of KV cache group {number} have different windows: {kinds}")
+        kind, window = min(kinds)  # "full" where a group holds full attention and MLA
         block_tokens = group.kv_cache_spec.block_size
         groups.append(GroupView(number, block_tokens, kind, window, tuple(regions)))
     for name, tensor in kv_caches.items():

@@ -1,6 +1,7 @@
 """Checksums of KV blocks, on whatever device the cache is; ``csrc_triton/checksum.py`` defines them."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -137,9 +138,11 @@ class _DeviceGroup:
     def compute(self, ids: np.ndarray, keys: np.ndarray, valid: np.ndarray) -> torch.Tensor:
         words = sum(_cells(r, valid) * n for r, n in self._cell_words)
         blocks = torch.from_numpy(np.stack([ids, keys.view(np.int64), valid, words], axis=1))
-        if self._device.type == "cuda":
-            # Pinned, or the copy would wait for the host; torch keeps the memory until the copy is done.
-            blocks = blocks.pin_memory().to(self._device, non_blocking=True)
-        acc = torch.zeros(len(ids), dtype=torch.int64, device=self._device)
-        checksum.launch(acc, blocks, self._regions, self._launches, self._max_programs)
+        # Triton launches on the thread's current device, which need not be the cache's.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            if self._device.type == "cuda":
+                # Pinned, or the copy would wait for the host; torch keeps the memory until the copy is done.
+                blocks = blocks.pin_memory().to(self._device, non_blocking=True)
+            acc = torch.zeros(len(ids), dtype=torch.int64, device=self._device)
+            checksum.launch(acc, blocks, self._regions, self._launches, self._max_programs)
         return acc

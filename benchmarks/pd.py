@@ -1,0 +1,167 @@
+"""P to D: time to first token on the decode engine, our connector beside vLLM's NixlConnector, in one run.
+
+For each connector a prefill and a decode engine start; for each prompt length, fresh random prompts go to P
+(one token), then with P's params to D, streamed. Reported, in ms, medians over the repeats:
+
+  prefill   P's whole answer (max_tokens=1)
+  pulled    D's time to the first chunk when it pulls the prefill from P
+  hit       D's time to the first chunk for the same prompt again, now in its own prefix cache
+  computed  D's time to the first chunk for a fresh prompt it computes itself
+  beyond    pulled - hit: what the pull adds, the wire included
+
+and the rate at which the workers read (kvtier: its own counters; NixlConnector: vLLM's histogram of transfers).
+
+    python benchmarks/pd.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 --lengths 2048 8192 32768
+    python benchmarks/pd.py --model models/recall-6m --lengths 512 2048          # without a GPU
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+def with_tokenizer(model: Path) -> Path:
+    """Shapes alone have no tokenizer; any will do for prompts given as token ids."""
+    if (model / "tokenizer.json").exists():
+        return model
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-model-"))
+    shutil.copy(model / "config.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "models" / "recall-6m" / name, folder)
+    return folder
+
+
+def ask(engine: Engine, prompt: list[int], params: dict | None, tokens: int, stream: bool) -> tuple[float, dict]:
+    """Seconds to the first chunk (or the whole answer if not streamed), and the last JSON object."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    if params:
+        body["kv_transfer_params"] = params
+    start = time.perf_counter()
+    if not stream:
+        answer = httpx.post(f"{engine.base_url}/v1/completions", json=body, timeout=300).raise_for_status().json()
+        return time.perf_counter() - start, answer
+    first, last = None, {}
+    with httpx.stream("POST", f"{engine.base_url}/v1/completions", json=body, timeout=300) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                first = first or time.perf_counter() - start
+                last = json.loads(line[6:])
+    return first, last
+
+
+def metrics(engine: Engine, pattern: str) -> float:
+    """Sum of all samples whose name matches."""
+    text = httpx.get(f"{engine.base_url}/metrics", timeout=30).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(pattern, line))
+
+
+def read_rate(engine: Engine, connector: str) -> tuple[float, float]:
+    """(bytes, seconds) read so far."""
+    if connector == "kvtier":
+        return metrics(engine, r"vllm:kvtier_pulled_bytes_total"), metrics(engine, r"vllm:kvtier_pull_seconds_total")
+    return metrics(engine, r"vllm:nixl_bytes_transferred_sum"), metrics(engine, r"vllm:nixl_xfer_time_seconds_sum")
+
+
+def measure(p: Engine, d: Engine, connector: str, length: int, repeats: int, rng: random.Random, vocab: int) -> dict:
+    def prompt() -> list[int]:
+        return [rng.randrange(1000, vocab) for _ in range(length)]
+
+    rows: dict[str, list[float]] = {name: [] for name in ("prefill", "pulled", "hit", "computed", "beyond")}
+    read = [0.0, 0.0]
+    for i in range(repeats + 1):  # the first one warms up
+        fresh = prompt()
+        prefill, answer = ask(p, fresh, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
+        before = read_rate(d, connector)
+        pulled, _ = ask(d, fresh, answer["kv_transfer_params"], 2, True)
+        after = read_rate(d, connector)
+        hit, _ = ask(d, fresh, None, 2, True)
+        computed, _ = ask(d, prompt(), None, 2, True)
+        if i:
+            read[0] += after[0] - before[0]
+            read[1] += after[1] - before[1]
+            for name, value in zip(rows, (prefill, pulled, hit, computed, pulled - hit), strict=True):
+                rows[name].append(value * 1000)
+    row = {name: round(statistics.median(values), 1) for name, values in rows.items()}
+    row["pulled_max"] = round(max(rows["pulled"]), 1)
+    row["GB/s"] = round(read[0] / read[1] / 1e9, 1) if read[1] else None
+    row["MB"] = round(read[0] / repeats / 1e6, 1)
+    return row
+
+
+def run(connector: str, args: argparse.Namespace, model: Path) -> list[dict]:
+    engines = []
+    for i, name in enumerate(("p", "d")):
+        env = {}
+        kv = kvtier({"bidirectional": False})
+        if connector == "nixl":
+            kv, env = NIXL, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        engines.append(
+            Engine(
+                model, name=f"{connector}-{name}", kv=kv, env=env, gpus=args.gpus[i : i + 1], log_dir=args.logs,
+                max_model_len=max(args.lengths) + 64, kv_cache_bytes=args.cache_gib << 30,
+                args=["--load-format", "dummy"] if args.dummy else [], python=args.python, ready_seconds=args.ready,
+            )
+        )
+    p, d = engines
+    rng = random.Random(7)  # the same prompts for each connector
+    rows = []
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready()
+        for length in args.lengths:
+            row = {"connector": connector, "tokens": length}
+            row |= measure(p, d, connector, length, args.repeats, rng, args.vocab)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    finally:
+        for engine in engines:
+            engine.terminate()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="one for P and one for D; none: CPU")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--connectors", nargs="+", default=["kvtier", "nixl"])
+    parser.add_argument("--cache-gib", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=0, help="token ids are drawn below this (default: the model's)")
+    parser.add_argument("--ready", type=float, default=300, help="seconds an engine may take to start")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--logs", default=tempfile.mkdtemp(prefix="kvtier-bench-"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.vocab = args.vocab or json.loads((args.model / "config.json").read_text())["vocab_size"]
+    model = with_tokenizer(args.model)
+    rows = [row for connector in args.connectors for row in run(connector, args, model)]
+    columns = list(rows[0])
+    print(" ".join(f"{c:>10}" for c in columns))
+    for row in rows:
+        print(" ".join(f"{row[c]!s:>10}" for c in columns))
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""How fast pages come over: our descriptors through our transport, beside NIXL's own prepared lists, same pages.
+
+Two processes hold a KV cache of Qwen3-8B's shape (36 layers, pages of 64 KiB at 16 tokens a block), on two GPUs
+or in host memory. The reader pulls N tokens' blocks, either allocated in sequence (as a fresh engine does) or
+scattered, three ways:
+
+  kvtier    our descriptors (adjacent pages merged), one NIXL request
+  pages     one descriptor a page, one NIXL request
+  prepared  NIXL's prepared lists of all pages, made once, then indices (what vLLM's NixlConnector does)
+
+Each line: microseconds to build and post the request, milliseconds to the end, GB/s; medians.
+
+    python benchmarks/pull_rate.py --gpus 0 1        # NVLink or PCIe
+    python benchmarks/pull_rate.py                   # host memory, shared-memory or TCP transport
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_kvtier.worker.descriptors import pair_descriptors
+from vllm_kvtier.worker.transport import NixlTransport, TransferState
+from vllm_kvtier.worker.views import CacheView, GroupView, Region
+
+PAGE = 64 << 10
+
+
+def cache(blocks: int, layers: int, gpu: int | None) -> CacheView:
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    memory = torch.randint(0, 255, (layers, blocks, PAGE), dtype=torch.uint8, device=device)
+    regions = tuple(
+        Region(f"layer{i}", memory.data_ptr() + i * blocks * PAGE, PAGE, 8, PAGE // 8, 0, 16, PAGE // 128, PAGE // 128)
+        for i in range(layers)
+    )
+    group = GroupView(0, 16, "full", None, regions)
+    return CacheView([group], blocks, device, [memory.untyped_storage()])
+
+
+def open_transport(name: str, view: CacheView) -> NixlTransport:
+    transport = NixlTransport(name, ["UCX"])
+    cuda = view.device.type == "cuda"
+    transport.register(list(view.spans), "VRAM" if cuda else "DRAM", view.device.index or 0 if cuda else 0)
+    return transport
+
+
+def serve(pipe, blocks: int, layers: int, gpu: int | None) -> None:
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    view = cache(blocks, layers, gpu)
+    transport = open_transport("source", view)
+    if gpu is not None:
+        torch.cuda.synchronize()
+    pipe.send((transport.metadata(), view.groups[0]))
+    while not pipe.poll(0.0002):
+        transport.progress()
+
+
+def finish(transport: NixlTransport, handle) -> None:
+    while (state := transport.poll(handle)) is TransferState.RUNNING:
+        pass
+    assert state is TransferState.DONE, state
+
+
+def measure(view, transport, source, tokens, scattered, repeats, gpu, remote_gpu) -> list[dict]:
+    rng = np.random.default_rng(3)
+    n = tokens // 16
+    near = rng.permutation(np.arange(1, view.num_blocks))[:n] if scattered else np.arange(1, n + 1)
+    far = rng.permutation(np.arange(1, view.num_blocks))[:n] if scattered else np.arange(n, 0, -1)[::-1]
+    here, memory = view.groups[0], "VRAM" if gpu is not None else "DRAM"
+    local_device, remote_device = gpu or 0, remote_gpu or 0
+    agent = transport._agent  # the comparison goes past our wrapper
+    size = n * len(here.regions) * PAGE
+
+    def lists(group: GroupView, device: int) -> np.ndarray:
+        rows = [[r.base, PAGE, device, r.block_stride, view.num_blocks] for r in group.regions]
+        return np.array(rows, np.uint64)
+
+    prepared = [
+        agent.prep_xfer_dlist("NIXL_INIT_AGENT", lists(here, local_device), memory),
+        agent.prep_xfer_dlist("source", lists(source, remote_device), memory),
+    ]
+    steps = np.arange(len(here.regions), dtype=np.int32)[:, None] * view.num_blocks
+
+    def ours():
+        a, b = pair_descriptors(here, source, near, far, local_device, remote_device)
+        return transport.read("source", memory, a, memory, b), len(a)
+
+    def pages():
+        a = np.array([[r.base + PAGE * i, PAGE, local_device] for r in here.regions for i in near], np.uint64)
+        b = np.array([[r.base + PAGE * i, PAGE, remote_device] for r in source.regions for i in far], np.uint64)
+        return transport.read("source", memory, a, memory, b), len(a)
+
+    def indices():
+        a, b = ((steps + ids.astype(np.int32)).ravel().astype(np.int32) for ids in (near, far))
+        handle = agent.make_prepped_xfer("READ", prepared[0], a, prepared[1], b)
+        agent.transfer(handle)
+        from vllm_kvtier.worker.transport import Transfer
+
+        return Transfer(handle, "source", size), len(a)
+
+    rows = []
+    for name, begin in (("kvtier", ours), ("pages", pages), ("prepared", indices)):
+        posts, totals, count = [], [], 0
+        for i in range(repeats + 1):
+            start = time.perf_counter()
+            handle, count = begin()
+            posted = time.perf_counter()
+            finish(transport, handle)
+            end = time.perf_counter()
+            transport.release(handle)
+            if i:
+                posts.append(posted - start)
+                totals.append(end - start)
+        total = statistics.median(totals)
+        rows.append(
+            {
+                "tokens": tokens, "blocks": "scattered" if scattered else "in order", "way": name, "descriptors": count,
+                "post_us": round(statistics.median(posts) * 1e6), "total_ms": round(total * 1e3, 2),
+                "GB/s": round(size / total / 1e9, 1),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    theirs, mine = args.gpus or (None, None)
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    child = context.Process(target=serve, args=(far_end, args.blocks, args.layers, theirs), daemon=True)
+    child.start()
+    if mine is not None:
+        torch.cuda.set_device(mine)
+    view = cache(args.blocks, args.layers, mine)
+    transport = open_transport("reader", view)
+    metadata, source = pipe.recv()
+    transport.add_peer(metadata, "source")
+    rows = []
+    for tokens in args.tokens:
+        for scattered in (False, True):
+            rows += measure(view, transport, source, tokens, scattered, args.repeats, mine, theirs)
+    pipe.send("done")
+    child.join(10)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

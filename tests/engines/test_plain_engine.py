@@ -1,0 +1,41 @@
+"""What all other tests of this level rest on: a plain engine is right, and the helpers read it rightly."""
+
+import pytest
+
+from vllm_kvtier.devtools.clients import chat, complete, prompt_tokens
+from vllm_kvtier.devtools.processes import ServiceFailed, group_members
+
+SYSTEM = {"role": "system", "content": "You keep notes and answer from them."}
+FACTS = {"role": "user", "content": "The code for amber brook is 40512. The code for silver harbor is 77120."}
+NOTED = {"role": "assistant", "content": "Noted 2 codes."}
+QUESTION = {"role": "user", "content": "What is the code for silver harbor?"}
+
+
+def test_the_demo_model_recalls(single):
+    messages = [SYSTEM, FACTS, NOTED, QUESTION]
+    answer = chat(single.base_url, messages)
+    assert "77120" in answer.text and answer.finish_reason == "stop"
+    streamed = chat(single.base_url, messages, stream=True)
+    assert streamed.text == answer.text
+    assert 0 < streamed.first_token_seconds <= streamed.seconds
+    assert streamed.usage["prompt_tokens"] == answer.usage["prompt_tokens"]
+
+
+def test_counters_tell_computed_from_cached(single):
+    prompt = [300 + i % 1500 for i in range(320)]
+    before = prompt_tokens(single.base_url)
+    first = complete(single.base_url, prompt, max_tokens=4)
+    middle = prompt_tokens(single.base_url)
+    second = complete(single.base_url, prompt, max_tokens=4)
+    after = prompt_tokens(single.base_url)
+    assert first.token_ids == second.token_ids and len(first.token_ids) == 4
+    assert (middle - before).computed == 320 and (middle - before).cached == 0
+    assert (after - middle).total == 320 and (after - middle).cached >= 288
+    assert (after - before).pulled == 0
+
+
+def test_an_engine_that_cannot_start_says_why(make_engine):
+    engine = make_engine(extra={"bidirectionl": True}).start()
+    with pytest.raises(ServiceFailed, match="did you mean bidirectional"):
+        engine.wait_ready()
+    assert not group_members(engine.pid)
