@@ -2,11 +2,11 @@
 
 Two processes hold a KV cache of Qwen3-8B's shape (36 layers, pages of 64 KiB at 16 tokens a block), on two GPUs
 or in host memory. The reader pulls N tokens' blocks, either allocated in sequence (as a fresh engine does) or
-scattered, three ways:
+in reverse (as after one request was freed) or scattered, three ways:
 
-  kvtier    our descriptors (adjacent pages merged), one NIXL request
-  pages     one descriptor a page, one NIXL request
-  prepared  NIXL's prepared lists of all pages, made once, then indices (what vLLM's NixlConnector does)
+  kvtier    what our workers do: prepared strided lists, blocks in the order of their local ids, checksums along
+  prepared  NIXL's prepared lists of the same pages, blocks in the order of the prompt, as vLLM's NixlConnector does
+  pages     one descriptor a page, nothing prepared
 
 Each line: microseconds to build and post the request, milliseconds to the end, GB/s; medians.
 
@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_kvtier.worker.descriptors import pair_descriptors
-from vllm_kvtier.worker.transport import NixlTransport, TransferState
+from vllm_kvtier.worker.descriptors import PageRows
+from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.views import CacheView, GroupView, Region
 
 PAGE = 64 << 10
@@ -67,11 +67,14 @@ def finish(transport: NixlTransport, handle) -> None:
     assert state is TransferState.DONE, state
 
 
-def measure(view, transport, source, tokens, scattered, repeats, gpu, remote_gpu) -> list[dict]:
+def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) -> list[dict]:
     rng = np.random.default_rng(3)
     n = tokens // 16
-    near = rng.permutation(np.arange(1, view.num_blocks))[:n] if scattered else np.arange(1, n + 1)
-    far = rng.permutation(np.arange(1, view.num_blocks))[:n] if scattered else np.arange(n, 0, -1)[::-1]
+    near = far = np.arange(1, n + 1)
+    if order == "reverse":
+        near = far = near[::-1]
+    elif order == "scattered":
+        near, far = (rng.permutation(np.arange(1, view.num_blocks))[:n] for _ in range(2))
     here, memory = view.groups[0], "VRAM" if gpu is not None else "DRAM"
     local_device, remote_device = gpu or 0, remote_gpu or 0
     agent = transport._agent  # the comparison goes past our wrapper
@@ -87,25 +90,32 @@ def measure(view, transport, source, tokens, scattered, repeats, gpu, remote_gpu
     ]
     steps = np.arange(len(here.regions), dtype=np.int32)[:, None] * view.num_blocks
 
+    spare = view.spans[0][0]  # stands in for the tables of checksums
+    rows = PageRows([here], [source], view.num_blocks, view.num_blocks, spare, source.regions[0].base, local_device, remote_device)
+    ours_local = transport.prepare("source", rows.local, memory, ours=True)
+    ours_remote = transport.prepare("source", rows.remote, memory, ours=False)
+
     def ours():
-        a, b = pair_descriptors(here, source, near, far, local_device, remote_device)
-        return transport.read("source", memory, a, memory, b), len(a)
+        a, b, moved = rows.indices([(0, near, far)])
+        return transport.read("source", ours_local, a, ours_remote, b, moved), len(a)
 
     def pages():
         a = np.array([[r.base + PAGE * i, PAGE, local_device] for r in here.regions for i in near], np.uint64)
         b = np.array([[r.base + PAGE * i, PAGE, remote_device] for r in source.regions for i in far], np.uint64)
-        return transport.read("source", memory, a, memory, b), len(a)
+        handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(a, memory), agent.get_xfer_descs(b, memory), "source"
+        )
+        agent.transfer(handle)
+        return Transfer(handle, "source", size), len(a)
 
     def indices():
         a, b = ((steps + ids.astype(np.int32)).ravel().astype(np.int32) for ids in (near, far))
         handle = agent.make_prepped_xfer("READ", prepared[0], a, prepared[1], b)
         agent.transfer(handle)
-        from vllm_kvtier.worker.transport import Transfer
-
         return Transfer(handle, "source", size), len(a)
 
-    rows = []
-    for name, begin in (("kvtier", ours), ("pages", pages), ("prepared", indices)):
+    results = []
+    for name, begin in (("kvtier", ours), ("prepared", indices), ("pages", pages)):
         posts, totals, count = [], [], 0
         for i in range(repeats + 1):
             start = time.perf_counter()
@@ -118,15 +128,15 @@ def measure(view, transport, source, tokens, scattered, repeats, gpu, remote_gpu
                 posts.append(posted - start)
                 totals.append(end - start)
         total = statistics.median(totals)
-        rows.append(
+        results.append(
             {
-                "tokens": tokens, "blocks": "scattered" if scattered else "in order", "way": name, "descriptors": count,
+                "tokens": tokens, "blocks": order, "way": name, "descriptors": count,
                 "post_us": round(statistics.median(posts) * 1e6), "total_ms": round(total * 1e3, 2),
                 "GB/s": round(size / total / 1e9, 1),
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        print(json.dumps(results[-1]), flush=True)
+    return results
 
 
 def main() -> None:
@@ -151,8 +161,8 @@ def main() -> None:
     transport.add_peer(metadata, "source")
     rows = []
     for tokens in args.tokens:
-        for scattered in (False, True):
-            rows += measure(view, transport, source, tokens, scattered, args.repeats, mine, theirs)
+        for order in ("in order", "reverse", "scattered"):
+            rows += measure(view, transport, source, tokens, order, args.repeats, mine, theirs)
     pipe.send("done")
     child.join(10)
     if args.out:

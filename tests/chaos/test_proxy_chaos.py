@@ -9,6 +9,8 @@ import pytest
 from proxy_fakes import Cluster, events, text_of, turn
 
 from vllm_kvtier.proxy import release
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.engines import Engine, EngineFailure
 
 
 async def begin_stream(c: Cluster, *texts: str, **fields) -> httpx.Response:
@@ -82,6 +84,34 @@ async def test_a_p_whose_health_is_bad_stays_aside():
         await c.until(lambda: c.p[0].probes >= 3)
         assert not c.core.prefill[0].well and c.core.prefill[0].failures >= 3
         assert len(c.p[0].seen) == 1
+
+
+@pytest.mark.parametrize("drops", [1, 2])
+async def test_a_connection_closed_under_a_request_is_tried_once_more(drops):
+    """An engine may close a kept connection just as a request arrives on it; that is no sick engine."""
+    connections = 0
+
+    async def serve(reader, writer):
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        if connections > drops:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    config = ProxyConfig(decode=(EngineAddress("http://unused:1"),), backoff_first=60, backoff_most=60)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        engine = Engine("prefill", 0, EngineAddress(f"http://127.0.0.1:{port}"), config)
+        if drops == 1:
+            reply = await within(5, engine.ask("POST", "/v1/completions", b"{}", {}, 5))
+            assert await reply.read(10, 5) == b"{}"
+            await reply.aclose()
+        else:
+            with pytest.raises(EngineFailure, match="broke off"):
+                await within(5, engine.ask("POST", "/v1/completions", b"{}", {}, 5))
+        assert connections == 2 and engine.outstanding == 0
+        await engine.aclose()
 
 
 async def test_params_that_are_nonsense():

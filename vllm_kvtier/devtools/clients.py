@@ -24,6 +24,9 @@ class Answer(msgspec.Struct, kw_only=True):
     seconds: float
     first_token_seconds: float | None = None  # streamed answers only
     token_ids: list[int] | None = None  # where the request had return_token_ids
+    logprobs: list[dict[str, Any]] | None = (
+        None  # a chat's, token by token, where it asked for them; not streamed
+    )
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -120,6 +123,7 @@ def _whole(
         params=document.get("kv_transfer_params"),
         seconds=seconds,
         token_ids=choice.get("token_ids"),
+        logprobs=(choice.get("logprobs") or {}).get("content"),
     )
 
 

@@ -177,9 +177,10 @@ class Exchange:
         try:
             if passed := rewriter.feed(reply.first):
                 yield passed
-            async for data in reply.chunks(self._config.stream_idle_timeout):
-                if passed := rewriter.feed(data):
-                    yield passed
+            async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
+                async for data in chunks:
+                    if passed := rewriter.feed(data):
+                        yield passed
             if rest := rewriter.close():
                 yield rest
         except (EngineFailure, sse.EventTooLarge) as failure:

@@ -12,7 +12,14 @@ import msgspec
 _NULL = msgspec.Raw(b"null")
 
 # What a client may learn about pulls: counts. Export ids and addresses would let it ask engines itself.
-_REPORT_FIELDS = ("num_tokens", "pulled_tokens", "pulled_from", "local_tokens", "computed_tokens")
+_REPORT_FIELDS = (
+    "num_tokens",
+    "prompt_tokens",
+    "pulled_tokens",
+    "pulled_from",
+    "local_tokens",
+    "computed_tokens",
+)
 
 
 class Source(msgspec.Struct, frozen=True):

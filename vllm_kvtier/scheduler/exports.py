@@ -67,6 +67,11 @@ class Export:
     leases: set[int] = field(default_factory=set)
     ended: bool = False
 
+    def covers(self, start: int, tokens: int) -> bool:
+        """Whether all groups have what a reader at ``tokens`` needs; windows first: they refuse soonest and cheapest."""
+        groups = sorted(self.groups, key=lambda group: group.window is None)
+        return all(group.cover(start, tokens) for group in groups)
+
 
 @dataclass(eq=False)
 class Lease:
@@ -176,9 +181,7 @@ class ExportTable:
             refusal = Refusal.NOTHING
             longest = len(chain) - len(chain) % self._align
             for i in range(longest - 1, start // self._unit - 1, -self._align):
-                for export in reversed(self._by_hash.get(chain[i], ())):
-                    if export.variant != variant:
-                        continue
+                for export in self._holders(chain, i, variant):
                     granted = self._grant(export, start, (i + 1) * self._unit, connection, seconds)
                     if isinstance(granted, Lease):
                         return granted
@@ -187,11 +190,12 @@ class ExportTable:
             return refusal
 
     def longest_prefix(self, chain: Sequence[bytes], variant: bytes) -> int:
-        """Exported tokens of ``chain``, without leasing anything."""
+        """Exported tokens of ``chain`` as ``lease_chain`` from token 0 would find them, without leasing anything."""
         with self._lock:
-            for i in range(len(chain) - 1, -1, -1):
-                if any(export.variant == variant for export in self._by_hash.get(chain[i], ())):
-                    return (i + 1) * self._unit
+            for i in range(len(chain) - len(chain) % self._align - 1, -1, -self._align):
+                tokens = (i + 1) * self._unit
+                if any(export.covers(0, tokens) for export in self._holders(chain, i, variant)):
+                    return tokens
             return 0
 
     def release(self, lease_id: int, connection: Hashable, done: bool) -> bool:
@@ -255,6 +259,14 @@ class ExportTable:
 
     # -- under the lock ----------------------------------------------------------------------------------------
 
+    def _holders(self, chain: Sequence[bytes], i: int, variant: bytes) -> list[Export]:
+        """Exports whose block ``i`` is ``chain[i]``, newest first. At another place the hash is not the asker's to name."""
+        return [
+            export
+            for export in reversed(self._by_hash.get(chain[i], ()))
+            if export.variant == variant and export.chain[i : i + 1] == [chain[i]]
+        ]
+
     def _make_room(self, kind: Kind, size: int) -> None:
         for export in list(self._exports.values()):
             if self._pinned[kind] + size <= self._budget[kind]:
@@ -267,7 +279,7 @@ class ExportTable:
     ) -> Lease | Refusal:
         if export.ready_step > self._summed_step:
             return Refusal.NOT_READY
-        if start >= tokens or not all(group.cover(start, tokens) for group in export.groups):
+        if start >= tokens or not export.covers(start, tokens):
             return Refusal.NOTHING
         lease = Lease(next(self._lease_ids), export, connection, self._clock() + seconds, start, tokens)
         self._leases[lease.id] = lease

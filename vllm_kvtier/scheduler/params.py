@@ -5,11 +5,15 @@ vLLM's NixlConnector names are at the top level and are what we trust for addres
 raises, what is malformed is as good as absent.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvtier.scheduler.peers import Address
 
+# Names and addresses only: ZMQ gives "*", ";" and "/" in an address meanings of their own.
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
+_PORT = re.compile(r"[0-9]{1,5}")
 VERSION = 1
 MAX_SOURCES = 8
 
@@ -31,11 +35,16 @@ class Hints:
 
 
 def _address(host: Any, port: Any) -> Address | None:
-    if isinstance(port, str) and port.isdigit():
+    if isinstance(port, str) and _PORT.fullmatch(port):
         port = int(port)
-    if isinstance(host, str) and 0 < len(host) < 256 and type(port) is int and 0 < port < 65536:
+    if isinstance(host, str) and _HOST.fullmatch(host) and type(port) is int and 0 < port < 65536:
         return host, port
     return None
+
+
+def _is_text(value: str) -> bool:
+    """JSON may hold halves of surrogate pairs, which cannot be sent."""
+    return not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def read(params: Any) -> Hints:
@@ -47,7 +56,7 @@ def read(params: Any) -> Hints:
     remote = _address(params.get("remote_host"), params.get("remote_port"))
     if params.get("do_remote_prefill"):
         export = ours.get("export") or params.get("remote_request_id")
-        if remote and isinstance(export, str) and len(export) <= 512:
+        if remote and isinstance(export, str) and 0 < len(export) <= 512 and _is_text(export):
             return Hints(handoff=Handoff(remote, export), asked=True)
         return Hints(asked=True)
     sources = [remote] if remote else []

@@ -42,7 +42,7 @@ class ClusterKey:
         """Raises ConfigError if the file is missing, readable by others or not a key."""
         file = Path(path)
         try:
-            mode, text = file.stat().st_mode, file.read_text().strip()
+            mode, text = file.stat().st_mode, file.read_bytes().strip()
         except OSError as error:
             raise ConfigError(
                 f"cluster_key_file {path}: {error.strerror}; make one with "
@@ -53,7 +53,7 @@ class ClusterKey:
         try:
             if len(text) != Z85_SECRET:
                 raise ValueError("wrong length")
-            return cls(text.encode())
+            return cls(text)
         except (ValueError, zmq.ZMQError) as error:
             raise ConfigError(
                 f"cluster_key_file {path} does not hold a key (one line of {Z85_SECRET} Z85 characters); make one "
@@ -80,7 +80,8 @@ class ClusterKey:
 
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
-        authenticator.configure_curve_callback("*", SameKey())
+        # By the socket's own domain: "*" is only the name of the domain of sockets without one.
+        authenticator.configure_curve_callback("kvtier", SameKey())
         socket.curve_secretkey, socket.curve_publickey, socket.curve_server = self._secret, self.public, True
         socket.zap_domain = b"kvtier"
         return authenticator

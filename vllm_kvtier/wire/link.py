@@ -19,17 +19,27 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, drain
 
+MAX_SOCKET_PATH = 107
+
 
 def link_path(engine_id: str, instance_id: str) -> str:
     """Raises KVTierError if the directory is not ours alone."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    # Containers often name a runtime directory that nobody made.
+    folder = Path(runtime if os.path.isdir(runtime) else tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise KVTierError(f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it")
-    # A Unix socket path holds 107 bytes at most, so the identity is hashed.
+    # Short, because a Unix socket path holds little: the identity is hashed.
     name = hashlib.blake2b(f"{engine_id}|{instance_id}".encode(), digest_size=12).hexdigest()
-    return str(folder / f"{name}.sock")
+    path = str(folder / f"{name}.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise KVTierError(
+            f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; set XDG_RUNTIME_DIR to a "
+            "shorter directory"
+        )
+    return path
 
 
 class LinkServer:

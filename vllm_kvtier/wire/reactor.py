@@ -110,7 +110,8 @@ class Reactor:
                     handler = next((h for s, h in self._handlers.items() if s is source), None)
                     if handler is not None:
                         self._guard(handler)
-            while self._soon:
+            # Only what is queued by now: a call that queues itself again must not keep sockets and timers waiting.
+            for _ in range(len(self._soon)):
                 self._guard(self._soon.popleft())
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
@@ -121,8 +122,10 @@ class Reactor:
         for callback in self._on_stop:
             self._guard(callback)
         for socket in list(self._handlers):
-            self.remove_socket(socket)
-        self.context.destroy(linger=100)
+            self._poller.unregister(socket)
+            socket.close()  # with its own linger: what was just said (leases given back) still leaves
+        self._handlers.clear()
+        self.context.destroy(linger=0)  # whatever was never registered here
         os.close(self._wake)
 
     def _guard(self, callback: Callable[[], None]) -> None:

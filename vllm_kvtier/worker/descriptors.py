@@ -1,7 +1,7 @@
-"""From pages to the address lists of a one-sided transfer.
+"""From pages to the descriptor lists of a one-sided transfer.
 
-Everything is vectorized: a pull of 512 blocks of 36 layers is 18,432 pages, and the lists are built on the
-worker's thread between two steps.
+A pull of 512 blocks of 36 layers is 18,432 pages. NIXL takes 30 ms to check as many descriptors one by one, and
+none to pick them from a list it prepared (measured on an H200), so lists of all pages are prepared once a peer.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_kvtier.worker.views import GroupView, Region
-
-# No descriptor is longer. UCX splits large reads into fragments itself, but a failed or slow descriptor is
-# retried and accounted as a whole, and lengths beyond 2 GiB overflow 32-bit counters in some transports.
-MAX_DESCRIPTOR_BYTES = 64 << 20
 
 
 def page_chunks(region: Region) -> list[tuple[int, int]]:
@@ -48,58 +44,58 @@ def _split(region: Region, level: int) -> list[tuple[int, int]]:
     return [(j * s2 + i * s1, region.inner) for j in range(n2) for i in range(n1)]
 
 
-def pair_descriptors(
-    local: GroupView,
-    remote: GroupView,
-    local_ids: Sequence[int] | np.ndarray,
-    remote_ids: Sequence[int] | np.ndarray,
-    local_device: int = 0,
-    remote_device: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Descriptors for copying ``remote_ids[j]`` to ``local_ids[j]`` for all j, all regions of the group.
+class PageRows:
+    """Strided rows of two engines' pages, piece by piece, for NIXL's prepared descriptor lists.
 
-    Returns ``(local, remote)``: np.uint64 arrays [n, 3] of (address, length, device id), equal in length
-    row by row. Neighbours that are adjacent on both sides are merged, up to MAX_DESCRIPTOR_BYTES.
-
-    Raises ValueError if the ids differ in number or the groups in geometry (compare geometries first).
+    ``local`` and ``remote`` are np.uint64 [m, 5] rows (address, length, device, block stride, blocks): row r
+    is one contiguous piece of a page, of every block. Element ``r * blocks + b`` of a list made from them is
+    that piece of block b; ``indices`` names the elements that a pull of given blocks moves. The last row is
+    the table of checksums (8 bytes a block), for all groups.
     """
-    near, far = np.asarray(local_ids, dtype=np.int64), np.asarray(remote_ids, dtype=np.int64)
-    if near.shape != far.shape or near.ndim != 1:
-        raise ValueError(f"{near.shape} local block ids for {far.shape} remote ones")
-    pieces = _page_pieces(local, remote)
-    if not len(near) or not len(pieces):
-        empty = np.empty((0, 3), dtype=np.uint64)
-        return empty, empty.copy()
-    base_l, stride_l, base_r, stride_r, length = pieces.T
-    # [pieces, blocks]: a row walks the blocks of one piece of a page.
-    address_l = base_l[:, None] + stride_l[:, None] * near
-    address_r = base_r[:, None] + stride_r[:, None] * far
-    return _merge(address_l, address_r, length, local_device, remote_device)
+
+    def __init__(
+        self,
+        local: Sequence[GroupView],
+        remote: Sequence[GroupView],
+        local_blocks: int,
+        remote_blocks: int,
+        local_table: int,
+        remote_table: int,
+        local_device: int = 0,
+        remote_device: int = 0,
+    ):
+        """``*_table``: addresses of the two int64 tables. Raises ValueError if the groups differ in geometry."""
+        self._local_blocks, self._remote_blocks = local_blocks, remote_blocks
+        pieces = [_page_pieces(a, b) for a, b in zip(local, remote, strict=True)]
+        pieces.append(np.array([[local_table, 8, remote_table, 8, 8]], dtype=np.int64))
+        ends = np.cumsum([len(p) for p in pieces])
+        self._rows = [np.arange(end - len(p), end) for end, p in zip(ends, pieces, strict=True)]
+        base_l, stride_l, base_r, stride_r, self._length = np.concatenate(pieces).T
+        self.local = _strided(base_l, self._length, local_device, stride_l, local_blocks)
+        self.remote = _strided(base_r, self._length, remote_device, stride_r, remote_blocks)
+
+    def indices(
+        self, groups: Sequence[tuple[int, np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """For (group, local ids, remote ids) triples: int32 elements on both sides, and the bytes they move.
+
+        A row's blocks go in the order of their local ids, so that blocks adjacent on both sides are adjacent
+        in the list, where NIXL merges them into one read (a freed request's blocks come back in reverse).
+        """
+        here, there, size = [], [], 0
+        for group, near, far in groups:
+            order = np.argsort(near, kind="stable")
+            near, far = near[order], far[order]
+            rows = np.concatenate([self._rows[group], self._rows[-1]])
+            here.append((rows[:, None] * self._local_blocks + near).ravel())
+            there.append((rows[:, None] * self._remote_blocks + far).ravel())
+            size += int(self._length[rows].sum()) * len(near)
+        return np.concatenate(here).astype(np.int32), np.concatenate(there).astype(np.int32), size
 
 
-def row_descriptors(
-    local_base: int,
-    remote_base: int,
-    row_bytes: int,
-    local_rows: Sequence[int] | np.ndarray,
-    remote_rows: Sequence[int] | np.ndarray,
-    local_device: int = 0,
-    remote_device: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """As :func:`pair_descriptors`, for rows of two dense tables (the checksums beside the pages)."""
-    near, far = np.asarray(local_rows, dtype=np.int64), np.asarray(remote_rows, dtype=np.int64)
-    if near.shape != far.shape or near.ndim != 1:
-        raise ValueError(f"{near.shape} local rows for {far.shape} remote ones")
-    if not len(near):
-        empty = np.empty((0, 3), dtype=np.uint64)
-        return empty, empty.copy()
-    return _merge(
-        (local_base + near * row_bytes)[None],
-        (remote_base + far * row_bytes)[None],
-        np.array([row_bytes], dtype=np.int64),
-        local_device,
-        remote_device,
-    )
+def _strided(base: np.ndarray, length: np.ndarray, device: int, stride: np.ndarray, blocks: int) -> np.ndarray:
+    rows = [base, length, np.full(len(base), device), stride, np.full(len(base), blocks)]
+    return np.stack(rows, axis=1).astype(np.uint64)
 
 
 def _page_pieces(local: GroupView, remote: GroupView) -> np.ndarray:
@@ -124,32 +120,8 @@ def _page_pieces(local: GroupView, remote: GroupView) -> np.ndarray:
                     and last[2] + last[4] == there
                     and last[1] == a.block_stride
                     and last[3] == b.block_stride
-                    and last[4] + length <= MAX_DESCRIPTOR_BYTES
                 ):
                     last[4] += length
                     continue
             rows.append([here, a.block_stride, there, b.block_stride, length])
     return np.array(rows, dtype=np.int64).reshape(-1, 5)
-
-
-def _merge(
-    address_l: np.ndarray, address_r: np.ndarray, length: np.ndarray, device_l: int, device_r: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merges along rows of [pieces, blocks] addresses; ``length`` [pieces] in bytes."""
-    pieces, blocks = address_l.shape
-    start = np.ones((pieces, blocks), dtype=bool)
-    near = address_l[:, 1:] == address_l[:, :-1] + length[:, None]
-    far = address_r[:, 1:] == address_r[:, :-1] + length[:, None]
-    np.logical_not(near & far, out=start[:, 1:])
-    # Break long runs: count within each run, and start anew when a descriptor would pass the cap.
-    where = np.arange(blocks)
-    run_start = np.maximum.accumulate(np.where(start, where, 0), axis=1)
-    most = np.maximum(MAX_DESCRIPTOR_BYTES // length, 1)[:, None]
-    start |= (where - run_start) % most == 0
-    first = np.flatnonzero(start.ravel())
-    count = np.diff(first, append=start.size)
-    total = count * length[first // blocks]
-    return tuple(
-        np.stack([a.ravel()[first], total, np.full(len(first), device)], axis=1).astype(np.uint64)
-        for a, device in ((address_l, device_l), (address_r, device_r))
-    )

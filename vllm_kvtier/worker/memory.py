@@ -17,10 +17,6 @@ from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import GroupPull, SumBatch
 
-# Windows of peers' sum tables held at once, in tables' worth of entries (8 bytes a block: small change).
-SCRATCH_TABLES = 4
-
-
 @dataclass
 class Pending:
     """Work enqueued on the device; ``event`` is None where it is already done."""
@@ -49,13 +45,13 @@ class CacheMemory:
         self._home = view.device if on_device else torch.device("cpu")
         pinned = self._cuda and not on_device
         self.table = torch.zeros(view.num_blocks, dtype=torch.int64, device=self._home, pin_memory=pinned)
-        self._scratch = torch.zeros(SCRATCH_TABLES * view.num_blocks, dtype=torch.int64, device=self._home, pin_memory=pinned)
-        self._free = [(0, len(self._scratch))]  # free windows, sorted, merged
+        # What sources say the checksums of blocks read into ours are, by our block id.
+        self.arrived = torch.zeros_like(self.table, pin_memory=pinned)
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
 
     def register(self, transport: NixlTransport) -> None:
         spans = list(self.transfer_view.spans)
-        spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self._scratch)]
+        spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self.arrived)]
         transport.register(spans, self.memory_type, self.device_id)
 
     # -- checksums ---------------------------------------------------------------------------------------------
@@ -78,8 +74,8 @@ class CacheMemory:
                     copy_blocks(self.view, batch.ids.tolist(), self.mirror, batch.ids.tolist(), batch.group)
             return Pending(self._mark())
 
-    def begin_check(self, groups: list[GroupPull], expected: torch.Tensor, first: int) -> Check:
-        """Compare what arrived in our blocks with ``expected`` (sum window starting at the source's block ``first``)."""
+    def begin_check(self, groups: list[GroupPull]) -> Check:
+        """Compare what arrived in our blocks with what the source says of it, under our own keys."""
         parts = []
         with self._on_stream(None):
             for g in groups:
@@ -88,8 +84,8 @@ class CacheMemory:
                 if self.mirror is not None:
                     copy_blocks(self.mirror, g.local.tolist(), self.view, g.local.tolist(), g.group)
                 sums = self._sums.compute(g.group, g.local, g.keys, g.valid)
-                index = torch.from_numpy((g.remote - first).astype(np.int64)).to(expected.device)
-                wrong = sums != expected[index].to(sums.device)
+                index = torch.from_numpy(g.local).to(self.arrived.device)
+                wrong = sums != self.arrived[index].to(sums.device)
                 parts.append((g.local, wrong.to("cpu", non_blocking=True)))
                 # What is right can be exported without another pass; 0 vouches for nothing.
                 self._write_table(g.local, torch.where(wrong, torch.zeros_like(sums), sums))
@@ -118,27 +114,6 @@ class CacheMemory:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
-
-    # -- windows of the scratch table -----------------------------------------------------------------------------
-
-    def sum_window(self, entries: int) -> torch.Tensor | None:
-        """``entries`` int64 of registered memory; None if all is in use now."""
-        for i, (start, length) in enumerate(self._free):
-            if length >= entries:
-                rest = (start + entries, length - entries)
-                self._free[i : i + 1] = [rest] if rest[1] else []
-                return self._scratch[start : start + entries]
-        return None
-
-    def return_window(self, window: torch.Tensor) -> None:
-        start = (window.data_ptr() - self._scratch.data_ptr()) // 8
-        spans, merged = sorted([*self._free, (start, len(window))]), []
-        for begin, length in spans:
-            if merged and sum(merged[-1]) == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((begin, length))
-        self._free = merged
 
 
 class _NoStream:

@@ -8,13 +8,11 @@ import enum
 import logging
 import time
 from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from typing import Any
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import RankInfo
-from vllm_kvtier.worker.descriptors import pair_descriptors
+from vllm_kvtier.worker.descriptors import PageRows
 from vllm_kvtier.worker.memory import CacheMemory, Check
 from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.work import PullOrder
@@ -47,11 +45,16 @@ class _Pull:
     transfer: Transfer | None = None
     stage: Stage = Stage.READING
     reason: str = ""
-    sums: torch.Tensor | None = None  # int64 window of the source's table, read with the pages
-    sums_first: int = 0
     check: Check | None = None
     bytes: int = 0
     blocks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Peer:
+    rows: PageRows
+    local: Any  # NIXL's prepared lists
+    remote: Any
 
 
 class Pulls:
@@ -59,12 +62,12 @@ class Pulls:
         self._transport, self._memory, self._rank = transport, memory, rank
         self._sources: dict[str, RankInfo] = {}
         self._pulls: list[_Pull] = []
-        self._waiting: list[_Pull] = []  # for room in the scratch table
+        self._peers: dict[str, _Peer] = {}
         self._logged: set[str] = set()
 
     @property
     def active(self) -> bool:
-        return bool(self._pulls or self._waiting)
+        return bool(self._pulls)
 
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         for info in ranks:
@@ -76,63 +79,55 @@ class Pulls:
         now = time.monotonic()
         pull = _Pull(order, now, now + order.timeout)
         pull.blocks = {int(i) for g in order.groups for i in g.local}
-        return self._begin(pull)
-
-    def _begin(self, pull: _Pull) -> PullResult | None:
         try:
-            started = self._read(pull)
+            self._read(pull)
         except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
             return self._fail_now(pull, f"cannot read from {pull.order.source}: {error}")
-        (self._pulls if started else self._waiting).append(pull)
+        self._pulls.append(pull)
         return None
 
     def drive(self) -> list[PullResult]:
         """Advance every pull; the results of those that ended."""
         results = []
-        waiting, self._waiting = self._waiting, []
-        for pull in waiting:
-            overdue = time.monotonic() >= pull.deadline
-            result = self._fail_now(pull, "no room for its checksums in time") if overdue else self._begin(pull)
-            if result is not None:
-                results.append(result)
         for pull in list(self._pulls):
             result = self._advance(pull)
             if result is not None:
                 self._pulls.remove(pull)
                 results.append(result)
+        if not self._pulls:
+            self._transport.release_stale()
         return results
 
     # -- stages ------------------------------------------------------------------------------------------------
 
-    def _read(self, pull: _Pull) -> bool:
-        """False if all scratch memory is in use now."""
+    def _read(self, pull: _Pull) -> None:
         info = self._sources.get(pull.order.source)
         if info is None:
             raise KVTierError(f"rank {self._rank} of that engine was never introduced")
         for g in pull.order.groups:
             if len(g.remote) and (int(g.remote.max()) >= info.num_blocks or int(g.remote.min()) < 1):
                 raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
-        groups = [g for g in pull.order.groups if len(g.local)]
-        ids = np.concatenate([g.remote for g in groups])
-        first = pull.sums_first = int(ids.min())
-        memory = self._memory
-        pull.sums = memory.sum_window(int(ids.max()) - first + 1)
-        if pull.sums is None:
-            return False
-        size = 8 * len(pull.sums)
-        local = [np.array([[pull.sums.data_ptr(), size, memory.device_id]], np.uint64)]
-        remote = [np.array([[info.sums_base + 8 * first, size, info.device]], np.uint64)]
-        for g in groups:
-            here, there = memory.transfer_view.groups[g.group], info.groups[g.group]
-            a, b = pair_descriptors(here, there, g.local, g.remote, memory.device_id, info.device)
-            local.append(a)
-            remote.append(b)
-        self._transport.add_peer(info.agent_metadata, info.agent)
-        pull.transfer = self._transport.read(
-            info.agent, memory.memory_type, np.concatenate(local), info.memory, np.concatenate(remote)
-        )
-        pull.bytes = pull.transfer.bytes
-        return True
+        peer = self._peer(info)
+        near, far, size = peer.rows.indices([(g.group, g.local, g.remote) for g in pull.order.groups])
+        pull.transfer = self._transport.read(info.agent, peer.local, near, peer.remote, far, size)
+        pull.bytes = size
+
+    def _peer(self, info: RankInfo) -> _Peer:
+        """Connect and prepare descriptor lists, once for each connection."""
+        peer = self._peers.get(info.agent)
+        if peer is None or not self._transport.knows(info.agent):
+            memory = self._memory
+            self._transport.add_peer(info.agent_metadata, info.agent)
+            rows = PageRows(
+                memory.transfer_view.groups, info.groups, memory.view.num_blocks, info.num_blocks,
+                memory.arrived.data_ptr(), info.sums_base, memory.device_id, info.device,
+            )
+            peer = self._peers[info.agent] = _Peer(
+                rows,
+                self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True),
+                self._transport.prepare(info.agent, rows.remote, info.memory, ours=False),
+            )
+        return peer
 
     def _advance(self, pull: _Pull) -> PullResult | None:
         if pull.stage is Stage.READING:
@@ -141,7 +136,7 @@ class Pulls:
                 return None
             if state is TransferState.DONE:
                 self._transport.release(pull.transfer)
-                pull.check = self._memory.begin_check(pull.order.groups, pull.sums, pull.sums_first)
+                pull.check = self._memory.begin_check(pull.order.groups)
                 pull.stage = Stage.VERIFYING
             else:
                 pull.reason = (
@@ -156,7 +151,6 @@ class Pulls:
             bad = self._memory.end_check(pull.check)
             if bad is None:
                 return None
-            self._memory.return_window(pull.sums)
             return self._verified(pull, bad)
         if pull.stage is Stage.ABORTING and self._transport.release(pull.transfer):
             return self._fail_now(pull, pull.reason)
@@ -178,8 +172,6 @@ class Pulls:
         return PullResult(pull.order.request_id, bad, True, reason, pull.bytes, seconds, checksum=True)
 
     def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
-        if pull.sums is not None:  # read or not, nothing writes into it any more
-            self._memory.return_window(pull.sums)
         self._log_once(pull.order.source, reason)
         return PullResult(
             pull.order.request_id, pull.blocks, True, reason, pull.bytes, time.monotonic() - pull.started

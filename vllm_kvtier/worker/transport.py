@@ -50,6 +50,8 @@ class NixlTransport:
         self.name = name
         self._registered: list[Any] = []
         self._peers: set[str] = set()
+        self._lists: dict[str, list[Any]] = {}
+        self._stale: list[Any] = []
 
     def register(self, spans: list[tuple[int, int]], memory: str, device: int) -> None:
         """Make (base, nbytes) spans readable by peers and usable as targets of our reads."""
@@ -65,6 +67,9 @@ class NixlTransport:
         """What a peer needs for ``add_peer``; made after everything is registered."""
         return self._agent.get_agent_metadata()
 
+    def knows(self, name: str) -> bool:
+        return name in self._peers
+
     def add_peer(self, metadata: bytes, name: str) -> None:
         """Idempotent."""
         if name not in self._peers:
@@ -78,19 +83,22 @@ class NixlTransport:
         """Disconnect; reads from it that are still under way end with an error."""
         if name in self._peers:
             self._peers.discard(name)
+            self._stale += self._lists.pop(name, [])
             self._agent.remove_remote_agent(name)
 
-    def read(
-        self, peer: str, memory: str, local: np.ndarray, remote_memory: str, remote: np.ndarray
-    ) -> Transfer:
-        """Start reading; ``local`` and ``remote`` are uint64[n, 3] rows (address, length, device) of equal lengths."""
-        handle = self._agent.initialize_xfer(
-            "READ",
-            self._agent.get_xfer_descs(local, memory),
-            self._agent.get_xfer_descs(remote, remote_memory),
-            peer,
-        )
-        transfer = Transfer(handle, peer, int(local[:, 1].sum()))
+    def prepare(self, peer: str, rows: np.ndarray, memory: str, *, ours: bool) -> Any:
+        """A descriptor list from strided rows uint64[m, 5] (address, length, device, stride, count).
+
+        For reads from ``peer``, of its memory or of ours; it ends with ``remove_peer``.
+        """
+        handle = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT" if ours else peer, rows, memory)
+        self._lists.setdefault(peer, []).append(handle)
+        return handle
+
+    def read(self, peer: str, local: Any, near: np.ndarray, remote: Any, far: np.ndarray, size: int) -> Transfer:
+        """Start reading elements ``far`` of ``remote`` into elements ``near`` of ``local`` (int32, equal lengths)."""
+        handle = self._agent.make_prepped_xfer("READ", local, near, remote, far)
+        transfer = Transfer(handle, peer, size)
         try:
             state = self._agent.transfer(handle)
         except Exception:
@@ -98,7 +106,7 @@ class NixlTransport:
             raise
         if state == "ERR":
             handle.release()
-            raise KVTierError(f"NIXL could not start a read of {transfer.bytes} bytes from {peer}")
+            raise KVTierError(f"NIXL could not start a read of {size} bytes from {peer}")
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
@@ -118,6 +126,11 @@ class NixlTransport:
             logger.debug("kvtier: read from %s cannot be aborted yet: %s", transfer.peer, error)
             return False
         return True
+
+    def release_stale(self) -> None:
+        """Free the lists of removed peers; call when no transfer is under way."""
+        while self._stale:
+            self._stale.pop().release()
 
     def progress(self) -> None:
         """Let NIXL answer peers that read from us (wire-up, and emulated reads where there is no RDMA)."""

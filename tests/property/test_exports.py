@@ -1,0 +1,358 @@
+"""The export table against a plain model: what is pinned, what is leased, what is found, what is freed, and when."""
+
+import threading
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from support import Clock
+
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
+
+UNIT = 4
+
+
+def chain_of(tokens: list[int]) -> list[bytes]:
+    """Chained hashes of the full blocks, readable in failures."""
+    return [bytes([len(tokens[: (i + 1) * UNIT])]) + bytes(tokens[: (i + 1) * UNIT]) for i in range(len(tokens) // UNIT)]
+
+
+@dataclass
+class ModelExport:
+    export: Export
+    tokens_list: list[int]
+    pinned: list[int]
+    leases: set[int] = field(default_factory=set)
+    ended: bool = False
+
+    def covers(self, start: int, tokens: int) -> bool:
+        """Every block that a reader at ``tokens`` needs is there, spelled out token by token."""
+        for group in self.export.groups:
+            for t in range(start, tokens):
+                if group.window is not None and t < tokens - group.window + 1:
+                    continue
+                place = t // group.block_tokens
+                if place >= len(group.ids) or not group.ids[place]:
+                    return False
+        return True
+
+
+class Exports(RuleBasedStateMachine):
+    names = Bundle("names")
+    leases = Bundle("leases")
+
+    @initialize(
+        groups=st.sampled_from(
+            [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None)], [(UNIT, 7), (2 * UNIT, None)]]
+        ),
+        handoff=st.integers(4, 24),
+        retained=st.integers(4, 24),
+    )
+    def start(self, groups, handoff, retained):
+        self.groups = groups
+        self.align = max(size for size, _ in groups) // UNIT
+        self.budget = {Kind.HANDOFF: handoff, Kind.RETAINED: retained}
+        self.clock = Clock()
+        self.table = ExportTable(UNIT, self.budget, self.clock, self.align)
+        self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
+        self.ended: list[ModelExport] = []
+        self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
+        self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
+        self.next_block = 1
+        self.summed = -1
+
+    # -- the model's side of each event ------------------------------------------------------------------------
+
+    def end(self, e: ModelExport) -> None:
+        if not e.ended:
+            e.ended = True
+            del self.exports[e.export.id]
+            self.ended.append(e)
+
+    def unlease(self, lease_id: int) -> ModelExport:
+        e, _, _ = self.model_leases.pop(lease_id)
+        e.leases.discard(lease_id)
+        return e
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    @rule(
+        target=names,
+        name=st.sampled_from("abcdef"),
+        kind=st.sampled_from(Kind),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9 * UNIT),
+        nulls=st.integers(0, 8),
+        ready=st.integers(-1, 3),
+        seconds=st.integers(1, 30),
+        variant=st.sampled_from([b"", b"v"]),
+    )
+    def add(self, name, kind, tokens, nulls, ready, seconds, variant):
+        n = len(tokens) if kind is Kind.HANDOFF else len(tokens) // (UNIT * self.align) * (UNIT * self.align)
+        groups, pinned = [], []
+        for size, window in self.groups:
+            ids = list(range(self.next_block, self.next_block + -(-n // size)))
+            self.next_block += len(ids)
+            if window is not None:  # vLLM keeps what the window reaches, sometimes a little more
+                gone = max(0, n - window + 1) // size
+                for i in range(max(0, gone - nulls % 2)):
+                    ids[i] = 0
+            groups.append(GroupBlocks(size, ids, window))
+            pinned += [i for i in ids if i]
+        export = Export(
+            name, kind, n, chain_of(tokens[:n]), bytes(tokens[:n]), variant, groups, list(pinned), ready,
+            self.clock.now + seconds,
+        )
+        e = ModelExport(export, tokens[:n], pinned)
+        if name in self.exports:
+            self.end(self.exports[name])
+        took = self.table.add(export)
+        assert took == (len(pinned) <= self.budget[kind])
+        if not took:
+            e.ended = True
+            self.ended.append(e)
+            return name
+        same = [x for x in self.exports.values() if x.export.kind is kind]
+        while sum(len(x.pinned) for x in same) + len(pinned) > self.budget[kind]:
+            self.end(same.pop(0))  # the oldest, and no more of them than needed
+        self.exports[name] = e
+        return name
+
+    @rule(target=leases, name=names, who=st.sampled_from("xyz"), start=st.integers(0, 5), right=st.booleans())
+    def lease_export(self, name, who, start, right):
+        e = self.exports.get(name)
+        digest = e.export.digest if e and right else b"wrong"
+        got = self.table.lease_export(name, digest, e.export.variant if e else b"", start * UNIT, who, 5.0)
+        if e is None:
+            assert got is Refusal.UNKNOWN
+        elif not right:
+            assert got is Refusal.DIGEST
+        elif e.export.ready_step > self.summed:
+            assert got is Refusal.NOT_READY
+        elif start * UNIT >= e.export.tokens or not e.covers(start * UNIT, e.export.tokens):
+            assert got is Refusal.NOTHING
+        else:
+            assert isinstance(got, Lease) and got.export is e.export and got.tokens == e.export.tokens
+            return self.leased(got, e, who)
+        return 0
+
+    @rule(
+        target=leases,
+        name=names,
+        cut=st.integers(0, 9),
+        tail=st.lists(st.integers(0, 1), max_size=2 * UNIT),
+        start=st.integers(0, 4),
+        who=st.sampled_from("xyz"),
+        variant=st.sampled_from([b"", b"v"]),
+    )
+    def lease_chain(self, name, cut, tail, start, who, variant):
+        known = self.exports[name].tokens_list if name in self.exports else []
+        tokens = known[: cut * UNIT] + tail
+        chain, start = chain_of(tokens), start * UNIT
+        got = self.table.lease_chain(chain, variant, start, who, 5.0)
+        ready, waiting = 0, 0
+        for e in self.exports.values():
+            if e.export.variant != variant:
+                continue
+            for i in range(self.align, len(chain) + 1, self.align):
+                n = i * UNIT
+                if n > start and e.tokens_list[:n] == tokens[:n] and len(e.tokens_list) >= n and e.covers(start, n):
+                    if e.export.ready_step <= self.summed:
+                        ready = max(ready, n)
+                    else:
+                        waiting = max(waiting, n)
+        if ready:
+            assert isinstance(got, Lease) and got.tokens == ready and got.start == start
+            e = self.exports[got.export.id]
+            assert e.export is got.export and e.tokens_list[:ready] == tokens[:ready]
+            assert all(group.slice(start, ready)[-1] for group in got.export.groups)
+            return self.leased(got, e, who)
+        assert got is (Refusal.NOT_READY if waiting else Refusal.NOTHING) or (got is Refusal.NOT_READY and not ready)
+        return 0
+
+    def leased(self, got: Lease, e: ModelExport, who: str) -> int:
+        assert got.id not in self.model_leases
+        e.leases.add(got.id)
+        self.model_leases[got.id] = (e, who, self.clock.now + 5.0)
+        return got.id
+
+    @rule(lease=leases, who=st.sampled_from("xyz"), done=st.booleans())
+    def release(self, lease, who, done):
+        mine = lease in self.model_leases and self.model_leases[lease][1] == who
+        assert self.table.release(lease, who, done) == mine
+        if mine:
+            e = self.unlease(lease)
+            if done and e.export.kind is Kind.HANDOFF:
+                self.end(e)
+
+    @rule(name=consumes(names))
+    def drop(self, name):
+        assert self.table.drop(name) == (name in self.exports)
+        if name in self.exports:
+            self.end(self.exports[name])
+
+    @rule(who=st.sampled_from("xyz"))
+    def disconnect(self, who):
+        mine = [i for i, (_, w, _) in self.model_leases.items() if w == who]
+        assert self.table.disconnect(who) == len(mine)
+        for lease in mine:
+            self.unlease(lease)
+
+    @rule(who=st.sampled_from("xyz"))
+    def renew(self, who):
+        mine = [i for i, (_, w, _) in self.model_leases.items() if w == who]
+        assert self.table.renew(who, 5.0) == len(mine)
+        for lease in mine:
+            self.model_leases[lease] = (*self.model_leases[lease][:2], self.clock.now + 5.0)
+
+    @rule(seconds=st.integers(0, 12))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+        until = self.table.expire()
+        for lease in [i for i, (_, _, d) in self.model_leases.items() if d <= self.clock.now]:
+            self.unlease(lease)
+        for e in [e for e in self.exports.values() if e.export.deadline <= self.clock.now]:
+            self.end(e)
+        deadlines = [d for _, _, d in self.model_leases.values()] + [e.export.deadline for e in self.exports.values()]
+        assert until == (min(deadlines) - self.clock.now if deadlines else None)
+
+    @rule(step=st.integers(-1, 4))
+    def mark_summed(self, step):
+        self.table.mark_summed(step)
+        self.summed = max(self.summed, step)
+
+    @rule(blocks=st.integers(1, 12))
+    def relieve(self, blocks):
+        got = self.table.relieve(blocks)
+        expected = 0
+        for kind in (Kind.RETAINED, Kind.HANDOFF):
+            for e in [e for e in self.exports.values() if e.export.kind is kind and not e.leases]:
+                if expected < blocks:
+                    expected += len(e.pinned)
+                    self.end(e)
+        assert got == expected
+
+    @rule()
+    def clear(self):
+        self.table.clear()
+        for e in list(self.exports.values()):
+            self.end(e)
+
+    # -- what always holds -------------------------------------------------------------------------------------
+
+    @invariant()
+    def frees_once_and_never_while_leased(self):
+        if not hasattr(self, "table"):
+            return
+        due = [e for e in self.ended if not e.leases and e.pinned]
+        freed = self.table.take_freed()
+        assert sorted(sum(freed, [])) == sorted(i for e in due for i in e.pinned)
+        self.ended = [e for e in self.ended if e.leases]
+        assert self.table.has_freed() is False
+
+    @invariant()
+    def counts_and_budgets(self):
+        if not hasattr(self, "table"):
+            return
+        counts = self.table.counts()
+        pinned = {k: sum(len(e.pinned) for e in self.exports.values() if e.export.kind is k) for k in Kind}
+        assert counts == {
+            "exports": len(self.exports),
+            "leases": len(self.model_leases),
+            "handoff_blocks": pinned[Kind.HANDOFF],
+            "retained_blocks": pinned[Kind.RETAINED],
+        }
+        assert all(pinned[kind] <= self.budget[kind] for kind in Kind)
+
+    def teardown(self):
+        if not hasattr(self, "table"):
+            return
+        self.table.clear()
+        self.clock.now += 1000
+        assert self.table.expire() is None
+        self.table.take_freed()
+        assert not any(self.table.counts().values())
+        assert not self.table._by_hash and not self.table._by_connection
+
+
+Exports.TestCase.settings = settings(settings.default, stateful_step_count=40)
+TestExports = Exports.TestCase
+
+
+def one_export(name: str, tokens: list[int], first_block: int, deadline: float = 1e9) -> Export:
+    ids = list(range(first_block, first_block + len(tokens) // UNIT))
+    group = GroupBlocks(UNIT, ids)
+    return Export(
+        name, Kind.RETAINED, len(tokens), chain_of(tokens), b"", b"", [group], list(ids), -1, deadline
+    )
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_a_chain_that_lies_about_places_gets_nothing_beyond_what_it_names(places):
+    """A peer that knows a few hashes of a conversation must not get blocks whose hashes it cannot name."""
+    tokens = [1] * (8 * UNIT)
+    table = ExportTable(UNIT, dict.fromkeys(Kind, 100))
+    table.add(one_export("e", tokens, 1))
+    real = chain_of(tokens)
+    lying = [real[p] for p in places]
+    got = table.lease_chain(lying, b"", 0, "x", 5.0)
+    honest = [i for i, h in enumerate(lying) if real[i : i + 1] == [h]]
+    assert (got.tokens if isinstance(got, Lease) else 0) == (max(honest) + 1 if honest else 0) * UNIT
+
+
+def test_query_counts_only_what_could_be_leased():
+    """A sliding window's blocks are gone for shorter prefixes: ``longest_prefix`` says what a lease would give."""
+    tokens = [1] * (8 * UNIT)
+    for align, windowed in ((1, True), (2, False)):
+        table = ExportTable(UNIT, dict.fromkeys(Kind, 100), align=align)
+        export = one_export("e", tokens, 1)
+        if windowed:
+            export.groups.append(GroupBlocks(UNIT, [0] * 6 + [50, 51], window=6))
+        table.add(export)
+        for n in range(9):
+            chain = chain_of(tokens)[:n]
+            lease = table.lease_chain(chain, b"", 0, "x", 5.0)
+            assert table.longest_prefix(chain, b"") == (lease.tokens if isinstance(lease, Lease) else 0)
+
+
+def test_two_threads_never_free_a_block_twice():
+    """The engine's thread adds and drains while the endpoint's thread leases, releases and expires."""
+    table = ExportTable(UNIT, {Kind.HANDOFF: 40, Kind.RETAINED: 40})
+    freed: list[int] = []
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def endpoint() -> None:
+        n = 0
+        try:
+            while not stop.is_set():
+                n += 1
+                lease = table.lease_chain(chain_of([n % 5] * (4 * UNIT)), b"", 0, n % 3, 5.0)
+                if isinstance(lease, Lease):
+                    assert lease.export.pinned, "a lease on blocks that are freed already"
+                    if n % 2:
+                        table.release(lease.id, n % 3, True)
+                table.renew(n % 3, 5.0)
+                if n % 7 == 0:
+                    table.disconnect(n % 3)
+                table.expire()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=endpoint)
+    thread.start()
+    block = 1
+    for n in range(1500):
+        table.add(one_export(f"r{n}", [n % 5] * (4 * UNIT), block))
+        block += 4
+        if n % 11 == 0:
+            table.relieve(3)
+        freed += sum(table.take_freed(), [])
+    stop.set()
+    thread.join(10)
+    table.clear()
+    for who in range(3):
+        table.disconnect(who)
+    freed += sum(table.take_freed(), [])
+    assert not errors
+    assert sorted(freed) == list(range(1, block))

@@ -1,0 +1,86 @@
+"""Waiting for what another thread does, and stand-ins for vLLM's objects that the scheduler half touches."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+
+def eventually(predicate: Callable[[], Any], seconds: float = 10.0, what: str = "") -> Any:
+    """The first true value of ``predicate``; fails after ``seconds``. For state that another thread changes."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = predicate()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or predicate}"
+        time.sleep(0.002)
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self, now: float = 1000.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakePool:
+    """vLLM's ``BlockPool`` as far as it is used here, with reference counts that must never go below zero."""
+
+    def __init__(self, num_blocks: int, hash_block_size: int):
+        self.hash_block_size, self.num_gpu_blocks = hash_block_size, num_blocks
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(num_blocks)]
+        self.cached: dict[tuple[bytes, int], int] = {}  # (hash, group) -> block id
+
+    def touch(self, blocks) -> None:
+        for block in blocks:
+            assert block.block_id, "the null block is never pinned"
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, f"block {block.block_id} is freed more often than it was taken"
+            block.ref_cnt -= 1
+
+    def free_ids(self) -> list[int]:
+        return [b.block_id for b in self.blocks if b.ref_cnt == 0 and b.block_id]
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free_ids())
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]):
+        found = [self.cached.get((bytes(block_hash), g)) for g in groups]
+        return None if None in found else found
+
+    def take(self, block_id: int) -> int:
+        """Hand a free block out anew: what it cached is evicted."""
+        block = self.blocks[block_id]
+        assert block.ref_cnt == 0
+        block.ref_cnt = 1
+        for key in [k for k, b in self.cached.items() if b == block_id]:
+            del self.cached[key]
+        return block_id
+
+
+@cache
+def _hasher(unit: int):
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    function = get_hash_fn_by_name("sha256_cbor")
+    kv_cache_utils.init_none_hash(function)
+    return kv_cache_utils.get_request_block_hasher(unit, function)
+
+
+def make_request(request_id: str, tokens: list[int], unit: int, params: dict | None = None, salt: str | None = None):
+    """A real vLLM request with its hash chain."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=64, extra_args={"kv_transfer_params": params} if params else None)
+    fields = dict(cache_salt=salt, block_hasher=_hasher(unit), arrival_time=0.0)
+    return Request(request_id, list(tokens), sampling, None, **fields)

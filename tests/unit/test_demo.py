@@ -1,0 +1,114 @@
+"""The demo's judgement: what it must not let pass, and what it must."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from vllm_kvtier.devtools.clients import Answer, PromptTokens
+
+
+@pytest.fixture(scope="module")
+def demo(root):
+    spec = importlib.util.spec_from_file_location("multiturn_demo", root / "examples" / "multiturn_demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ARGS = SimpleNamespace(recalls=True, pull_threshold=1)
+
+
+@pytest.fixture
+def good(demo):
+    """Rounds as they should be: 100 tokens more each turn, D computes one token, P pulls what it lost."""
+
+    def played(bidirectional: bool):
+        rounds = []
+        for number, turn in enumerate(demo.CONVERSATION):
+            known, total = 100 * number, 100 * (number + 1)
+            lost = known if turn.p_lost else 0
+            pulled = lost if bidirectional else 0
+            p = PromptTokens(computed=100 + lost - pulled, cached=known - lost, pulled=pulled)
+            d = PromptTokens(computed=1, cached=known, pulled=99)
+            assert p.total == d.total == total
+            answer = f"It is {turn.code}." if turn.code else "Noted."
+            reports = {"prefill": pulled, "decode": 100}
+            rounds.append(demo.Played(p=p, d=d, first_token=0.1, answer=answer, reported=reports))
+        return rounds
+
+    return played
+
+
+def replaced(rounds, index, **changes):
+    rounds = list(rounds)
+    rounds[index] = msgspec.structs.replace(rounds[index], **changes)
+    return rounds
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_good_round_passes(demo, good, bidirectional):
+    assert demo.judge(good(bidirectional), bidirectional, ARGS) == []
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_what_must_not_pass(demo, good, bidirectional):
+    rounds = good(bidirectional)
+    asked = next(n for n, turn in enumerate(demo.CONVERSATION) if turn.code)
+    lost = next(n for n, turn in enumerate(demo.CONVERSATION) if turn.p_lost)
+    nothing = PromptTokens(computed=0, cached=0, pulled=0)
+    alone = PromptTokens(computed=100, cached=100, pulled=0)
+    for changed, words in (
+        (replaced(rounds, asked, answer="It is 00000."), "was answered 'It is 00000.'"),
+        (replaced(rounds, 1, d=alone), "pulled none from P"),
+        (replaced(rounds, 1, p=nothing), "P was not asked"),
+        (replaced(rounds, lost, reported={"prefill": 5}), "prefill reports 5 tokens pulled"),
+    ):
+        problems = demo.judge(changed, bidirectional, ARGS)
+        assert any(words in problem for problem in problems), words
+
+
+def test_pulls_of_p_belong_to_the_bidirectional_round_alone(demo, good):
+    on, off = good(True), good(False)
+    assert all("although" in problem for problem in demo.judge(on, False, ARGS))
+    assert len(demo.judge(on, False, ARGS)) == len([t for t in demo.CONVERSATION if t.p_lost])
+    assert all("had lost its cache" in problem for problem in demo.judge(off, True, ARGS))
+
+
+def test_a_threshold_excuses_small_turns(demo, good):
+    alone = PromptTokens(computed=100, cached=100, pulled=0)
+    rounds = replaced(good(False), 1, d=alone, reported={})
+    assert demo.judge(rounds, False, SimpleNamespace(recalls=True, pull_threshold=128)) == []
+
+
+def test_the_last_token_is_always_computed(demo):
+    whole = PromptTokens(computed=0, cached=32, pulled=9)
+    assert demo.at_least_one_computed(whole) == PromptTokens(computed=1, cached=32, pulled=8)
+    part = PromptTokens(computed=2, cached=32, pulled=9)
+    assert demo.at_least_one_computed(part) == part
+
+
+def test_reports_are_read_by_role(demo):
+    report = {"prefill": {"pulled_tokens": 7, "pulled_from": None}, "decode": {}, "v": 1}
+    assert demo.reported({"kvtier": report}) == {"prefill": 7}
+    assert demo.reported(None) == demo.reported({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "tied"),
+    [("ab", True), ("ac", True), ("ad", False), ("b", False), ("", False)],
+)
+def test_nearly_tied(demo, given, tied):
+    def step(token, **others):
+        top = [{"token": token, "logprob": -0.7}, *({"token": t, "logprob": p} for t, p in others.items())]
+        return {"token": token, "logprob": -0.7, "top_logprobs": top}
+
+    steps = [step("a", b=-3.0), step("x", b=-0.8, c=-0.9, d=-2.0)]
+    expected = Answer(text="ax", finish_reason="stop", usage=None, params=None, seconds=0, logprobs=steps)
+    assert demo.nearly_tied(expected, given) is tied
+
+
+def test_the_ballast_is_the_same_everywhere(demo):
+    assert demo.python_file(1, 2) == demo.python_file(1, 2) != demo.python_file(2, 2)
+    compile(demo.python_file(1, 18), "ballast", "exec")

@@ -1,0 +1,621 @@
+"""Endpoint and peers over real loopback sockets: everything that can go wrong between two engines' scheduler halves."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support import eventually
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.scheduler.peers import NoOffer, Offer, Peers
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.views import CacheGeometry
+
+UNIT = 4
+CHAIN = [bytes([i]) * 8 for i in range(1, 9)]
+NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", UNIT, 1, 1)
+FAST = dict(bidirectional=True, lease_seconds=0.6, ask_timeout=1.5, handshake_timeout=1.5)
+
+
+def export(name="e", tokens=8 * UNIT, kind=Kind.HANDOFF, ready=-1, seconds=60.0, first=1) -> Export:
+    ids = list(range(first, first + -(-tokens // UNIT)))
+    chain = CHAIN[: tokens // UNIT]
+    groups = [GroupBlocks(UNIT, ids)]
+    return Export(name, kind, tokens, chain, b"digest", b"", groups, list(ids), ready, time.monotonic() + seconds)
+
+
+def ranks(agent="agent") -> list[m.RankInfo]:
+    return [m.RankInfo(0, agent, b"", "DRAM", 0, 100, (), CacheGeometry((), "little"), 0)]
+
+
+class Source:
+    """An engine that exports: endpoint, table, and what its engine's thread would be told."""
+
+    def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, **options):
+        self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
+        self.table = ExportTable(UNIT, {Kind.HANDOFF: 1000, Kind.RETAINED: 1000})
+        self.reactor = Reactor(instance)
+        self.serving, self.queries, self.pullers, self.freed = [], [], [], []
+        self.endpoint = Endpoint(
+            self.reactor, self.config, key, self.table,
+            on_freed=lambda: self.freed.extend(sum(self.table.take_freed(), [])),
+            on_query=lambda query, answer: self.queries.append((query, answer)),
+            on_serving=self.serving.append,
+            on_puller=self.pullers.append,
+        )  # fmt: skip
+        self.address = ("127.0.0.1", self.endpoint.port)
+        if is_open:
+            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, instance, ranks()))
+        self.reactor.start()
+
+    def on_reactor(self, callback):
+        """Run on the reactor's thread and wait for it."""
+        done, out = threading.Event(), []
+        self.reactor.call_soon(lambda: (out.append(callback()), done.set()))
+        assert done.wait(10)
+        return out[0]
+
+    def leases(self) -> int:
+        return self.table.counts()["leases"]
+
+    def stop(self):
+        self.reactor.stop()
+
+
+class Asker:
+    """An engine that pulls."""
+
+    def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
+        self.reactor = Reactor("asker")
+        greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
+        self.peers = Peers(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: greeting, check)
+        self.reactor.start()
+
+    def ask(self, address, start=0, chain=CHAIN, **fields):
+        return self.peers.ask(address, start=start, chain=chain, variant=b"", **fields)
+
+    def answer(self, address, seconds=10.0, **fields):
+        pending = self.ask(address, **fields)
+        return eventually(lambda: pending.outcome, seconds, "an answer")
+
+    def held(self):
+        return self.peers.held_leases()
+
+    def stop(self):
+        self.reactor.stop()
+
+
+@pytest.fixture
+def make():
+    """Make sources and askers that are stopped at the end."""
+    made = []
+
+    def make(kind, *args, **kwargs):
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for thing in made:
+        thing.stop()
+
+
+@contextmanager
+def raw(address, greet=True):
+    """A hand-made client: (socket, send, receive)."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(f"tcp://{address[0]}:{address[1]}")
+
+    def receive(seconds=5.0):
+        assert socket.poll(seconds * 1000), "no answer"
+        return m.decode_engine(socket.recv_multipart()[-1])
+
+    try:
+        if greet:
+            socket.send(m.encode(m.Hello(m.PROTOCOL, "raw/1", NAMESPACE)))
+            assert isinstance(receive(), m.Welcome)
+        yield socket, lambda message: socket.send(m.encode(message)), receive
+    finally:
+        context.destroy(linger=0)
+
+
+# -- healthy -------------------------------------------------------------------------------------------------------
+
+
+def test_handoff_by_id_and_release(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(tokens=8 * UNIT - 1))
+    offer = asker.answer(source.address, export="e", digest=b"digest", chain=CHAIN[-1:], start=UNIT)
+    assert isinstance(offer, Offer)
+    assert (offer.start, offer.tokens, offer.blocks) == (UNIT, 8 * UNIT - 1, [[2, 3, 4, 5, 6, 7, 8]])
+    assert (offer.instance, asker.held(), source.leases()) == ("source/1", 1, 1)
+    eventually(lambda: source.serving == [True])
+    asker.peers.release(offer, done=True)
+    eventually(lambda: sorted(source.freed) == [1, 2, 3, 4, 5, 6, 7, 8] and source.serving == [True, False])
+    assert asker.held() == 0 and not any(source.table.counts().values())
+    assert asker.answer(source.address, export="e", digest=b"digest").code == "unknown"
+
+
+def test_chain_gets_the_longest_prefix_and_the_puller_is_noted(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(tokens=5 * UNIT, kind=Kind.RETAINED))
+    offer = asker.answer(source.address, reply_host="127.0.0.1", reply_port=7)
+    assert offer.tokens == 5 * UNIT
+    assert [a.reply_port for a in source.pullers] == [7]
+    asker.peers.release(offer, done=True)
+    eventually(lambda: source.leases() == 0)
+    assert source.table.counts()["exports"] == 1, "a retained export is not consumed"
+    assert asker.answer(source.address, chain=[b"\xee" * 8]).code == "nothing"
+    assert asker.answer(source.address, export="e", digest=b"other").code == "digest"
+
+
+def test_leases_live_as_long_as_they_are_held(make):
+    """Pings renew them: three lease times later they are still there."""
+    source, asker = make(Source), make(Asker)
+    source.table.add(export())
+    offer = asker.answer(source.address)
+    deadlines = set()
+    lease = source.table._leases[offer.lease]
+    end = time.monotonic() + 3 * FAST["lease_seconds"]
+    eventually(lambda: deadlines.add(lease.deadline) or time.monotonic() > end)
+    assert source.leases() == 1 and len(deadlines) > 3
+    assert source.serving == [True]
+
+
+def test_query_is_answered_on_another_thread(make):
+    source = make(Source)
+    with raw(source.address, greet=False) as (_, send, receive):
+        send(m.Query(5, [1, 2, 3]))
+        query, answer = eventually(lambda: source.queries)[0]
+        answer(m.Holding(query.query, len(query.tokens), 0, 0))
+        assert receive() == m.Holding(5, 3, 0, 0)
+
+
+# -- exports whose checksums are not made yet ----------------------------------------------------------------------
+
+
+def test_parked_until_summed(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(ready=3))
+    pending = asker.ask(source.address)
+    eventually(lambda: source.on_reactor(lambda: len(source.endpoint._parked)) == 1)
+    source.reactor.call_soon(lambda: source.endpoint.summed(2))
+    assert source.on_reactor(lambda: len(source.endpoint._parked)) == 1 and pending.outcome is None
+    source.reactor.call_soon(lambda: source.endpoint.summed(3))
+    assert isinstance(eventually(lambda: pending.outcome), Offer)
+    # The workers must be told at once, or an emulated read would wait for the next message.
+    eventually(lambda: source.serving == [True], 0.15)
+
+
+def test_never_summed_is_refused_in_time(make):
+    source, asker = make(Source, ask_timeout=0.2), make(Asker)
+    source.table.add(export(ready=3))
+    assert asker.answer(source.address).code == "not_ready"
+    assert not source.on_reactor(lambda: source.endpoint._parked)
+
+
+def test_parked_asks_of_a_peer_that_broke_the_protocol_get_nothing(make):
+    source = make(Source)
+    source.table.add(export(ready=3))
+    with raw(source.address) as (socket, send, receive):
+        send(m.Ask(1, "source/1", 0, CHAIN))
+        eventually(lambda: source.on_reactor(lambda: len(source.endpoint._parked)) == 1)
+        socket.send(b"\xc1")
+        assert receive().code == "malformed"
+        source.on_reactor(lambda: source.endpoint.summed(3))
+        assert source.leases() == 0
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_exports_expire_although_nobody_ever_speaks(make):
+    source = make(Source)
+    source.table.add(export(seconds=0.1))
+    source.endpoint.changed()  # what the engine's thread calls after ``add``
+    eventually(lambda: len(source.freed) == 8, 2)
+
+
+def test_a_silent_peer_loses_its_leases(make):
+    source = make(Source)
+    source.table.add(export())
+    with raw(source.address) as (_, send, receive):
+        send(m.Ask(1, "source/1", 0, CHAIN))
+        assert isinstance(receive(), m.Granted)
+        assert source.leases() == 1
+        eventually(lambda: source.leases() == 0, 3)
+    eventually(lambda: source.serving == [True, False])
+    assert source.table.counts()["exports"] == 1, "the hand-off stays for whoever asks again"
+
+
+def test_a_killed_peer_loses_its_leases(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(kind=Kind.RETAINED))
+    assert isinstance(asker.answer(source.address), Offer)
+    source.table.drop("e")
+    assert source.freed == [] and source.leases() == 1
+    asker.reactor._on_stop.clear()  # a killed process says no goodbye
+    asker.stop()
+    eventually(lambda: len(source.freed) == 8, 3)
+
+
+def test_a_peer_that_ends_gives_its_leases_back_at_once(make):
+    source, asker = make(Source, lease_seconds=60), make(Asker, lease_seconds=60)
+    source.table.add(export(kind=Kind.RETAINED))
+    assert isinstance(asker.answer(source.address), Offer)
+    asker.stop()
+    eventually(lambda: source.leases() == 0, 3)
+
+
+def test_a_lost_release_ends_with_the_lease(make):
+    """The asker forgot the lease (its connection was closed under it), so nothing renews it."""
+    source, asker = make(Source), make(Asker)
+    source.table.add(export())
+    offer = asker.answer(source.address)
+    connection = asker.peers._connections[source.address]
+    asker.reactor.call_soon(lambda: asker.peers._close(connection, NoOffer("test", "test"), 0.0))
+    asker.peers.release(offer, done=True)
+    eventually(lambda: source.leases() == 0, 3)
+    assert asker.held() == 0
+
+
+def test_late_grants_go_back(make):
+    source, asker = make(Source, ask_timeout=5), make(Asker, ask_timeout=0.2)
+    source.table.add(export(ready=1, kind=Kind.RETAINED))
+    timed_out, cancelled = asker.ask(source.address), asker.ask(source.address)
+    asker.peers.cancel(cancelled)
+    assert eventually(lambda: timed_out.outcome).code == "timeout"
+    source.on_reactor(lambda: source.endpoint.summed(1))
+    eventually(lambda: source.leases() == 0 and source.table._lease_ids.__reduce__()[1][0] == 3, 5)
+    assert asker.held() == 0 and not isinstance(cancelled.outcome, Offer)
+
+
+def test_a_cancelled_offer_goes_back(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export())
+    pending = asker.ask(source.address)
+    eventually(lambda: pending.outcome)
+    asker.peers.cancel(pending)
+    eventually(lambda: source.leases() == 0)
+
+
+def test_asks_never_answered_leave_nothing_behind(make):
+    """A peer that shook hands and then ignores every question."""
+    asker = make(Asker, ask_timeout=0.1)
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        pending = asker.ask(("127.0.0.1", port))
+        assert server.poll(5000)
+        identity, _ = server.recv_multipart()
+        server.send_multipart([identity, m.encode(m.Welcome(m.PROTOCOL, "mute/1", ranks()))])
+        assert eventually(lambda: pending.outcome).code == "timeout"
+        for _ in range(20):
+            asker.answer(("127.0.0.1", port))
+        for connection in asker.peers._connections.values():
+            assert not connection.asked and not connection.waiting
+    finally:
+        context.destroy(linger=0)
+
+
+# -- handshakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field, words",
+    [
+        ("model", "model's configuration or weights"),
+        ("hash_seed", "PYTHONHASHSEED"),
+        ("hash_block_tokens", "block size"),
+        ("tensor_parallel", "tensor parallel size"),
+    ],
+)
+def test_mismatch_is_refused_in_words_and_remembered(make, field, words, caplog):
+    value = 99 if isinstance(getattr(NAMESPACE, field), int) else "other"
+    source, asker = make(Source), make(Asker, namespace=msgspec.structs.replace(NAMESPACE, **{field: value}))
+    first = asker.answer(source.address)
+    assert first.code == "namespace" and words in first.reason
+    begin = time.monotonic()
+    assert asker.answer(source.address) == first
+    assert time.monotonic() - begin < 0.5
+    assert caplog.text.count(words) == 1, "said once"
+
+
+def test_protocol_and_layout_mismatch(make):
+    source = make(Source)
+    with raw(source.address, greet=False) as (_, send, receive):
+        send(m.Hello(m.PROTOCOL + 1, "x", NAMESPACE))
+        assert "run the same vllm-kvtier on both" in receive().reason
+    asker = make(Asker, check=lambda ranks: "16 heads here, 8 there")
+    got = asker.answer(source.address)
+    assert (got.code, got.reason) == ("layout", "16 heads here, 8 there")
+
+
+def test_an_engine_that_is_still_starting(make):
+    source, asker = make(Source, is_open=False), make(Asker)
+    got = asker.answer(source.address)
+    assert got.code == "starting" and "starting" in got.reason
+    greyer = make(Asker, hello=None)
+    assert greyer.answer(source.address).code == "unreachable"
+
+
+def test_nobody_there_and_a_handshake_that_never_ends(make):
+    asker = make(Asker, ask_timeout=0.2, handshake_timeout=0.6)
+    context = zmq.Context()
+    mute = context.socket(zmq.ROUTER)
+    port = mute.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        assert asker.answer(("127.0.0.1", port)).code == "timeout"
+        eventually(lambda: not asker.peers._connections, 3, "the handshake is given up")
+        begin = time.monotonic()
+        assert asker.answer(("127.0.0.1", port)).code == "unreachable"
+        assert time.monotonic() - begin < 0.15, "remembered: the next request does not wait"
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("host", ["", "*", "no such host", "a;b", "x" * 255, "\x00", "\ud800", "256.1.1.1", "a/b"])
+def test_addresses_that_are_none(make, host, caplog):
+    asker = make(Asker, ask_timeout=0.2, handshake_timeout=0.2)
+    assert asker.answer((host, 9)).code in ("unreachable", "timeout")
+    eventually(lambda: not asker.peers._connections, 3)
+    assert "Traceback" not in caplog.text
+
+
+def test_state_about_addresses_is_bounded(make):
+    """Clients name addresses; a thousand wrong ones must not stay in memory for ever."""
+    asker = make(Asker, ask_timeout=0.05, handshake_timeout=0.05)
+    for i in range(300):
+        asker.ask((f"127.0.0.{i % 250 + 1}", 1000 + i))
+    pending = asker.ask(("127.0.0.1", 1))
+    eventually(lambda: pending.outcome, 20)
+    eventually(lambda: not asker.peers._connections, 20)
+
+    def prune():
+        from vllm_kvtier.scheduler import peers
+
+        asker.peers._paused = {a: (0.0, o) for a, (_, o) in asker.peers._paused.items()}
+        return peers.MAX_REMEMBERED
+
+    done = []
+    asker.reactor.call_soon(lambda: done.append(prune()))
+    limit = eventually(lambda: done)[0]
+    pending = asker.ask(("127.0.0.1", 2))
+    eventually(lambda: pending.outcome and not asker.peers._connections, 5)
+    assert len(asker.peers._paused) <= 2 and len(asker.peers._said) <= limit
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_restart_under_the_same_address(make):
+    source, asker = make(Source, lease_seconds=60), make(Asker)
+    source.table.add(export(kind=Kind.RETAINED))
+    old = asker.answer(source.address)
+    source.endpoint._exports.clear()
+    source.stop()
+    again = make(Source, instance="source/2", port=source.endpoint.port, lease_seconds=60)
+    again.table.add(export(kind=Kind.HANDOFF))
+
+    def retry():
+        got = asker.answer(again.address)
+        assert isinstance(got, Offer) or got.code in ("instance", "timeout", "unreachable")
+        return got if isinstance(got, Offer) else None
+
+    new = eventually(retry, 15)
+    assert new.instance == "source/2" and new.lease == old.lease, "lease numbers begin anew, as they do in life"
+    # Giving back the old engine's lease must not touch the new one's, which has the same number.
+    asker.peers.release(old, done=True)
+    done = threading.Event()
+    asker.reactor.call_soon(done.set)
+    assert done.wait(5)
+    with raw(again.address, greet=False) as (_, send, _):
+        send(m.Query(1, []))  # a message later than that release would be
+        eventually(lambda: again.queries)
+    assert again.leases() == 1 and asker.held() == 1
+    asker.peers.release(new, done=True)
+    eventually(lambda: again.leases() == 0)
+
+
+def test_the_port_that_is_taken_is_said_in_words(make):
+    source = make(Source)
+    with pytest.raises(ConfigError, match="endpoint_port"):
+        make(Source, port=source.endpoint.port)
+
+
+# -- drop --------------------------------------------------------------------------------------------------------------
+
+
+def test_drop_frees_now_or_with_the_last_lease(make):
+    source, asker = make(Source), make(Asker)
+    source.table.add(export("a", first=1))
+    source.table.add(export("b", first=20))
+    offer = asker.answer(source.address, export="a", digest=b"digest")
+    asker.peers.drop(source.address, "b")
+    asker.peers.drop(source.address, "a")
+    asker.peers.drop(source.address, "unknown")
+    eventually(lambda: source.freed == list(range(20, 28)))
+    asker.peers.release(offer, done=False)
+    eventually(lambda: len(source.freed) == 16)
+
+
+# -- lies and garbage --------------------------------------------------------------------------------------------------
+
+frames = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from(
+        [
+            m.encode(m.Granted(1, 1, 4, 0, [[1]], 1.0)),
+            m.encode(m.Welcome(1, "x", [])),
+            m.encode(m.Refused(0, "x", "y")),
+            m.encode(m.Release(1)),
+            m.encode(m.Ping()),
+            m.encode(m.Drop("other")),
+            m.encode(m.Ask(1, "source/1", 1 << 40, CHAIN)),
+            m.encode(m.Ask(1, "source/1", 0, [])),
+            msgspec.msgpack.encode({"type": "ask", "ask": 1}),
+            msgspec.msgpack.encode({"type": "ask", "ask": -1, "instance": "i", "start": 0, "chain": []}),
+            msgspec.msgpack.encode({"type": "ping", "x": [[[[[1]]]]]}),
+            b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 5000 + b"\xc0",  # nested deep in a field nobody knows
+            b"\xdd\xff\xff\xff\xff",  # an array of four billion elements, it says
+            b"\x81\xa4type\xdb\xff\xff\xff\xff",
+            b"\x82\xa4type\xa4drop\xa6export\xa2\xff\xff",  # not UTF-8
+            b"\xc1",
+            b"",
+        ]
+    ),
+)
+
+
+@given(st.lists(st.lists(frames, min_size=0, max_size=4), min_size=1, max_size=6))
+@example([[b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 100000 + b"\xc0"]])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_garbage_never_disturbs_another_connection(shared_source, caplog, garbage):
+    source, asker = shared_source
+    caplog.clear()
+    offer = asker.answer(source.address, export="keep", digest=b"digest")
+    assert isinstance(offer, Offer)
+    with raw(source.address, greet=len(garbage) % 2 == 0) as (socket, send, _):
+        for parts in garbage:
+            if parts:
+                socket.send_multipart(parts)
+        send(m.Query(1, []))
+        before = len(source.queries)
+        eventually(lambda: len(source.queries) > before or source.queries, 5)
+        eventually(lambda: source.on_reactor(lambda: True))
+    assert offer.lease in source.table._leases
+    asker.peers.release(offer, done=False)
+    eventually(lambda: offer.lease not in source.table._leases)
+    assert "Traceback" not in caplog.text, caplog.text[-2000:]
+
+
+@pytest.fixture(scope="module")
+def shared_source():
+    source, asker = Source(), Asker()
+    source.table.add(export("keep", kind=Kind.RETAINED, seconds=1000))
+    yield source, asker
+    asker.stop()
+    source.stop()
+
+
+def test_an_oversized_message_costs_its_sender_the_connection(make, monkeypatch):
+    monkeypatch.setattr(m, "MAX_MESSAGE", 100_000)
+    source, asker = make(Source), make(Asker)
+    source.table.add(export("keep"))
+    with raw(source.address) as (socket, send, receive):
+        send(m.Ask(1, "source/1", 0, CHAIN))
+        assert isinstance(receive(), m.Granted)
+        socket.send(b"\x00" * 200_000)
+        eventually(lambda: source.leases() == 0, 3)
+    assert isinstance(asker.answer(source.address), Offer)
+
+
+def test_garbage_frees_what_its_sender_held(make):
+    source = make(Source, lease_seconds=60)
+    source.table.add(export())
+    with raw(source.address) as (socket, send, receive):
+        send(m.Ask(1, "source/1", 0, CHAIN))
+        assert isinstance(receive(), m.Granted)
+        source.table.drop("e")
+        socket.send(b"\xc1")
+        eventually(lambda: len(source.freed) == 8, 3)
+        assert source.leases() == 0
+        eventually(lambda: source.serving == [True, False])
+
+
+@contextmanager
+def liar(reply):
+    """A server that greets properly, then answers each ask with ``reply(ask)`` (bytes or a message)."""
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.setsockopt(zmq.LINGER, 0)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    stop = threading.Event()
+
+    def serve():
+        while not stop.is_set():
+            if not server.poll(20):
+                continue
+            identity, frame = server.recv_multipart()
+            message = m.decode_engine(frame)
+            if isinstance(message, m.Hello):
+                server.send_multipart([identity, m.encode(m.Welcome(m.PROTOCOL, "liar/1", ranks()))])
+            elif isinstance(message, m.Ask):
+                answer = reply(message)
+                server.send_multipart([identity, answer if isinstance(answer, bytes) else m.encode(answer)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield ("127.0.0.1", port)
+    finally:
+        stop.set()
+        thread.join(5)
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda ask: b"\xc1",
+        lambda ask: b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 100000 + b"\xc0",
+        lambda ask: m.Ping(),
+        lambda ask: m.Refused(0, "namespace", "no"),
+    ],
+    ids=["garbage", "deep", "unexpected", "refused"],
+)
+def test_answers_that_are_none_end_the_connection(make, reply, caplog):
+    asker = make(Asker)
+    with liar(reply) as address:
+        got = asker.answer(address, 1.0)
+        assert isinstance(got, NoOffer) and got.code in ("malformed", "namespace")
+        assert not asker.peers._connections and asker.held() == 0
+    assert "Traceback" not in caplog.text
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_with_a_key_only_its_holders_are_answered(make):
+    key, other = (ClusterKey(zmq.curve_keypair()[1]) for _ in range(2))
+    source = make(Source, key=key)
+    source.table.add(export(kind=Kind.RETAINED))
+    wrong, none = make(Asker, key=other, ask_timeout=0.7), make(Asker, ask_timeout=0.7)
+    asks = [wrong.ask(source.address), none.ask(source.address)]
+    right = make(Asker, key=key)
+    assert isinstance(right.answer(source.address), Offer)
+    assert [eventually(lambda a=a: a.outcome).code for a in asks] == ["timeout"] * 2
+    assert source.leases() == 1
+    process, begin = time.process_time(), time.monotonic()
+    for asker in (wrong, none, right):
+        asker.stop()
+    assert time.monotonic() - begin < 3 and time.process_time() - process < 1
+
+
+def test_beyond_loopback_only_with_a_key():
+    with pytest.raises(ConfigError, match="cluster_key_file"):
+        KVTierConfig(endpoint_host="0.0.0.0", advertise_host="10.0.0.1")
+    with pytest.raises(ConfigError, match="cluster_key_file"):
+        KVTierConfig(endpoint_host="10.0.0.1")
+
+
+def test_idle_pair_uses_no_cpu(make):
+    """Connected, greeted, nothing leased; with a key, whose handler thread must sleep too."""
+    key = ClusterKey(zmq.curve_keypair()[1])
+    source, asker = make(Source, key=key), make(Asker, key=key)
+    assert asker.answer(source.address).code == "nothing"
+    process, begin = time.process_time(), time.monotonic()
+    threading.Event().wait(1.5)  # measuring, not waiting for anything
+    assert time.process_time() - process < 0.01 * (time.monotonic() - begin)

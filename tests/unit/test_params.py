@@ -1,0 +1,90 @@
+"""``kv_transfer_params`` come from clients: nothing they hold may raise, and what is malformed counts as absent."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvtier.scheduler.params import MAX_SOURCES, Handoff, Hints, Report, read, write, write_report
+
+FIELDS = ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier"]
+OURS = ["export", "sources", "host", "port", "v"]
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["²", "9" * 5000, "٣", "-1", "0", "80", "65536", "127.0.0.1", "a b", "\x00", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=10)
+    | st.dictionaries(st.sampled_from(FIELDS + OURS) | st.text(max_size=3), inner, max_size=6),
+    max_leaves=20,
+)
+shaped = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: json_values for name in FIELDS},
+        "kvtier": json_values
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "export": json_values,
+                "sources": st.lists(st.fixed_dictionaries({}, optional={"host": json_values, "port": json_values})),
+            },
+        ),
+    },
+)
+
+
+@given(shaped | json_values)
+def test_nothing_a_client_sends_raises(params):
+    hints = read(params)
+    addresses = [*hints.sources, *([hints.handoff.address] if hints.handoff else [])]
+    assert len(hints.sources) <= MAX_SOURCES + 1
+    for host, port in addresses:
+        f"tcp://{host}:{port}".encode("ascii")  # what ZMQ will be given
+        assert type(port) is int and 0 < port < 65536
+        assert not set(host) & set(" ;/\x00\n*@|")
+    if hints.handoff:
+        assert 0 < len(hints.handoff.export) <= 512
+        hints.handoff.export.encode()
+
+
+@pytest.mark.parametrize("port", ["²", "9" * 5000, 0, 65536, -1, True, 80.0, None, "", " 80"])
+def test_bad_ports_are_absent(port):
+    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "r"}
+    assert read(params) == Hints(asked=True)
+
+
+def test_nixl_names_alone_are_enough():
+    params = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e", "remote_request_id": "r",
+        "remote_host": "10.1.2.3", "remote_port": "5600", "remote_block_ids": [[1]], "tp_size": 1,
+    }  # fmt: skip
+    assert read(params) == Hints(handoff=Handoff(("10.1.2.3", 5600), "r"), asked=True)
+    assert read({"do_remote_decode": True, "remote_host": None, "remote_port": None}) == Hints(
+        export_prefill=True, asked=True
+    )
+    for host in ("localhost", "node-7.cluster.local", "::1", "[fe80::1]", "fe80::1%eth0"):
+        assert read({"remote_host": host, "remote_port": 1, "do_remote_decode": True}).sources == ((host, 1),)
+
+
+def test_an_empty_export_is_no_handoff():
+    assert read({"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": ""}) == Hints(
+        asked=True
+    )
+
+
+def test_what_we_write_we_read():
+    written = write(
+        prefill=True, engine_id="e", address=("h", 7), export="x", tokens=33, digest=b"\x01\x02", block_ids=[[1, 2]],
+        seconds=30.0, tensor_parallel=1, report=Report(33, 0, 0, None),
+    )  # fmt: skip
+    written = json.loads(json.dumps(written))
+    assert read(written) == Hints(handoff=Handoff(("h", 7), "x"), asked=True)
+    turned = {**written, "do_remote_prefill": False, "do_remote_decode": True}  # vLLM's multi-turn proxy does this
+    assert read(turned) == Hints(sources=(("h", 7),), export_prefill=True, asked=True)
+    assert read(write_report(Report(33, 16, 16, "h:7"))) == Hints(asked=True)
+    assert write_report(Report(33, 16, 16, "h:7"))["kvtier"]["computed_tokens"] == 1

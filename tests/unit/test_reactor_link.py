@@ -1,0 +1,185 @@
+"""The reactor: sleeps when idle, never starves sockets or timers, survives faults; and the link to the workers."""
+
+import os
+import stat
+import threading
+import time
+
+import pytest
+import zmq
+from support import eventually
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.link import LinkClient, LinkServer, link_path
+from vllm_kvtier.wire.reactor import Reactor, drain
+
+
+@pytest.fixture
+def reactor():
+    reactor = Reactor("test")
+    yield reactor
+    reactor.stop()
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def test_calls_and_timers_run_in_order(reactor):
+    seen = []
+    done = threading.Event()
+    reactor.call_soon(lambda: seen.append("soon"))
+    reactor.call_later(0.02, lambda: seen.append("late"))
+    reactor.call_later(0.04, done.set)
+    reactor.call_later(0.01, lambda: seen.append("early"))
+    cancelled = reactor.call_later(0.005, lambda: seen.append("cancelled"))
+    cancelled.cancel()
+    cancelled.cancel()
+    reactor.start()
+    assert done.wait(5)
+    assert seen == ["soon", "early", "late"]
+
+
+def test_a_call_that_queues_itself_again_starves_nobody(reactor):
+    """The worker polls like this for as long as something is under way; sockets and stop must get a turn."""
+    a, b = reactor.context.socket(zmq.PAIR), reactor.context.socket(zmq.PAIR)
+    a.bind("inproc://x")
+    b.connect("inproc://x")
+    heard, timer = threading.Event(), threading.Event()
+    reactor.add_socket(a, lambda: drain(a, lambda frames: heard.set()))
+    reactor.add_socket(b, lambda: None)
+    spins = []
+
+    def spin() -> None:
+        spins.append(1)
+        reactor.call_soon(spin)
+
+    reactor.call_soon(spin)
+    reactor.call_soon(lambda: b.send(b"hello"))
+    reactor.call_later(0.01, timer.set)
+    reactor.start()
+    assert heard.wait(5) and timer.wait(5) and spins
+    reactor.stop()
+    assert not reactor._thread.is_alive()
+
+
+def test_a_fault_costs_only_its_event(reactor, caplog):
+    done = threading.Event()
+    reactor.call_soon(lambda: 1 / 0)
+    reactor.call_later(0.0, lambda: 1 / 0)
+    reactor.call_later(0.01, done.set)
+    reactor.start()
+    assert done.wait(5)
+    assert caplog.text.count("ZeroDivisionError") == 2
+
+
+def test_stop_is_idempotent_and_later_calls_do_nothing(reactor):
+    stopped = []
+    reactor.on_stop(lambda: stopped.append(1))
+    reactor.start()
+    reactor.stop()
+    reactor.stop()
+    reactor.call_soon(lambda: stopped.append("late"))
+    assert stopped == [1] and not reactor._thread.is_alive()
+
+
+def test_stop_from_its_own_thread(reactor):
+    reactor.start()
+    reactor.call_soon(reactor.stop)
+    reactor._thread.join(5)
+    assert not reactor._thread.is_alive()
+
+
+def test_what_is_said_while_stopping_still_arrives(reactor):
+    """Leases are given back in ``on_stop``; the messages must leave the process."""
+    other = zmq.Context()
+    server = other.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    client = reactor.context.socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 500)
+    client.connect(f"tcp://127.0.0.1:{port}")
+    reactor.add_socket(client, lambda: None)
+    reactor.on_stop(lambda: [client.send(b"bye") for _ in range(50)])
+    reactor.start()
+    reactor.stop()
+    got = 0
+    while server.poll(2000 if got < 50 else 0):
+        server.recv_multipart()
+        got += 1
+    other.destroy(linger=0)
+    assert got == 50
+
+
+def test_idle_reactor_uses_no_cpu(reactor):
+    """Under a hundredth of a core, sockets and far timers included."""
+    pair = reactor.context.socket(zmq.ROUTER)
+    pair.bind_to_random_port("tcp://127.0.0.1")
+    reactor.add_socket(pair, lambda: drain(pair, print))
+    reactor.call_later(3600, lambda: None)
+    reactor.start()
+    woke = threading.Event()
+    reactor.call_soon(woke.set)
+    assert woke.wait(5)
+    process, thread, begin = time.process_time(), cpu_seconds(reactor._thread), time.monotonic()
+    threading.Event().wait(1.5)  # measuring, not waiting for anything
+    span = time.monotonic() - begin
+    assert cpu_seconds(reactor._thread) - thread < 0.01 * span
+    assert time.process_time() - process < 0.01 * span  # ZMQ's own threads too
+
+
+# -- link ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"kvtier-{os.getuid()}"
+
+
+def test_link_both_ways_in_either_order(runtime):
+    path = link_path("engine", "instance")
+    up, down = [], [[], []]
+    worker_reactors = [Reactor(f"w{i}") for i in range(2)]
+    clients = [LinkClient(r, path, down[i].append) for i, r in enumerate(worker_reactors)]
+    for i, r in enumerate(worker_reactors):
+        r.start()
+        r.call_soon(lambda i=i: clients[i].tell(m.Summed(i, 7)))  # nobody listens yet
+    scheduler = Reactor("s")
+    server = LinkServer(scheduler, path, up.append)
+    scheduler.start()
+    eventually(lambda: sorted(x.rank for x in up) == [0, 1])
+    assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+    scheduler.call_soon(lambda: server.tell(m.Serve(True)))
+    eventually(lambda: all(d == [m.Serve(True)] for d in down))
+    # A worker that is gone, and garbage on the link, disturb nobody.
+    worker_reactors[0].stop()
+    worker_reactors[1].call_soon(lambda: clients[1]._socket.send(b"\xc1garbage"))
+    worker_reactors[1].call_soon(lambda: clients[1].tell(m.Summed(1, 8)))
+    scheduler.call_soon(lambda: server.tell(m.Serve(False)))
+    eventually(lambda: m.Summed(1, 8) in up and down[1][-1] == m.Serve(False))
+    for r in (worker_reactors[1], scheduler):
+        r.stop()
+    assert not os.path.exists(path)
+
+
+def test_link_path_is_refused_in_a_directory_of_others(runtime):
+    runtime.mkdir(mode=0o755)
+    runtime.chmod(0o755)
+    with pytest.raises(KVTierError, match="0700"):
+        link_path("e", "i")
+
+
+def test_link_path_where_the_runtime_directory_does_not_exist(tmp_path, monkeypatch):
+    """Containers often name an XDG_RUNTIME_DIR that nobody made."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert link_path("e", "i").startswith(str(tmp_path))
+
+
+def test_link_path_too_long_is_said_in_words(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with pytest.raises(KVTierError, match="107"):
+        link_path("e", "i")
