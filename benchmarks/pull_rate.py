@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.worker.descriptors import PageRows
 from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
-from vllm_kvtier.worker.views import CacheView, GroupView, Region
+from vllm_kvtier.worker.views import CacheView
 
 PAGE = 64 << 10
 

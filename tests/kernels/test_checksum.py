@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_kvtier.kernels import checksum, checksum_reference
 
+from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.worker.sums import BlockSums, _DeviceGroup
-from vllm_kvtier.worker.views import CacheView, GroupView, Region
+from vllm_kvtier.worker.views import CacheView
 
 ALIGN = 64
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvtier.wire.geometry import GroupView, Region, geometry_mismatch
 from vllm_kvtier.worker.descriptors import PageRows, page_chunks
-from vllm_kvtier.worker.views import CacheView, GroupView, Region, geometry_mismatch
+from vllm_kvtier.worker.views import CacheView
 
 ORDERS = {
     "LBHNC": "lbhn",

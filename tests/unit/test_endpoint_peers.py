@@ -18,8 +18,8 @@ from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
 from vllm_kvtier.scheduler.peers import NoOffer, Offer, Peers
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.views import CacheGeometry
 
 UNIT = 4
 CHAIN = [bytes([i]) * 8 for i in range(1, 9)]
@@ -49,7 +49,7 @@ class Source:
         self.endpoint = Endpoint(
             self.reactor, self.config, key, self.table,
             on_freed=lambda: self.freed.extend(sum(self.table.take_freed(), [])),
-            on_query=lambda query, answer: self.queries.append((query, answer)),
+            on_question=lambda query, answer: self.queries.append((query, answer)),
             on_serving=self.serving.append,
             on_puller=self.pullers.append,
         )  # fmt: skip
@@ -178,7 +178,7 @@ def test_query_is_answered_on_another_thread(make):
     with raw(source.address, greet=False) as (_, send, receive):
         send(m.Query(5, [1, 2, 3]))
         query, answer = eventually(lambda: source.queries)[0]
-        answer(m.Holding(query.query, len(query.tokens), 0, 0))
+        answer(m.Holding(query.question, len(query.tokens), 0, 0))
         assert receive() == m.Holding(5, 3, 0, 0)
 
 
@@ -274,11 +274,32 @@ def test_late_grants_go_back(make):
     source, asker = make(Source, ask_timeout=5), make(Asker, ask_timeout=0.2)
     source.table.add(export(ready=1, kind=Kind.RETAINED))
     timed_out, cancelled = asker.ask(source.address), asker.ask(source.address)
+    eventually(lambda: source.on_reactor(lambda: len(source.endpoint._parked)) == 2)
     asker.peers.cancel(cancelled)
     assert eventually(lambda: timed_out.outcome).code == "timeout"
     source.on_reactor(lambda: source.endpoint.summed(1))
-    eventually(lambda: source.leases() == 0 and source.table._lease_ids.__reduce__()[1][0] == 3, 5)
+    eventually(lambda: source.serving[:1] == [True] and source.leases() == 0, 5)
+    assert next(source.table._lease_ids) == 3, "both were granted"
     assert asker.held() == 0 and not isinstance(cancelled.outcome, Offer)
+
+
+def test_a_peer_that_died_after_the_handshake_costs_one_wait_not_one_a_request(make):
+    source, asker = make(Source), make(Asker, ask_timeout=0.3)
+    assert asker.answer(source.address).code == "nothing"
+    source.stop()
+    assert asker.answer(source.address).code == "timeout"
+    begin = time.monotonic()
+    assert asker.answer(source.address).code == "timeout"
+    assert time.monotonic() - begin < 0.2
+
+
+def test_a_slow_answer_ends_the_pause(make):
+    source, asker = make(Source, ask_timeout=10), make(Asker, ask_timeout=0.2)
+    source.table.add(export(ready=1, kind=Kind.RETAINED))
+    assert asker.answer(source.address).code == "timeout"
+    source.on_reactor(lambda: source.endpoint.summed(1))
+    eventually(lambda: not asker.peers._paused)
+    assert isinstance(asker.answer(source.address), Offer)
 
 
 def test_a_cancelled_offer_goes_back(make):

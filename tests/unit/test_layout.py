@@ -7,7 +7,8 @@ import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.layout import cache_view
-from vllm_kvtier.worker.views import CacheView, geometry_mismatch
+from vllm_kvtier.wire.geometry import geometry_mismatch
+from vllm_kvtier.worker.views import CacheView
 
 spec_module = pytest.importorskip("vllm.v1.kv_cache_interface")
 FullAttentionSpec = spec_module.FullAttentionSpec

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region, geometry_mismatch
 from vllm_kvtier.worker.mirror import copy_blocks, mirror
-from vllm_kvtier.worker.views import CacheGeometry, CacheView, GroupView, Region, geometry_mismatch
+from vllm_kvtier.worker.views import CacheView
 
 
 def cache(groups=2, blocks=6, heads=2, tokens=4, inner=12, tokens_first=False, seed=0) -> CacheView:

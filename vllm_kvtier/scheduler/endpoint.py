@@ -29,6 +29,8 @@ _REASONS = {
     Refusal.NOT_READY: "checksums were not made in time",
 }
 MAX_SILENT_CONNECTIONS = 4096
+# An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
+PARK_SHARE = 0.75
 
 
 @dataclass
@@ -54,17 +56,17 @@ class Endpoint:
         key: ClusterKey | None,
         exports: ExportTable,
         on_freed: Callable[[], None],
-        on_query: Callable[[m.Query, Callable[[m.Holding], None]], None],
+        on_question: Callable[[m.Query | m.Inspect, Callable[[m.Holding | m.Inspection], None]], None],
         on_serving: Callable[[bool], None],
         on_puller: Callable[[m.Ask], None],
         port_offset: int = 0,
     ):
-        """``on_freed``: blocks wait in ``exports.take_freed``. ``on_query``: answer on the engine's thread.
+        """``on_freed``: blocks wait in ``exports.take_freed``. ``on_question``: answer on the engine's thread.
 
         ``on_serving``: whether any lease is out. ``on_puller``: a peer that exports too leased this chain.
         """
         self._reactor, self._config, self._exports = reactor, config, exports
-        self._on_freed, self._on_query, self._on_serving, self._on_puller = on_freed, on_query, on_serving, on_puller
+        self._on_freed, self._on_question, self._on_serving, self._on_puller = on_freed, on_question, on_serving, on_puller
         self._connections: dict[bytes, Connection] = {}
         self._parked: list[Parked] = []
         self._timer: Timer | None = None
@@ -74,6 +76,8 @@ class Endpoint:
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # A peer whose connection broke without our noticing comes back under its name (random, known to it alone).
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if key is not None:
             self._authenticator = key.secure_server(self._socket)
             reactor.on_stop(self._authenticator.stop)
@@ -93,6 +97,12 @@ class Endpoint:
             ) from error
         return port
 
+    # -- any thread --------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """An export was added: its deadline is watched from now on."""
+        self._reactor.call_soon(self.settle)
+
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
     def open(self, namespace: m.Namespace, welcome: m.Welcome) -> None:
@@ -104,6 +114,7 @@ class Endpoint:
         parked, self._parked = self._parked, []
         for p in parked:
             self._ask(p.identity, p.ask, p.deadline)
+        self.settle()
 
     def settle(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
@@ -141,6 +152,7 @@ class Endpoint:
             logger.warning("kvtier: malformed message from a peer, its connection is dropped: %s", error)
             self._forget(identity)
             self._refuse(identity, 0, "malformed", str(error)[:200])
+            self.settle()
             return
         connection = self._connections.get(identity)
         if connection is None:
@@ -151,7 +163,7 @@ class Endpoint:
             case m.Hello():
                 self._hello(identity, connection, message)
             case m.Ask() if connection.greeted:
-                self._ask(identity, message, time.monotonic() + self._config.ask_timeout)
+                self._ask(identity, message, time.monotonic() + PARK_SHARE * self._config.ask_timeout)
             case m.Ask():
                 self._refuse(identity, message.ask, "instance", "no handshake on this connection")
             case m.Release():
@@ -160,8 +172,8 @@ class Endpoint:
                 self._exports.drop(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
-            case m.Query():
-                self._on_query(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
+            case m.Query() | m.Inspect():
+                self._on_question(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)
                 self._forget(identity)
@@ -213,6 +225,7 @@ class Endpoint:
 
     def _forget(self, identity: bytes) -> None:
         self._connections.pop(identity, None)
+        self._parked = [p for p in self._parked if p.identity != identity]
         self._exports.disconnect(identity)
 
     def _evict_silent(self) -> None:

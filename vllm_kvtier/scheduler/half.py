@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
-from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
@@ -27,10 +27,10 @@ from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.pulls import PullResult
-from vllm_kvtier.worker.views import geometry_mismatch
 from vllm_kvtier.worker.work import StepWork
 
 logger = logging.getLogger("vllm.kvtier.scheduler")
@@ -62,7 +62,7 @@ class SchedulerHalf:
         self._endpoint = Endpoint(
             self._reactor, config, key, self._exports,
             on_freed=self._engine.wake,
-            on_query=self._query,
+            on_question=self._question,
             on_serving=lambda active: self._link.tell(m.Serve(active)),
             on_puller=lambda ask: self._matcher.whereabouts.note(ask.chain[-1], (ask.reply_host, ask.reply_port))
             if ask.chain
@@ -166,18 +166,6 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         self._reactor.stop()
 
-    def state(self) -> dict[str, int]:
-        """Counts that must return to zero when nothing is under way (for tests and metrics)."""
-        return {
-            **self._exports.counts(),
-            "held_leases": self._peers.held_leases(),
-            "loading": sum(
-                self._matcher.get(r).life.state in (State.LOADING, State.ABANDONED)
-                for r in self._matcher.request_ids()
-            ),
-            "tracked": len(self._matcher),
-        }
-
     # -- scheduler's thread, between calls -----------------------------------------------------------------------------
 
     def _on_idle(self) -> None:
@@ -202,23 +190,35 @@ class SchedulerHalf:
             self._settle_namespace()
         return self._salt
 
-    def _query(self, query: m.Query, answer: Callable[[m.Holding], None]) -> None:
+    def _question(self, question: m.Query | m.Inspect, answer: Callable[[m.Holding | m.Inspection], None]) -> None:
         """Reactor's thread: the pool may only be asked on the engine's."""
-
-        def look() -> None:
-            unit = self._pool.hash_block_tokens
-            chain = hash_prompt(query.tokens, query.cache_salt, self._facts.hash_function(), unit)
-            answer(
-                m.Holding(
-                    query.query,
-                    prompt=len(query.tokens),
-                    gpu_cache=self._pool.cached_tokens(chain, self._facts.full_groups, unit),
-                    exported=self._exports.longest_prefix(chain, b""),
-                )
-            )
-
-        self._jobs.append(look)
+        look = self._look_up if isinstance(question, m.Query) else self._inspect
+        self._jobs.append(lambda: answer(look(question)))
         self._engine.wake()
+
+    def _look_up(self, query: m.Query) -> m.Holding:
+        unit = self._pool.hash_block_tokens
+        chain = hash_prompt(query.tokens, query.cache_salt, self._facts.hash_function(), unit)
+        return m.Holding(
+            query.question,
+            prompt=len(query.tokens),
+            gpu_cache=self._pool.cached_tokens(chain, self._facts.full_groups, unit),
+            exported=self._exports.longest_prefix(chain, b""),
+        )
+
+    def _inspect(self, question: m.Inspect) -> m.Inspection:
+        counts = self._exports.counts()
+        return m.Inspection(
+            question.question,
+            blocks=self._pool.num_blocks,
+            free_blocks=self._pool.free_count(),
+            exports=counts["exports"],
+            leases=counts["leases"],
+            exported_blocks=counts["handoff_blocks"] + counts["retained_blocks"],
+            held_leases=self._peers.held_leases(),
+            requests=len(self._matcher),
+            violations=Lifecycle.violations,
+        )
 
     # -- reactor's thread ------------------------------------------------------------------------------------------------
 

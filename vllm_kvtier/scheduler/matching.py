@@ -98,9 +98,6 @@ class Matcher:
     def __len__(self) -> int:
         return len(self._tracked)
 
-    def request_ids(self) -> list[str]:
-        return list(self._tracked)
-
     def track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:

@@ -25,6 +25,9 @@ logger = logging.getLogger("vllm.kvtier.peers")
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE = 600.0  # seconds after which an unused connection is closed
+# Clients name addresses, so what is kept about them is bounded.
+MAX_CONNECTIONS = 512
+MAX_REMEMBERED = 1024
 
 Address = tuple[str, int]
 
@@ -71,6 +74,8 @@ class _Connection:
     leases: set[int] = field(default_factory=set)
     handshake_timer: Timer | None = None
     ping_timer: Timer | None = None
+    idle_timer: Timer | None = None
+    unanswered: int = 0  # asks in a row that timed out
 
 
 class Peers:
@@ -148,6 +153,9 @@ class Peers:
         hello = self._hello()
         if hello is None:
             return None
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._say_once(address, f"{MAX_CONNECTIONS} connections are open already")
+            return None
         socket = self._reactor.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.IDENTITY, os.urandom(16))
@@ -157,14 +165,15 @@ class Peers:
             self._key.secure_client(socket)
         try:
             socket.connect(f"tcp://{address[0]}:{address[1]}")
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:  # ValueError: a host that cannot be encoded
             socket.close(0)
-            self._say_once(address, f"cannot connect to {address[0]}:{address[1]}: {error}")
+            self._say_once(address, f"cannot connect: {error}")
             return None
         connection = _Connection(address, socket, time.monotonic())
         self._connections[address] = connection
         self._reactor.add_socket(socket, lambda: drain(socket, lambda frames: self._receive(connection, frames)))
         self._greet(connection, hello)
+        self._watch_idle(connection)
         return connection
 
     def _greet(self, connection: _Connection, hello: m.Hello) -> None:
@@ -175,6 +184,9 @@ class Peers:
         )
 
     def _receive(self, connection: _Connection, frames: list[bytes]) -> None:
+        if connection.unanswered:  # slow, but alive
+            connection.unanswered = 0
+            self._paused.pop(connection.address, None)
         try:
             message = m.decode_engine(frames[-1])
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -198,12 +210,12 @@ class Peers:
                 self._close(connection, NoOffer("malformed", f"unexpected {type(message).__name__}"), REFUSED_PAUSE)
 
     def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
-        if connection.handshake_timer:
-            connection.handshake_timer.cancel()
         reason = self._check_ranks(welcome.ranks)
         if reason:
             self._close(connection, NoOffer("layout", reason), REFUSED_PAUSE)
             return
+        if connection.handshake_timer:
+            connection.handshake_timer.cancel()
         connection.welcome = welcome
         waiting, connection.waiting = connection.waiting, []
         for pending in waiting:
@@ -233,9 +245,17 @@ class Peers:
             self._settle(pending, outcome)
 
     def _timed_out(self, connection: _Connection, pending: PendingAsk) -> None:
+        # A grant that still comes belongs to nobody, and is released on arrival.
+        connection.asked.pop(pending.ask.ask, None)
+        if pending in connection.waiting:
+            connection.waiting.remove(pending)
         if pending.outcome is None:
-            self._settle(pending, NoOffer("timeout", f"no answer within {self._config.ask_timeout:g} s"))
-            # ``asked`` keeps the ask: a grant that still comes is released on arrival.
+            outcome = NoOffer("timeout", f"no answer within {self._config.ask_timeout:g} s")
+            if connection.welcome is not None and self._connections.get(connection.address) is connection:
+                # It may have died since the handshake: not every request should find that out by waiting.
+                connection.unanswered += 1
+                self._pause(connection.address, min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE), outcome)
+            self._settle(pending, outcome)
 
     def _settle(self, pending: PendingAsk, outcome: Offer | NoOffer) -> None:
         if pending.timer is not None:
@@ -255,13 +275,21 @@ class Peers:
         if connection.leases and self._connections.get(connection.address) is connection:
             self._send(connection, m.Ping())
             self._keep_alive(connection)
-        elif not connection.leases and time.monotonic() - connection.last_used > IDLE_CLOSE:
+
+    def _watch_idle(self, connection: _Connection) -> None:
+        """Close a connection that nobody used for long: its peer may be gone for good."""
+        left = connection.last_used + IDLE_CLOSE - time.monotonic()
+        if left <= 0 and not (connection.leases or connection.asked):
             self._close(connection, NoOffer("idle", "idle"), 0.0)
+        else:
+            connection.idle_timer = self._reactor.call_later(max(left, 1.0), lambda: self._watch_idle(connection))
 
     def _release(self, offer: Offer, done: bool) -> None:
         connection = self._connections.get(offer.address)
         if connection is None or offer.lease not in connection.leases:
             return  # the connection is gone and the lease with it
+        if connection.welcome is None or connection.welcome.instance != offer.instance:
+            return  # the engine was restarted: that number is another request's lease there
         connection.leases.discard(offer.lease)
         self._send(connection, m.Release(offer.lease, done))
 
@@ -281,17 +309,25 @@ class Peers:
         if self._connections.get(connection.address) is not connection:
             return
         del self._connections[connection.address]
-        for timer in (connection.handshake_timer, connection.ping_timer):
+        for timer in (connection.handshake_timer, connection.ping_timer, connection.idle_timer):
             if timer is not None:
                 timer.cancel()
         if pause:
-            self._paused[connection.address] = (time.monotonic() + pause, outcome)
+            self._pause(connection.address, pause, outcome)
         for pending in [*connection.waiting, *connection.asked.values()]:
             if pending.outcome is None:
                 self._settle(pending, outcome)
         self._reactor.remove_socket(connection.socket)
 
+    def _pause(self, address: Address, seconds: float, outcome: NoOffer) -> None:
+        now = time.monotonic()
+        self._paused = {a: p for a, p in self._paused.items() if p[0] > now}
+        if len(self._paused) < MAX_REMEMBERED:
+            self._paused[address] = (now + seconds, outcome)
+
     def _say_once(self, address: Address, text: str) -> None:
         if (address, text) not in self._said:
+            if len(self._said) >= MAX_REMEMBERED:
+                self._said.clear()
             self._said.add((address, text))
             logger.warning("kvtier: no pull from %s:%d: %s", address[0], address[1], text)

@@ -17,7 +17,8 @@ import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.version import installed_version
-from vllm_kvtier.worker.views import CacheView, GroupView, Region
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.worker.views import CacheView
 
 # Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not here:
 # sparse MLA, indexers and NVFP4 keep scales at the end of a page; ROCm shuffles pages under the same names.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_kvtier.worker.views import CacheGeometry, GroupView
+from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 20  # bytes; a 1M-token chain of 16-token blocks is 4 MiB of hashes
@@ -138,7 +138,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """What does this engine hold for these prompt tokens? Answered without computing anything."""
 
-    query: Count
+    question: Count
     tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
     cache_salt: Name = ""
 
@@ -146,13 +146,35 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     """Answer to Query, in tokens: the longest prefix in each place."""
 
-    query: Count
+    question: Count
     prompt: Count
     gpu_cache: Count
     exported: Count
 
 
-EngineMessage = Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping | Query | Holding
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """What does this engine hold and lend right now?"""
+
+    question: Count
+
+
+class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
+    """Counts; all but the first two are 0 when nothing is under way and nothing is exported."""
+
+    question: Count
+    blocks: Count  # of the GPU pool
+    free_blocks: Count
+    exports: Count
+    leases: Count  # of others, on our blocks
+    exported_blocks: Count
+    held_leases: Count  # ours, on others' blocks
+    requests: Count  # followed by the connector
+    violations: Count  # events that the request table does not know: always 0, or a bug
+
+
+EngineMessage = (
+    Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping | Query | Holding | Inspect | Inspection
+)
 
 
 # -- scheduler half and its workers -------------------------------------------------------------------------
@@ -196,7 +218,12 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_engine(frame: bytes) -> EngineMessage:
     if len(frame) > MAX_MESSAGE:
         raise msgspec.DecodeError(f"message of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE}")
-    return _engine_decoder.decode(frame)
+    try:
+        return _engine_decoder.decode(frame)
+    except msgspec.DecodeError:
+        raise
+    except (RecursionError, ValueError, MemoryError) as error:  # msgspec lets these through; ValueError: not UTF-8
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
 
 
 def decode_link(frame: bytes) -> LinkMessage:

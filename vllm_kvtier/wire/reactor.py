@@ -137,8 +137,10 @@ class Reactor:
 
 
 def drain(socket: zmq.Socket, on_frames: Callable[[list[bytes]], None], limit: int = 256) -> None:
-    """Hand up to ``limit`` waiting multipart messages to ``on_frames`` without blocking."""
+    """Hand up to ``limit`` waiting multipart messages to ``on_frames`` without blocking; it may close the socket."""
     for _ in range(limit):
+        if socket.closed:
+            return
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_kvtier.worker.views import GroupView, Region
+from vllm_kvtier.wire.geometry import GroupView, Region
 
 
 def page_chunks(region: Region) -> list[tuple[int, int]]:

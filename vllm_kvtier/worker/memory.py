@@ -17,6 +17,7 @@ from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import GroupPull, SumBatch
 
+
 @dataclass
 class Pending:
     """Work enqueued on the device; ``event`` is None where it is already done."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from vllm_kvtier.worker.views import CacheView, GroupView, Region
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.worker.views import CacheView
 
 # Bytes staged at once between a device and the host: large enough for the full rate of a pinned copy,
 # small enough to be noise beside the cache itself.

@@ -8,7 +8,8 @@ import torch
 
 from vllm_kvtier.kernels import checksum
 from vllm_kvtier.kernels.checksum_reference import multipliers
-from vllm_kvtier.worker.views import CacheView, GroupView, Region
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.worker.views import CacheView
 
 # Bytes of pages that a CPU works on at once: with the multipliers and two temporaries this stays within an
 # L2 cache of 1 MiB (measured on a Cascade Lake core: 128 to 256 KiB is best, half the rate beyond 512 KiB).

@@ -1,0 +1,162 @@
+"""How a KV cache lies in memory, in words that two engines can compare: no vLLM, no torch here.
+
+A worker sends its :class:`GroupView` (addresses and strides) and :class:`CacheGeometry` (what must be equal) at
+the handshake; ``worker.views`` makes both from the engine's tensors.
+"""
+
+import msgspec
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Pages of one layer, or of a part of it; all addresses and strides are in bytes.
+
+    Block ``b``'s page starts at ``base + b * block_stride``. Its logical byte ``(o, t, i)`` is at
+    ``o * outer_stride + t * token_stride + i`` from there, ``0 <= o < outer``, ``0 <= t < tokens``,
+    ``0 <= i < inner``.
+
+    ``outer`` counts what is separate from the tokens (KV heads). ``tokens`` counts *cells*: a cell holds
+    ``cell_tokens`` tokens (1, unless the backend compresses tokens into states or packs the tokens of a
+    page in an order of its own, which is then one opaque cell). Cell ``t`` begins with the block's token
+    ``first_token + t * cell_tokens``. ``packing`` names how bytes lie within a cell; regions of two
+    engines hold the same thing only where it is equal. Strides of dimensions of size one are 0.
+    """
+
+    layer: str
+    base: int
+    block_stride: int
+    outer: int
+    outer_stride: int
+    first_token: int
+    tokens: int
+    token_stride: int
+    inner: int
+    cell_tokens: int = 1
+    packing: str = ""
+    dtype: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Logical bytes of one block in this region, padding not counted."""
+        return self.outer * self.tokens * self.inner
+
+    @property
+    def order(self) -> str:
+        """Which dimension is outermost in memory: "outer", "token", or "any" where only one exists."""
+        if self.outer == 1 or self.tokens == 1:
+            return "any"
+        return "outer" if self.outer_stride > self.token_stride else "token"
+
+    @property
+    def page_extent(self) -> int:
+        """Bytes from the first to the last byte of one page, gaps included."""
+        return (self.outer - 1) * self.outer_stride + (self.tokens - 1) * self.token_stride + self.inner
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """One KV cache group: the layers that share a block table.
+
+    ``kind`` is "full", "sliding", "mla", "sliding_mla" or "chunked"; ``window`` is the sliding window or
+    attention chunk in tokens, None for full attention. ``regions`` are in the order in which checksums
+    and transfers count them. ``blocks`` ids of any group index the same pool (hybrid groups may alias
+    the same bytes; a block belongs to one group at a time).
+    """
+
+    group: int
+    block_tokens: int
+    kind: str
+    window: int | None
+    regions: tuple[Region, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Logical bytes of one block over all layers of this group on this rank."""
+        return sum(r.block_bytes for r in self.regions)
+
+
+class RegionGeometry(msgspec.Struct, frozen=True):
+    """What two engines must share of a :class:`Region`: everything but addresses and gaps."""
+
+    layer: str
+    outer: int
+    first_token: int
+    tokens: int
+    cell_tokens: int
+    inner: int
+    order: str
+    packing: str
+    dtype: str
+
+
+class GroupGeometry(msgspec.Struct, frozen=True):
+    block_tokens: int
+    kind: str
+    window: int | None
+    regions: tuple[RegionGeometry, ...]
+
+
+class CacheGeometry(msgspec.Struct, frozen=True):
+    """What is sent at the handshake; compare two with :func:`geometry_mismatch`."""
+
+    groups: tuple[GroupGeometry, ...]
+    byte_order: str
+
+
+_ORDER_WORDS = {"outer": "heads before tokens", "token": "tokens before heads"}
+
+
+def geometry_mismatch(here: CacheGeometry, there: CacheGeometry) -> str | None:
+    """One sentence naming the first difference that forbids copying pages between the two; None if none.
+
+    Pages are read as they lie. Gaps between contiguous chunks may differ (descriptors step over them);
+    the order of heads and tokens within a page may not, although the logical shapes are then equal.
+    """
+    if here.byte_order != there.byte_order:
+        return f"byte order {here.byte_order} here, {there.byte_order} there"
+    if len(here.groups) != len(there.groups):
+        return f"{len(here.groups)} KV cache groups here, {len(there.groups)} there"
+    for number, (a, b) in enumerate(zip(here.groups, there.groups, strict=True)):
+        where = f" in KV cache group {number}" if len(here.groups) > 1 else ""
+        if a.block_tokens != b.block_tokens:
+            return f"block size {a.block_tokens} here, {b.block_tokens} there{where}"
+        if a.kind != b.kind:
+            return f"{a.kind} attention here, {b.kind} there{where}"
+        if a.window != b.window:
+            return f"attention window {a.window} here, {b.window} there{where}"
+        layers_a, layers_b = (list(dict.fromkeys(r.layer for r in g.regions)) for g in (a, b))
+        if layers_a != layers_b:
+            if len(layers_a) != len(layers_b):
+                return f"{len(layers_a)} layers here, {len(layers_b)} there{where}"
+            x, y = next((x, y) for x, y in zip(layers_a, layers_b, strict=True) if x != y)
+            return f"layer {x} here, {y} in its place there{where}"
+        if len(a.regions) != len(b.regions):
+            return (
+                f"the pages of a layer are split into {len(a.regions)} parts over all layers here, "
+                f"{len(b.regions)} there{where} (a different kernel block size or backend)"
+            )
+        for x, y in zip(a.regions, b.regions, strict=True):
+            reason = _region_mismatch(x, y)
+            if reason:
+                return f"layer {x.layer}: {reason}"
+    return None
+
+
+def _region_mismatch(x: RegionGeometry, y: RegionGeometry) -> str | None:
+    if x.dtype != y.dtype:
+        return f"KV cache dtype {x.dtype} here, {y.dtype} there"
+    if x.packing != y.packing:
+        return f"pages packed as {x.packing or 'tokens'} here, as {y.packing or 'tokens'} there"
+    if x.outer != y.outer:
+        return f"{x.outer} KV heads (or parts of a page) here, {y.outer} there"
+    if x.inner != y.inner:
+        return f"{x.inner} bytes a token and head here, {y.inner} there"
+    if (x.first_token, x.tokens, x.cell_tokens) != (y.first_token, y.tokens, y.cell_tokens):
+        return (
+            f"tokens {x.first_token}..{x.first_token + x.tokens * x.cell_tokens - 1} of a block in one part "
+            f"here, {y.first_token}..{y.first_token + y.tokens * y.cell_tokens - 1} there"
+        )
+    if "any" not in (x.order, y.order) and x.order != y.order:
+        return (
+            f"{_ORDER_WORDS[x.order]} within a page here, {_ORDER_WORDS[y.order]} there: the shapes are "
+            "equal but not the contiguous chunks; set the same KV cache layout on both (VLLM_KV_CACHE_LAYOUT)"
+        )
+    return None
