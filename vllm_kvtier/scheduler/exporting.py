@@ -140,6 +140,10 @@ class Exporter:
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
+    def forget(self, request_id: str) -> None:
+        """The request ended and is not to be exported."""
+        self._tables.pop(request_id, None)
+
     def finished(self, t: Tracked, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
         request = t.request

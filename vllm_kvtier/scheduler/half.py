@@ -97,7 +97,8 @@ class SchedulerHalf:
         return tokens, asynchronous
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
-        self._matcher.allocated(request, block_ids, external)
+        if not self._facts.unsupported:
+            self._matcher.allocated(request, block_ids, external)
 
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
@@ -127,12 +128,18 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
-        export = None if self._facts.unsupported else self._exporter.finished(tracked, block_ids)
+        if self._facts.unsupported or self._endpoint.unusable:
+            export = None  # nobody could ask for it: pin nothing
+            self._exporter.forget(request.request_id)
+        else:
+            export = self._exporter.finished(tracked, block_ids)
+        if export is not None:
+            self._endpoint.changed()
         self._exporter.drain()
         if not tracked.hints.asked:
             return None
         report = tracked.report()
-        if export is None or self._endpoint.unusable:
+        if export is None:
             return write_report(report)
         return write(
             prefill=export.kind is Kind.HANDOFF,
@@ -175,7 +182,10 @@ class SchedulerHalf:
     def _run_jobs(self) -> None:
         self._exporter.drain()
         while self._jobs:
-            self._jobs.popleft()()
+            try:
+                self._jobs.popleft()()
+            except Exception:  # on vLLM's scheduler thread: a question must never cost the engine
+                logger.exception("kvtier: a question could not be answered")
 
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""

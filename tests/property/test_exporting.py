@@ -1,0 +1,407 @@
+"""Exporter and ledger, following block tables that evolve like vLLM's: what an export promises is in the checksum table.
+
+The model keeps, a block and token slot, a *version*: every forward that writes a slot makes a new one, also when the
+same token is computed again, because another batch shape may give other bits. A worker's checksum is a snapshot of
+the versions of the slots it covers. From ``ready_step`` on, every block of a live export must have the right key and
+a snapshot equal to what the block holds now; else a peer would see a checksum failure that is none.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import FakePool, make_request
+from vllm.v1.request import RequestStatus
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exporting import Exporter, alignment
+from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.scheduler.ledger import Keys, Ledger
+from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.wire import messages as m
+
+UNIT = 4
+BLOCKS = 48
+PREFILL = {"do_remote_decode": True}
+HANDOFF = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": "x"}
+
+
+class ReadyPeers:
+    """Grants every ask at once (or refuses): blocks of a source that has everything."""
+
+    def __init__(self, groups):
+        self.groups, self.grant, self.leases, self.count = groups, True, set(), 0
+
+    def ask(self, address, start, **fields):
+        pending = PendingAsk(address, m.Ask(0, "", start, []), 0.0)
+        if not self.grant:
+            pending.outcome = NoOffer("nothing", "")
+            return pending
+        self.count += 1
+        tokens = self.tokens
+        blocks = [[7] * (-(-tokens // size) - start // size) for size, _ in self.groups]
+        pending.outcome = Offer(address, "i", self.count, start, tokens, blocks, [])
+        self.leases.add(self.count)
+        return pending
+
+    def cancel(self, pending):
+        raise AssertionError("every ask is answered at once here")
+
+    def release(self, offer, done):
+        self.leases.remove(offer.lease)
+
+    def drop(self, address, export):
+        pass
+
+
+class Running:
+    """One request as vLLM's scheduler sees it."""
+
+    def __init__(self, request):
+        self.request = request
+        self.tables: list[list[int]] = []
+        self.status = "waiting"  # waiting, loading, running, preempted
+        self.resumed = False
+        self.external = 0
+
+
+class Engine:
+    def __init__(self, groups, bidirectional, seed):
+        Lifecycle.violations = 0
+        self.rng = random.Random(seed)
+        self.orders, self.checked = [], 0
+        self.groups, self.align = groups, alignment(groups, UNIT)
+        self.fake = FakePool(BLOCKS, UNIT)
+        self.pool = BlockPool(self.fake)
+        budget = {Kind.HANDOFF: 30, Kind.RETAINED: 16}
+        self.table = ExportTable(UNIT, budget, align=self.align // UNIT)
+        self.ledger, self.peers, counters = Ledger(), ReadyPeers(groups), Counters()
+        config = KVTierConfig(bidirectional=bidirectional, pull_threshold=1)
+        self.keys = Keys(0x1234567)
+        self.matcher = Matcher(
+            config, self.peers, self.ledger, lambda: self.keys, groups, UNIT, lambda: ("me", 1), counters
+        )
+        self.exporter = Exporter(config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False)
+        self.requests: dict[str, Running] = {}
+        self.content = [[0] * (2 * UNIT) for _ in range(BLOCKS)]  # versions
+        self.version = 0
+        self.sums: dict[int, tuple[int, int, tuple]] = {}  # block -> (key, valid, snapshot)
+        self.exports = []
+        self.count = self.made = 0
+
+    # -- a small vLLM ----------------------------------------------------------------------------------------------
+
+    def write(self, r: Running, first: int, last: int, what=None) -> None:
+        for g, (size, _) in enumerate(self.groups):
+            for t in range(first, last):
+                block = r.tables[g][t // size]
+                if block:
+                    self.version += 1
+                    self.content[block][t % size] = self.version
+
+    def cache(self, r: Running, tokens: int) -> None:
+        """vLLM caches full blocks when it schedules them."""
+        for g, (size, _) in enumerate(self.groups):
+            for i in range(min(tokens, len(r.request.block_hashes) * UNIT) // size):
+                if r.tables[g][i]:
+                    key = (bytes(r.request.block_hashes[(i + 1) * size // UNIT - 1]), g)
+                    self.fake.cached.setdefault(key, r.tables[g][i])
+
+    def local_hit(self, request) -> tuple[int, list[list[int]]]:
+        most = (request.num_tokens - 1) // self.align * self.align
+        for n in range(most, 0, -self.align):
+            tables = []
+            for g, (size, window) in enumerate(self.groups):
+                skipped = 0 if window is None else max(0, n - window + 1) // size
+                ids = [0] * skipped
+                for i in range(skipped, n // size):
+                    key = (bytes(request.block_hashes[(i + 1) * size // UNIT - 1]), g)
+                    ids.append(self.fake.cached.get(key))
+                tables.append(ids)
+            if all(None not in ids for ids in tables):
+                return n, tables
+        return 0, [[] for _ in self.groups]
+
+    def room(self, r: Running, tokens: int, tables=None) -> bool:
+        tables = r.tables if tables is None else tables
+        needed = sum(-(-tokens // size) - len(ids) for (size, _), ids in zip(self.groups, tables, strict=True))
+        taken = sum(1 for ids in tables for i in ids if i and self.fake.blocks[i].ref_cnt == 0)
+        return needed + taken <= self.pool.free_count()
+
+    def grow(self, r: Running, tokens: int, skip_window_at: int = 0) -> tuple[list[int], ...]:
+        new = []
+        for g, (size, window) in enumerate(self.groups):
+            skipped = 0 if window is None else max(0, skip_window_at - window + 1) // size
+            fresh = []
+            while len(r.tables[g]) < -(-tokens // size):
+                if len(r.tables[g]) < skipped:
+                    block = 0
+                else:
+                    block = self.fake.take(self.fake.free_ids()[self.count % self.pool.free_count()])
+                    self.count += 1
+                r.tables[g].append(block)
+                fresh.append(block)
+            new.append(fresh)
+        return tuple(new)
+
+    def slide(self, r: Running) -> None:
+        """Blocks behind the window go back to the pool; vLLM does this before it allocates."""
+        for g, (size, window) in enumerate(self.groups):
+            if window is not None:
+                for i in range(min(len(r.tables[g]), max(0, r.request.num_computed_tokens - window + 1) // size)):
+                    if r.tables[g][i]:
+                        self.fake.free_blocks([self.fake.blocks[r.tables[g][i]]])
+                        r.tables[g][i] = 0
+
+    def release(self, r: Running) -> None:
+        for ids in r.tables:
+            self.fake.free_blocks([self.fake.blocks[i] for i in reversed(ids) if i])
+        r.tables = [[] for _ in self.groups]
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def new_request(self):
+        rng = self.rng
+        tokens = [int(rng.random() < 0.3) for _ in range(rng.randint(1, 3 * UNIT))]
+        repeat = rng.randint(0, 4)
+        params = rng.choice([None, PREFILL, PREFILL, HANDOFF, {**PREFILL, "remote_host": "h", "remote_port": 1}])
+        self.made += 1
+        name = f"r{self.made}"
+        r = Running(make_request(name, [1] * (repeat * UNIT) + tokens, UNIT, params))
+        r.tables = [[] for _ in self.groups]
+        self.requests[name] = r
+
+    def step(self):
+        """One schedule() and its forward; then what the workers did."""
+        new, cached, scheduled, loading = [], [], {}, []
+        rng = self.rng
+        self.peers.grant = rng.random() < 0.7
+        for name, r in self.requests.items():
+            request = r.request
+            if r.status == "running" and rng.random() < 0.8:
+                self.slide(r)
+                chunk = min(request.num_tokens - request.num_computed_tokens, rng.randint(1, 9))
+                target = request.num_computed_tokens + chunk
+                if not self.room(r, target):
+                    self.release(r)
+                    r.status, r.resumed, request.num_computed_tokens = "preempted", True, 0
+                    continue
+                cached.append((name, self.grow(r, target), request.num_computed_tokens, False))
+                scheduled[name] = chunk
+            elif r.status in ("waiting", "preempted", "loaded"):
+                if r.status != "loaded":
+                    hit, tables = self.local_hit(request)
+                    lacking = (request.num_tokens - hit) // UNIT * UNIT
+                    whole = (request.kv_transfer_params or {}).get("do_remote_prefill")
+                    self.peers.tokens = request.num_tokens if whole else (hit + lacking) // self.align * self.align
+                    external, _ = self.matcher.match(request, hit)
+                    self.exporter.relieve(request.num_tokens - hit)
+                    hit_again, tables = self.local_hit(request)
+                    assert hit_again == hit
+                    if not self.room(r, request.num_tokens, tables):
+                        continue
+                    for ids in tables:
+                        self.fake.touch([self.fake.blocks[i] for i in ids if i])
+                    r.tables = [list(ids) for ids in tables]
+                    request.num_computed_tokens = hit
+                    if external:
+                        self.grow(r, hit + external, hit + external)
+                        request.num_computed_tokens = hit + external
+                        r.status, r.external, r.hit = "loading", external, hit
+                        self.matcher.allocated(request, tuple(r.tables), external)
+                        loading.append(name)
+                        continue
+                    self.grow(r, hit, hit)
+                    self.matcher.allocated(request, tuple(r.tables), 0)
+                self.slide(r)
+                chunk = min(request.num_tokens - request.num_computed_tokens, rng.randint(1, 9 * UNIT))
+                if not self.room(r, request.num_computed_tokens + chunk):
+                    self.release(r)
+                    r.status, r.resumed, request.num_computed_tokens = "preempted", r.resumed, 0
+                    continue
+                self.grow(r, request.num_computed_tokens + chunk)
+                scheduled[name] = chunk
+                r.status = "running"
+                tables = tuple(list(ids) for ids in r.tables)
+                if r.resumed and rng.random() < 0.5:
+                    cached.append((name, tables, request.num_computed_tokens, True))
+                else:
+                    new.append(SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=request.num_computed_tokens))
+        for name, n in scheduled.items():
+            self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + n)
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[c[0] for c in cached],
+                new_block_ids=[c[1] if any(c[1]) else None for c in cached],
+                num_computed_tokens=[c[2] for c in cached],
+                resumed_req_ids={c[0] for c in cached if c[3]},
+            ),
+            num_scheduled_tokens=scheduled,
+        )
+        batches = self.exporter.begin_step(output, self.matcher.get)
+        orders, _ = self.matcher.take_orders()
+        assert {o.request_id for o in orders} == set(loading)
+        # The forward, then the sums behind it.
+        for name, n in scheduled.items():
+            r = self.requests[name]
+            self.write(r, r.request.num_computed_tokens, r.request.num_computed_tokens + n)
+        seen = set()
+        for batch in batches:
+            for block, key, valid in zip(batch.ids.tolist(), batch.keys.tolist(), batch.valid.tolist(), strict=True):
+                assert block, "the null block has no checksum"
+                assert block not in seen, "two checksums of one block in a step: which one counts?"
+                seen.add(block)
+                self.sums[block] = (key, valid, tuple(self.content[block][:valid]))
+        self.orders += orders
+        for name, n in scheduled.items():
+            r = self.requests[name]
+            r.request.num_computed_tokens += n
+            if r.request.num_computed_tokens == r.request.num_tokens:
+                r.request.append_output_token_ids(int(rng.random() < 0.3))
+
+    def loads_end(self):
+        if not self.orders:
+            return
+        order = self.orders.pop(self.rng.randrange(len(self.orders)))
+        r = self.requests.get(order.request_id)
+        failed = self.rng.random() < 0.2
+        for g in order.groups:
+            for block, key, valid in zip(g.local.tolist(), g.keys.tolist(), g.valid.tolist(), strict=True):
+                for slot in range(valid):
+                    self.version += 1
+                    self.content[block][slot] = self.version
+                self.sums[block] = (0, 0, ()) if failed else (key, valid, tuple(self.content[block][:valid]))
+        self.matcher.loaded(order.request_id, failed)
+        if r.status == "aborted":
+            self.release(r)
+            del self.requests[order.request_id]
+            return
+        if failed:
+            r.request.num_computed_tokens = 0
+            self.release(r)
+            r.status = "preempted" if r.resumed else "waiting"
+            return
+        self.cache(r, r.request.num_computed_tokens)
+        r.request.num_computed_tokens = min(r.request.num_computed_tokens, r.request.num_tokens - 1)
+        r.status = "loaded"
+
+    def finish(self):
+        how = self.rng.choice(["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_ABORTED"])
+        if not self.requests:
+            return
+        name = self.rng.choice(list(self.requests))
+        r = self.requests[name]
+        done = r.request.num_computed_tokens >= r.request.num_prompt_tokens
+        if r.status == "aborted" or (not done and self.rng.random() < 0.8):
+            return
+        if r.status != "running" or not done:
+            how = "FINISHED_ABORTED"
+        r.request.status = RequestStatus[how]
+        self.slide(r)
+        tracked = self.matcher.finished(r.request)
+        export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables))
+        if export is not None:
+            self.exports.append((export, r.request))
+        self.exporter.drain()
+        if r.status == "loading":
+            r.status = "aborted"
+            return
+        self.release(r)
+        del self.requests[name]
+
+    def preempt(self):
+        r = self.requests[self.rng.choice(list(self.requests))] if self.requests else None
+        if r is not None and r.status == "running":
+            self.release(r)
+            r.status, r.resumed, r.request.num_computed_tokens = "preempted", True, 0
+
+    def exports_end(self):
+        self.table.relieve(self.rng.randint(1, 20))
+        self.exporter.drain()
+
+    # -- what always holds -------------------------------------------------------------------------------------------
+
+    def what_is_promised_is_in_the_table(self):
+        self.exports = [e for e in self.exports if not e[0].ended]
+        for export, request in self.exports:
+            if export.ready_step > self.exporter.step:
+                continue
+            self.checked += 1
+            for g, group in enumerate(export.groups):
+                size = group.block_tokens
+                for place, block in enumerate(group.ids):
+                    if not block:
+                        continue
+                    end = min((place + 1) * size, export.tokens)
+                    if end % UNIT:
+                        block_hash = vr.tail_hash(request, end, UNIT)
+                    else:
+                        block_hash = bytes(request.block_hashes[end // UNIT - 1])
+                    valid = end - place * size
+                    expected = (self.keys.key(block_hash, g, b""), valid, tuple(self.content[block][:valid]))
+                    where = f"{export.id} group {g} place {place} of {export.tokens} tokens, block {block}"
+                    assert self.fake.blocks[block].ref_cnt > 0, where
+                    assert self.sums.get(block) == expected, where
+
+    def nothing_is_kept_for_ever(self):
+        assert set(self.exporter._tables) <= set(self.requests)
+        loading = {n for n, r in self.requests.items() if r.status in ("loading", "aborted")}
+        assert len(self.matcher) <= len(self.requests)
+        for name in self.requests:
+            t = self.matcher.get(name)
+            assert (t is not None and t.life.state in (State.LOADING, State.ABANDONED)) == (name in loading)
+        assert Lifecycle.violations == 0
+
+    def end(self):
+        for name, r in list(self.requests.items()):
+            if r.status != "aborted":
+                r.request.status = RequestStatus.FINISHED_ABORTED
+                self.exporter.finished(self.matcher.finished(r.request), tuple(r.tables))
+            if r.status in ("loading", "aborted"):
+                self.matcher.loaded(name, False)
+            self.release(r)
+        self.table.clear()
+        self.exporter.drain()
+        assert not self.peers.leases and not len(self.matcher) and not self.exporter._tables
+        assert all(b.ref_cnt == 0 for b in self.fake.blocks), "a block is still held"
+
+
+GROUPS = [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None), (UNIT, 7)]]
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=["full", "windows", "sizes"])
+@given(seed=st.integers(0, 1 << 32), bidirectional=st.booleans())
+@settings(max_examples=40)
+def test_a_life_of_an_engine(groups, bidirectional, seed):
+    engine = Engine(groups, bidirectional, seed)
+    events = [engine.step, engine.new_request, engine.loads_end, engine.finish, engine.preempt, engine.exports_end]
+    for _ in range(120):
+        engine.rng.choices(events, [8, 4, 3, 4, 0.5, 0.2])[0]()
+        engine.what_is_promised_is_in_the_table()
+        engine.nothing_is_kept_for_ever()
+    engine.end()
+
+
+# -- single cases found by the machine above or by reading ---------------------------------------------------------------
+
+
+def exporter(groups=((UNIT, None),), blocks=32, **options):
+    pool = BlockPool(FakePool(blocks, UNIT))
+    config = KVTierConfig(pull_threshold=1, **options)
+    table = ExportTable(UNIT, dict.fromkeys(Kind, blocks), align=alignment(list(groups), UNIT) // UNIT)
+    keys = Keys(5)
+    return Exporter(config, table, pool, Ledger(), lambda: keys, list(groups), Counters(), False)
+
+
+@pytest.mark.parametrize("kind", ["Query on a model of windows only"])
+def test_pool_without_full_groups_claims_nothing(kind):
+    pool = BlockPool(FakePool(8, UNIT))
+    assert pool.cached_tokens([b"x" * 32], [], UNIT) == 0
