@@ -2,9 +2,11 @@
 
 Two processes hold a KV cache of Qwen3-8B's shape (36 layers, pages of 64 KiB at 16 tokens a block), on two GPUs
 or in host memory. The reader pulls N tokens' blocks, either allocated in sequence (as a fresh engine does) or
-in reverse (as after one request was freed) or scattered, three ways:
+in reverse (as after a request was freed), in opposite orders
+on the two sides, or scattered, three ways:
 
-  kvtier    what our workers do: prepared strided lists, blocks in the order of their local ids, checksums along
+  kvtier    what our workers read: prepared strided lists, blocks in an order that merges, checksums along
+            (without the moves within the GPU that an opposite order needs afterwards)
   prepared  NIXL's prepared lists of the same pages, blocks in the order of the prompt, as vLLM's NixlConnector does
   pages     one descriptor a page, nothing prepared
 
@@ -74,6 +76,8 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
     near = far = np.arange(1, n + 1)
     if order == "reverse":
         near = far = near[::-1]
+    elif order == "opposite":
+        near = near[::-1]
     elif order == "scattered":
         near, far = (rng.permutation(np.arange(1, view.num_blocks))[:n] for _ in range(2))
     here, memory = view.groups[0], "VRAM" if gpu is not None else "DRAM"
@@ -97,8 +101,8 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
     ours_remote = transport.prepare("source", rows.remote, memory, ours=False)
 
     def ours():
-        a, b, moved = rows.indices([(0, near, far)])
-        return transport.read("source", ours_local, a, ours_remote, b, moved), len(a)
+        read = rows.indices([(0, near, far)], rearrange=gpu is not None)
+        return transport.read("source", ours_local, read.local, ours_remote, read.remote, read.size), len(read.local)
 
     def pages():
         a = np.array([[r.base + PAGE * i, PAGE, local_device] for r in here.regions for i in near], np.uint64)
@@ -162,7 +166,7 @@ def main() -> None:
     transport.add_peer(metadata, "source")
     rows = []
     for tokens in args.tokens:
-        for order in ("in order", "reverse", "scattered"):
+        for order in ("in order", "reverse", "opposite", "scattered"):
             rows += measure(view, transport, source, tokens, order, args.repeats, mine, theirs)
     pipe.send("done")
     child.join(10)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["fleet"]
+
 ROOT = Path(__file__).parents[1]
 
 # The machines that run these tests are small and shared: a slow example is no failure. KVTIER_EXAMPLES=2000
@@ -33,6 +35,11 @@ def model_path() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/tests/engines/" in str(item.path) or item.path.name.startswith("test_engines_"):
+            item.add_marker(pytest.mark.engine)
+            # Starting engines counts as part of the first test that uses them.
+            item.add_marker(pytest.mark.timeout(600), append=False)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch  # only where a test asks for a device: it takes seconds

@@ -83,6 +83,8 @@ class FakeEngine:
     ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it
     before the headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put
     params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
+    ``kv_port``: of a real endpoint that its params name; else they name none. ``tokenize_status``,
+    ``tokenize_hold``: as the two above, for /tokenize, whose tokens are the prompt's bytes.
     """
 
     def __init__(self, name: str):
@@ -98,6 +100,11 @@ class FakeEngine:
         self.seen: list[Seen] = []
         self.arrived = asyncio.Condition()
         self.probes = 0
+        self.kv_port: int | None = None
+        self.export: str | None = None
+        self.tokenize_status = 200
+        self.tokenize_hold: asyncio.Event | None = None
+        self.tokenized: list[dict[str, Any]] = []
         self.port = 0
         self._server: QuietServer | None = None
         self.life = 0
@@ -138,16 +145,16 @@ class FakeEngine:
             "remote_engine_id": f"id-{self.name}-{self.life}",
             "remote_request_id": f"r{len(self.seen)}",
             "remote_host": "127.0.0.1",
-            "remote_port": 40000 + self.port % 20000,
+            "remote_port": self.kv_port or 40000 + self.port % 20000,
             "remote_block_ids": None,
             "kvtier": {
                 "v": 1,
                 "engine_id": f"id-{self.name}-{self.life}",
-                "export": f"secret-export-{self.name}-{len(self.seen)}",
+                "export": self.export or f"secret-export-{self.name}-{len(self.seen)}",
                 "num_tokens": 7,
                 "digest": "00ff",
                 "pulled_tokens": 5,
-                "pulled_from": None,
+                "pulled_from": "10.9.8.7:4321",
                 "local_tokens": 1,
                 "computed_tokens": 1,
             },
@@ -164,6 +171,18 @@ class FakeEngine:
         @app.get("/v1/models")
         async def models(request: Request):
             return {"data": [{"id": self.name, "auth": request.headers.get("authorization")}]}
+
+        @app.post("/tokenize")
+        async def tokenize(request: Request):
+            body = await request.json()
+            self.tokenized.append(body)
+            if self.tokenize_hold is not None:
+                await self.tokenize_hold.wait()
+            if self.tokenize_status != 200:
+                return JSONResponse({"error": {"message": f"{self.name} says no"}}, self.tokenize_status)
+            prompt = body["prompt"] if "prompt" in body else "".join(m["content"] for m in body["messages"])
+            tokens = list(prompt.encode())
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": 1000, "token_strs": None}
 
         @app.post("/v1/chat/completions")
         @app.post("/v1/completions")
@@ -231,15 +250,19 @@ async def _disconnected(request: Request) -> None:
 
 
 class Cluster:
-    """``p`` and ``d`` engines, the proxy, a client of the proxy; ``released`` gets the exports given up."""
+    """``p`` and ``d`` engines, the proxy, a client of the proxy; ``released`` gets the exports given up.
+
+    ``kv``: (host, port) of all Ds' endpoints, as the operator would give it. ``real_release``: exports that are
+    given up are told to the endpoints that the engines name.
+    """
 
     def __init__(self, p: int = 1, d: int = 1, **options: Any):
         self.p = [FakeEngine(f"P{i}") for i in range(p)]
         self.d = [FakeEngine(f"D{i}") for i in range(d)]
         self.released: asyncio.Queue[Any] = asyncio.Queue()
         self._options = {"backoff_first": 0.02, "backoff_most": 0.1, "connect_timeout": 2.0} | options
-        self._kv = options.pop("kv", None)
-        self._options.pop("kv", None)
+        self._kv = self._options.pop("kv", None)
+        self._real_release = self._options.pop("real_release", False)
 
     async def __aenter__(self) -> Cluster:
         for engine in (*self.p, *self.d):
@@ -250,7 +273,7 @@ class Cluster:
             decode=tuple(EngineAddress(engine.url, *kv) for engine in self.d),
             **self._options,
         )
-        self.app = create_app(config, release=self.released.put)
+        self.app = create_app(config, release=None if self._real_release else self.released.put)
         self._proxy = QuietServer(self.app, lifespan="on")
         await self._proxy.begin()
         self.url = f"http://127.0.0.1:{self._proxy.port}"
@@ -293,6 +316,14 @@ def events(raw: bytes) -> list[Any]:
     """The data of all events of a stream, JSON decoded; "[DONE]" as it is."""
     data = [part.removeprefix(b"data: ") for part in raw.split(b"\n\n") if part]
     return [part.decode() if part == b"[DONE]" else json.loads(part) for part in data]
+
+
+ALONE = {"do_remote_prefill": False, "do_remote_decode": False, "kvtier": {"sources": []}}
+
+
+def alone(seen: Seen) -> bool:
+    """Whether this D was to compute alone, with nobody to ask."""
+    return seen.body["kv_transfer_params"] == ALONE
 
 
 def text_of(raw: bytes) -> str:

@@ -6,6 +6,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from hypothesis import Phase
+
+# Where all of an example follows from one seed, a smaller seed is no simpler example.
+WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
+
 
 def eventually(predicate: Callable[[], Any], seconds: float = 10.0, what: str = "") -> Any:
     """The first true value of ``predicate``; fails after ``seconds``. For state that another thread changes."""

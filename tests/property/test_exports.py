@@ -1,12 +1,13 @@
 """The export table against a plain model: what is pinned, what is leased, what is found, what is freed, and when."""
 
+import random
 import threading
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from support import Clock
+from support import WITHOUT_SHRINKING, Clock
 
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
 
@@ -356,3 +357,58 @@ def test_two_threads_never_free_a_block_twice():
     freed += sum(table.take_freed(), [])
     assert not errors
     assert sorted(freed) == list(range(1, block))
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+def test_long_random_lives(seed):
+    """The machine's own rules in long walks weighted towards leases; hypothesis alone seldom gets that far."""
+    rng = random.Random(seed)
+    m = Exports()
+    groups = [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None)], [(UNIT, 7), (2 * UNIT, None)]]
+    m.start(groups=rng.choice(groups), handoff=rng.randint(8, 24), retained=rng.randint(8, 24))
+    leases, who, variants = [0], "xyz", [b"", b"", b"", b"v"]
+
+    def add():
+        tokens = [rng.randint(0, 1) if i > 2 * UNIT else 1 for i in range(rng.randint(1, 9 * UNIT))]
+        ready = rng.choice([-1, -1, -1, m.summed, m.summed + 1])
+        m.add(
+            name=rng.choice("abcdef"), kind=rng.choice(list(Kind)), tokens=tokens, nulls=rng.randint(0, 1), ready=ready,
+            seconds=rng.randint(1, 30), variant=rng.choice(variants),
+        )  # fmt: skip
+
+    def by_id():
+        if m.exports:
+            name = rng.choice(list(m.exports))
+            leases.append(m.lease_export(name=name, who=rng.choice(who), start=rng.choice([0, 0, 1, 3]), right=rng.random() < 0.8))
+
+    def by_chain():
+        if m.exports:
+            tail = [rng.randint(0, 1) for _ in range(rng.randint(0, 2 * UNIT))]
+            leases.append(
+                m.lease_chain(
+                    name=rng.choice(list(m.exports)), cut=rng.randint(1, 9), tail=tail, start=rng.choice([0, 0, 0, 1, 2]),
+                    who=rng.choice(who), variant=rng.choice(variants),
+                )  # fmt: skip
+            )
+
+    def release():
+        lease = rng.choice(list(m.model_leases) or leases)
+        owner = m.model_leases[lease][1] if lease in m.model_leases and rng.random() < 0.8 else rng.choice(who)
+        m.release(lease=lease, who=owner, done=rng.random() < 0.5)
+
+    events = {
+        add: 6, by_id: 4, by_chain: 6, release: 4,
+        lambda: m.drop(name=rng.choice("abcdef")): 0.5,
+        lambda: m.disconnect(who=rng.choice(who)): 0.5,
+        lambda: m.renew(who=rng.choice(who)): 1,
+        lambda: m.time_passes(seconds=rng.choice([0, 1, 2, 6])): 1.5,
+        lambda: m.mark_summed(step=m.summed + rng.randint(0, 1)): 1,
+        lambda: m.relieve(blocks=rng.randint(1, 8)): 0.5,
+        m.clear: 0.05,
+    }  # fmt: skip
+    for _ in range(150):
+        rng.choices(list(events), list(events.values()))[0]()
+        m.frees_once_and_never_while_leased()
+        m.counts_and_budgets()
+    m.teardown()

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier.wire.geometry import GroupView, Region, geometry_mismatch
+from vllm_kvtier.worker import descriptors
 from vllm_kvtier.worker.descriptors import PageRows, page_chunks
+from vllm_kvtier.worker.memory import CacheMemory
 from vllm_kvtier.worker.views import CacheView
 
 ORDERS = {
@@ -102,21 +104,30 @@ def pulls(draw):
     return here, there, local, remote
 
 
-@given(pulls())
-def test_elements_are_exactly_the_blocks_and_their_checksums(pull):
+@given(pulls(), st.sampled_from([0, 10**9]), st.booleans())
+def test_elements_are_exactly_the_blocks_and_their_checksums(pull, least, rearrange):
     here, there, local, remote = pull
     assert geometry_mismatch(here.geometry(), there.geometry()) is None
     before = [here.pages(r).clone() for r in here.groups[0].regions]
     rows = page_rows(here, there)
-    a, b, size = rows.indices([(0, np.array(local, np.int64), np.array(remote, np.int64))])
+    triple = (0, np.array(local, np.int64), np.array(remote, np.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(descriptors, "MIN_READS_SAVED", least - 1)
+        a, b, size, moves = rows.indices([triple], rearrange=rearrange)
+    assert rearrange or not moves
     assert a.dtype == b.dtype == np.int32 and a.shape == b.shape
     near, far = elements(rows.local, a), elements(rows.remote, b)
     assert {d for *_, d in near} <= {3} and {d for *_, d in far} <= {5}
     assert size == sum(n for _, n, _ in near) == len(local) * (here.groups[0].block_bytes + 8)
+    place = {int(i): int(j) for _, start, end in moves for i, j in zip(start, end, strict=True)}
     sums = [(x, y) for x, y in zip(near, far, strict=True) if x[0] >= 1 << 50]
-    assert sorted(((x[0] - (1 << 50)) // 8, (y[0] - (1 << 51)) // 8) for x, y in sums) == sorted(zip(local, remote))
+    landed = [((x[0] - (1 << 50)) // 8, (y[0] - (1 << 51)) // 8) for x, y in sums]
+    assert sorted((place.get(i, i), j) for i, j in landed) == sorted(zip(local, remote, strict=True))
     pages = [(x, y) for x, y in zip(near, far, strict=True) if x[0] < 1 << 50]
     execute(here, there, [x for x, _ in pages], [y for _, y in pages])
+    memory = CacheMemory(here, host_buffer=False)
+    for group, start, end in moves:
+        memory._rearrange(group, start, end)
     for region, other, old in zip(here.groups[0].regions, there.groups[0].regions, before, strict=True):
         old[local] = there.pages(other)[remote]
         assert torch.equal(here.pages(region), old)
@@ -144,7 +155,7 @@ def test_blocks_adjacent_on_both_sides_are_adjacent_in_the_list():
     view = build("LBHNC", layers=2, blocks=100)
     rows = page_rows(view, view)
     backwards = np.arange(60, 10, -1)  # the order in which vLLM hands out a freed request's blocks
-    a, _, _ = rows.indices([(0, backwards, backwards)])
+    a, *_ = rows.indices([(0, backwards, backwards)])
     addresses = [x for x, _, _ in elements(rows.local, a)]
     page = view.groups[0].regions[0].block_bytes
     steps = np.diff(addresses)
@@ -169,5 +180,21 @@ def test_indices_of_a_long_prompt_are_quick_to_make():
     """A benchmark would say how quick; this only keeps it from being done block by block in Python."""
     view = build("LBHNC", layers=36, blocks=2048)
     ids = np.random.default_rng(0).permutation(2048)[:512]
-    a, _, _ = page_rows(view, view).indices([(0, ids, ids)])
+    a, *_ = page_rows(view, view).indices([(0, ids, ids)])
     assert len(a) == 512 * 37
+
+
+def test_runs_in_opposite_orders_are_read_in_one_go_and_moved():
+    view = build("LBHNC", layers=36, blocks=200)
+    rows = page_rows(view, view)
+    near, far = np.arange(100, 150), np.arange(60, 10, -1)
+    straight = rows.indices([(0, near, far)])
+    assert len({a - i for i, a in enumerate(elements_of(rows, straight))}) > 1000 and not straight.moves
+    turned = rows.indices([(0, near, far)], rearrange=True)
+    ((_, start, end),) = turned.moves
+    assert (start == near).all() and (end == near[::-1]).all()
+
+
+def elements_of(rows: PageRows, read) -> list[int]:
+    """Distance of each element's two sides, which is constant within a read."""
+    return [a[0] - b[0] for a, b in zip(elements(rows.local, read.local), elements(rows.remote, read.remote), strict=True)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvtier.scheduler.params import MAX_SOURCES, Handoff, Hints, Report, read, write, write_report
+from vllm_kvtier.scheduler.params import MAX_SOURCES, Handoff, Hints, Promise, Report, read, write, write_report
 
 FIELDS = ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier"]
 OURS = ["export", "sources", "host", "port", "v"]
@@ -79,11 +79,15 @@ def test_an_empty_export_is_no_handoff():
 
 def test_what_we_write_we_read():
     written = write(
-        prefill=True, engine_id="e", address=("h", 7), export="x", tokens=33, digest=b"\x01\x02", block_ids=[[1, 2]],
+        prefill=True, engine_id="e", instance="e/1", address=("h", 7), export="x", tokens=33, digest=b"\x01\x02",
+        block_ids=[[1, 2]],
         seconds=30.0, tensor_parallel=1, report=Report(33, 0, 0, None),
     )  # fmt: skip
     written = json.loads(json.dumps(written))
     assert read(written) == Hints(handoff=Handoff(("h", 7), "x"), asked=True)
+    assert read(written).handoff.promise == Promise("e/1", 33, b"\x01\x02", [[1, 2]])
+    for broken in ([[1, "2"]], [[-1]], 7, None, [[True]]):
+        assert read({**written, "remote_block_ids": broken}).handoff.promise is None
     turned = {**written, "do_remote_prefill": False, "do_remote_decode": True}  # vLLM's multi-turn proxy does this
     assert read(turned) == Hints(sources=(("h", 7),), export_prefill=True, asked=True)
     assert read(write_report(Report(33, 16, 16, "h:7"))) == Hints(asked=True)

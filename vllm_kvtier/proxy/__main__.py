@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.tenants import Tenants
+from vllm_kvtier.wire.auth import ClusterKey
 
 _DEFAULT = ProxyConfig(decode=(EngineAddress("http://decode"),))
 _ADDRESS = "http://HOST:PORT[,kv=HOST:PORT]"
@@ -57,6 +58,9 @@ def serve(
     answer_timeout: Annotated[
         float, _option("answer-timeout", "Seconds for an answer that is not streamed.")
     ] = _DEFAULT.answer_timeout,
+    query_timeout: Annotated[
+        float, _option("query-timeout", "Seconds for each of the two steps of /kvtier/query.")
+    ] = _DEFAULT.query_timeout,
     conversations_kept: Annotated[
         int, _option("conversations-kept", "So many conversations' routes are kept.")
     ] = _DEFAULT.conversations_kept,
@@ -95,6 +99,7 @@ def serve(
             first_byte_timeout=first_byte_timeout,
             stream_idle_timeout=stream_idle_timeout,
             answer_timeout=answer_timeout,
+            query_timeout=query_timeout,
             conversations_kept=conversations_kept,
             conversation_ttl=conversation_ttl,
             trust_tenant_header=trust_tenant_header,
@@ -103,8 +108,10 @@ def serve(
             expose_params=expose_params,
             allow_report=report,
         )
-        # Read here only to refuse a bad one before anything listens.
+        # Read here only to refuse bad ones before anything listens.
         Tenants.from_file(salt_secret_file, trust_header=trust_tenant_header)
+        if cluster_key_file is not None:
+            ClusterKey.load(cluster_key_file)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

@@ -44,7 +44,7 @@ class AnswerRewriter:
             return document
         try:
             return params.replace_params(document, self._shown(found))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except params.UNREADABLE:
             return document
 
     def feed(self, data: bytes) -> bytes:
@@ -74,7 +74,7 @@ class AnswerRewriter:
         self._reported = True
         try:
             return sse.with_data(event, params.replace_params(data, self._shown(found)))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except params.UNREADABLE:
             return event
 
     def _shown(self, found: params.TransferParams | None) -> dict[str, Any] | None:
@@ -115,6 +115,6 @@ def error_events(message: str, status: int) -> bytes:
 def _fields_of(data: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except params.UNREADABLE:
         return {}
     return fields if isinstance(fields, dict) else {}

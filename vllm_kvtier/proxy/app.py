@@ -1,4 +1,9 @@
-"""The HTTP side: routes, reading a client's request, writing its answer, noticing that it left."""
+"""The HTTP side: routes, reading a client's request, writing its answer, noticing that it left.
+
+POST /v1/chat/completions and /v1/completions generate. GET /v1/models passes on what a decode engine says,
+/health is 200 while one of them is well, /kvtier/state shows engines and counters. POST /kvtier/query says
+what the engines hold for a prompt (see ``vllm_kvtier.proxy.query``). Errors have OpenAI's form everywhere.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from vllm_kvtier.proxy import answers
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
@@ -19,6 +25,7 @@ from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines import EngineFailure
 from vllm_kvtier.proxy.exchange import Answer, Exchange
+from vllm_kvtier.proxy.query import Query, read_query
 from vllm_kvtier.proxy.release import ReleaseCall
 
 logger = logging.getLogger(__name__)
@@ -36,7 +43,7 @@ class ClientGone(Exception):
 def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None) -> FastAPI:
     """The proxy as an ASGI application. ``release`` replaces the call that releases exports (for tests).
 
-    Raises ConfigError when it starts if the salt secret cannot be used.
+    Raises ConfigError when it starts if the salt secret or the cluster key cannot be used.
     """
 
     @asynccontextmanager
@@ -56,6 +63,16 @@ def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None) -> Fa
     @app.post(Route.COMPLETIONS.value)
     async def completions(request: Request) -> Response:
         return _GeneratingResponse(request.app.state.core, request, Route.COMPLETIONS)
+
+    @app.post("/kvtier/query")
+    async def query(request: Request) -> Response:
+        return _QueryResponse(request.app.state.core, request)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}."
+        body = answers.error_body(message, "invalid_request_error", error.status_code)
+        return Response(body, error.status_code, error.headers, "application/json")
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -90,18 +107,17 @@ async def _models(core: ProxyCore, request: Request) -> Response:
     return Response(body, 503, media_type="application/json")
 
 
-class _GeneratingResponse(Response):
-    """Does all the work of one request as a task beside another that waits for the client to leave.
+class _WorkingResponse(Response):
+    """Does all the work of one POST request as a task beside another that waits for the client to leave.
 
     Starlette starts a response only when the handler returns, and looks for a client that left only then;
     the wait for P and for D's first byte would go unobserved.
     """
 
-    def __init__(self, core: ProxyCore, request: Request, route: Route):
+    def __init__(self, core: ProxyCore, request: Request):
         super().__init__()
         self._core = core
         self._request = request
-        self._route = route
         self._id = _request_id(request)
 
     async def __call__(self, scope, receive, send) -> None:
@@ -128,27 +144,17 @@ class _GeneratingResponse(Response):
 
     async def _work(self, body: bytes, send) -> None:
         try:
-            answer = await self._answer(body)
+            try:
+                answer = await self._answer(body)
+            except BadRequest as error:
+                answer = _refusal(error)
             await self._send(send, answer)
         except ClientGone:
             self._core.count("clients_left")
 
     async def _answer(self, body: bytes) -> Answer:
-        headers = self._request.headers
-        try:
-            request = ClientRequest(
-                self._route, body, header_conversation_id=headers.get("x-conversation-id") or None
-            )
-        except BadRequest as error:
-            return _refusal(error)
-        exchange = Exchange(
-            self._core,
-            request,
-            self._core.tenants.identify(headers),
-            _engine_headers(self._request, self._id),
-            wants_report=self._core.config.allow_report and headers.get("x-kvtier-report") == "1",
-        )
-        return await exchange.answer()
+        """Raises BadRequest."""
+        raise NotImplementedError
 
     async def _read_body(self, receive) -> bytes:
         """Raises BadRequest if it is too large or too slow, ClientGone if the client leaves."""
@@ -190,6 +196,34 @@ class _GeneratingResponse(Response):
                 await send(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone from error
+
+
+class _GeneratingResponse(_WorkingResponse):
+    """A request to generate."""
+
+    def __init__(self, core: ProxyCore, request: Request, route: Route):
+        super().__init__(core, request)
+        self._route = route
+
+    async def _answer(self, body: bytes) -> Answer:
+        headers = self._request.headers
+        exchange = Exchange(
+            self._core,
+            ClientRequest(self._route, body, header_conversation_id=headers.get("x-conversation-id") or None),
+            self._core.tenants.identify(headers),
+            _engine_headers(self._request, self._id),
+            wants_report=self._core.config.allow_report and headers.get("x-kvtier-report") == "1",
+        )
+        return await exchange.answer()
+
+
+class _QueryResponse(_WorkingResponse):
+    """A question about what the engines hold."""
+
+    async def _answer(self, body: bytes) -> Answer:
+        tenant = self._core.tenants.identify(self._request.headers)
+        headers = _engine_headers(self._request, self._id)
+        return await Query(self._core, read_query(body), tenant, headers).answer()
 
 
 async def _until_gone(receive) -> None:

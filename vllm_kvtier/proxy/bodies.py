@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.proxy.params import UNREADABLE
 
 # Only the proxy says where KV comes from: a client must not aim engines at hosts. vLLM would also take
 # these from ``vllm_xargs``, whose content it hands to the connector.
@@ -62,7 +63,7 @@ class ClientRequest:
         self.route = route
         try:
             self.fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise BadRequest(f"The request body is not a JSON object: {error}.") from error
         for name in _TRANSFER_FIELDS:
             self.fields.pop(name, None)
@@ -75,8 +76,8 @@ class ClientRequest:
             )
         self.conversation_id = conversation_id
         self.client_salt = self._take_text("cache_salt")
-        self.stream = self._get("stream") is True
-        model = self._get("model")
+        self.stream = self.get("stream") is True
+        model = self.get("model")
         self.model = model if isinstance(model, str) else ""
         self.prompt = self._single_prompt()
 
@@ -97,13 +98,13 @@ class ClientRequest:
         search, and not where logprobs of the prompt's own tokens are asked for: these need the prompt
         computed on D.
         """
-        if self.prompt is None or self._get("use_beam_search") is True:
+        if self.prompt is None or self.get("use_beam_search") is True:
             return False
-        if self._get("prompt_logprobs") is not None:
+        if self.get("prompt_logprobs") is not None:
             return False
-        logprobs = self._get("logprobs")
+        logprobs = self.get("logprobs")
         # Completions take a number here, and 0 asks for the tokens' own.
-        return not (self._get("echo") is True and logprobs is not None and logprobs is not False)
+        return not (self.get("echo") is True and logprobs is not None and logprobs is not False)
 
     def body_for_prefill(self, salt: str, transfer: dict[str, Any]) -> bytes:
         """The one-token probe that makes P compute the prompt and export its KV."""
@@ -114,19 +115,18 @@ class ClientRequest:
         body |= {"max_tokens": 1, "n": 1, "stream": False, "cache_salt": salt, "kv_transfer_params": transfer}
         return msgspec.json.encode(body)
 
-    def body_for_decode(self, salt: str, transfer: msgspec.Raw | None) -> bytes:
-        """The client's request for D, with P's params if there are any."""
-        body: dict[str, Any] = {**self.fields, "cache_salt": salt}
-        if transfer is not None:
-            body["kv_transfer_params"] = transfer
+    def body_for_decode(self, salt: str, transfer: msgspec.Raw | dict[str, Any]) -> bytes:
+        """The client's request for D, with P's params as they came, or with the proxy's own."""
+        body: dict[str, Any] = {**self.fields, "cache_salt": salt, "kv_transfer_params": transfer}
         return msgspec.json.encode(body)
 
-    def _get(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
+        """A field's value; None if it is absent or null."""
         raw = self.fields.get(name)
         return None if raw is None else _decode(raw, name)
 
     def _take_text(self, name: str) -> str | None:
-        value = self._get(name)
+        value = self.get(name)
         self.fields.pop(name, None)
         if value is None:
             return None
@@ -135,16 +135,18 @@ class ClientRequest:
         return value
 
     def _clean_xargs(self) -> None:
-        xargs = self._get("vllm_xargs")
+        xargs = self.get("vllm_xargs")
         if isinstance(xargs, dict) and any(name in xargs for name in _TRANSFER_FIELDS):
             kept = {k: v for k, v in xargs.items() if k not in _TRANSFER_FIELDS}
             self.fields["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(kept))
 
     def _single_prompt(self) -> Any:
         if self.route is Route.CHAT:
-            messages = self._get("messages")
+            messages = self.get("messages")
             return messages if isinstance(messages, list) and messages else None
-        prompt = self._get("prompt")
+        if self.get("prompt_embeds") is not None:
+            return None  # vLLM counts them as further prompts
+        prompt = self.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
         if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
@@ -155,5 +157,5 @@ class ClientRequest:
 def _decode(raw: msgspec.Raw, name: str) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The field {name} is not valid JSON: {error}.", param=name) from error

@@ -30,11 +30,12 @@ class EngineAddress(msgspec.Struct, frozen=True):
         for extra in extras:
             name, _, value = extra.partition("=")
             host, _, port = value.rpartition(":")
-            if name != "kv" or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 0
+            if name != "kv" or not host or not 0 < number < 65536:
                 raise ConfigError(
                     f"The engine address {text!r} has {extra!r} after the URL; write kv=HOST:PORT there."
                 )
-            kv_host, kv_port = host.strip("[]"), int(port)
+            kv_host, kv_port = host.strip("[]"), number
         return cls(url=url.rstrip("/"), kv_host=kv_host, kv_port=kv_port)
 
     def check(self) -> None:
@@ -79,6 +80,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: A health probe must have answered within this time.
     probe_timeout: float = 5.0
 
+    #: Each step of /kvtier/query (an engine tokenizes; all say what they hold) must be over within this time.
+    query_timeout: float = 5.0
+
     #: A failed engine is set aside this long before its first probe; the time doubles with each failure...
     backoff_first: float = 0.5
     #: ... up to this.
@@ -108,7 +112,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: per start.
     salt_secret_file: str | None = None
     #: The cluster key of the engines' endpoints, where they have one; used to release KV that nobody will
-    #: pull.
+    #: pull, and for queries.
     cluster_key_file: str | None = None
     #: Debugging: leave ``kv_transfer_params`` in answers. Shows clients the engines' addresses and export
     #: ids.
@@ -147,6 +151,7 @@ _POSITIVE = (
     "answer_timeout",
     "client_timeout",
     "probe_timeout",
+    "query_timeout",
     "backoff_first",
     "backoff_most",
     "max_decode_attempts",

@@ -2,7 +2,8 @@
 
 What can go wrong and what follows:
 
-* P fails, is late or answers 5xx: D computes alone; P is set aside.
+* P fails, is late or answers 5xx: D computes alone, or pulls from another D that has the conversation; P is
+  set aside.
 * P or D answers 4xx: the client gets it as it is.
 * D fails, is late or answers 5xx before the client got a byte: the next D, with the same params of P. If D
   already took P's export, the next one finds nothing there and computes.
@@ -27,7 +28,7 @@ from vllm_kvtier.proxy.bodies import ClientRequest
 from vllm_kvtier.proxy.conversations import ConversationRoute, Holder, name_conversation
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines import Engine, EngineFailure, Reply
-from vllm_kvtier.proxy.params import TransferParams, find_params, prefill_params
+from vllm_kvtier.proxy.params import TransferParams, alone_params, find_params, prefill_params
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Exchange:
             self._core.count("prefill_failures")
             return None
         if 400 <= reply.status < 500:
-            return _passed_on(reply, document)
+            return passed_on(reply, document)
         if reply.status != 200:
             engine.set_aside(f"{engine} answered {reply.status}.", perhaps_restarted=False)
             self._core.count("prefill_failures")
@@ -123,14 +124,13 @@ class Exchange:
         return None
 
     async def _ask_decode(self, route: ConversationRoute | None) -> Answer:
-        params = self._prefill_params
-        body = self._request.body_for_decode(self._salt, params.raw if params is not None else None)
         timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
         worst: Answer | None = None
         for engine in self._core.router.rank_decode(self._name, route)[: self._config.max_decode_attempts]:
             self._attempts += 1
             if self._attempts > 1:
                 self._core.count("decode_retries")
+            body = self._request.body_for_decode(self._salt, self._decode_params(engine, route))
             try:
                 reply = await engine.ask("POST", self._request.route.value, body, self._headers, timeout)
                 done = False
@@ -149,10 +149,10 @@ class Exchange:
                 continue
             if reply.status >= 500:
                 engine.set_aside(f"{engine} answered {reply.status}.", perhaps_restarted=False)
-                worst = _passed_on(reply, document)
+                worst = passed_on(reply, document)
                 continue
             if reply.status != 200:
-                return _passed_on(reply, document)
+                return passed_on(reply, document)
             self._served_by(engine, route)
             return Answer(200, self._answer_headers(reply), body=self._rewriter(engine).whole(document))
         self._core.count("refused")
@@ -160,6 +160,13 @@ class Exchange:
         return worst or Answer(
             503, {"content-type": "application/json"}, answers.error_body(message, "upstream_error", 503)
         )
+
+    def _decode_params(self, engine: Engine, route: ConversationRoute | None) -> msgspec.Raw | dict[str, Any]:
+        """P's params; without any, who else has the conversation. D reports on pulls only if it gets some."""
+        if self._prefill_params is not None:
+            return self._prefill_params.raw
+        useful = self._config.bidirectional and self._request.can_prefill_elsewhere
+        return alone_params(self._core.router.sources(route, besides=engine) if useful else [])
 
     def _served_by(self, engine: Engine, route: ConversationRoute | None) -> None:
         """D has taken the request: the conversation lives there from now on."""
@@ -229,5 +236,6 @@ def _passed_headers(reply: Reply) -> dict[str, str]:
     return {name: reply.headers[name] for name in _PASSED_HEADERS if name in reply.headers}
 
 
-def _passed_on(reply: Reply, document: bytes) -> Answer:
+def passed_on(reply: Reply, document: bytes) -> Answer:
+    """An engine's answer as it is."""
     return Answer(reply.status, _passed_headers(reply), document)

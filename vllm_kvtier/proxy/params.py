@@ -9,14 +9,17 @@ from typing import Any
 
 import msgspec
 
+# What msgspec raises at JSON that is none, or is nested too deeply to be read.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _NULL = msgspec.Raw(b"null")
 
-# What a client may learn about pulls: counts. Export ids and addresses would let it ask engines itself.
+# What a client may learn about pulls: counts. Export ids and addresses, such as ``pulled_from``, would let it
+# ask engines itself.
 _REPORT_FIELDS = (
     "num_tokens",
     "prompt_tokens",
     "pulled_tokens",
-    "pulled_from",
     "local_tokens",
     "computed_tokens",
 )
@@ -72,7 +75,7 @@ class TransferParams:
 
     def _address(self) -> tuple[str | None, int | None]:
         host, port = self.values.get("remote_host"), self.values.get("remote_port")
-        if isinstance(port, str) and port.isdigit():
+        if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= 5:
             port = int(port)
         valid = isinstance(host, str) and isinstance(port, int) and 0 < port < 65536
         return (host, port) if valid else (None, None)
@@ -92,7 +95,7 @@ def find_params(document: bytes) -> TransferParams | None:
         return None
     try:
         raw = _PEEK.decode(document).kv_transfer_params
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     # vLLM 0.33 puts a null on every chunk but the last.
     return None if raw == _NULL else TransferParams(raw)
@@ -101,7 +104,7 @@ def find_params(document: bytes) -> TransferParams | None:
 def replace_params(document: bytes, params: dict[str, Any] | None) -> bytes:
     """The document with ``params`` in place of its own at the top, or without; other fields byte for byte.
 
-    Raises msgspec.DecodeError if it is not a JSON object.
+    Raises one of UNREADABLE if it is not a JSON object.
     """
     fields: dict[str, Any] = _FIELDS.decode(document)
     fields.pop("kv_transfer_params", None)
@@ -125,9 +128,14 @@ def prefill_params(sources: list[Source]) -> dict[str, Any]:
     return params
 
 
+def alone_params(sources: list[Source]) -> dict[str, Any]:
+    """What D is told when it computes alone: no hand-off, but look at ``sources``, and report on pulls."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "kvtier": {"sources": sources}}
+
+
 def _as_dict(raw: msgspec.Raw) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return {}
     return values if isinstance(values, dict) else {}

@@ -60,26 +60,3 @@ class ExportReleaser:
         """Wait for the releases under way; each has its deadline."""
         if self._under_way:
             await asyncio.wait(self._under_way)
-
-
-class EndpointReleaseCall:
-    """The real call, to a connector's endpoint. Made on first use: most proxies never need it."""
-
-    def __init__(self, cluster_key_file: str | None):
-        self._cluster_key_file = cluster_key_file
-        self._client = None
-        self._making = asyncio.Lock()
-
-    async def __call__(self, export: Export) -> None:
-        async with self._making:
-            if self._client is None:
-                # In a thread: the messages' module may pull in torch, which takes seconds.
-                self._client = await asyncio.to_thread(_make_client, self._cluster_key_file)
-        await self._client.release(export.host, export.port, export.export)
-
-
-def _make_client(cluster_key_file: str | None):
-    from vllm_kvtier.wire.auth import ClusterKey
-    from vllm_kvtier.wire.client import AsyncEndpointClient
-
-    return AsyncEndpointClient(ClusterKey.load(cluster_key_file) if cluster_key_file else None)

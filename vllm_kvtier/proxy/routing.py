@@ -37,11 +37,13 @@ class Router:
                 ranked.insert(0, home)
         return ranked + _idlest_first([engine for engine in self.decode if not engine.well])
 
-    def sources(self, route: ConversationRoute | None) -> list[Source]:
-        """Engines that P may ask for the conversation, the most promising first."""
+    def sources(self, route: ConversationRoute | None, besides: Engine | None = None) -> list[Source]:
+        """Whom an engine (``besides``) may ask for the conversation, the most promising first."""
         sources = []
         for holder in route.holders if route is not None else ():
             engine = self.decode[holder.decode]
+            if engine is besides:
+                continue
             if engine.well and self._still_holds(holder) and engine.source is not None:
                 sources.append(engine.source)
         return sources

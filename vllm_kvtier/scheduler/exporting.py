@@ -59,7 +59,6 @@ class Exporter:
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[SumBatch]:
         """Follow a step's scheduling; the checksums to make behind its forward."""
         self.step += 1
-        entries, self._pending = self._pending, []
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
         cached = output.scheduled_cached_reqs
@@ -69,6 +68,8 @@ class Exporter:
                 self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
             elif blocks:
                 self._extend(request_id, blocks)
+        # An export may have ended meanwhile and its blocks been handed out anew: what they held is gone.
+        entries, self._pending = [e for e in self._pending if self._ledger.has(e)], []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             table, t = self._tables.get(request_id), tracked(request_id)
             if table is not None and t is not None:
@@ -77,7 +78,9 @@ class Exporter:
 
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
         for g, ids in enumerate(blocks):
-            self._ledger.forget(ids[-(-computed // self._groups[g][0]) :])
+            # From the block on that the next token goes to: after a pull of the whole prompt its last token is
+            # computed again, into a full block whose checksum was right until then.
+            self._ledger.forget(ids[computed // self._groups[g][0] :])
         if t is not None and blocks and self.kind(t) is not None:
             self._tables[request_id] = Table([list(ids) for ids in blocks])
 
@@ -92,7 +95,8 @@ class Exporter:
         """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
         request = t.request
         hashed = min(computed, len(request.block_hashes) * self._unit)
-        tail = self._tail_tokens(t, computed)
+        tail = None if table.tailed else self._tail_tokens(t, computed)
+        table.tailed |= tail is not None
         if tail is None and all(
             hashed // size <= done for (size, _), done in zip(self._groups, table.summed, strict=True)
         ):
@@ -102,12 +106,9 @@ class Exporter:
             last = hashed // size
             entries += self._entries(t, g, table.groups[g], table.summed[g], last)
             table.summed[g] = max(table.summed[g], last)
-            if tail is not None and tail % size:
+            if tail is not None and tail % size and tail // size >= last:  # a block has one checksum at a time
                 entries += self._tail_entry(t, g, table.groups[g], tail)
-        missing = self._ledger.take_missing(entries)
-        if missing:
-            table.last_step = self.step
-        return missing
+        return self._ledger.take_missing(entries, self.step)
 
     def _tail_tokens(self, t: Tracked, computed: int) -> int | None:
         prompt = t.request.num_prompt_tokens
@@ -147,11 +148,11 @@ class Exporter:
     def finished(self, t: Tracked, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
         request = t.request
-        table = self._tables.pop(request.request_id, None)
+        self.forget(request.request_id)
         kind = self.kind(t)
         if kind is None or not vr.ended_well(request):
             return None
-        export = self._make(t, kind, block_ids, table)
+        export = self._make(t, kind, block_ids)
         if export is None:
             return None
         if not self._table.add(export):
@@ -160,7 +161,7 @@ class Exporter:
         self._counters.count("exports", kind.value)
         return export
 
-    def _make(self, t: Tracked, kind: Kind, block_ids: tuple[list[int], ...], table: Table | None) -> Export | None:
+    def _make(self, t: Tracked, kind: Kind, block_ids: tuple[list[int], ...]) -> Export | None:
         request, unit = t.request, self._unit
         written = vr.written_tokens(request)
         hashed = min(written, len(request.block_hashes) * unit) // self._align * self._align
@@ -178,10 +179,9 @@ class Exporter:
                 entries += self._tail_entry(t, g, ids, tokens)
             groups.append(GroupBlocks(size, ids, window))
             pinned += self._pool.pin(ids)
-        missing = self._ledger.take_missing(entries)
-        self._pending += missing
-        # What is still to be summed goes with the next step; else the request's own last step has it.
-        ready = self.step + 1 if missing else (table.last_step if table is not None else -1)
+        # What is still to be summed goes with the next step; the rest was ordered by this request or another one.
+        self._pending += self._ledger.take_missing(entries, self.step + 1)
+        ready = self._ledger.ready_step(entries)
         hashes = vr.chain(request, tokens, unit)
         tail = vr.tail_hash(request, tokens, unit) if tokens % unit else b""
         seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds

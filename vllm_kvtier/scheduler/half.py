@@ -144,6 +144,7 @@ class SchedulerHalf:
         return write(
             prefill=export.kind is Kind.HANDOFF,
             engine_id=self._facts.engine_id,
+            instance=self.instance,
             address=self.address,
             export=export.id,
             tokens=export.tokens,

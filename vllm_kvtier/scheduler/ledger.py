@@ -1,6 +1,7 @@
 """Which GPU blocks have a checksum in the workers' tables, and under which content key.
 
-Two facts are kept per block id: the key (content and number of valid tokens) its table entry was made with.
+Three facts are kept per block id: the key (content) and number of valid tokens its table entry was made with, and
+the step that made it, because a block shared with an earlier request may be ordered but not made yet.
 An entry dies when vLLM hands the block out anew. ``Tables`` follows the block tables of the requests whose
 blocks will be exported, so that a checksum is made in the very step that completes a block.
 """
@@ -38,13 +39,18 @@ class Entry:
 
 class Ledger:
     def __init__(self) -> None:
-        self._made: dict[int, tuple[int, int]] = {}  # block id -> (key, valid)
+        self._made: dict[int, tuple[int, int, int]] = {}  # block id -> (key, valid, step)
 
     def has(self, entry: Entry) -> bool:
-        return self._made.get(entry.block) == (entry.key, entry.valid)
+        return self._made.get(entry.block, ())[:2] == (entry.key, entry.valid)
 
-    def mark(self, entry: Entry) -> None:
-        self._made[entry.block] = (entry.key, entry.valid)
+    def mark(self, entry: Entry, step: int = -1) -> None:
+        """``step`` makes it; -1: it is in the table already."""
+        self._made[entry.block] = (entry.key, entry.valid, step)
+
+    def ready_step(self, entries: list[Entry]) -> int:
+        """The step after which all of ``entries`` are in the table."""
+        return max((self._made[e.block][2] for e in entries), default=-1)
 
     def forget(self, blocks) -> None:
         """These blocks get new content."""
@@ -54,11 +60,11 @@ class Ledger:
     def clear(self) -> None:
         self._made.clear()
 
-    def take_missing(self, entries: list[Entry]) -> list[Entry]:
-        """Those without a checksum; they count as made from now on (the caller orders them)."""
+    def take_missing(self, entries: list[Entry], step: int) -> list[Entry]:
+        """Those without a checksum; they count as made in ``step`` from now on (the caller orders them)."""
         missing = [e for e in entries if not self.has(e)]
         for entry in missing:
-            self.mark(entry)
+            self.mark(entry, step)
         return missing
 
 
@@ -68,7 +74,7 @@ class Table:
 
     groups: list[list[int]]
     summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
-    last_step: int = -1  # the step that made this request's newest checksums
+    tailed: bool = False  # the prompt's partial tail is in the ledger
 
     def __post_init__(self) -> None:
         self.summed = self.summed or [0] * len(self.groups)

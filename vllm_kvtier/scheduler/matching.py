@@ -161,8 +161,27 @@ class Matcher:
                 continue
             t.asking = source
             t.life.fire(Event.ASK)
+            if isinstance(source, Handoff):
+                self._take_promise(t, source, digest, computed)
             return True
         return False
+
+    def _take_promise(self, t: Tracked, handoff: Handoff, digest: bytes, computed: int) -> None:
+        """Go on without the answer if the params say all that it would: the checksums decide what the read was worth.
+
+        The ask stays under way, so that a lease covers the read soon after it began and can be released at its end.
+        """
+        promise = handoff.promise
+        if promise is None or promise.digest != digest or len(promise.blocks) != len(self._groups):
+            return
+        ranks = self._peers.known(handoff.address, promise.instance)
+        if ranks is None:
+            return
+        blocks = [ids[computed // size :] for ids, (size, _) in zip(promise.blocks, self._groups, strict=True)]
+        offer = Offer(handoff.address, promise.instance, 0, computed, promise.tokens, blocks, ranks)
+        if self._fits(t, offer):
+            t.offer, t.offered_at = offer, time.monotonic()
+            t.life.fire(Event.GRANT)
 
     def _sources(self, t: Tracked):
         if t.hints.handoff:
@@ -179,7 +198,9 @@ class Matcher:
                 yield address
 
     def _tail(self, request: Any, tokens: int) -> bytes:
-        return vr.tail_hash(request, tokens, self._unit) if tokens % self._unit else b""
+        if tokens % self._unit == 0 or len(request.block_hashes) < tokens // self._unit:
+            return b""  # no tail, or not hashed so far yet (some speculative decoding): then nothing matches
+        return vr.tail_hash(request, tokens, self._unit)
 
     def _answered(self, t: Tracked) -> bool:
         outcome = t.pending.outcome
@@ -194,10 +215,32 @@ class Matcher:
             logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
             t.life.fire(Event.REFUSE)
             t.pending = None
+            if outcome.code in ("timeout", "not_ready"):
+                self._give_up(t)  # computed here now: nobody else will come for it
+        elif not self._fits(t, outcome):
+            self._counters.count("declined", "malformed")
+            t.life.fire(Event.REFUSE)
+            t.pending = None
+            self._peers.release(outcome, done=True)
         else:
             t.offer, t.offered_at = outcome, time.monotonic()
             t.life.fire(Event.GRANT)
         return True
+
+    def _fits(self, t: Tracked, offer: Offer) -> bool:
+        """Whether an offer says what was asked for: it comes from another process, and its numbers become indices here."""
+        most = t.request.num_tokens if isinstance(t.asking, Handoff) else len(t.pending.ask.chain) * self._unit
+        if not (t.pending.ask.start <= offer.start < offer.tokens <= most and len(offer.blocks) == len(self._groups)):
+            return False
+        return all(
+            len(ids) == -(-offer.tokens // size) - offer.start // size
+            for ids, (size, _) in zip(offer.blocks, self._groups, strict=True)
+        )
+
+    def _give_up(self, t: Tracked) -> None:
+        """Tell a prefill that was promised to us that we will not fetch it."""
+        if isinstance(t.asking, Handoff):
+            self._peers.drop(t.asking.address, t.asking.export)
 
     def _gain(self, t: Tracked, computed: int) -> int:
         """Tokens the offer adds to ``computed``; 0 if it is no longer worth it or held for too long."""
@@ -215,14 +258,27 @@ class Matcher:
         if action is Action.CANCEL_ASK and t.pending is not None:
             self._peers.cancel(t.pending)
             t.pending = None
+            self._give_up(t)
         elif action is Action.RELEASE and t.offer is not None:
-            self._peers.release(t.offer, done)
+            if t.offer.lease:
+                self._peers.release(t.offer, done)
+            elif t.pending is not None and isinstance(t.pending.outcome, Offer):
+                self._peers.release(t.pending.outcome, done)
+            elif t.pending is not None and t.pending.outcome is None:
+                self._peers.cancel(t.pending)
+                self._give_up(t)
+            else:  # refused or not answered, while we read what was promised
+                self._give_up(t)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         t = self.track(request)
+        if t.life.state is State.ASKING:
+            # vLLM went on without our answer (a request that may not read any prefix cache).
+            self._act(t, t.life.fire(Event.DECLINE))
+            return
         if t.life.state is not State.OFFERED:
             return
         if external <= 0:
@@ -262,7 +318,9 @@ class Matcher:
                 )
             )
         self._ledger.forget(e.block for e in t.entries)
-        return PullOrder(t.request.request_id, t.offer.instance, pulls, self._config.transfer_timeout)
+        return PullOrder(
+            t.request.request_id, t.offer.instance, pulls, self._config.transfer_timeout, promised=not t.offer.lease
+        )
 
     def take_orders(self) -> tuple[list[PullOrder], dict[str, list]]:
         """Pulls for the workers to start in this step, and the engines they name for the first time."""

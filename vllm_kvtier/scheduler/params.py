@@ -6,7 +6,7 @@ raises, what is malformed is as good as absent.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier.scheduler.peers import Address
@@ -19,11 +19,22 @@ MAX_SOURCES = 8
 
 
 @dataclass(frozen=True)
+class Promise:
+    """What the source itself said of a hand-off: enough to read it before its lease is granted."""
+
+    instance: str
+    tokens: int
+    digest: bytes
+    blocks: list[list[int]]  # block ids a group, from token 0 on
+
+
+@dataclass(frozen=True)
 class Handoff:
     """A finished prefill promised to us."""
 
     address: Address
     export: str
+    promise: Promise | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ def read(params: Any) -> Hints:
     if params.get("do_remote_prefill"):
         export = ours.get("export") or params.get("remote_request_id")
         if remote and isinstance(export, str) and 0 < len(export) <= 512 and _is_text(export):
-            return Hints(handoff=Handoff(remote, export), asked=True)
+            return Hints(handoff=Handoff(remote, export, _promise(params, ours)), asked=True)
         return Hints(asked=True)
     sources = [remote] if remote else []
     listed = ours.get("sources")
@@ -67,6 +78,20 @@ def read(params: Any) -> Hints:
             if address and address not in sources:
                 sources.append(address)
     return Hints(sources=tuple(sources), export_prefill=bool(params.get("do_remote_decode")), asked=True)
+
+
+def _promise(params: dict, ours: dict) -> Promise | None:
+    instance, tokens, digest, blocks = (
+        ours.get("instance"), ours.get("num_tokens"), ours.get("digest"), params.get("remote_block_ids"),
+    )
+    if not (isinstance(instance, str) and type(tokens) is int and isinstance(digest, str) and isinstance(blocks, list)):
+        return None
+    if not all(isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids) for ids in blocks):
+        return None
+    try:
+        return Promise(instance, tokens, bytes.fromhex(digest), blocks)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -92,6 +117,7 @@ def write(
     *,
     prefill: bool,
     engine_id: str,
+    instance: str,
     address: Address,
     export: str,
     tokens: int,
@@ -121,6 +147,7 @@ def write(
         "kvtier": {
             "v": VERSION,
             "engine_id": engine_id,
+            "instance": instance,
             "export": export,
             "num_tokens": tokens,
             "digest": digest.hex(),

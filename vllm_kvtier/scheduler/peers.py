@@ -34,7 +34,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Offer:
-    """A lease we hold: blocks of the peer ``instance`` for tokens [start, tokens)."""
+    """Blocks of the peer ``instance`` for tokens [start, tokens), under a lease; ``lease`` 0: only promised so far."""
 
     address: Address
     instance: str
@@ -125,6 +125,12 @@ class Peers:
                 self._send(connection, m.Drop(export))
 
         self._reactor.call_soon(drop)
+
+    def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
+        """The ranks of an engine that we shook hands with, if it is still that instance."""
+        connection = self._connections.get(address)
+        welcome = connection.welcome if connection is not None else None
+        return welcome.ranks if welcome is not None and welcome.instance == instance else None
 
     def held_leases(self) -> int:
         return sum(len(c.leases) for c in list(self._connections.values()))

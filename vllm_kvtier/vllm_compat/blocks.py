@@ -24,7 +24,9 @@ class BlockPool:
         return self._pool.get_num_free_blocks()
 
     def cached_tokens(self, chain: list[bytes], groups: list[int], unit: int) -> int:
-        """Tokens of the longest prefix of ``chain`` that is in the GPU prefix cache (all full-attention ``groups``)."""
+        """Tokens of the longest prefix of ``chain`` that is in the GPU prefix cache (all full-attention ``groups``; 0 without one)."""
+        if not groups:
+            return 0
         for i, block_hash in enumerate(chain):
             if self._pool.get_cached_block(block_hash, groups) is None:
                 return i * unit

@@ -5,10 +5,15 @@ none to pick them from a list it prepared (measured on an H200), so lists of all
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_kvtier.wire.geometry import GroupView, Region
+
+# UCX posts a read over NVLink in 4.7 us, whatever its size; moving the blocks of a pull within the GPU costs two
+# launches a layer and four passes over its memory, 0.6 ms and more (H200). Beyond this many reads it pays.
+MIN_READS_SAVED = 1000
 
 
 def page_chunks(region: Region) -> list[tuple[int, int]]:
@@ -74,23 +79,45 @@ class PageRows:
         self.local = _strided(base_l, self._length, local_device, stride_l, local_blocks)
         self.remote = _strided(base_r, self._length, remote_device, stride_r, remote_blocks)
 
-    def indices(
-        self, groups: Sequence[tuple[int, np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """For (group, local ids, remote ids) triples: int32 elements on both sides, and the bytes they move.
+    def indices(self, groups: Sequence[tuple[int, np.ndarray, np.ndarray]], rearrange: bool = False) -> "Elements":
+        """The elements that bring (group, local ids, remote ids) triples here.
 
-        A row's blocks go in the order of their local ids, so that blocks adjacent on both sides are adjacent
-        in the list, where NIXL merges them into one read (a freed request's blocks come back in reverse).
+        A row's blocks go in the order of their local ids, so that blocks adjacent on both sides are adjacent in
+        the list, where NIXL merges them into one read (a freed request's blocks come back in reverse). Where
+        that leaves many reads although each side alone lies in runs, and ``rearrange`` allows it, both sides are
+        read in the order of their own ids: blocks then land in each other's places, and ``moves`` says how to
+        sort them out.
         """
-        here, there, size = [], [], 0
+        here, there, size, moves = [], [], 0, []
         for group, near, far in groups:
+            rows = np.concatenate([self._rows[group], self._rows[-1]])
             order = np.argsort(near, kind="stable")
             near, far = near[order], far[order]
-            rows = np.concatenate([self._rows[group], self._rows[-1]])
+            if rearrange and len(near):
+                by_far = np.argsort(far, kind="stable")
+                saved = _breaks(near, far) - _breaks(near, far[by_far])
+                if saved * len(rows) > MIN_READS_SAVED:
+                    moves.append((group, near, near[by_far]))
+                    far = far[by_far]
             here.append((rows[:, None] * self._local_blocks + near).ravel())
             there.append((rows[:, None] * self._remote_blocks + far).ravel())
             size += int(self._length[rows].sum()) * len(near)
-        return np.concatenate(here).astype(np.int32), np.concatenate(there).astype(np.int32), size
+        return Elements(np.concatenate(here).astype(np.int32), np.concatenate(there).astype(np.int32), size, moves)
+
+
+class Elements(NamedTuple):
+    """What to read: elements of both prepared lists, the bytes in all, and (group, from ids, to ids) of blocks
+    to move afterwards among those read."""
+
+    local: np.ndarray  # int32
+    remote: np.ndarray  # int32
+    size: int
+    moves: list[tuple[int, np.ndarray, np.ndarray]]
+
+
+def _breaks(near: np.ndarray, far: np.ndarray) -> int:
+    """How many reads a row of pairs costs: neighbours merge where both ids go up by one."""
+    return 1 + int(((np.diff(near) != 1) | (np.diff(far) != 1)).sum())
 
 
 def _strided(base: np.ndarray, length: np.ndarray, device: int, stride: np.ndarray, blocks: int) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Worker half of the connector: one per rank, on the engine's model-runner process.
 
-The model runner's thread hands over each step's work and collects results; everything else (NIXL, checksums on
-CPU, waiting) happens on the worker's reactor, which sleeps while nothing is under way.
+The model runner's thread hands over each step's work and collects results; connecting, checksums on CPU and waiting
+happen on the worker's reactor, which sleeps while nothing is under way. NIXL knows one thread at a time, so a lock
+guards it. The model runner's thread takes that lock only if it is free: then it posts reads and looks for their end
+itself, which saves a pull the time its own thread would wait for the interpreter.
 """
 
 import logging
@@ -57,6 +59,7 @@ class WorkerHalf:
         self._summing: list[tuple[int, Pending]] = []
         self._done: list[PullResult] = []
         self._done_lock = threading.Lock()
+        self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
         self._reactor.start()
 
     # -- model runner's thread -----------------------------------------------------------------------------------
@@ -70,11 +73,24 @@ class WorkerHalf:
         """A step's work; call when the step's forward has been launched (sums are made behind it)."""
         memory = self._memory
         fence = memory.fence() if memory is not None and work.sums else None
-        if work.sums or work.pulls or work.sources:
-            self._reactor.call_soon(lambda: self._work(work, fence))
+        if not (work.sums or work.pulls or work.sources):
+            return
+        if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
+            try:
+                self._start(work, connect=False)
+            finally:
+                self._nixl.release()
+        self._reactor.call_soon(lambda: self._work(work, fence))
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
+        if self._pulls is not None and self._pulls.active and self._nixl.acquire(blocking=False):
+            try:
+                results = self._pulls.drive()
+            finally:
+                self._nixl.release()
+            for result in results:
+                self._finish(result)
         with self._done_lock:
             done, self._done = self._done, []
         out = StepResults(results=done)
@@ -129,15 +145,26 @@ class WorkerHalf:
             for order in work.pulls:
                 self._finish(self._impossible(order))
             return
+        with self._nixl:
+            self._start(work, connect=True)
+            if work.sums:
+                self._sum(work.step, work.sums, fence)
+        self._drive_soon()
+
+    def _start(self, work: StepWork, connect: bool) -> None:
+        """Under the lock: begin the step's pulls that did not begin yet; without ``connect`` only from peers we know."""
         for instance, ranks in work.sources.items():
             self._pulls.introduce(instance, ranks)
-        for order in work.pulls:
+        work.sources = {}
+        if not connect:
+            now = [order for order in work.pulls if self._pulls.connected(order.source)]
+        else:
+            now = list(work.pulls)
+        for order in now:
+            work.pulls.remove(order)
             result = self._pulls.start(order)
             if result is not None:
                 self._finish(result)
-        if work.sums:
-            self._sum(work.step, work.sums, fence)
-        self._drive_soon()
 
     def _sum(self, step: int, sums: list[SumBatch], fence) -> None:
         try:
@@ -169,12 +196,13 @@ class WorkerHalf:
         while True:
             while self._summing and self._summing[0][1].done():
                 self._link.tell(m.Summed(self._rank, self._summing.pop(0)[0]))
-            pulling = self._pulls is not None and self._pulls.active
-            if pulling:
-                for result in self._pulls.drive():
-                    self._finish(result)
-            elif self._serving:
-                self._transport.progress()
+            with self._nixl:
+                pulling = self._pulls is not None and self._pulls.active
+                results = self._pulls.drive() if pulling else ()
+                if self._serving and not pulling:
+                    self._transport.progress()
+            for result in results:
+                self._finish(result)
             if not self._busy():
                 self._driving = False
                 return

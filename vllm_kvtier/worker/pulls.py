@@ -20,7 +20,12 @@ from vllm_kvtier.worker.work import PullOrder
 logger = logging.getLogger("vllm.kvtier.pulls")
 
 
+# A source makes the checksums of a hand-off before it offers it, unless it is busy; then a moment later.
+REREAD_AFTER = 0.02
+
+
 class Stage(enum.Enum):
+    WAITING = "waiting"  # to read once more
     READING = "reading"
     VERIFYING = "verifying"
     ABORTING = "aborting"  # failed, but NIXL may still write into the blocks
@@ -48,6 +53,8 @@ class _Pull:
     check: Check | None = None
     bytes: int = 0
     blocks: set[int] = field(default_factory=set)
+    moves: list = field(default_factory=list)
+    again_at: float | None = None  # when to read a second time; set once
 
 
 @dataclass
@@ -73,6 +80,11 @@ class Pulls:
         for info in ranks:
             if info.rank == self._rank:
                 self._sources[instance] = info
+
+    def connected(self, source: str) -> bool:
+        """Whether a pull from this engine can start without connecting first."""
+        info = self._sources.get(source)
+        return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
 
     def start(self, order: PullOrder) -> PullResult | None:
         """Begin reading; a result at once if that is impossible."""
@@ -108,9 +120,12 @@ class Pulls:
             if len(g.remote) and (int(g.remote.max()) >= info.num_blocks or int(g.remote.min()) < 1):
                 raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
         peer = self._peer(info)
-        near, far, size = peer.rows.indices([(g.group, g.local, g.remote) for g in pull.order.groups])
-        pull.transfer = self._transport.read(info.agent, peer.local, near, peer.remote, far, size)
-        pull.bytes = size
+        triples = [(g.group, g.local, g.remote) for g in pull.order.groups]
+        read = peer.rows.indices(triples, rearrange=self._memory.can_rearrange)
+        pull.moves, pull.bytes = read.moves, read.size
+        pull.transfer = self._transport.read(
+            info.agent, peer.local, read.local, peer.remote, read.remote, read.size
+        )
 
     def _peer(self, info: RankInfo) -> _Peer:
         """Connect and prepare descriptor lists, once for each connection."""
@@ -130,13 +145,21 @@ class Pulls:
         return peer
 
     def _advance(self, pull: _Pull) -> PullResult | None:
+        if pull.stage is Stage.WAITING:
+            if time.monotonic() < pull.again_at:
+                return None
+            try:
+                self._read(pull)
+            except Exception as error:
+                return self._fail_now(pull, f"cannot read from {pull.order.source}: {error}")
+            pull.stage = Stage.READING
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
             if state is TransferState.RUNNING and time.monotonic() < pull.deadline:
                 return None
             if state is TransferState.DONE:
                 self._transport.release(pull.transfer)
-                pull.check = self._memory.begin_check(pull.order.groups)
+                pull.check = self._memory.begin_check(pull.order.groups, pull.moves)
                 pull.stage = Stage.VERIFYING
             else:
                 pull.reason = (
@@ -150,6 +173,9 @@ class Pulls:
         if pull.stage is Stage.VERIFYING:
             bad = self._memory.end_check(pull.check)
             if bad is None:
+                return None
+            if bad and pull.order.promised and pull.again_at is None:
+                pull.again_at, pull.stage = time.monotonic() + REREAD_AFTER, Stage.WAITING
                 return None
             return self._verified(pull, bad)
         if pull.stage is Stage.ABORTING and self._transport.release(pull.transfer):

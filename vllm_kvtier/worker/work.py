@@ -32,6 +32,7 @@ class PullOrder:
     source: str  # instance of the source engine
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
+    promised: bool = False  # read before the lease was granted: the source may not have made all checksums yet
 
 
 @dataclass

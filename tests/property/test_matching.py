@@ -1,0 +1,475 @@
+"""The real Matcher against sources that grant, refuse, lie, answer late or never, and a vLLM that aborts and preempts."""
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import WITHOUT_SHRINKING, make_request
+from vllm.v1.request import RequestStatus
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler import matching
+from vllm_kvtier.scheduler.ledger import Keys, Ledger
+from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.matching import Matcher, Whereabouts
+from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.wire import messages as m
+
+UNIT = 4
+GROUPS = {"full": [(UNIT, None)], "windows": [(UNIT, None), (UNIT, 6)], "sizes": [(2 * UNIT, None), (UNIT, None)]}
+CODES = ["nothing", "unknown", "digest", "not_ready", "instance", "namespace", "timeout", "unreachable", "malformed"]
+
+
+class FakePeers:
+    """Asks stay open until ``answer``; every lease that was offered must come back exactly once."""
+
+    def __init__(self, groups, clock):
+        self.groups, self.clock = groups, clock
+        self.open: list[PendingAsk] = []
+        self.offered: dict[int, PendingAsk] = {}
+        self.held: set[int] = set()
+        self.dropped: list[tuple] = []
+        self.introduced = ["a/1", "b/1"]
+
+    def ask(self, address, **fields):
+        assert set(fields) <= {"start", "variant", "reply_host", "reply_port", "chain", "export", "digest"}
+        pending = PendingAsk(address, m.Ask(len(self.offered), "", **fields), self.clock() + 2.0)
+        m.decode_engine(m.encode(pending.ask))  # it can be sent
+        self.open.append(pending)
+        return pending
+
+    def cancel(self, pending):
+        pending.cancelled = True
+        if isinstance(pending.outcome, Offer):
+            self.give_back(pending.outcome.lease)
+
+    def release(self, offer, done):
+        self.give_back(offer.lease)
+
+    def give_back(self, lease):
+        assert lease in self.held, f"lease {lease} is given back twice"
+        self.held.discard(lease)
+
+    def drop(self, address, export):
+        self.dropped.append((address, export))
+
+    def answer(self, pending, outcome):
+        self.open.remove(pending)
+        if isinstance(outcome, Offer):
+            self.held.add(outcome.lease)
+            if pending.cancelled or pending.outcome is not None:
+                self.give_back(outcome.lease)  # as Peers does with late grants
+                return
+        pending.outcome = outcome
+
+    def offer(self, pending, tokens, blocks=None, start=None):
+        lease = len(self.offered) + 1
+        self.offered[lease] = pending
+        start = pending.ask.start if start is None else start
+        if blocks is None:
+            blocks = [list(range(1, 1 + -(-tokens // size) - start // size)) for size, _ in self.groups]
+        return Offer(pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(groups=st.sampled_from(sorted(GROUPS)), threshold=st.sampled_from([0, 1, 5, 64]), both=st.booleans())
+    def start(self, groups, threshold, both):
+        Lifecycle.violations = 0
+        self.groups = GROUPS[groups]
+        self.align = max(size for size, _ in self.groups)
+        self.now = 1000.0
+        self.real_time = matching.time
+        matching.time = SimpleNamespace(monotonic=lambda: self.now)
+        self.peers = FakePeers(self.groups, lambda: self.now)
+        self.config = KVTierConfig(bidirectional=both, pull_threshold=threshold)
+        self.matcher = Matcher(
+            self.config, self.peers, Ledger(), lambda: Keys(3), self.groups, UNIT, lambda: ("me", 9), Counters()
+        )
+        self.live: dict[str, SimpleNamespace] = {}
+        self.made = 0
+
+    @rule(
+        tokens=st.integers(1, 9 * UNIT),
+        kind=st.sampled_from(["plain", "handoff", "handoff", "sources", "sources", "broken"]),
+    )
+    def new_request(self, tokens, kind):
+        self.made += 1
+        params = {
+            "plain": None,
+            "handoff": {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"},
+            "sources": {
+                "do_remote_decode": True, "remote_host": "a", "remote_port": 1,
+                "kvtier": {"sources": [{"host": "b", "port": 2}, {"host": "me", "port": 9}, {"host": "a", "port": 1}]},
+            },
+            "broken": {"do_remote_prefill": True, "remote_host": "²", "remote_port": "²"},
+        }[kind]  # fmt: skip
+        request = make_request(f"r{self.made}", list(range(tokens)), UNIT, params)
+        self.live[request.request_id] = SimpleNamespace(request=request, status="waiting", order=None, kind=kind)
+
+    def pick(self, data, *statuses):
+        names = sorted(n for n, r in self.live.items() if r.status in statuses)
+        return data.draw(st.sampled_from(names)) if names else None
+
+    @rule(data=st.data(), local=st.integers(0, 9), room=st.sampled_from([True, True, False]), ignored=st.integers(0, 9))
+    def schedule(self, data, local, room, ignored):
+        """vLLM asks, may find no room, may ignore our answer (prompt log probabilities), else allocates."""
+        name = self.pick(data, "waiting")
+        if name is None:
+            return
+        r = self.live[name]
+        request = r.request
+        computed = min(local * self.align, (request.num_tokens - 1) // self.align * self.align)
+        before = [len(p.ask.chain) for p in self.peers.open]
+        external, asynchronous = self.matcher.match(request, computed)
+        if external is None:
+            assert not asynchronous
+            if ignored:
+                return
+            external, asynchronous = 0, False
+        assert isinstance(external, int) and 0 <= external <= request.num_tokens - computed
+        assert asynchronous is (external > 0)
+        if external:
+            assert external >= max(1, self.config.pull_threshold)
+            again, _ = self.matcher.match(request, computed)
+            assert again == external, "asked twice in a row, it says the same"
+        if not self.config.bidirectional and r.kind == "sources":
+            assert before == [len(p.ask.chain) for p in self.peers.open], "off means off"
+        if not room:
+            return
+        if external and ignored == 0:
+            external = 0
+        tables = tuple(
+            [0 if i % 5 == 3 and len(self.groups) > 1 and g else 1 + i for i in range(-(-(computed + external) // size))]
+            for g, (size, _) in enumerate(self.groups)
+        )
+        self.matcher.allocated(request, tables, external)
+        request.num_computed_tokens = computed + external
+        orders, introductions = self.matcher.take_orders()
+        assert [o.request_id for o in orders] == ([name] if external else [])
+        if not external:
+            r.status = "running"
+            return
+        r.status, r.order = "loading", orders[0]
+        assert set(introductions) <= {orders[0].source}
+        for pull, (size, _), table in zip(orders[0].groups, self.groups, tables, strict=True):
+            wanted = [b for b in table[computed // size :] if b]
+            assert pull.local.tolist() == wanted and len(pull.remote) == len(pull.keys) == len(pull.valid) == len(wanted)
+            assert all(0 < v <= size for v in pull.valid)
+
+    @precondition(lambda self: self.peers.open)
+    @rule(data=st.data(), how=st.sampled_from(["grant", "grant", "refuse", "lie", "late refusal"]))
+    def answer(self, data, how):
+        pending = data.draw(st.sampled_from(self.peers.open))
+        if how == "late refusal" and pending.outcome is None:
+            pending.outcome = NoOffer("timeout", "no answer")  # Peers' own time-out; the grant may still come
+            return
+        if how in ("refuse", "late refusal") or (pending.outcome and how != "grant"):
+            if pending.outcome is None:
+                self.peers.answer(pending, NoOffer(data.draw(st.sampled_from(CODES)), "words"))
+            return
+        if how == "lie":
+            outcome = self.peers.offer(
+                pending,
+                data.draw(st.integers(0, 60)),
+                data.draw(st.none() | st.lists(st.lists(st.integers(0, 1 << 40), max_size=10), max_size=3)),
+                data.draw(st.none() | st.integers(0, 50)),
+            )
+        else:
+            r = next((r for r in self.live.values() if not pending.ask.export), None)
+            limit = len(pending.ask.chain) * UNIT
+            if pending.ask.export:
+                tokens = next((r.request.num_tokens for r in self.live.values() if self.asks(r, pending)), 40)
+            else:
+                tokens = data.draw(st.integers(pending.ask.start // self.align + 1, max(1, limit // self.align) + 1))
+                tokens = min(tokens * self.align, max(limit // self.align * self.align, pending.ask.start + UNIT))
+            outcome = self.peers.offer(pending, tokens)
+        self.peers.answer(pending, outcome)
+
+    def asks(self, r, pending):
+        t = self.matcher.get(r.request.request_id)
+        return t is not None and t.pending is pending
+
+    @rule(data=st.data(), failed=st.booleans(), twice=st.booleans())
+    def load_ends(self, data, failed, twice):
+        name = self.pick(data, "loading", "aborted")
+        if name is None:
+            return
+        r = self.live[name]
+        self.matcher.loaded(name, failed)
+        if r.status == "aborted":
+            del self.live[name]
+            self.matcher.loaded(name, failed)  # a report for what is gone does nothing
+            return
+        assert self.matcher.get(name).life.state is (State.LOCAL if failed else State.LOADED)
+        r.status = "waiting" if failed else "running"
+        if failed:
+            r.request.num_computed_tokens = 0
+
+    @rule(data=st.data(), aborted=st.booleans())
+    def finish(self, data, aborted):
+        name = self.pick(data, "waiting", "running", "loading")
+        if name is None:
+            return
+        r = self.live[name]
+        loading = r.status == "loading"
+        r.request.status = RequestStatus.FINISHED_ABORTED if aborted else RequestStatus.FINISHED_STOPPED
+        asking = self.matcher.get(name)
+        asked = asking is not None and asking.life.state is State.ASKING and r.kind == "handoff"
+        drops = len(self.peers.dropped)
+        tracked = self.matcher.finished(r.request)
+        assert tracked.report().pulled >= 0
+        if asked:
+            assert len(self.peers.dropped) == drops + 1, "an abort releases the other side at once"
+        if loading:
+            r.status = "aborted"
+            assert self.peers.held, "the source may not reuse what is still being read"
+        else:
+            del self.live[name]
+
+    @rule(data=st.data())
+    def preempt(self, data):
+        name = self.pick(data, "running")
+        if name is not None:
+            self.live[name].status = "waiting"
+            self.live[name].request.num_computed_tokens = 0
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 3.5, 61.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def whereabouts(self):
+        if self.live:
+            request = next(iter(self.live.values())).request
+            if request.block_hashes:
+                self.matcher.whereabouts.note(bytes(request.block_hashes[-1]), ("a", 1))
+
+    @invariant()
+    def bounds(self):
+        if not hasattr(self, "live"):
+            return
+        assert Lifecycle.violations == 0
+        assert set(self.matcher._tracked) <= set(self.live)
+        states = {n: self.matcher.get(n).life.state for n in self.live if self.matcher.get(n)}
+        holding = [n for n, s in states.items() if s in (State.OFFERED, State.LOADING, State.ABANDONED)]
+        unseen = [
+            p for n in states if (p := self.matcher.get(n).pending) and states[n] is State.ASKING
+            and isinstance(p.outcome, Offer)
+        ]  # fmt: skip
+        assert len(self.peers.held) == len(holding) + len(unseen), (states, self.peers.held)
+
+    def teardown(self):
+        if not hasattr(self, "live"):
+            return
+        try:
+            for name, r in list(self.live.items()):
+                if r.status != "aborted":
+                    r.request.status = RequestStatus.FINISHED_ABORTED
+                    self.matcher.finished(r.request)
+                if r.status in ("loading", "aborted"):
+                    self.matcher.loaded(name, False)
+            for pending in list(self.peers.open):
+                assert pending.cancelled or pending.outcome, "an ask that nobody waits for was not cancelled"
+                self.peers.answer(pending, self.peers.offer(pending, 40))
+            assert not self.peers.held and not len(self.matcher)
+            assert Lifecycle.violations == 0
+        finally:
+            matching.time = self.real_time
+
+
+Machine.TestCase.settings = settings(settings.default, stateful_step_count=40, max_examples=60)
+TestMachine = Machine.TestCase
+
+
+class Draws:
+    """Stands for hypothesis' ``data`` where a seed decides."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def draw(self, strategy):
+        return strategy(self.rng) if callable(strategy) else self.rng.choice(strategy)
+
+
+class _Seeded:
+    """The strategies that the machine draws from, as functions of a random generator."""
+
+    @staticmethod
+    def sampled_from(values):
+        return list(values)
+
+    @staticmethod
+    def integers(low, high):
+        return lambda rng: rng.randint(low, max(low, high))
+
+    @staticmethod
+    def none():
+        return _Or(lambda rng: None)
+
+    @staticmethod
+    def lists(element, max_size):
+        return _Or(lambda rng: [element(rng) for _ in range(rng.randint(0, max_size))])
+
+
+class _Or:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, rng):
+        return self.function(rng)
+
+    def __or__(self, other):
+        return _Or(lambda rng: rng.choice([self, other])(rng))
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+def test_long_random_lives(groups, seed):
+    """The machine's own rules in long walks; hypothesis alone seldom gets to the end of a pull."""
+    rng = random.Random(seed)
+    data, m = Draws(rng), Machine()
+    real = globals()["st"]
+    globals()["st"] = _Seeded
+    try:
+        m.start(groups=groups, threshold=rng.choice([0, 1, 5, 5]), both=rng.random() < 0.7)
+        kinds = ["plain", "handoff", "handoff", "sources", "sources", "broken"]
+        events = {
+            lambda: m.new_request(tokens=rng.randint(1, 9 * UNIT), kind=rng.choice(kinds)): 4,
+            lambda: m.schedule(
+                data=data, local=rng.choice([0, 0, 0, 1, 3]), room=rng.random() < 0.7, ignored=rng.randint(0, 9)
+            ): 8,
+            lambda: m.peers.open and m.answer(
+                data=data, how=rng.choice(["grant", "grant", "grant", "refuse", "lie", "late refusal"])
+            ): 6,
+            lambda: m.load_ends(data=data, failed=rng.random() < 0.3, twice=True): 3,
+            lambda: m.finish(data=data, aborted=rng.random() < 0.5): 3,
+            lambda: m.preempt(data=data): 1,
+            lambda: m.time_passes(seconds=rng.choice([0.1, 0.1, 2.0, 3.5, 61.0])): 0.5,
+            m.whereabouts: 0.5,
+        }  # fmt: skip
+        for _ in range(150):
+            rng.choices(list(events), list(events.values()))[0]()
+            m.bounds()
+    finally:
+        globals()["st"] = real
+        m.teardown()
+
+
+# -- single cases --------------------------------------------------------------------------------------------------------
+
+
+def matcher(groups=((UNIT, None),), **options):
+    peers = FakePeers(list(groups), time.monotonic)
+    config = KVTierConfig(**{"bidirectional": True, "pull_threshold": 4, **options})
+    made = Matcher(config, peers, Ledger(), lambda: Keys(3), list(groups), UNIT, lambda: ("me", 9), Counters())
+    return made, peers
+
+
+HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+
+
+@pytest.fixture(autouse=True)
+def no_violations():
+    Lifecycle.violations = 0
+    yield
+    assert Lifecycle.violations == 0
+
+
+def test_a_whole_handoff():
+    made, peers = matcher()
+    request = make_request("r", list(range(18)), UNIT, HANDOFF)
+    assert made.match(request, 0) == (None, False)
+    [pending] = peers.open
+    assert pending.ask.export == "e" and len(pending.ask.digest) == 16
+    peers.answer(pending, peers.offer(pending, 18))
+    assert made.match(request, 0) == (18, True)
+    made.allocated(request, ([11, 12, 13, 14, 15],), 18)
+    [order], introduced = made.take_orders()
+    assert order.groups[0].local.tolist() == [11, 12, 13, 14, 15] and order.groups[0].valid.tolist() == [4, 4, 4, 4, 2]
+    assert list(introduced) == [order.source] and made.take_orders() == ([], {})
+    assert len(set(order.groups[0].keys.tolist())) == 5
+    made.loaded("r", False)
+    assert not peers.held and made.match(request, 0) == (0, False)
+
+
+def test_a_second_source_is_asked_when_the_first_refuses():
+    made, peers = matcher()
+    params = {"do_remote_decode": True, "kvtier": {"sources": [{"host": h, "port": 1} for h in "abc"]}}
+    request = make_request("r", list(range(40)), UNIT, params)
+    for host in "abc":
+        assert made.match(request, 0) == (None, False)
+        [pending] = peers.open
+        assert pending.address == (host, 1) and len(pending.ask.chain) == 10
+        peers.answer(pending, NoOffer("nothing", ""))
+    assert made.match(request, 0) == (0, False) and not peers.open
+
+
+@pytest.mark.parametrize("tokens, computed", [(3, 0), (40, 36)])
+def test_what_is_not_worth_it_is_given_back_at_once(tokens, computed):
+    made, peers = matcher(pull_threshold=16)
+    assert made.match(make_request("r", list(range(tokens)), UNIT, HANDOFF), computed) == (0, False)
+    assert peers.dropped == [(("a", 1), "e")] and not peers.open
+
+
+def test_aborted_before_anything_happened_the_prefill_is_dropped():
+    made, peers = matcher()
+    made.finished(make_request("r", list(range(40)), UNIT, HANDOFF))
+    assert peers.dropped == [(("a", 1), "e")] and not len(made)
+
+
+def test_vllm_goes_on_without_our_answer():
+    """``skip_reading_prefix_cache``: the lease that arrives later must not be held while the request decodes."""
+    made, peers = matcher()
+    request = make_request("r", list(range(40)), UNIT, HANDOFF)
+    assert made.match(request, 0) == (None, False)
+    made.allocated(request, ([1],), 0)
+    [pending] = peers.open
+    assert pending.cancelled
+    peers.answer(pending, peers.offer(pending, 40))
+    assert not peers.held and made.match(request, 0) == (0, False)
+
+
+@given(st.data())
+def test_offers_of_any_shape_never_raise(data):
+    """An exception here would end the engine."""
+    groups = GROUPS[data.draw(st.sampled_from(sorted(GROUPS)))]
+    made, peers = matcher(groups)
+    params = data.draw(
+        st.sampled_from([HANDOFF, {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}])
+    )
+    request = make_request("r", list(range(data.draw(st.integers(8, 40)))), UNIT, params)
+    if made.match(request, 0)[0] is None:
+        [pending] = peers.open
+        numbers = st.integers(0, 44) | st.integers(0, 1 << 40)
+        blocks = data.draw(st.none() | st.lists(st.lists(numbers, max_size=12), max_size=3))
+        tokens, start = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 44))
+        peers.answer(pending, peers.offer(pending, tokens, blocks, start))
+        got, _ = made.match(request, 0)
+        if got:
+            tables = tuple(list(range(1, 1 + -(-got // size))) for size, _ in groups)
+            made.allocated(request, tables, got)
+            made.take_orders()
+            made.loaded("r", True)
+    made.finished(request)
+    assert not peers.held and not len(made)
+
+
+def test_whereabouts_are_bounded_and_expire(monkeypatch):
+    monkeypatch.setattr(matching, "MAX_WHEREABOUTS", 10)
+    now = [0.0]
+    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    where = Whereabouts(seconds=5.0)
+    for i in range(100):
+        where.note(bytes([i]) * 8, ("h", i + 1))
+    assert len(where._at) == 10
+    chain = [bytes([i]) * 8 for i in range(90, 100)]
+    assert where.find(chain) == ("h", 100) and where.find(chain[:3]) == ("h", 93) and where.find([b"?" * 8]) is None
+    now[0] = 6.0
+    assert where.find(chain) is None
+    random.seed(0)

@@ -1,0 +1,217 @@
+"""``POST /kvtier/query``: what do the engines hold for a prompt? Nothing is computed for the answer.
+
+The body is that of a completions or chat request, with the same headers as for generation:
+
+    curl http://127.0.0.1:8000/kvtier/query -H 'Authorization: Bearer KEY' \\
+        -d '{"model": "m", "messages": [{"role": "user", "content": "..."}]}'
+
+    {"prompt_tokens": 812, "engines": [
+        {"role": "prefill", "url": "http://127.0.0.1:8100", "gpu_cache_tokens": 800, "exported_tokens": 0},
+        {"role": "decode", "url": "http://127.0.0.1:8200", "gpu_cache_tokens": 768, "exported_tokens": 768},
+        {"role": "decode", "url": "http://127.0.0.1:8201", "unknown": "it did not answer in time"}]}
+
+``gpu_cache_tokens``: so long a prefix of the prompt lies in that engine's own prefix cache.
+``exported_tokens``: so long a prefix could be pulled from it by another engine now.
+``unknown``: why an engine could not be asked, or did not say. A connector's endpoint becomes known with its
+engine's first answer, or is given as kv=HOST:PORT.
+
+The prompt is tokenized by an engine (vLLM's /tokenize) and salted as the same request would be to generate,
+so a tenant sees its own KV only. What an engine cannot be asked about is refused with 400: several prompts,
+images and other media, truncated prompts. Of requests for a LoRA adapter nothing is ever found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import msgspec
+
+from vllm_kvtier.errors import PeerRefused
+from vllm_kvtier.proxy import answers
+from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.engines import Engine, EngineFailure
+from vllm_kvtier.proxy.exchange import Answer, passed_on
+from vllm_kvtier.proxy.params import UNREADABLE
+
+logger = logging.getLogger(__name__)
+
+# Of a request's fields, those that /tokenize takes and that change the tokens.
+_TOKENIZE_CHAT = (
+    "model",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "tools",
+)
+_TOKENIZE_COMPLETION = ("model", "add_special_tokens")
+
+# Fields of a chat request that vLLM hands to the template, where /tokenize takes them in one object only.
+_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+
+# Parts of a message that are text once the template is through with them.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+# What the wire takes; no tokenizer has larger ids, no engine takes longer prompts.
+_MAX_TOKEN = 1 << 31
+_MAX_TOKENS = 1 << 21
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+    max_model_len: int | None = None
+
+
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)
+
+
+class _Refused(Exception):
+    """The engine's own words, for the client."""
+
+    def __init__(self, answer: Answer):
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+def read_query(body: bytes) -> ClientRequest:
+    """A completions or chat body of which the engines can be asked. Raises BadRequest."""
+    request = ClientRequest(Route.CHAT, body)
+    given = [name for name in ("messages", "prompt") if name in request.fields]
+    if len(given) != 1:
+        raise BadRequest("A query needs messages or a prompt (one of them), as a request to generate does.")
+    if given == ["prompt"]:
+        request = ClientRequest(Route.COMPLETIONS, body)
+    if request.prompt is None:
+        raise BadRequest("A query needs exactly one prompt, and not an empty one.", param=given[0])
+    if request.get("truncate_prompt_tokens") is not None:
+        raise BadRequest("A query cannot truncate its prompt.", param="truncate_prompt_tokens")
+    if request.route is Route.CHAT and _has_media(request.prompt):
+        raise BadRequest("A query covers text only.", param="messages")
+    return request
+
+
+class Query:
+    """Runs one query; an answer takes at most two ``query_timeout``, one for each of its steps.
+
+    What it meets changes nothing in what the proxy thinks of its engines: a prompt that a tokenizer chokes on
+    is no reason to use an engine less.
+    """
+
+    def __init__(self, core: ProxyCore, request: ClientRequest, tenant: bytes, headers: dict[str, str]):
+        """``headers`` go to the engine that tokenizes."""
+        self._core = core
+        self._request = request
+        self._headers = headers
+        self._salt = core.tenants.salt(tenant, request.client_salt)
+        self._seconds = core.config.query_timeout
+
+    async def answer(self) -> Answer:
+        """Raises nothing but cancellation and BadRequest."""
+        self._core.count("queries")
+        try:
+            tokens = await self._tokens()
+        except _Refused as refused:
+            return refused.answer
+        engines = (*self._core.prefill, *self._core.decode)
+        found = await asyncio.gather(*(self._ask(engine, tokens) for engine in engines))
+        body = msgspec.json.encode({"prompt_tokens": len(tokens), "engines": found})
+        return Answer(200, {"content-type": "application/json"}, body)
+
+    async def _tokens(self) -> list[int]:
+        """The prompt's token ids; raises BadRequest or _Refused."""
+        prompt = self._request.prompt
+        if self._request.route is Route.COMPLETIONS and isinstance(prompt, list):
+            if len(prompt) > _MAX_TOKENS:
+                raise BadRequest(f"The prompt has more than {_MAX_TOKENS} tokens.", param="prompt")
+            if not all(type(token) is int and 0 <= token <= _MAX_TOKEN for token in prompt):
+                raise BadRequest("The prompt holds what cannot be a token id.", param="prompt")
+            return prompt
+        body = msgspec.json.encode(self._tokenize_body())
+        until = time.monotonic() + self._seconds
+        reason = "no engine is there"
+        engines = (*self._core.decode, *self._core.prefill)
+        for engine in sorted(engines, key=lambda engine: not engine.well):
+            # Half of what is left, so that one that stalls leaves time for the next.
+            seconds = max(0.0, until - time.monotonic()) / 2
+            try:
+                tokenized = await self._tokenize_at(engine, body, seconds)
+            except EngineFailure as failure:
+                logger.debug("A query could not be tokenized: %s", failure)
+                reason = str(failure)
+                continue
+            if tokenized is not None:
+                return tokenized
+            reason = f"{engine} could not"
+        logger.warning("A query could not be tokenized by any engine; the last reason: %s", reason)
+        message = "No engine could tokenize the prompt; the query can be sent again."
+        body = answers.error_body(message, "upstream_error", 503)
+        raise _Refused(Answer(503, {"content-type": "application/json"}, body))
+
+    async def _tokenize_at(self, engine: Engine, body: bytes, seconds: float) -> list[int] | None:
+        """None if this engine cannot; raises EngineFailure, and _Refused where it blames the request."""
+        began = time.monotonic()
+        reply = await engine.ask("POST", "/tokenize", body, self._headers, seconds)
+        async with aclosing(reply):
+            left = max(0.0, seconds - (time.monotonic() - began))
+            document = await reply.read(self._core.config.max_event_bytes, left)
+        if 400 <= reply.status < 500:
+            raise _Refused(passed_on(reply, document))
+        if reply.status != 200:
+            return None
+        try:
+            tokenized = _TOKENIZED.decode(document)
+        except UNREADABLE:
+            return None
+        limit = min(tokenized.max_model_len or _MAX_TOKENS, _MAX_TOKENS)
+        if len(tokenized.tokens) > limit:
+            raise BadRequest(f"The prompt has {len(tokenized.tokens)} tokens; {limit} is the most.")
+        return tokenized.tokens
+
+    def _tokenize_body(self) -> dict[str, Any]:
+        fields = self._request.fields
+        if self._request.route is Route.COMPLETIONS:
+            body: dict[str, Any] = {name: fields[name] for name in _TOKENIZE_COMPLETION if name in fields}
+            return body | {"prompt": self._request.prompt}
+        body = {name: fields[name] for name in _TOKENIZE_CHAT if name in fields}
+        beside = {name: value for name in _TEMPLATE_FIELDS if (value := self._request.get(name)) is not None}
+        if beside:
+            given = self._request.get("chat_template_kwargs")
+            body["chat_template_kwargs"] = {**(given if isinstance(given, dict) else {}), **beside}
+        return body
+
+    async def _ask(self, engine: Engine, tokens: list[int]) -> dict[str, Any]:
+        """One engine's line of the answer."""
+        line: dict[str, Any] = {"role": engine.role, "url": engine.url}
+        source = engine.source
+        if not engine.well:
+            return line | {"unknown": "it failed and is set aside"}
+        if source is None:
+            return line | {"unknown": "its connector's endpoint is not known yet"}
+        try:
+            with anyio.fail_after(self._seconds):
+                held = await self._core.endpoints.query(source, tokens, self._salt)
+        except TimeoutError:
+            return line | {"unknown": "it did not answer in time"}
+        except (PeerRefused, OSError) as error:
+            logger.debug("%s was asked and refused: %s", engine, error)
+            return line | {"unknown": "it refused the question"}
+        return line | {"gpu_cache_tokens": held.gpu_cache, "exported_tokens": held.exported}
+
+
+def _has_media(messages: list[Any]) -> bool:
+    """Whether a message has a part that is no text."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                return True
+    return False
