@@ -1,7 +1,7 @@
 """P to D: time to first token on the decode engine, our connector beside vLLM's NixlConnector, in one run.
 
-For each connector a prefill and a decode engine start; for each prompt length, fresh random prompts go to P
-(one token), then with P's params to D, streamed. Reported, in ms, medians over the repeats:
+A prefill and a decode engine a connector, all up at once; for each prompt length, fresh random prompts go to P
+(one token), then with P's params to D, streamed, the connectors taking turns. Reported, in ms, medians over the repeats:
 
   prefill   P's whole answer (max_tokens=1)
   pulled    D's time to the first chunk when it pulls the prefill from P
@@ -48,7 +48,9 @@ def with_tokenizer(model: Path) -> Path:
 
 def ask(engine: Engine, prompt: list[int], params: dict | None, tokens: int, stream: bool) -> tuple[float, dict]:
     """Seconds to the first chunk (or the whole answer if not streamed), and the last JSON object."""
-    body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    body = {
+        "model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
+    }
     if params:
         body["kv_transfer_params"] = params
     start = time.perf_counter()
@@ -78,37 +80,39 @@ def read_rate(engine: Engine, connector: str) -> tuple[float, float]:
     return metrics(engine, r"vllm:nixl_bytes_transferred_sum"), metrics(engine, r"vllm:nixl_xfer_time_seconds_sum")
 
 
-def measure(p: Engine, d: Engine, connector: str, length: int, repeats: int, rng: random.Random, vocab: int) -> dict:
-    def prompt() -> list[int]:
-        return [rng.randrange(1000, vocab) for _ in range(length)]
+NAMES = ("prefill", "pulled", "hit", "computed", "beyond")
 
-    rows: dict[str, list[float]] = {name: [] for name in ("prefill", "pulled", "hit", "computed", "beyond")}
-    read = [0.0, 0.0]
-    for i in range(repeats + 1):  # the first one warms up
-        fresh = prompt()
-        prefill, answer = ask(p, fresh, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
-        before = read_rate(d, connector)
-        pulled, _ = ask(d, fresh, answer["kv_transfer_params"], 2, True)
-        after = read_rate(d, connector)
-        hit, _ = ask(d, fresh, None, 2, True)
-        computed, _ = ask(d, prompt(), None, 2, True)
-        if i:
-            read[0] += after[0] - before[0]
-            read[1] += after[1] - before[1]
-            for name, value in zip(rows, (prefill, pulled, hit, computed, pulled - hit), strict=True):
-                rows[name].append(value * 1000)
-    row = {name: round(statistics.median(values), 1) for name, values in rows.items()}
-    row["pulled_max"] = round(max(rows["pulled"]), 1)
-    row["GB/s"] = round(read[0] / read[1] / 1e9, 1) if read[1] else None
-    row["MB"] = round(read[0] / repeats / 1e6, 1)
+
+def one(p: Engine, d: Engine, connector: str, fresh: list[int], other: list[int]) -> tuple[dict, float, float]:
+    """Milliseconds of each kind for one prompt; bytes and seconds of the read."""
+    prefill, answer = ask(p, fresh, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
+    before = read_rate(d, connector)
+    pulled, _ = ask(d, fresh, answer["kv_transfer_params"], 2, True)
+    after = read_rate(d, connector)
+    hit, _ = ask(d, fresh, None, 2, True)
+    computed, _ = ask(d, other, None, 2, True)
+    values = (prefill, pulled, hit, computed, pulled - hit)
+    row = {name: value * 1000 for name, value in zip(NAMES, values, strict=True)}
+    return row, after[0] - before[0], after[1] - before[1]
+
+
+def summary(connector: str, length: int, taken: list[tuple[dict, float, float]]) -> dict:
+    row: dict = {"connector": connector, "tokens": length}
+    for name in NAMES:
+        row[name] = round(statistics.median(t[0][name] for t in taken), 1)
+    row["pulled_min"] = round(min(t[0]["pulled"] for t in taken), 1)
+    row["pulled_max"] = round(max(t[0]["pulled"] for t in taken), 1)
+    seconds = statistics.median(t[2] for t in taken)
+    size = statistics.median(t[1] for t in taken)
+    row["GB/s"] = round(size / seconds / 1e9, 1) if seconds else None
+    row["MB"] = round(size / 1e6, 1)
     return row
 
 
-def run(connector: str, args: argparse.Namespace, model: Path) -> list[dict]:
+def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine, Engine]:
     engines = []
     for i, name in enumerate(("p", "d")):
-        env = {}
-        kv = kvtier({"bidirectional": False})
+        kv, env = kvtier({"bidirectional": False}), {}
         if connector == "nixl":
             kv, env = NIXL, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         engines.append(
@@ -118,8 +122,14 @@ def run(connector: str, args: argparse.Namespace, model: Path) -> list[dict]:
                 args=["--load-format", "dummy"] if args.dummy else [], python=args.python, ready_seconds=args.ready,
             )
         )
-    p, d = engines
-    rng = random.Random(7)  # the same prompts for each connector
+    return engines[0], engines[1]
+
+
+def run(args: argparse.Namespace, model: Path) -> list[dict]:
+    """All connectors' engines are up together and take turns prompt by prompt, so that noise meets them alike."""
+    pairs = {connector: pair(connector, args, model) for connector in args.connectors}
+    engines = [engine for both in pairs.values() for engine in both]
+    rng = random.Random(7)
     rows = []
     try:
         for engine in engines:
@@ -127,10 +137,16 @@ def run(connector: str, args: argparse.Namespace, model: Path) -> list[dict]:
         for engine in engines:
             engine.wait_ready()
         for length in args.lengths:
-            row = {"connector": connector, "tokens": length}
-            row |= measure(p, d, connector, length, args.repeats, rng, args.vocab)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            taken: dict[str, list] = {connector: [] for connector in pairs}
+            for i in range(args.repeats + 2):
+                fresh, other = ([rng.randrange(1000, args.vocab) for _ in range(length)] for _ in range(2))
+                for connector, (p, d) in pairs.items():
+                    values = one(p, d, connector, fresh, other)
+                    if i >= 2:  # the first two warm up
+                        taken[connector].append(values)
+            for connector in pairs:
+                rows.append(summary(connector, length, taken[connector]))
+                print(json.dumps(rows[-1]), flush=True)
     finally:
         for engine in engines:
             engine.terminate()
@@ -154,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     args.vocab = args.vocab or json.loads((args.model / "config.json").read_text())["vocab_size"]
     model = with_tokenizer(args.model)
-    rows = [row for connector in args.connectors for row in run(connector, args, model)]
+    rows = run(args, model)
     columns = list(rows[0])
     print(" ".join(f"{c:>10}" for c in columns))
     for row in rows:

@@ -1,6 +1,7 @@
 """Driving engines in tests: requests, what a proxy does, comparing answers, and looking inside."""
 
 import asyncio
+import json
 import random
 import re
 import time
@@ -91,6 +92,12 @@ def with_sources(*engines: Engine) -> dict[str, Any]:
     return {**PREFILL, "kvtier": {"sources": named}}
 
 
+def known_from(reply: Reply) -> dict[str, Any]:
+    """P's params as vLLM's multi-turn proxy makes them: the fields D returned, as they came."""
+    remote = {name: value for name, value in (reply.params or {}).items() if name.startswith("remote_")}
+    return {**PREFILL, **remote}
+
+
 class Driver:
     """Requests to engines on one event loop."""
 
@@ -104,20 +111,20 @@ class Driver:
     ) -> Reply:
         """A greedy answer of exactly ``max_tokens`` tokens (``ignore_eos``), unless ``body`` says otherwise."""
         chat = not prompt or isinstance(prompt[0], dict)
-        body = {
+        defaults = {
             "model": "model",
             "temperature": 0,
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            **({"messages": prompt, "logprobs": True, "top_logprobs": 2} if chat else {"prompt": prompt, "logprobs": 2}),
-            **({"kv_transfer_params": params} if params is not None else {}),
-            **body,
         }
+        asked = {"messages": prompt, "logprobs": True, "top_logprobs": 2} if chat else {"prompt": prompt, "logprobs": 2}
+        extra = {} if params is None else {"kv_transfer_params": params}
+        content = json.dumps({**defaults, **asked, **extra, **body})  # in ASCII, whatever characters it names
         started = time.monotonic()
-        path = "chat/completions" if chat else "completions"
-        response = await self._http.post(f"{engine.base_url}/v1/{path}", json=body)
+        url = f"{engine.base_url}/v1/{'chat/completions' if chat else 'completions'}"
+        response = await self._http.post(url, content=content, headers={"Content-Type": "application/json"})
         if response.status_code != 200:
             raise Refused(response.status_code, response.text)
         document = response.json()

@@ -39,7 +39,7 @@ EXTRA = {
 # For engines whose peers die and stall: every wait is short, so that it can be measured.
 SHORT = {
     **EXTRA,
-    "handoff_seconds": 5.0,
+    "handoff_seconds": 6.0,
     "retain_seconds": 6.0,
     "lease_seconds": 3.0,
     "ask_timeout": 1.0,
@@ -169,7 +169,8 @@ def fleet_is_idle_afterwards(fleet) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trio_is_idle_afterwards(fleet, trio_of_session) -> Iterator[None]:
     yield
-    _until_idle(fleet.single, [e for e in trio_of_session[:3] if e.running], SHORT["lease_seconds"] + SHORT["retain_seconds"])
+    engines = [engine for engine in trio_of_session[:3] if engine.running]
+    _until_idle(fleet.single, engines, SHORT["lease_seconds"] + SHORT["retain_seconds"])
 
 
 def _until_idle(single: Engine, engines: list[Engine], seconds: float) -> None:

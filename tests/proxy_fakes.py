@@ -252,8 +252,8 @@ async def _disconnected(request: Request) -> None:
 class Cluster:
     """``p`` and ``d`` engines, the proxy, a client of the proxy; ``released`` gets the exports given up.
 
-    ``kv``: (host, port) of all Ds' endpoints, as the operator would give it. ``real_release``: exports that are
-    given up are told to the endpoints that the engines name.
+    ``kv``: (host, port) of all Ds' endpoints, as the operator would give it. ``real_release``: exports that
+    are given up are told to the endpoints that the engines name.
     """
 
     def __init__(self, p: int = 1, d: int = 1, **options: Any):

@@ -67,7 +67,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
-        if TransferResults is None and len(self._facts.groups) > 1 and any(r.failed for r in results):
+        if TransferResults is None and self._facts.fails_by_request and any(r.failed for r in results):
             recompute_failed_loads(self._scheduler.engine_scheduler, results)
         self._scheduler.pulled(results, set(connector_output.finished_recving or ()))
 
@@ -123,10 +123,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self.get_finished(finished_req_ids)
-        return transfer_results(self._step, len(self._facts.groups))
+        return transfer_results(self._step, self._facts.fails_by_request)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._step.bad_blocks if len(self._facts.groups) == 1 else set()
+        return set() if self._facts.fails_by_request else self._step.bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return WorkerReport(self._step.results) if self._step.results else None

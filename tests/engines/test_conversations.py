@@ -4,14 +4,26 @@ import asyncio
 import random
 
 import pytest
-from drive import PREFILL, SYSTEM, WORDS, Driver, assert_same, facts, question, random_tokens, told, with_sources
+from drive import (
+    PREFILL,
+    SYSTEM,
+    WORDS,
+    Driver,
+    assert_same,
+    facts,
+    known_from,
+    question,
+    random_tokens,
+    told,
+    with_sources,
+)
 from fleet import MAX_LENGTH, Fleet
 
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
 
 # Around one block, around several, tiny, and near the longest.
 LENGTHS = (1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 96, 200, 511, 512, 513, 1000, 2900)
-ANSWER = 24
+ANSWER = 70  # some answers fill blocks that only D has
 ROOM = MAX_LENGTH - ANSWER - 64
 
 
@@ -86,7 +98,7 @@ class Chat:
 async def converse(driver: Driver, fleet: Fleet, rng: random.Random, tally: Tally) -> None:
     talk = rng.choice((TokenTalk, Chat))(rng)
     salt = {"cache_salt": f"tenant {rng.randrange(3)}"} if rng.random() < 0.3 else {}
-    known = None  # the params that D returned last
+    known = None  # what D said last
     for _ in range(4):
         if not talk.say():
             return
@@ -95,7 +107,7 @@ async def converse(driver: Driver, fleet: Fleet, rng: random.Random, tally: Tall
             tally.edits += 1
         prompt = talk.prompt
         # Routers differ in what they tell P: where to look, D's own params as they came, or nothing.
-        told_p = rng.choice((with_sources(fleet.decode), {**PREFILL, **(known or {}), "do_remote_decode": True}, PREFILL))
+        told_p = rng.choice((with_sources(fleet.decode), known or PREFILL, PREFILL))
         if rng.random() < 0.25:
             await driver.disconnect(fleet.prefill, prompt, rng.uniform(0, 0.5), told_p)
             tally.aborts += 1
@@ -109,20 +121,31 @@ async def converse(driver: Driver, fleet: Fleet, rng: random.Random, tally: Tall
         assert_same(reply, want, what)
         assert_same(first, want.head(1), what)
         talk.hear(reply)
-        known = {k: v for k, v in (reply.params or {}).items() if k.startswith("remote_")}
+        known = known_from(reply)
         tally.turns += 1
         tally.to_decode += reply.pulled > 0
         tally.to_prefill += first.pulled > 0
 
 
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return Tally()
+
+
 @pytest.mark.parametrize("seed", range(4))
-async def test_random_conversations(fleet, driver, seed):
+async def test_random_conversations(fleet, driver, tally, seed):
     """Six at a time, with edited histories and clients that leave at any moment."""
-    tally = Tally()
     rngs = [random.Random(f"conversation {seed} {i}") for i in range(6)]
+    before = tally.turns
     await asyncio.gather(*(converse(driver, fleet, rng, tally) for rng in rngs))
-    assert tally.turns >= 8 and tally.aborts and tally.edits, vars(tally)
-    assert tally.to_decode >= tally.turns // 4 and tally.to_prefill >= 2, vars(tally)
+    assert tally.turns - before >= 8
+
+
+def test_the_conversations_were_what_they_should_be(tally):
+    if tally.turns < 40:
+        pytest.skip("the conversations above did not all run")
+    assert tally.aborts >= 10 and tally.edits >= 10, vars(tally)
+    assert tally.to_decode >= tally.turns // 2 and tally.to_prefill >= 3, vars(tally)
 
 
 async def test_preempted_requests_answer_right(fleet, driver):
@@ -142,8 +165,8 @@ async def test_preempted_requests_answer_right(fleet, driver):
     *answers, _, _ = await asyncio.gather(*map(one, lengths), *leaving)
     assert await driver.metric(fleet.decode, "vllm:num_preemptions_total") > before, "nothing was preempted"
     assert sum(reply.pulled > 0 for _, reply in answers) >= 2, "hardly anything was pulled"
-    for prompt, reply in answers:
-        await driver.assert_right(reply, prompt, f"{len(prompt)} tokens, {reply.report}")
+    for pair in (answers[i : i + 3] for i in range(0, len(answers), 3)):
+        await asyncio.gather(*(driver.assert_right(reply, prompt, reply.report) for prompt, reply in pair))
 
 
 async def test_what_p_lost_to_eviction_comes_back_from_d(fleet, driver):
@@ -151,7 +174,6 @@ async def test_what_p_lost_to_eviction_comes_back_from_d(fleet, driver):
     prompt = random_tokens(rng, 500)
     _, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt, 40)
     for _ in range(2):
-        await driver.prefill(fleet.single, random_tokens(rng, 10))
         await driver.ask(fleet.prefill, random_tokens(rng, 3000), 1)
     assert (await driver.query(fleet.prefill, prompt)).gpu_cache == 0, "P still has it"
     longer = [*prompt, *reply.tokens, *random_tokens(rng, 50)]

@@ -1,4 +1,4 @@
-"""Exporter and ledger, following block tables that evolve like vLLM's: what an export promises is in the checksum table.
+"""Exporter and ledger, following block tables that evolve like vLLM's: what is promised is in the checksum table.
 
 The model keeps, a block and token slot, a *version*: every forward that writes a slot makes a new one, also when the
 same token is computed again, because another batch shape may give other bits. A worker's checksum is a snapshot of
@@ -21,6 +21,7 @@ from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
@@ -234,7 +235,8 @@ class Engine:
                 if r.resumed and rng.random() < 0.5:
                     cached.append((name, tables, request.num_computed_tokens, True))
                 else:
-                    new.append(SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=request.num_computed_tokens))
+                    computed = request.num_computed_tokens
+                    new.append(SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=computed))
         for name, n in scheduled.items():
             self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + n)
         output = SimpleNamespace(
@@ -397,18 +399,79 @@ def test_a_life_of_an_engine(groups, bidirectional, seed):
     engine.end()
 
 
-# -- single cases found by the machine above or by reading ---------------------------------------------------------------
+# -- single cases ----------------------------------------------------------------------------------------------------
 
 
-def exporter(groups=((UNIT, None),), blocks=32, **options):
-    pool = BlockPool(FakePool(blocks, UNIT))
-    config = KVTierConfig(pull_threshold=1, **options)
-    table = ExportTable(UNIT, dict.fromkeys(Kind, blocks), align=alignment(list(groups), UNIT) // UNIT)
-    keys = Keys(5)
-    return Exporter(config, table, pool, Ledger(), lambda: keys, list(groups), Counters(), False)
+def test_pool_without_full_groups_claims_nothing():
+    """A query to a model of sliding windows only."""
+    assert BlockPool(FakePool(8, UNIT)).cached_tokens([b"x" * 32], [], UNIT) == 0
 
 
-@pytest.mark.parametrize("kind", ["Query on a model of windows only"])
-def test_pool_without_full_groups_claims_nothing(kind):
-    pool = BlockPool(FakePool(8, UNIT))
-    assert pool.cached_tokens([b"x" * 32], [], UNIT) == 0
+class Alone:
+    """An exporter and one prefill, step by step, for cases that lives seldom meet."""
+
+    def __init__(self, tokens):
+        self.pool = FakePool(BLOCKS, UNIT)
+        self.table = ExportTable(UNIT, dict.fromkeys(Kind, BLOCKS))
+        self.ledger, config = Ledger(), KVTierConfig(pull_threshold=1)
+        self.exporter = Exporter(
+            config, self.table, BlockPool(self.pool), self.ledger, lambda: Keys(5), [(UNIT, None)], Counters(), False
+        )
+        self.tracked = {}
+        self.add("p", tokens, PREFILL)
+
+    def add(self, name, tokens, params=None):
+        request = make_request(name, tokens, UNIT, params)
+        self.tracked[name] = SimpleNamespace(request=request, hints=read(params))
+
+    def step(self, *new):
+        """Each of ``new`` (name, block ids) is scheduled for all its tokens; {block: valid} of the sums ordered."""
+        rows = [SimpleNamespace(req_id=n, block_ids=(ids,), num_computed_tokens=0) for n, ids in new]
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        scheduled = {n: self.tracked[n].request.num_tokens for n, _ in new}
+        output = SimpleNamespace(
+            scheduled_new_reqs=rows, scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled
+        )
+        ordered = [
+            (block, valid)
+            for batch in self.exporter.begin_step(output, self.tracked.get)
+            for block, valid in zip(batch.ids.tolist(), batch.valid.tolist(), strict=True)
+        ]
+        assert len(dict(ordered)) == len(ordered), "two checksums of one block in a step"
+        for name, _ in new:
+            request = self.tracked[name].request
+            request.num_computed_tokens = request.num_tokens
+            request.append_output_token_ids(1)
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return dict(ordered)
+
+
+def test_what_a_request_leaves_unsummed_goes_with_the_next_step():
+    alone = Alone([1] * (2 * UNIT + 1))
+    assert alone.step(("p", [5, 6, 7])) == {5: UNIT, 6: UNIT, 7: 1}
+    alone.ledger.forget([6, 7])
+    export = alone.exporter.finished(alone.tracked["p"], ([5, 6, 7],))
+    assert export.ready_step == alone.exporter.step + 1
+    assert alone.step() == {6: UNIT, 7: 1}
+
+
+def test_a_checksum_still_owed_is_forgotten_with_its_block():
+    """The export ended before the next step, and that step's forward writes something else into the block."""
+    alone = Alone([1] * (2 * UNIT))
+    alone.step(("p", [5, 6]))
+    alone.ledger.forget([5, 6])
+    alone.exporter.finished(alone.tracked["p"], ([5, 6],))
+    alone.table.clear()
+    alone.exporter.drain()
+    alone.add("other", [0] * UNIT)
+    assert alone.step(("other", [6])) == {5: UNIT}, "block 5 is nobody's yet, block 6 holds another content"
+
+
+def test_a_prompt_computed_again_with_its_output_has_one_checksum_a_block():
+    """Resumed after a preemption, a prefill of several tokens completes the block that its prompt only began."""
+    alone = Alone([1] * (UNIT + 1))
+    alone.tracked["p"].request.append_output_token_ids([1] * UNIT)
+    assert alone.step(("p", [5, 6, 7])) == {5: UNIT, 6: UNIT}
+    export = alone.exporter.finished(alone.tracked["p"], ([5, 6, 7],))
+    assert (export.tokens, export.ready_step) == (UNIT + 1, 2), "its tail is made with the next step"
+    assert alone.step() == {6: 1}

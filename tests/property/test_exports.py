@@ -16,7 +16,8 @@ UNIT = 4
 
 def chain_of(tokens: list[int]) -> list[bytes]:
     """Chained hashes of the full blocks, readable in failures."""
-    return [bytes([len(tokens[: (i + 1) * UNIT])]) + bytes(tokens[: (i + 1) * UNIT]) for i in range(len(tokens) // UNIT)]
+    ends = range(UNIT, len(tokens) + 1, UNIT)
+    return [bytes([end]) + bytes(tokens[:end]) for end in ends]
 
 
 @dataclass
@@ -379,16 +380,16 @@ def test_long_random_lives(seed):
 
     def by_id():
         if m.exports:
-            name = rng.choice(list(m.exports))
-            leases.append(m.lease_export(name=name, who=rng.choice(who), start=rng.choice([0, 0, 1, 3]), right=rng.random() < 0.8))
+            name, start = rng.choice(list(m.exports)), rng.choice([0, 0, 1, 3])
+            leases.append(m.lease_export(name=name, who=rng.choice(who), start=start, right=rng.random() < 0.8))
 
     def by_chain():
         if m.exports:
             tail = [rng.randint(0, 1) for _ in range(rng.randint(0, 2 * UNIT))]
             leases.append(
                 m.lease_chain(
-                    name=rng.choice(list(m.exports)), cut=rng.randint(1, 9), tail=tail, start=rng.choice([0, 0, 0, 1, 2]),
-                    who=rng.choice(who), variant=rng.choice(variants),
+                    name=rng.choice(list(m.exports)), cut=rng.randint(1, 9), tail=tail,
+                    start=rng.choice([0, 0, 0, 1, 2]), who=rng.choice(who), variant=rng.choice(variants),
                 )  # fmt: skip
             )
 

@@ -1,4 +1,4 @@
-"""The real Matcher against sources that grant, refuse, lie, answer late or never, and a vLLM that aborts and preempts."""
+"""The real Matcher: sources grant, refuse, lie, answer late or never; vLLM aborts, preempts and finds no room."""
 
 import random
 import time
@@ -144,7 +144,7 @@ class Machine(RuleBasedStateMachine):
         if external and ignored == 0:
             external = 0
         tables = tuple(
-            [0 if i % 5 == 3 and len(self.groups) > 1 and g else 1 + i for i in range(-(-(computed + external) // size))]
+            [0 if g and i % 5 == 3 else 1 + i for i in range(-(-(computed + external) // size))]
             for g, (size, _) in enumerate(self.groups)
         )
         self.matcher.allocated(request, tables, external)
@@ -158,7 +158,8 @@ class Machine(RuleBasedStateMachine):
         assert set(introductions) <= {orders[0].source}
         for pull, (size, _), table in zip(orders[0].groups, self.groups, tables, strict=True):
             wanted = [b for b in table[computed // size :] if b]
-            assert pull.local.tolist() == wanted and len(pull.remote) == len(pull.keys) == len(pull.valid) == len(wanted)
+            assert pull.local.tolist() == wanted
+            assert len(pull.remote) == len(pull.keys) == len(pull.valid) == len(wanted)
             assert all(0 < v <= size for v in pull.valid)
 
     @precondition(lambda self: self.peers.open)
@@ -180,7 +181,6 @@ class Machine(RuleBasedStateMachine):
                 data.draw(st.none() | st.integers(0, 50)),
             )
         else:
-            r = next((r for r in self.live.values() if not pending.ask.export), None)
             limit = len(pending.ask.chain) * UNIT
             if pending.ask.export:
                 tokens = next((r.request.num_tokens for r in self.live.values() if self.asks(r, pending)), 40)
@@ -361,7 +361,7 @@ def test_long_random_lives(groups, seed):
         m.teardown()
 
 
-# -- single cases --------------------------------------------------------------------------------------------------------
+# -- single cases ----------------------------------------------------------------------------------------------------
 
 
 def matcher(groups=((UNIT, None),), **options):

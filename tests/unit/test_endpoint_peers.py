@@ -293,6 +293,16 @@ def test_a_peer_that_died_after_the_handshake_costs_one_wait_not_one_a_request(m
     assert time.monotonic() - begin < 0.2
 
 
+def test_a_cancelled_ask_that_was_answered_is_no_silence(make):
+    source, asker = make(Source), make(Asker, ask_timeout=0.3)
+    source.table.add(export(kind=Kind.RETAINED))
+    assert isinstance(asker.answer(source.address), Offer)
+    asker.peers.cancel(asker.ask(source.address))
+    eventually(lambda: next(source.table._lease_ids) > 2, 3, "the second was granted too")
+    time.sleep(0.5)  # beyond its time limit
+    assert isinstance(asker.answer(source.address), Offer), "the source is paused for nothing"
+
+
 def test_a_slow_answer_ends_the_pause(make):
     source, asker = make(Source, ask_timeout=10), make(Asker, ask_timeout=0.2)
     source.table.add(export(ready=1, kind=Kind.RETAINED))

@@ -1,12 +1,16 @@
 """The proxy in good health, before engines on real sockets."""
 
 import asyncio
+import contextlib
 import json
 import sys
 
+import anyio
 import httpx
 import pytest
-from proxy_fakes import Cluster, alone, events, text_of, turn
+from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
+
+from vllm_kvtier.scheduler.params import Hints, read
 
 REPORT = {"X-KVTier-Report": "1"}
 
@@ -167,6 +171,52 @@ async def test_which_completions_p_prefills(prompt, by_p):
         assert len(c.p[0].seen) == by_p != alone(c.d[0].seen[0])
 
 
+async def test_a_d_that_computes_alone_is_told_who_else_has_the_conversation():
+    async with Cluster(p=0, d=2, affinity_slack=0) as c:
+        await c.chat("u1")
+        home, other = c.d if c.d[0].seen else c.d[::-1]
+        await c.chat("u1", "a1", "u2")
+        assert alone(home.seen[0]) and alone(home.seen[1]), "itself it need not ask"
+        home.hold = asyncio.Event()
+        waiting = asyncio.create_task(c.chat("u1", "a1", "u2", "a2", "held"))
+        await home.until_seen(3)
+        reply = await c.chat("u1", "a1", "u2", "a2", "u3", headers=REPORT)
+        source = {
+            "engine_id": f"id-{home.name}-1",
+            "host": "127.0.0.1",
+            "port": home.params({})["remote_port"],
+        }
+        sent = other.seen[0].body["kv_transfer_params"]
+        assert sent == ALONE | {"kvtier": {"sources": [source]}}
+        # The connector reads it as it is meant, and its report comes back.
+        assert read(sent) == Hints(sources=(("127.0.0.1", source["port"]),), asked=True)
+        assert read(ALONE) == Hints(asked=True)
+        report = reply.json()["kv_transfer_params"]["kvtier"]
+        assert report["prefill"] is None and report["decode"]["pulled_tokens"] == 5
+        # Prompt logprobs need the prompt computed.
+        await c.chat("u1", "a1", "u2", "a2", "u3", "a3", "u4", prompt_logprobs=1)
+        assert alone(other.seen[-1])
+        home.hold.set()
+        await waiting
+
+
+async def test_a_d_that_takes_over_is_told_of_others_but_not_of_the_dead():
+    async with Cluster(p=0, d=3, backoff_first=60, backoff_most=60) as c:
+        await c.chat("u1")
+        home = next(d for d in c.d if d.seen)
+        await home.kill()
+        await c.chat("u1", "a1", "u2")
+        (taker,) = (d for d in c.d if d.seen and d is not home)
+        assert alone(taker.seen[0])
+
+
+async def test_bidirectional_off_means_no_sources_for_d_either():
+    async with Cluster(p=0, d=2, affinity_slack=0, bidirectional=False) as c:
+        for i in range(6):
+            await c.chat("u1", *("a", "u") * i)
+        assert all(alone(seen) for d in c.d for seen in d.seen)
+
+
 async def test_engines_without_the_connector_and_no_p_at_all():
     async with Cluster(p=0) as c:
         c.d[0].returns_params = False
@@ -202,6 +252,64 @@ async def test_bad_requests_go_no_further():
             reply = await post(body)
             assert reply.status_code == status and reply.json()["error"]["code"] == status
         assert not c.p[0].seen and not c.d[0].seen
+
+
+DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/kvtier/query"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": [1, }', b'{"a": "\\ud800"}', DEEP]
+)
+async def test_bad_json_is_said_so(path, body):
+    async with Cluster() as c:
+        with anyio.fail_after(5):
+            reply = await c.client.post(path, content=body, headers={"X-Request-Id": "r"})
+        error = reply.json()["error"]
+        assert reply.status_code == error["code"] == 400 and error["type"] == "invalid_request_error"
+        assert reply.headers["x-request-id"] == "r"
+        assert not c.p[0].seen and not c.d[0].seen
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/kvtier/query", 405),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("POST", "/v1//chat/completions", 404),
+    ],
+)
+async def test_unknown_routes(method, path, status):
+    async with Cluster() as c:
+        with anyio.fail_after(5):
+            reply = await c.client.request(method, path, content=b"x" * 10_000)
+        assert reply.status_code == reply.json()["error"]["code"] == status
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_huge_body_is_refused_before_it_is_all_there(chunked):
+    async with Cluster(max_body_bytes=100_000, client_timeout=2) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        length = b"transfer-encoding: chunked" if chunked else b"content-length: 1000000000"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n" + length + b"\r\n\r\n")
+        with anyio.fail_after(5):
+            # More than a socket's buffers hold: whoever answered without taking it would be heard by nobody.
+            for _ in range(2000):
+                piece = b"x" * 10_000
+                writer.write(b"2710\r\n" + piece + b"\r\n" if chunked else piece)
+                await writer.drain()
+            assert b"413" in await reader.readline()
+            # The rest never comes, and the connection does not wait for it.
+            with contextlib.suppress(ConnectionResetError):
+                while await reader.read(65536):
+                    continue
+        writer.close()
+        assert not c.p[0].seen
 
 
 async def test_request_ids_are_made_or_kept_if_harmless():

@@ -12,7 +12,8 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.conversations import ConversationRoute, Holder, Name, RouteTable, name_conversation
-from vllm_kvtier.proxy.params import Source, TransferParams, find_params, prefill_params
+from vllm_kvtier.proxy.params import Source, TransferParams, alone_params, find_params, prefill_params
+from vllm_kvtier.proxy.query import read_query
 from vllm_kvtier.proxy.tenants import Tenants
 
 D = (EngineAddress("http://d:1"),)
@@ -37,7 +38,14 @@ def test_addresses():
 
 
 @pytest.mark.parametrize(
-    "text", ["http://h:1,kv=x", "http://h:1,kv=h:0", "http://h:1,kw=h:5", "http://h:1,kv=h:99999"]
+    "text",
+    [
+        "http://h:1,kv=x",
+        "http://h:1,kv=h:0",
+        "http://h:1,kw=h:5",
+        "http://h:1,kv=h:99999",
+        "http://h:1,kv=h:²",
+    ],
 )
 def test_bad_endpoint(text):
     with pytest.raises(ConfigError, match="kv=HOST:PORT"):
@@ -117,7 +125,7 @@ def test_a_client_cannot_say_where_kv_is():
         ec_transfer_params=aim,
         vllm_xargs={"kv_transfer_params": "victim", "mine": 1},
     )
-    for body in (request.body_for_decode("s", None), request.body_for_prefill("s", prefill_params([]))):
+    for body in (request.body_for_decode("s", {}), request.body_for_prefill("s", prefill_params([]))):
         assert b"victim" not in body and b"ec_transfer_params" not in body
         assert json.loads(body)["vllm_xargs"] == {"mine": 1}
 
@@ -164,6 +172,44 @@ def test_bodies_that_are_no_json_object(body):
 )
 def test_what_p_can_prefill(request_, possible):
     assert request_.can_prefill_elsewhere is possible
+
+
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | st.integers(min_value=1 << 63) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+known_fields = (
+    "model messages prompt stream n echo logprobs prompt_logprobs prompt_embeds cache_salt conversation_id "
+    "kv_transfer_params vllm_xargs use_beam_search max_completion_tokens truncate_prompt_tokens"
+).split()
+bodies_like_ours = st.fixed_dictionaries({}, optional=dict.fromkeys(known_fields, anything))
+messages_like_ours = st.lists(st.fixed_dictionaries({"role": anything, "content": anything}), max_size=3)
+
+
+@given(bodies_like_ours, st.none() | messages_like_ours, st.sampled_from(Route))
+def test_whatever_a_client_sends_is_routed_or_refused_in_words(body, messages, route):
+    if messages is not None:
+        body["messages"] = messages
+    raw = json.dumps(body).encode()
+    try:
+        request = ClientRequest(route, raw)
+        name_conversation(Tenants(b"x" * 32), b"tenant", request)
+    except BadRequest as error:
+        assert 400 <= error.status < 500 and str(error)
+    else:
+        assert request.prompt_chars >= 0
+        sent = json.loads(request.body_for_prefill("salt", prefill_params([])))
+        assert sent["cache_salt"] == "salt" and sent["kv_transfer_params"]["do_remote_decode"] is True
+        sent = json.loads(request.body_for_decode("salt", alone_params([Source("e", "h", 5)])))
+        assert sent["kv_transfer_params"]["kvtier"]["sources"] == [{"engine_id": "e", "host": "h", "port": 5}]
+        untouched = set(body) - {"cache_salt", "conversation_id", "kv_transfer_params", "vllm_xargs"}
+        assert {name: sent[name] for name in untouched} == {name: body[name] for name in untouched}
+    try:
+        read_query(raw)
+    except BadRequest as error:
+        assert str(error)
 
 
 # ---------------------------------------------------------------- tenants
@@ -310,6 +356,8 @@ def test_params_that_make_no_sense_are_no_source_and_no_export():
         b"[]",
         b'{"kvtier":5}',
         b'{"remote_host":"h","remote_port":0,"kvtier":{"export":"e","engine_id":"i"}}',
+        '{"remote_host":"h","remote_port":"²","kvtier":{"export":"e","engine_id":"i"}}'.encode(),
+        b"[" * 100_000 + b"]" * 100_000,
     ):
         params = TransferParams(msgspec.Raw(raw))
         assert params.source is None and params.export is None and params.report == {}
@@ -325,6 +373,7 @@ def test_params_that_make_no_sense_are_no_source_and_no_export():
         b"kv_transfer_params",
         b'{"kv_transfer_params" :  null }',
         b'{"a":{"kv_transfer_params":{"b":1}}}',
+        b'{"kv_transfer_params":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
 def test_documents_without_params(document):

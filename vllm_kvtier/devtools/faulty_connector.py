@@ -85,13 +85,13 @@ class FaultyMemory(CacheMemory):
                 faults.record(plan.corrupt)
         return pending
 
-    def begin_check(self, groups):
+    def begin_check(self, groups, moves=()):
         if faults.plan().corrupt == "arrival":
             for g in groups:
                 if len(g.local):
                     self._flip(g.group, int(g.local[-1]))
                     faults.record("arrival")
-        return super().begin_check(groups)
+        return super().begin_check(groups, moves)
 
     def _flip(self, group: int, block: int) -> None:
         """One bit of the block's first token, in its last region."""

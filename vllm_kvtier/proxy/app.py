@@ -35,6 +35,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 # Of a client's headers, those that engines get. Authorization: they, not the proxy, check API keys.
 _FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
 
+# For answers to a request whose body was not read: the server would else read on for as long as it is sent.
+_CLOSING = {"connection": "close"}
+_LINGER_SECONDS = 1.0
+
 
 class ClientGone(Exception):
     """The client closed its connection, or takes no more of its answer."""
@@ -72,7 +76,7 @@ def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None) -> Fa
     async def refused(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}."
         body = answers.error_body(message, "invalid_request_error", error.status_code)
-        return Response(body, error.status_code, error.headers, "application/json")
+        return Response(body, error.status_code, {**(error.headers or {}), **_CLOSING}, "application/json")
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -124,7 +128,7 @@ class _WorkingResponse(Response):
         try:
             body = await self._read_body(receive)
         except BadRequest as error:
-            await self._send(send, _refusal(error))
+            await self._refuse_unread(receive, send, _refusal(error, _CLOSING))
             return
         except ClientGone:
             return
@@ -159,6 +163,10 @@ class _WorkingResponse(Response):
     async def _read_body(self, receive) -> bytes:
         """Raises BadRequest if it is too large or too slow, ClientGone if the client leaves."""
         limit = self._core.config.max_body_bytes
+        too_large = BadRequest(f"The request body exceeds {limit} bytes.", status=413)
+        length = self._request.headers.get("content-length", "")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
+            raise too_large
         body = bytearray()
         try:
             with anyio.fail_after(self._core.config.client_timeout):
@@ -168,18 +176,37 @@ class _WorkingResponse(Response):
                         raise ClientGone
                     body += message.get("body", b"")
                     if len(body) > limit:
-                        raise BadRequest(f"The request body exceeds {limit} bytes.", status=413)
+                        raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError as error:
             raise BadRequest("The request body took too long to arrive.", status=408) from error
 
-    async def _send(self, send, answer: Answer) -> None:
+    async def _refuse_unread(self, receive, send, answer: Answer) -> None:
+        """Answer before the body is all there, and close.
+
+        For a moment what is still being sent is taken and dropped: to close at once would reset the
+        connection, and the client might never see why (RFC 9112, 9.6).
+        """
+        try:
+            await self._put(send, self._start(answer))
+            await self._put(send, {"type": "http.response.body", "body": answer.body, "more_body": True})
+            with anyio.move_on_after(_LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    continue
+            await self._put(send, {"type": "http.response.body", "body": b""})
+        except ClientGone:
+            self._core.count("clients_left")
+
+    def _start(self, answer: Answer) -> dict:
         headers = {**answer.headers, "x-request-id": self._id}
         if answer.pieces is None:
             headers["content-length"] = str(len(answer.body))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        start = {"type": "http.response.start", "status": answer.status, "headers": raw}
+        return {"type": "http.response.start", "status": answer.status, "headers": raw}
+
+    async def _send(self, send, answer: Answer) -> None:
+        start = self._start(answer)
         if answer.pieces is None or answer.reply is None:
             await self._put(send, start)
             await self._put(send, {"type": "http.response.body", "body": answer.body})
@@ -241,6 +268,6 @@ def _engine_headers(request: Request, request_id: str) -> dict[str, str]:
     return headers | {"x-request-id": request_id}
 
 
-def _refusal(error: BadRequest) -> Answer:
+def _refusal(error: BadRequest, headers: dict[str, str] | None = None) -> Answer:
     body = answers.error_body(str(error), "invalid_request_error", error.status, error.param)
-    return Answer(error.status, {"content-type": "application/json"}, body)
+    return Answer(error.status, {"content-type": "application/json", **(headers or {})}, body)

@@ -73,7 +73,8 @@ class SchedulerHalf:
         ledger = Ledger()
         self._ledger = ledger
         self._matcher = Matcher(
-            config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters
+            config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
+            facts.resumes,
         )
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0

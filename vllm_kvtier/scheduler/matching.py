@@ -82,10 +82,17 @@ class Matcher:
         unit: int,
         my_address: Callable[[], Address],
         counters: Counters,
+        resumes: bool = True,
     ):
-        """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers."""
+        """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers.
+
+        ``resumes``: whether the model can compute several tokens on top of others; if not, only a pull that leaves
+        one is of use.
+        """
         self._config, self._peers, self._ledger, self._keys = config, peers, ledger, keys
         self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
+        self._resumes = resumes
+        self._windowed = any(window is not None for _, window in groups)
         self.whereabouts = Whereabouts(config.retain_seconds)
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[PullOrder] = []
@@ -187,7 +194,7 @@ class Matcher:
         if t.hints.handoff:
             yield t.hints.handoff
             return
-        if not self._config.bidirectional:
+        if not self._config.bidirectional or not self._resumes:
             return
         mine = self._my_address()
         seen = set()
@@ -247,7 +254,15 @@ class Matcher:
         offer = t.offer
         if offer.start > computed or time.monotonic() - t.offered_at > self._config.transfer_timeout:
             return 0
-        gain = min(offer.tokens, t.request.num_tokens) - computed
+        prompt = t.request.num_tokens
+        tokens = min(offer.tokens, prompt)
+        if tokens == prompt and self._windowed:
+            # vLLM would compute the last token again, after it has given up the blocks that only this token's
+            # window reaches (``get_num_skipped_tokens`` is asked for the next token's).
+            tokens -= 1
+        if tokens < prompt - 1 and not self._resumes:
+            return 0
+        gain = tokens - computed
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
     def _decline(self, t: Tracked) -> None:
@@ -294,7 +309,9 @@ class Matcher:
         self._orders.append(order)
 
     def _order(self, t: Tracked, block_ids: tuple[list[int], ...], tokens: int) -> PullOrder:
-        hashes = vr.chain(t.request, tokens, self._unit)
+        # Blocks count whole, up to the offer's end, even if the last token is not taken: so the source summed them.
+        most = t.offer.tokens
+        hashes = vr.chain(t.request, most, self._unit)
         variant, keys, pulls = vr.variant(t.request), self._keys(), []
         for g, (size, window) in enumerate(self._groups):
             theirs = GroupBlocks(size, [0] * (t.offer.start // size) + t.offer.blocks[g], window)
@@ -303,7 +320,7 @@ class Matcher:
                 local = block_ids[g][place] if place < len(block_ids[g]) else 0
                 if not local:
                     continue  # outside a sliding window: vLLM gave no block, nobody reads it
-                end = min((place + 1) * size, tokens)
+                end = min((place + 1) * size, most)
                 block_hash = hashes[end // self._unit - 1] if end % self._unit == 0 else self._tail(t.request, end)
                 entry = Entry(g, local, keys.key(block_hash, g, variant), end - place * size)
                 rows.append((entry, theirs.ids[place] if place < len(theirs.ids) else 0))

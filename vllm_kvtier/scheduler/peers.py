@@ -242,6 +242,8 @@ class Peers:
         pending = connection.asked.pop(granted.ask, None)
         if pending is None or pending.cancelled or pending.outcome is not None:
             self._release(offer, done=False)  # too late: nobody waits for it
+            if pending is not None and pending.timer is not None:
+                pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
             self._settle(pending, offer)
 
@@ -252,12 +254,12 @@ class Peers:
 
     def _timed_out(self, connection: _Connection, pending: PendingAsk) -> None:
         # A grant that still comes belongs to nobody, and is released on arrival.
-        connection.asked.pop(pending.ask.ask, None)
+        sent = connection.asked.pop(pending.ask.ask, None) is not None
         if pending in connection.waiting:
             connection.waiting.remove(pending)
         if pending.outcome is None:
             outcome = NoOffer("timeout", f"no answer within {self._config.ask_timeout:g} s")
-            if connection.welcome is not None and self._connections.get(connection.address) is connection:
+            if sent and self._connections.get(connection.address) is connection:
                 # It may have died since the handshake: not every request should find that out by waiting.
                 connection.unanswered += 1
                 self._pause(connection.address, min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE), outcome)

@@ -13,7 +13,6 @@ MEANINGS = {
     "integrity_failures": "blocks whose checksum was wrong on arrival; computed instead",
     "exports": "finished requests offered to others, by kind",
     "export_refused": "finished requests not offered, by reason",
-    "leases": "leases granted to other engines",
 }
 
 

@@ -17,8 +17,14 @@ class EngineFacts:
     tensor_parallel: int
     data_parallel_rank: int
     hash_lookahead: int
+    resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
     config: Any = field(repr=False)
+
+    @property
+    def fails_by_request(self) -> bool:
+        """Whether a failed pull costs the whole request, not only the blocks from the first bad one on."""
+        return len(self.groups) > 1 or not self.resumes
 
     def namespace(self, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
         return ns.namespace(self.config, hash_block_tokens, fingerprint)
@@ -45,9 +51,17 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
         hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
+        resumes=_resumes(vllm_config),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         config=vllm_config,
     )
+
+
+def _resumes(vllm_config: Any) -> bool:
+    """vLLM's MLA attends to earlier tokens in a prefill only with chunked prefill, and without it *silently* not at
+    all; on CPUs without AMX it always is without. A single token is a decode step and right either way."""
+    mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+    return not mla or bool(vllm_config.scheduler_config.enable_chunked_prefill)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -29,17 +29,17 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.results + other.results)
 
 
-def transfer_results(step: StepResults, groups: int) -> Any:
-    """vLLM >= 0.30: failures of models with several groups go by request, else by block."""
+def transfer_results(step: StepResults, by_request: bool) -> Any:
+    """vLLM >= 0.30: failures go by request (models with several groups must), else by block."""
     return TransferResults(
         finished_sending=set(),
         finished_recving=step.finished,
-        failed_recving=step.failed if groups > 1 else set(),
+        failed_recving=step.failed if by_request else set(),
     )
 
 
 def recompute_failed_loads(scheduler: Any, results: list[PullResult]) -> None:
-    """vLLM < 0.30 with several KV cache groups: do to failed requests what 0.30's scheduler does itself.
+    """vLLM < 0.30 where failures go by request: do to failed requests what 0.30's scheduler does itself.
 
     Called while the scheduler reads a step's output, before it handles finished loads: a request marked so is
     freed and matched anew. Such a request is always recomputed; these versions cannot fail it by request.

@@ -33,6 +33,8 @@ POLL = 50e-6
 STRETCH = 2e-3
 # While peers read from us, NIXL needs progress only where reads are emulated (TCP, shared memory); RDMA does not.
 SERVE_POLL = 200e-6
+# After an unforeseen error while polling.
+FAULT_PAUSE = 0.1
 
 
 @dataclass
@@ -172,7 +174,7 @@ class WorkerHalf:
         except Exception:
             # Without checksums nobody can verify these blocks: their entries stay wrong and peers compute instead.
             logger.exception("kvtier: checksums of step %d failed", step)
-            self._link.tell(m.Summed(self._rank, step))
+            self._summing.append((step, Pending(None)))  # in its turn: it also speaks for the steps before it
 
     def _impossible(self, order: PullOrder) -> PullResult:
         blocks = {int(i) for g in order.groups for i in g.local}
@@ -192,6 +194,19 @@ class WorkerHalf:
 
     def _drive(self) -> None:
         """Poll what is under way for a stretch; runs again until nothing is."""
+        try:
+            again = self._poll()
+        except Exception:
+            logger.exception("kvtier: polling failed; trying again")
+            again = False
+            self._reactor.call_later(FAULT_PAUSE, self._drive)
+        else:
+            self._driving = again
+        if again:
+            self._reactor.call_soon(self._drive)
+
+    def _poll(self) -> bool:
+        """One stretch; whether something is still under way."""
         end = time.monotonic() + STRETCH
         while True:
             while self._summing and self._summing[0][1].done():
@@ -204,9 +219,7 @@ class WorkerHalf:
             for result in results:
                 self._finish(result)
             if not self._busy():
-                self._driving = False
-                return
+                return False
             if time.monotonic() >= end:
-                break
+                return True
             time.sleep(POLL if pulling or self._summing else SERVE_POLL)
-        self._reactor.call_soon(self._drive)

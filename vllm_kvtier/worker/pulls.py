@@ -102,7 +102,11 @@ class Pulls:
         """Advance every pull; the results of those that ended."""
         results = []
         for pull in list(self._pulls):
-            result = self._advance(pull)
+            try:
+                result = self._advance(pull)
+            except Exception as error:  # one pull's fault must not leave the others waiting for ever
+                logger.exception("kvtier: a pull from %s failed in an unforeseen way", pull.order.source)
+                result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
                 results.append(result)
@@ -159,8 +163,8 @@ class Pulls:
                 return None
             if state is TransferState.DONE:
                 self._transport.release(pull.transfer)
-                pull.check = self._memory.begin_check(pull.order.groups, pull.moves)
                 pull.stage = Stage.VERIFYING
+                pull.check = self._memory.begin_check(pull.order.groups, pull.moves)
             else:
                 pull.reason = (
                     f"the read from {pull.order.source} failed"
@@ -180,6 +184,12 @@ class Pulls:
             return self._verified(pull, bad)
         if pull.stage is Stage.ABORTING and self._transport.release(pull.transfer):
             return self._fail_now(pull, pull.reason)
+        return None
+
+    def _broken(self, pull: _Pull, reason: str) -> PullResult | None:
+        if pull.stage is Stage.VERIFYING:
+            return self._fail_now(pull, reason)
+        pull.reason, pull.stage = reason, Stage.ABORTING
         return None
 
     def _disconnect(self, pull: _Pull) -> None:

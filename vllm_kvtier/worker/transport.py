@@ -1,10 +1,11 @@
-"""A thin, single-threaded wrapper of a NIXL agent: register, introduce peers, read, poll, abort.
+"""A thin wrapper of a NIXL agent: register, introduce peers, read, poll, abort.
 
-All calls come from one thread (the worker's reactor). The agent has no progress thread of its own: NIXL's never
+Not thread-safe: the worker half calls it under one lock. The agent has no progress thread of its own: NIXL's never
 sleeps and would cost an idle engine a whole core. Instead ``progress`` is driven while we read or are read.
 """
 
 import enum
+import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +32,23 @@ class Transfer:
     bytes: int
 
 
+def _nixl() -> Any:
+    """NIXL's Python API: the meta package picks the build for torch's CUDA; the CPU set-up has only one build."""
+    problems = []
+    for package in ("nixl", "nixl_cu13", "nixl_cu12"):
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError as error:
+            problems.append(str(error))
+    raise KVTierError(f"NIXL cannot be imported ({problems[0]}); `pip install nixl` to pull KV between engines")
+
+
 class NixlTransport:
     def __init__(self, name: str, backends: list[str]):
         """Raises KVTierError if NIXL is missing or none of ``backends`` can be created."""
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise KVTierError(
-                f"NIXL cannot be imported ({error}); install it with `pip install nixl` to pull KV between engines"
-            ) from error
-        config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=list(backends))
-        self._agent = nixl_agent(name, config)
+        api = _nixl()
+        config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=list(backends))
+        self._agent = api.nixl_agent(name, config)
         missing = [b for b in backends if b not in self._agent.backends]
         if len(missing) == len(backends):
             raise KVTierError(

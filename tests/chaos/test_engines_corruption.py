@@ -1,0 +1,74 @@
+"""Bytes that change between the checksum and the reader: found, computed anew, counted, said once."""
+
+import random
+
+import pytest
+from drive import Refused, random_tokens, with_sources
+
+FAILURES = "vllm:kvtier_integrity_failures_total"
+
+
+async def failures(driver, engine, more_than: float) -> float:
+    async def counted() -> float:
+        await driver.ask(engine, [300, 301], 1)  # counters leave with the next step
+        value = await driver.metric(engine, FAILURES)
+        return value if value > more_than else 0.0
+
+    return await driver.until(counted, 5.0, f"more than {more_than:g} integrity failures are counted")
+
+
+@pytest.mark.parametrize(("kind", "where"), [("pages", "FP"), ("sums", "FP"), ("arrival", "FD")])
+async def test_one_flipped_bit_is_found(trio, driver, kind, where):
+    rng = random.Random(f"corrupt {kind}")
+    for length in (40, 333, 1024):
+        before = await driver.metric(trio.decode, FAILURES)
+        trio.faults[where].set(corrupt=kind)
+        prompt = random_tokens(rng, length)
+        _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+        trio.faults[where].set()
+        assert trio.faults[where].happened(kind)
+        assert reply.pulled == 0, "a block was wrong, so what was pulled does not count"
+        await driver.assert_right(reply, prompt, f"{kind}, {length} tokens")
+        await failures(driver, trio.decode, before)
+        await driver.until_no_exports(trio.prefill)
+    prompt = random_tokens(rng, 200)
+    _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+    assert reply.pulled == 200, "nothing is wrong any more"
+    await driver.assert_right(reply, prompt)
+
+
+async def test_corruption_on_the_way_back_is_found_too(trio, driver):
+    rng = random.Random("corrupt back")
+    prompt = random_tokens(rng, 300)
+    reply = await driver.ask(trio.decode, prompt)
+    before = await driver.metric(trio.prefill, FAILURES)
+    trio.faults["FP"].set(corrupt="arrival")
+    longer = [*prompt, *reply.tokens, *random_tokens(rng, 30)]
+    first = await driver.prefill(trio.prefill, longer, with_sources(trio.decode))
+    assert first.pulled == 0
+    await driver.assert_right(first, longer)
+    await failures(driver, trio.prefill, before)
+
+
+async def test_the_log_says_it_once(trio, driver):
+    rng = random.Random("said once")
+    trio.faults["FD"].set(corrupt="arrival")
+    for _ in range(3):
+        _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))
+        assert reply.pulled == 0
+    source = (await driver.prefill(trio.prefill, random_tokens(rng, 40))).params["kvtier"]["instance"]
+    lines = [line for line in trio.decode.log_path.read_text().splitlines() if "wrong checksum" in line and source in line]
+    assert len(lines) == 1, lines
+
+
+async def test_a_strict_engine_fails_the_request(trio, driver):
+    rng = random.Random("strict")
+    trio.faults["FS"].set(corrupt="arrival")
+    prompt = random_tokens(rng, 100)
+    with pytest.raises(Refused) as refusal:
+        await driver.hand_off(trio.prefill, trio.strict, prompt)
+    assert refusal.value.status >= 500
+    trio.faults["FS"].set()
+    _, reply = await driver.hand_off(trio.prefill, trio.strict, prompt)
+    assert reply.pulled == 100, "only that request failed"
+    await driver.assert_right(reply, prompt)

@@ -1,0 +1,301 @@
+"""Engines that die, stop, come back and fall silent: every wait ends, answers are right, nothing stays held."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+from drive import PREFILL, Refused, random_tokens
+from fleet import SHORT
+
+from vllm_kvtier.devtools.processes import free_port
+
+HANDOFF, LEASE, TRANSFER = SHORT["handoff_seconds"], SHORT["lease_seconds"], SHORT["transfer_timeout"]
+SLACK = 3.0  # beyond what the options promise, for two busy cores
+
+
+@asynccontextmanager
+async def listening(answer: bytes | None):
+    """A TCP port where connections are accepted; ``answer`` is sent, then closed, or None: nothing ever happens."""
+
+    async def serve(reader, writer):
+        if answer is not None:
+            writer.write(answer)
+            await writer.drain()
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def happened(driver, faults, what: str, count: int = 1) -> None:
+    async def enough() -> bool:
+        return faults.happened(what) >= count
+
+    await driver.until(enough, 10.0, f"fault '{what}'")
+
+
+async def assert_pulls_again(driver, trio, rng) -> None:
+    """Whatever was set aside is used again, soon."""
+
+    async def pulled() -> bool:
+        prompt = random_tokens(rng, 100)
+        _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+        await driver.assert_right(reply, prompt)
+        return reply.pulled == 100
+
+    await driver.until(pulled, 20.0, "D pulls from P again")
+
+
+async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
+    rng = random.Random("p dies")
+    await assert_pulls_again(driver, trio, rng)  # D and P know each other
+    prompts = [random_tokens(rng, 300) for _ in range(3)]
+    firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
+    trio.prefill.kill()
+    replies = await asyncio.gather(
+        *(driver.ask(trio.decode, *pair) for pair in ((prompts[i], 8, firsts[i].params) for i in (0, 1)))
+    )
+    for i, reply in enumerate(replies):
+        assert reply.pulled == 0 and reply.seconds < SHORT["ask_timeout"] + SLACK
+        await driver.assert_right(reply, prompts[i])
+    # Restarted under the same address between the prefill and the pull: it never heard of that export.
+    trio.prefill.start()
+    await asyncio.to_thread(trio.prefill.wait_ready)
+    reply = await driver.ask(trio.decode, prompts[2], 8, firsts[2].params)
+    assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK
+    await driver.assert_right(reply, prompts[2])
+    await assert_pulls_again(driver, trio, rng)
+
+
+async def test_p_dies_during_the_transfer(trio, driver):
+    """One read was not posted yet when P died, for another it is unknown how far it got; the strict engine says so."""
+    rng = random.Random("p dies in transfer")
+    for engine in (trio.decode, trio.strict):  # connections exist: the death is found by the read itself
+        _, reply = await driver.hand_off(trio.prefill, engine, random_tokens(rng, 100))
+        assert reply.pulled == 100
+    prompts = [random_tokens(rng, 1500) for _ in range(2)]
+    firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
+    for name in ("FD", "FS"):
+        trio.faults[name].set(hold_before=True)
+    lenient = asyncio.create_task(driver.ask(trio.decode, prompts[0], 8, firsts[0].params))
+    strict = asyncio.create_task(driver.ask(trio.strict, prompts[1], 8, firsts[1].params))
+    for name in ("FD", "FS"):
+        await happened(driver, trio.faults[name], "hold_before")
+    trio.prefill.kill()
+    for name in ("FD", "FS"):
+        trio.faults[name].set()
+    reply = await lenient
+    assert reply.pulled == 0 and reply.seconds < TRANSFER + SLACK
+    await driver.assert_right(reply, prompts[0])
+    with pytest.raises(Refused) as refusal:
+        await strict
+    assert refusal.value.status >= 500
+    for engine in (trio.decode, trio.strict):
+        await driver.until_idle(engine, seconds=SHORT["retain_seconds"] + SLACK)
+    fresh = random_tokens(rng, 50)
+    await driver.assert_right(await driver.ask(trio.strict, fresh), fresh, "the strict engine lives")
+
+
+async def test_d_dies_while_it_holds_a_lease(trio, driver):
+    """P's blocks are free again once D is silent for as long as a lease lasts, and the hand-off's time is over."""
+    rng = random.Random("d dies")
+    _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))
+    assert reply.pulled == 100
+    trio.faults["FD"].set(hold_before=True)
+    prompt = random_tokens(rng, 600)
+    first = await driver.prefill(trio.prefill, prompt)
+    asked = asyncio.create_task(driver.ask(trio.decode, prompt, 8, first.params))
+
+    async def leased() -> bool:
+        return (await driver.inspect(trio.prefill)).leases == 1
+
+    await happened(driver, trio.faults["FD"], "hold_before")
+    await driver.until(leased, 3.0, "a lease is out")
+    trio.decode.kill()
+    await asyncio.wait([asked])
+    assert asked.exception() is not None
+
+    async def void() -> bool:
+        return (await driver.inspect(trio.prefill)).leases == 0
+
+    await driver.until(void, LEASE + 1.0, "the lease is void")
+    await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
+    await driver.assert_right(await driver.ask(trio.prefill, prompt), prompt)
+
+
+async def test_a_peer_that_is_stopped_is_a_slow_peer(trio, driver):
+    """SIGSTOP: its sockets stay open and nothing answers. It costs a bounded wait, and counts again when it goes on."""
+    rng = random.Random("stopped")
+    await assert_pulls_again(driver, trio, rng)
+    prompts = [random_tokens(rng, 300) for _ in range(3)]
+    firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
+    trio.prefill.pause()
+    try:
+        for prompt, first in zip(prompts[:2], firsts[:2], strict=True):
+            reply = await driver.ask(trio.decode, prompt, 8, first.params)
+            # Memory of a stopped process can be read on one machine; then what arrives is verified and right.
+            assert reply.pulled in (0, 300) and reply.seconds < TRANSFER + SLACK
+            await driver.assert_right(reply, prompt)
+    finally:
+        trio.prefill.resume()
+    reply = await driver.ask(trio.decode, prompts[2], 8, firsts[2].params)
+    assert reply.seconds < TRANSFER + SLACK
+    await driver.assert_right(reply, prompts[2])
+    await assert_pulls_again(driver, trio, rng)
+    await driver.until_no_exports(trio.prefill, LEASE + HANDOFF + SLACK)
+
+
+async def test_a_source_that_stops_while_p_asks_it(trio, driver):
+    """D to P: the asker waits no longer than it said, and computes."""
+    rng = random.Random("stopped source")
+    prompt = random_tokens(rng, 300)
+    reply = await driver.ask(trio.decode, prompt)
+    host, port = trio.decode.kv_address.rsplit(":", 1)
+    params = {**PREFILL, "remote_host": host, "remote_port": int(port)}
+    trio.decode.pause()
+    try:
+        first = await driver.prefill(trio.prefill, [*prompt, *reply.tokens, 400], params)
+    finally:
+        trio.decode.resume()
+    assert first.pulled == 0 and first.seconds < SHORT["handshake_timeout"] + SLACK
+    await driver.assert_right(first, [*prompt, *reply.tokens, 400])
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 4096, b""])
+async def test_an_address_that_is_no_engine(trio, driver, answer):
+    """A port that accepts and never answers, or answers with anything else."""
+    rng = random.Random(f"no engine {answer}")
+    async with listening(answer) as port:
+        address = {"remote_host": "127.0.0.1", "remote_port": port}
+        for params in (
+            {**PREFILL, **address},
+            {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", **address},
+        ):
+            prompt = random_tokens(rng, 100)
+            reply = await driver.ask(trio.decode, prompt, 8, params)
+            assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK
+            await driver.assert_right(reply, prompt)
+
+
+async def test_an_address_where_nobody_listens(trio, driver):
+    prompt = random_tokens(random.Random("nobody"), 100)
+    address = {"remote_host": "127.0.0.1", "remote_port": free_port()}
+    params = {"do_remote_prefill": True, "remote_request_id": "x", **address}
+    for engine in (trio.decode, trio.strict):  # nothing was loaded that could fail: also the strict one computes
+        reply = await driver.ask(engine, prompt, 8, params)
+        assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK
+        await driver.assert_right(reply, prompt)
+
+
+async def test_an_expired_export_is_computed(trio, driver):
+    prompt = random_tokens(random.Random("expired"), 300)
+    first = await driver.prefill(trio.prefill, prompt)
+    await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
+    reply = await driver.ask(trio.decode, prompt, 8, first.params)
+    await driver.assert_right(reply, prompt)
+    # Its blocks may still hold the very same tokens, and be read and verified; once they are overwritten they are not.
+    first = await driver.prefill(trio.prefill, prompt := random_tokens(random.Random("overwritten"), 300))
+    await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
+    for i in range(2):
+        await driver.ask(trio.prefill, random_tokens(random.Random(f"flood {i}"), 3000), 1)
+    reply = await driver.ask(trio.decode, prompt, 8, first.params)
+    assert reply.pulled == 0
+    await driver.assert_right(reply, prompt)
+
+
+async def test_a_lease_that_lapsed_under_a_read(trio, driver):
+    """D's pings are lost and its read is slow: P hands the blocks out anew, D reads the wrong bytes and sees it."""
+    rng = random.Random("lapsed")
+    await assert_pulls_again(driver, trio, rng)
+    failures = await driver.metric(trio.decode, "vllm:kvtier_integrity_failures_total")
+    trio.faults["FD"].set(hold_before=True, drop=["ping"])
+    prompt = random_tokens(rng, 600)
+    first = await driver.prefill(trio.prefill, prompt)
+    asked = asyncio.create_task(driver.ask(trio.decode, prompt, 8, first.params))
+    await happened(driver, trio.faults["FD"], "hold_before")
+    await driver.until_no_exports(trio.prefill, HANDOFF + LEASE + 1.0)
+    for _ in range(2):
+        await driver.ask(trio.prefill, random_tokens(rng, 3000), 1)
+    trio.faults["FD"].set()
+    reply = await asked
+    assert reply.pulled == 0 and reply.seconds < TRANSFER + SLACK
+    await driver.assert_right(reply, prompt)
+
+    async def counted() -> bool:
+        await driver.ask(trio.decode, [300, 301], 1)  # counters leave with the next step
+        return await driver.metric(trio.decode, "vllm:kvtier_integrity_failures_total") > failures
+
+    await driver.until(counted, 5.0, "the wrong bytes were counted")
+
+
+async def test_a_read_that_fails(trio, driver):
+    """By default the request is computed; the strict engine fails this request alone."""
+    rng = random.Random("reads fail")
+    for name in ("FD", "FS"):
+        trio.faults[name].set(fail_reads=True)
+    prompt = random_tokens(rng, 700)
+    before = await driver.metric(trio.decode, "vllm:kvtier_pulls_total", 'kind="failed"')
+    _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+    assert reply.pulled == 0
+    await driver.assert_right(reply, prompt)
+    with pytest.raises(Refused) as refusal:
+        await driver.hand_off(trio.prefill, trio.strict, prompt)
+    assert refusal.value.status >= 500
+    await driver.until_no_exports(trio.prefill)
+    for name in ("FD", "FS"):
+        trio.faults[name].set()
+    for engine in (trio.decode, trio.strict):
+        prompt = random_tokens(rng, 200)
+        _, reply = await driver.hand_off(trio.prefill, engine, prompt)
+        assert reply.pulled == 200, "a failed read is no reason not to read again"
+        await driver.assert_right(reply, prompt)
+    assert await driver.metric(trio.decode, "vllm:kvtier_pulls_total", 'kind="failed"') == before + 1
+
+
+@pytest.mark.parametrize("lost", ["release", "granted", "refused", "ping"])
+async def test_lost_messages(trio, driver, lost):
+    """Each kind of message, lost from both sides: answers are right, and time limits free what it would have."""
+    rng = random.Random(f"lost {lost}")
+    for name in ("FP", "FD"):
+        trio.faults[name].set(drop=[lost, "drop"])
+    prompts = [random_tokens(rng, 300), random_tokens(rng, 300)]
+    for prompt in prompts:
+        first = await driver.prefill(trio.prefill, prompt)
+        if lost == "refused":  # what there is to refuse: an export that P does not have
+            first.params["kvtier"]["export"] = first.params["remote_request_id"] = "gone"
+            first.params["remote_block_ids"] = []
+        reply = await driver.ask(trio.decode, prompt, 8, first.params)
+        assert reply.seconds < SHORT["ask_timeout"] + SHORT["handshake_timeout"] + SLACK
+        await driver.assert_right(reply, prompt)
+    if lost != "ping":  # only sent while a lease gets old
+        assert trio.faults["FD" if lost == "release" else "FP"].happened(f"drop {lost}")
+    await driver.until_no_exports(trio.prefill, LEASE + HANDOFF + SLACK)
+    trio.faults["FP"].set()
+    trio.faults["FD"].set()
+    await assert_pulls_again(driver, trio, rng)
+
+
+async def test_an_abort_during_the_read_releases_p_when_the_read_ended(trio, driver):
+    """Not before: P may not reuse what is still being read."""
+    rng = random.Random("abort in read")
+    trio.faults["FD"].set(hold_after=True)
+    prompt = random_tokens(rng, 600)
+    first = await driver.prefill(trio.prefill, prompt)
+    before = trio.faults["FD"].happened("hold_after")
+    leaving = asyncio.create_task(driver.disconnect(trio.decode, prompt, 60.0, first.params))
+    await happened(driver, trio.faults["FD"], "hold_after", before + 1)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    # The engine hears of it, and still holds what is being written.
+    waiting = await driver.ask(trio.decode, random_tokens(rng, 40), 4)
+    assert len(waiting.tokens) == 4
+    now = await driver.inspect(trio.decode)
+    assert now.free_blocks < now.blocks - 1 - 600 // 32 and now.requests >= 1
+    assert (await driver.inspect(trio.prefill)).exported_blocks + (await driver.inspect(trio.prefill)).leases > 0
+    trio.faults["FD"].set()
+    await driver.until_no_exports(trio.prefill)
+    await driver.until_idle(trio.decode, seconds=SHORT["retain_seconds"] + SLACK)

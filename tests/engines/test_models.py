@@ -1,0 +1,218 @@
+"""P and D pull from each other whatever the KV cache is made of: full attention, windows, MLA, fp8.
+
+Also for machines with GPUs, where more of it can start:
+
+    KVTIER_TEST_GPUS=0,1 python -m pytest tests/engines/test_models.py      (P on device 0, D on device 1)
+
+The truth is one engine's own decoding. P answers x with tokens t1, t2, ...; then D is asked for x + [t1] with P's
+prefill of it, pulls x and computes t1 in a decode step, exactly as P did, so it must say t2, ... with the same
+logprobs. (A prefill is no measure: vLLM's MLA on CPUs gives other logprobs in a prefill than in a decode step.)
+"""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import model_shapes
+import pytest
+from drive import Driver, Reply, driving, random_tokens, with_sources
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import ServiceFailed, free_port, start_all
+
+GPUS = [int(gpu) for gpu in os.environ.get("KVTIER_TEST_GPUS", "").split(",") if gpu]
+RETAIN_SECONDS = 10.0
+ANSWER = 6  # tokens
+
+
+class Case(NamedTuple):
+    """``itemsize``: bytes a number of the cache. Logprobs that only rounding moves differ by less than ``tolerance``."""
+
+    shape: model_shapes.Shape
+    flags: tuple[str, ...]
+    itemsize: int
+    tolerance: float
+
+
+def _case(shape: model_shapes.Shape, dtype: str, cache: str = "auto") -> Case:
+    flags = ("--dtype", dtype, "--kv-cache-dtype", cache)
+    itemsize = 1 if cache == "fp8" else {"float32": 4, "bfloat16": 2}[dtype]
+    return Case(shape, flags, itemsize, 2e-3 if dtype == "float32" and cache == "auto" else 0.1)
+
+
+SHAPES = {"dense": model_shapes.DENSE, "hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA}
+if GPUS:
+    CASES = {f"{name}-{cache}": _case(shape, "bfloat16", cache) for name, shape in SHAPES.items() for cache in ("auto", "fp8")}
+else:
+    CASES = {
+        "hybrid": _case(model_shapes.HYBRID, "float32"),
+        "mla": _case(model_shapes.MLA, "float32"),
+        "dense-fp8": _case(model_shapes.DENSE, "float32", "fp8"),
+    }
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name == "dense-fp8" and not GPUS else []) for name in CASES]
+
+
+class Pair(NamedTuple):
+    case: Case
+    prefill: Engine
+    decode: Engine
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def pair(request, model_path, log_dir):
+    """P and D of one kind; skipped where vLLM itself cannot start it, with its own words."""
+    case = CASES[request.param]
+    model = model_shapes.write(case.shape, log_dir / "models" / case.shape.name, model_path)
+
+    def engine(name: str, kv: dict | None, gpu: int) -> Engine:
+        gpus = GPUS[gpu : gpu + 1] or GPUS[:1]
+        name = f"{request.param}-{name}"
+        return Engine(model, name=name, kv=kv, gpus=gpus, args=case.flags, log_dir=log_dir)
+
+    extra = {"bidirectional": True, "pull_threshold": 1, "retain_seconds": RETAIN_SECONDS}
+    engines = [engine(n, kvtier({**extra, "endpoint_port": free_port()}), i) for i, n in enumerate("PD")]
+    try:
+        start_all(engines)
+    except ServiceFailed as failure:
+        plain = engine("plain", None, 0)
+        try:
+            with plain:
+                pass
+        except ServiceFailed as reason:
+            pytest.skip(f"vLLM starts no {request.param} here: {_last_error(str(reason))}")
+        raise failure  # without the connector it does start
+    yield Pair(case, *engines)
+    for engine in engines:
+        engine.terminate()
+
+
+def _last_error(story: str) -> str:
+    errors = [line for line in story.splitlines() if "Error" in line]
+    return (errors or story.splitlines())[0][-300:]
+
+
+@pytest.fixture
+async def driver(pair):
+    async with driving(pair.prefill) as driver:
+        yield driver
+
+
+async def _block(driver: Driver, engine: Engine) -> int:
+    """Tokens a block, as the engine itself says: MLA backends have wishes of their own."""
+    for block in (16, 32, 64, 128):
+        if await driver.metric(engine, "vllm:cache_config_info", f'block_size="{block}"'):
+            return block
+    raise AssertionError("no block size in the metrics")
+
+
+def _off(got: Reply, tokens: list[int], logprobs: list[float], tolerance: float) -> float:
+    """Largest difference of logprobs, as far as the tokens are the same; they part only where two are as good."""
+    worst = 0.0
+    for a, b, x, y, best in zip(got.tokens, tokens, got.logprobs, logprobs, got.top, strict=True):
+        if a != b:
+            return worst if best[0] - best[1] < 2 * tolerance else float("inf")
+        worst = max(worst, abs(x - y))
+    return worst
+
+
+async def _hand_off(driver: Driver, pair: Pair, prompt: list[int], **body) -> tuple[Reply, float, list[int]]:
+    """D's answer to ``prompt`` and P's first token on it, how far it is from P's own, and the whole prompt."""
+    own = await driver.ask(pair.prefill, prompt, 1 + ANSWER, **body)
+    whole = prompt + own.tokens[:1]
+    _, reply = await driver.hand_off(pair.prefill, pair.decode, whole, ANSWER, **body)
+    return reply, _off(reply, own.tokens[1:], own.logprobs[1:], pair.case.tolerance), whole
+
+
+async def test_a_prefill_is_pulled(pair, driver):
+    """Of every length that matters: around a block's end, and where a block ends just before the window."""
+    block = await _block(driver, pair.prefill)
+    window = min(k.window for k in pair.case.shape.layers if k.window) if pair.case.shape.name == "hybrid" else 17
+    rng = random.Random(1)
+    lengths = [2, block - 1, 2 * block + 5, 10 * block, 10 * block + 1, 10 * block + 2, 20 * block + 1]
+    lengths += [10 * block + window - 1, 10 * block + window, 10 * block + window + 1]
+    for length in lengths:
+        before = await driver.metric(pair.decode, "vllm:kvtier_pulled_bytes_total")
+        reply, off, whole = await _hand_off(driver, pair, random_tokens(rng, length - 1))
+        moved = await driver.metric(pair.decode, "vllm:kvtier_pulled_bytes_total") - before
+        # With windows the last token is left out, which without is read and then computed again.
+        pulled = length - 1 if pair.case.shape.name == "hybrid" else length
+        assert (reply.pulled, reply.report["local_tokens"]) == (pulled, 0), (length, reply.report)
+        assert moved == pair.case.shape.pulled_bytes(pulled, block, pair.case.itemsize), (length, block)
+        assert off < pair.case.tolerance, (length, off)
+    await _assert_sound(driver, pair)
+
+
+async def test_other_kv_would_answer_otherwise(pair, driver):
+    """Or all the rest proves nothing: the same last tokens behind other ones have other logprobs."""
+    rng = random.Random(2)
+    prompt, tail = random_tokens(rng, 200), random_tokens(rng, 8)
+    one = await driver.ask(pair.decode, prompt + tail, 1)
+    for at in (0, 150):
+        changed = prompt.copy()
+        changed[at : at + 48] = random_tokens(rng, 48)
+        other = await driver.ask(pair.decode, changed + tail, 1)
+        off = _off(other, one.tokens, one.logprobs, pair.case.tolerance)
+        assert off > 3 * pair.case.tolerance, (at, off)
+
+
+async def test_several_at_once(pair, driver):
+    rng = random.Random(3)
+    prompts = [random_tokens(rng, rng.randrange(40, 500)) for _ in range(6)]
+    answers = await asyncio.gather(*(_hand_off(driver, pair, prompt) for prompt in prompts))
+    for prompt, (reply, off, _) in zip(prompts, answers, strict=True):
+        assert reply.pulled >= len(prompt), reply.report
+        assert off < pair.case.tolerance, (len(prompt), off)
+    await _assert_sound(driver, pair)
+
+
+async def test_the_next_turn_is_pulled_back(pair, driver):
+    """P lacks what D generated, and asks D for it by hash; D then needs only what is new."""
+    block = await _block(driver, pair.prefill)
+    rng = random.Random(4)
+    for salt in ("a", "b"):
+        prompt = random_tokens(rng, 5 * block + 3)
+        first, answer = await driver.hand_off(pair.prefill, pair.decode, prompt, 3 * block, cache_salt=salt)
+        longer = prompt + answer.tokens + random_tokens(rng, 20)
+        sources = with_sources(pair.decode)
+        second = await driver.prefill(pair.prefill, longer, sources, cache_salt=salt)
+        held = (len(prompt) + 3 * block - 1) // block * block
+        if await _resumes(driver, pair):
+            assert second.report["local_tokens"] + second.pulled == held, second.report
+            assert second.pulled >= 2 * block
+        else:
+            assert second.pulled == 0, "P's model cannot go on from a prefix, and would answer without it"
+        reply = await driver.ask(pair.decode, longer, ANSWER, second.params, cache_salt=salt)
+        assert reply.pulled > 0
+        # Under another salt nothing is shared: computed from scratch, by a prefill where D made a decode step.
+        own = await driver.ask(pair.prefill, longer, 1, cache_salt=f"fresh {salt}")
+        rounding = pair.case.tolerance if _exact_prefill(pair) else 1.0
+        assert _off(second, own.tokens, own.logprobs, rounding) <= rounding
+    await _assert_sound(driver, pair)
+
+
+async def _resumes(driver: Driver, pair: Pair) -> bool:
+    caching = await driver.metric(pair.prefill, "vllm:cache_config_info", 'enable_prefix_caching="False"')
+    return not (pair.case.shape.name == "mla" and caching)
+
+
+def _exact_prefill(pair: Pair) -> bool:
+    return pair.case.itemsize == 4
+
+
+async def test_nothing_is_left(pair, driver):
+    await driver.until_idle(pair.prefill, pair.decode, seconds=RETAIN_SECONDS + 10)
+
+
+async def _assert_sound(driver: Driver, pair: Pair) -> None:
+    for engine in (pair.prefill, pair.decode):
+        assert await driver.metric(engine, "vllm:kvtier_integrity_failures_total") == 0
+        assert await driver.metric(engine, "vllm:kvtier_pulls_total", 'kind="failed"') == 0
+
+
+def test_the_models_are_small(log_dir, model_path):
+    """They are written anew for each run."""
+    for name, shape in SHAPES.items():
+        directory: Path = model_shapes.write(shape, log_dir / "small" / name, model_path)
+        assert sum(file.stat().st_size for file in directory.iterdir()) < 64 << 20

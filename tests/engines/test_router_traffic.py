@@ -1,0 +1,107 @@
+"""What vLLM's own routers send, field by field: its toy proxy, and its proxy for several turns."""
+
+import json
+import random
+import uuid
+
+import httpx
+import pytest
+from drive import PREFILL, random_tokens
+
+pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
+
+
+async def one_token(http: httpx.AsyncClient, engine, body: dict, params: dict, request_id: str) -> dict:
+    """The probe of such a router: same request, one token, not streamed."""
+    probe = {**body, "kv_transfer_params": params, "stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in probe:
+        probe["max_completion_tokens"] = 1
+    probe.pop("stream_options", None)
+    headers = {"X-Request-Id": request_id}
+    response = await http.post(f"{engine.base_url}/v1/completions", json=probe, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()["kv_transfer_params"]
+
+
+async def streamed(http: httpx.AsyncClient, engine, body: dict, params: dict, request_id: str):
+    """Text and the params on the last chunk, None where vLLM cannot put them there."""
+    body, headers = {**body, "kv_transfer_params": params, "stream": True}, {"X-Request-Id": request_id}
+    text, found = "", None
+    async with http.stream("POST", f"{engine.base_url}/v1/completions", json=body, headers=headers) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                found = event.get("kv_transfer_params") or found
+                text += "".join(choice["text"] for choice in event["choices"])
+    return text, found
+
+
+@pytest.fixture
+async def http():
+    async with httpx.AsyncClient(timeout=60) as http:
+        yield http
+
+
+def request_for(prompt: list[int], tokens: int) -> dict:
+    return {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def test_toy_proxy(fleet, driver, http):
+    """P's params go to D unchanged, with the same request id on both sides; D streams."""
+    prompt = random_tokens(random.Random("toy"), 333)
+    request_id, body = str(uuid.uuid4()), request_for(prompt, 12)
+    before = await driver.sources(fleet.decode)
+    params = await one_token(http, fleet.prefill, body, PREFILL, request_id)
+    names = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids", "tp_size")
+    assert all(params[name] for name in names) and params["do_remote_prefill"] and not params["do_remote_decode"]
+    text, _ = await streamed(http, fleet.decode, body, params, request_id)
+    assert text == (await driver.truth(prompt, 12)).text
+    assert (await driver.sources(fleet.decode) - before).pulled == 333
+    await driver.until_no_exports(fleet.prefill)
+
+
+async def test_a_router_that_knows_only_nixl_connectors_fields(fleet, driver, http):
+    """One that builds D's params anew from the fields it knows loses ours; pulls still work."""
+    prompt = random_tokens(random.Random("known fields"), 200)
+    request_id, body = str(uuid.uuid4()), request_for(prompt, 12)
+    params = await one_token(http, fleet.prefill, body, PREFILL, request_id)
+    assert params.pop("kvtier")
+    reply = await driver.ask(fleet.decode, prompt, 12, params)
+    assert reply.pulled == 200
+    await driver.assert_right(reply, prompt)
+
+
+async def test_multi_turn_proxy(fleet, driver, http):
+    """What D returned goes to P in the next turn, at the top level, with do_remote_decode; P pulls D's part."""
+    rng, prompt, known = random.Random("multi turn"), [], {}
+    for turn in range(3):
+        prompt = [*prompt, *random_tokens(rng, 70)]
+        request_id, body = str(uuid.uuid4()), request_for(prompt, 80)
+        asked = {**PREFILL, **known, "do_remote_decode": True, "do_remote_prefill": False}
+        params = await one_token(http, fleet.prefill, body, asked, request_id)
+        if turn:
+            assert params["kvtier"]["pulled_tokens"] >= 64
+            assert params["kvtier"]["pulled_from"] == fleet.decode.kv_address
+        answer = await driver.ask(fleet.decode, prompt, 80, params)
+        await driver.assert_right(answer, prompt)
+        assert answer.params["do_remote_decode"] and not answer.params["do_remote_prefill"]
+        known = {name: answer.params[name] for name in answer.params if name.startswith(("remote_", "tp_"))}
+        prompt = [*prompt, *answer.tokens]
+
+
+async def test_streamed_answers_carry_params_where_vllm_can(fleet, driver, http):
+    """vLLM 0.33 can. Before, P still finds D's part by hash: D told P where it is when it pulled."""
+    from vllm import __version__
+
+    rng = random.Random("streamed")
+    prompt = random_tokens(rng, 70)
+    request_id, body = str(uuid.uuid4()), request_for(prompt, 80)
+    params = await one_token(http, fleet.prefill, body, PREFILL, request_id)
+    text, found = await streamed(http, fleet.decode, body, params, request_id)
+    truth = await driver.truth(prompt, 80)
+    assert text == truth.text
+    if tuple(map(int, __version__.split(".")[:2])) >= (0, 33):
+        assert found["do_remote_decode"] and found["remote_port"]
+    first = await driver.prefill(fleet.prefill, [*prompt, *truth.tokens, *random_tokens(rng, 20)])
+    assert first.pulled >= 64

@@ -1,0 +1,411 @@
+"""Pulls of a worker: with a transport that copies, corrupts, stalls and breaks, and with NIXL itself."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import WITHOUT_SHRINKING, eventually
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker import pulls as pulls_module
+from vllm_kvtier.worker.half import WorkerHalf
+from vllm_kvtier.worker.memory import CacheMemory
+from vllm_kvtier.worker.pulls import Pulls
+from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
+from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.work import GroupPull, PullOrder, StepWork, SumBatch
+
+TOKENS, HEADS, INNER, LAYERS = 4, 2, 16, 3
+
+
+def cache(blocks: int, seed: int, groups: int = 1) -> CacheView:
+    generator = torch.Generator().manual_seed(seed)
+    page = HEADS * TOKENS * INNER
+    memory = torch.randint(0, 256, (groups, LAYERS, blocks, page), dtype=torch.uint8, generator=generator)
+    made = []
+    for g in range(groups):
+        regions = tuple(
+            Region(f"g{g}.l{n}", memory[g, n].data_ptr(), page, HEADS, TOKENS * INNER, 0, TOKENS, INNER, INNER)
+            for n in range(LAYERS)
+        )
+        made.append(GroupView(g, TOKENS, "full", None, regions))
+    return CacheView(made, blocks, "cpu", [memory.untyped_storage()])
+
+
+class FakeTransport:
+    """Copies when a read is polled for the last time; ``faults`` says how a read goes wrong."""
+
+    def __init__(self):
+        self.peers, self.registered = set(), []
+        self.polls, self.fault, self.refuse_release = 0, None, 0
+        self.running = []
+        self.removed = 0
+
+    def register(self, spans, memory, device):
+        self.registered += spans
+
+    def metadata(self):
+        return b"metadata"
+
+    def knows(self, name):
+        return name in self.peers
+
+    def add_peer(self, metadata, name):
+        if metadata != b"metadata":
+            raise KVTierError("not NIXL metadata")
+        self.peers.add(name)
+
+    def remove_peer(self, name):
+        self.removed += 1
+        self.peers.discard(name)
+
+    def prepare(self, peer, rows, memory, *, ours):
+        assert rows.dtype == np.uint64 and rows.shape[1] == 5
+        return rows
+
+    def read(self, peer, local, near, remote, far, size):
+        assert peer in self.peers and len(near) == len(far)
+        if self.fault == "start":
+            raise KVTierError("cannot start")
+
+        def element(rows, i):
+            per_row = int(rows[0, 4])
+            row = rows[i // per_row]
+            return int(row[0]) + int(row[3]) * (i % per_row), int(row[1])
+
+        pairs = [(element(local, int(a)), element(remote, int(b))) for a, b in zip(near, far, strict=True)]
+        assert sum(length for (_, length), _ in pairs) == size
+        transfer = Transfer(SimpleNamespace(pairs=pairs, polls=self.polls, fault=self.fault), peer, size)
+        self.running.append(transfer)
+        return transfer
+
+    def poll(self, transfer):
+        handle = transfer.handle
+        assert transfer in self.running, "polled after its release"
+        if handle.polls:
+            handle.polls -= 1
+            return TransferState.RUNNING
+        if handle.fault == "fails":
+            return TransferState.FAILED
+        if handle.fault == "never":
+            return TransferState.RUNNING
+        for (to, length), (come, other) in handle.pairs:
+            assert length == other
+            ctypes.memmove(to, come, length)
+        if handle.fault == "corrupt":
+            to, _ = handle.pairs[0][0]
+            ctypes.memset(to + 3, ctypes.string_at(to + 3, 1)[0] ^ 0x10, 1)
+        return TransferState.DONE
+
+    def release(self, transfer):
+        if self.refuse_release:
+            self.refuse_release -= 1
+            return False
+        self.running.remove(transfer)
+        return True
+
+    def release_stale(self):
+        assert not self.running
+
+    def progress(self):
+        pass
+
+
+def info(memory: CacheMemory, agent="source", rank=0) -> m.RankInfo:
+    return m.RankInfo(
+        rank, agent, b"metadata", memory.memory_type, 0, memory.view.num_blocks, memory.transfer_view.groups,
+        memory.view.geometry(), memory.table.data_ptr(),
+    )  # fmt: skip
+
+
+def keys_of(ids):
+    return np.array([0x1234567 * (i + 1) for i in ids], np.uint64)
+
+
+def pull_of(local, remote, valid=None, group=0, keys=None) -> GroupPull:
+    valid = [TOKENS] * len(local) if valid is None else valid
+    keys = keys_of(remote) if keys is None else keys
+    return GroupPull(group, np.array(local, np.int64), np.array(remote, np.int64), keys, np.array(valid, np.int32))
+
+
+def batch_of(ids, valid=None, group=0) -> SumBatch:
+    valid = [TOKENS] * len(ids) if valid is None else valid
+    return SumBatch(group, np.array(ids, np.int64), keys_of(ids), np.array(valid, np.int32))
+
+
+class Pair:
+    def __init__(self, host_buffer=False, groups=1, blocks=(12, 16)):
+        self.here = CacheMemory(cache(blocks[0], 1, groups), host_buffer)
+        self.there = CacheMemory(cache(blocks[1], 2, groups), host_buffer)
+        self.transport = FakeTransport()
+        self.pulls = Pulls(self.transport, self.here, 0)
+        self.pulls.introduce("s/1", [info(self.there, rank=1, agent="other"), info(self.there)])
+
+    def order(self, *groups, timeout=5.0, source="s/1", name="r"):
+        return PullOrder(name, source, list(groups), timeout)
+
+    def run(self, order, rounds=50):
+        result = self.pulls.start(order)
+        for _ in range(rounds):
+            if result is not None:
+                return result
+            result = next(iter(self.pulls.drive()), None)
+        return result
+
+    def block(self, memory, block, valid=TOKENS, group=0):
+        return [memory.view.pages(r)[block][:, :valid].clone() for r in memory.view.groups[group].regions]
+
+    def equal(self, here, there, valid=TOKENS, group=0):
+        pairs = zip(self.block(self.here, here, valid, group), self.block(self.there, there, valid, group), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("host_buffer", [False, True])
+def test_a_good_pull(host_buffer):
+    pair = Pair(host_buffer, groups=2)
+    pair.there.make_sums([batch_of([3, 4, 9], [4, 4, 2]), batch_of([7], group=1)], None)
+    untouched = pair.block(pair.here, 2)
+    result = pair.run(pair.order(pull_of([5, 6, 1], [3, 4, 9], [4, 4, 2]), pull_of([8], [7], group=1)))
+    assert not result.failed and not result.bad_blocks and result.bytes > 0 and not pair.pulls.active
+    assert pair.equal(5, 3) and pair.equal(6, 4) and pair.equal(1, 9, 2) and pair.equal(8, 7, group=1)
+    assert all(torch.equal(a, b) for a, b in zip(untouched, pair.block(pair.here, 2), strict=True))
+    # What was verified can be exported without another pass.
+    assert pair.here.table[[5, 6, 1, 8]].tolist() == pair.there.table[[3, 4, 9, 7]].tolist()
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=30, phases=WITHOUT_SHRINKING)
+def test_exactly_the_wrong_blocks_are_bad(seed):
+    """Wrong content, wrong key, never summed, wrong number of tokens: each is found, and only it."""
+    rng = np.random.default_rng(seed)
+    pair = Pair()
+    remote = rng.permutation(np.arange(1, 16))[:8]
+    local = rng.permutation(np.arange(1, 12))[:8]
+    valid = rng.integers(1, TOKENS + 1, 8)
+    keys = keys_of(remote)
+    summed = [i for i in range(8) if rng.random() < 0.9]
+    if summed:
+        pair.there.make_sums([batch_of(remote[summed].tolist(), valid[summed].tolist())], None)
+    bad = set(range(8)) - set(summed)
+    for i in range(8):
+        what = rng.integers(0, 6)
+        if what == 0:
+            pages = pair.there.view.pages(pair.there.view.groups[0].regions[rng.integers(LAYERS)])
+            cell = (remote[i], rng.integers(HEADS), rng.integers(valid[i]), rng.integers(INNER))
+            pages[cell] ^= 1 << int(rng.integers(8))
+            bad.add(i)
+        elif what == 1:
+            keys[i] ^= np.uint64(1 << int(rng.integers(64)))
+            bad.add(i)
+        elif what == 2 and valid[i] < TOKENS:  # beyond the tokens that count: nobody's business
+            pages = pair.there.view.pages(pair.there.view.groups[0].regions[0])
+            pages[remote[i], 0, valid[i], 0] ^= 1
+    result = pair.run(pair.order(pull_of(local.tolist(), remote.tolist(), valid.tolist(), keys=keys)))
+    assert result.bad_blocks == {int(local[i]) for i in bad}
+    assert (result.failed, result.checksum) == (bool(bad), bool(bad))
+    assert all((pair.here.table[local[i]] == 0) == (i in bad) for i in range(8))
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda o: setattr(o, "source", "nobody/1"), "never introduced"),
+        (lambda o: setattr(o.groups[0], "remote", np.array([3, 16])), "outside 1..15"),
+        (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
+        (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),
+    ],
+)
+def test_orders_that_cannot_be_read_end_at_once(spoil, words):
+    pair = Pair()
+    order = pair.order(pull_of([5, 6], [3, 4]))
+    spoil(order)
+    result = pair.pulls.start(order)
+    assert result.failed and words in result.reason and result.bad_blocks == {5, 6} and not pair.pulls.active
+
+
+def test_a_source_that_lies_about_its_memory_costs_only_the_pull():
+    pair = Pair()
+    true = info(pair.there)
+    group = true.groups[0]
+    import msgspec
+
+    short = msgspec.structs.replace(true, groups=(msgspec.structs.replace(group, regions=group.regions[:1]),))
+    for lie in (short, msgspec.structs.replace(true, groups=()), msgspec.structs.replace(true, agent_metadata=b"x")):
+        pair.pulls.introduce("liar/1", [msgspec.structs.replace(lie, agent="liar")])
+        result = pair.pulls.start(pair.order(pull_of([5], [3]), source="liar/1"))
+        assert result.failed and result.bad_blocks == {5}
+    pair.there.make_sums([batch_of([3])], None)
+    assert not pair.run(pair.order(pull_of([5], [3]))).failed
+
+
+@pytest.mark.parametrize(
+    "fault, words", [("fails", "failed"), ("start", "cannot start"), ("corrupt", "wrong checksum")]
+)
+def test_faults_of_the_transport(fault, words, caplog):
+    pair = Pair()
+    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.transport.fault = fault
+    for _ in range(3):
+        result = pair.run(pair.order(pull_of([5, 6], [3, 4])))
+        assert result.failed and words in result.reason
+        assert result.checksum == (fault == "corrupt")
+        assert result.bad_blocks == ({5} if fault == "corrupt" else {5, 6})
+    assert not pair.transport.running and not pair.pulls.active
+    assert caplog.text.count("said once") == 1
+    pair.transport.fault = None
+    assert not pair.run(pair.order(pull_of([5, 6], [3, 4]))).failed, "the next pull connects anew"
+
+
+def test_a_stalled_read_is_reported_only_when_its_memory_is_ours_again(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(pulls_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pair = Pair()
+    pair.transport.fault, pair.transport.refuse_release = "never", 3
+    assert pair.pulls.start(pair.order(pull_of([5], [3]), timeout=2.0)) is None
+    assert pair.pulls.drive() == []
+    now[0] += 2.1
+    for _ in range(3):
+        assert pair.pulls.drive() == [] and pair.pulls.active, "NIXL may still write into the block"
+    [result] = pair.pulls.drive()
+    assert result.failed and "within 2 s" in result.reason and result.bad_blocks == {5} and not pair.pulls.active
+
+
+def test_an_unforeseen_error_ends_its_pull_and_no_other(monkeypatch):
+    pair = Pair()
+    pair.there.make_sums([batch_of([3, 4])], None)
+    real = pair.here.begin_check
+
+    def begin_check(groups, moves=()):
+        if groups[0].local[0] == 5:
+            raise RuntimeError("out of memory")
+        return real(groups, moves)
+
+    monkeypatch.setattr(pair.here, "begin_check", begin_check)
+    assert pair.pulls.start(pair.order(pull_of([5], [3]), name="bad")) is None
+    assert pair.pulls.start(pair.order(pull_of([6], [4]), name="good")) is None
+    results = {r.request_id: r for r in pair.pulls.drive() + pair.pulls.drive()}
+    assert results["bad"].failed and results["bad"].bad_blocks == {5}
+    assert not results["good"].failed and not pair.pulls.active
+
+
+def test_many_pulls_at_once():
+    pair = Pair(blocks=(64, 64))
+    pair.there.make_sums([batch_of(range(1, 64))], None)
+    for i in range(1, 61, 3):
+        pair.transport.polls = i % 4
+        ids = [i, i + 1, i + 2]
+        assert pair.pulls.start(pair.order(pull_of(ids, [64 - n for n in ids]), name=str(i))) is None
+    done = {}
+    for _ in range(10):
+        done |= {r.request_id: r for r in pair.pulls.drive()}
+    assert len(done) == 20 and not any(r.failed for r in done.values())
+    assert all(pair.equal(n, 64 - n) for n in range(1, 61))
+
+
+# -- with NIXL ---------------------------------------------------------------------------------------------------------
+
+
+def nixl(name):
+    pytest.importorskip("nixl")
+    return NixlTransport(name, ["UCX"])
+
+
+def test_nixl_between_two_agents_of_one_process():
+    here, there = CacheMemory(cache(12, 1), False), CacheMemory(cache(16, 2), True)
+    near, far = nixl("near"), nixl("far")
+    here.register(near)
+    there.register(far)
+    true = m.RankInfo(
+        0, "far", far.metadata(), there.memory_type, 0, 16, there.transfer_view.groups, there.view.geometry(),
+        there.table.data_ptr(),
+    )  # fmt: skip
+    pulls = Pulls(near, here, 0)
+    pulls.introduce("s/1", [true])
+    there.make_sums([batch_of([3, 4, 9])], None)
+    stop = threading.Event()
+
+    def serve():
+        while not stop.wait(0.0005):
+            far.progress()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for _ in range(2):
+            assert pulls.start(PullOrder("r", "s/1", [pull_of([1, 2, 7], [3, 4, 9])], 20.0)) is None
+            [result] = eventually(pulls.drive, 20)
+            assert not result.failed, result.reason
+        assert pulls.start(PullOrder("r", "s/1", [pull_of([1, 2], [3, 10])], 20.0)) is None
+        [result] = eventually(pulls.drive, 20)
+        assert result.checksum and result.bad_blocks == {2}, "block 10 was never summed"
+    finally:
+        stop.set()
+        thread.join(5)
+    for region, other in zip(here.view.groups[0].regions, there.view.groups[0].regions, strict=True):
+        assert torch.equal(here.view.pages(region)[[1, 7]], there.view.pages(other)[[3, 9]])
+
+
+def test_worker_halves_end_to_end(tmp_path):
+    """Two worker halves with real NIXL and links: set up, sums, a pull, no polling afterwards; a bad cache is said."""
+    pytest.importorskip("nixl")
+    halves, servers, heard, reactors = [], [], [], []
+    views = [cache(12, 1), cache(16, 2)]
+    try:
+        for i, view in enumerate(views):
+            path = str(tmp_path / f"{i}.sock")
+            reactors.append(Reactor(f"s{i}"))
+            heard.append([])
+            servers.append(LinkServer(reactors[i], path, heard[i].append))
+            reactors[i].start()
+            halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"]))
+            halves[i].register(lambda view=view: view, lambda view: False)
+        for h in heard:
+            assert isinstance(eventually(lambda h=h: h, 20)[0], m.Register)
+        halves[1].submit(StepWork(7, [batch_of([3, 4])]))
+        eventually(lambda: m.Summed(0, 7) in heard[1])
+        reactors[1].call_soon(lambda: servers[1].tell(m.Serve(True)))
+        source = heard[1][0].info
+        for n in range(2):
+            order = PullOrder(f"r{n}", "s/1", [pull_of([1, 2], [3, 4])], 20.0)
+            halves[0].submit(StepWork(n, [], [order], {"s/1": [source]} if n == 0 else {}))
+            step = eventually(lambda: (s := halves[0].collect()).finished and s, 20)
+            assert step.finished == {f"r{n}"} and not step.failed and not step.bad_blocks
+        halves[0].submit(StepWork(3, [], [PullOrder("x", "s/1", [pull_of([5], [99])], 1.0)]))
+        step = eventually(lambda: (s := halves[0].collect()).finished and s, 20)
+        assert step.failed == {"x"} and step.bad_blocks == {5}
+        reactors[1].call_soon(lambda: servers[1].tell(m.Serve(False)))
+        eventually(lambda: not any(half._driving or half._busy() for half in halves))
+        for region, other in zip(views[0].groups[0].regions, views[1].groups[0].regions, strict=True):
+            assert torch.equal(views[0].pages(region)[[1, 2]], views[1].pages(other)[[3, 4]])
+    finally:
+        for thing in (*halves, *reactors):
+            (thing.shutdown if isinstance(thing, WorkerHalf) else thing.stop)()
+
+
+def test_a_cache_that_cannot_be_described_is_said_and_pulls_fail_at_once(tmp_path):
+    reactor, heard = Reactor("s"), []
+    LinkServer(reactor, str(tmp_path / "l.sock"), heard.append)
+    reactor.start()
+    half = WorkerHalf(0, "agent", str(tmp_path / "l.sock"), ["UCX"])
+
+    def describe():
+        raise KVTierError("no such layout")
+
+    try:
+        half.register(describe, lambda view: False)
+        assert eventually(lambda: heard) == [m.Unusable(0, "no such layout")]
+        half.submit(StepWork(0, [batch_of([1])], [PullOrder("r", "s/1", [pull_of([5], [3])], 1.0)]))
+        step = eventually(lambda: (s := half.collect()).finished and s)
+        assert step.failed == {"r"} and step.bad_blocks == {5} and step.results[0].reason == "no such layout"
+    finally:
+        half.shutdown()
+        reactor.stop()
