@@ -59,7 +59,7 @@ class FakePool:
 
     def get_cached_block(self, block_hash: bytes, groups: list[int]):
         found = [self.cached.get((bytes(block_hash), g)) for g in groups]
-        return None if None in found else found
+        return None if None in found else [self.blocks[i] for i in found]
 
     def take(self, block_id: int) -> int:
         """Hand a free block out anew: what it cached is evicted."""

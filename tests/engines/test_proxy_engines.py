@@ -53,7 +53,7 @@ def test_a_query_sees_what_generation_left(fleet, client):
     whole = n // BLOCK * BLOCK
     assert answer["usage"]["prompt_tokens"] == n and whole
     report = answer["kv_transfer_params"]["kvtier"]
-    assert report["decode"]["pulled_tokens"] == n - 1 and "pulled_from" not in report["decode"]
+    assert report["decode"]["pulled_tokens"] >= n - 1 and "pulled_from" not in report["decode"]
 
     # As the same prompt again: both have its whole blocks, D exports them (P's hand-off was taken).
     asked, p, d = ask(client, messages=messages, max_tokens=5, stream=True)

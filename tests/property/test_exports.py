@@ -32,7 +32,7 @@ class ModelExport:
         """Every block that a reader at ``tokens`` needs is there, spelled out token by token."""
         for group in self.export.groups:
             for t in range(start, tokens):
-                if group.window is not None and t < tokens - group.window + 1:
+                if group.window is not None and t < tokens - group.window:
                     continue
                 place = t // group.block_tokens
                 if place >= len(group.ids) or not group.ids[place]:
@@ -227,11 +227,10 @@ class Exports(RuleBasedStateMachine):
     def relieve(self, blocks):
         got = self.table.relieve(blocks)
         expected = 0
-        for kind in (Kind.RETAINED, Kind.HANDOFF):
-            for e in [e for e in self.exports.values() if e.export.kind is kind and not e.leases]:
-                if expected < blocks:
-                    expected += len(e.pinned)
-                    self.end(e)
+        for e in [e for e in self.exports.values() if e.export.kind is Kind.RETAINED and not e.leases]:
+            if expected < blocks:
+                expected += len(e.pinned)
+                self.end(e)
         assert got == expected
 
     @rule()

@@ -23,6 +23,7 @@ from vllm_kvtier.proxy import answers
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines import EngineFailure
 from vllm_kvtier.proxy.exchange import Answer, Exchange
 from vllm_kvtier.proxy.query import Query, read_query
@@ -169,7 +170,7 @@ class _WorkingResponse(Response):
             raise too_large
         body = bytearray()
         try:
-            with anyio.fail_after(self._core.config.client_timeout):
+            async with time_limit(self._core.config.client_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -219,7 +220,7 @@ class _WorkingResponse(Response):
 
     async def _put(self, send: Callable[[dict], Awaitable[None]], message: dict) -> None:
         try:
-            with anyio.fail_after(self._core.config.client_timeout):
+            async with time_limit(self._core.config.client_timeout):
                 await send(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone from error

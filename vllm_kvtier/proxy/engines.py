@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-import anyio
 import httpx
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.params import Source, TransferParams
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Reply:
         """The bytes after ``first``, as they arrive; raises EngineFailure if they stop before the end."""
         while True:
             with self.engine.failing_as(f"sent nothing for {idle_timeout:g} s within an answer"):
-                with anyio.fail_after(idle_timeout):
+                async with time_limit(idle_timeout):
                     data = await anext(self._rest, None)
             if data is None:
                 return
@@ -63,7 +63,7 @@ class Reply:
         """The whole body; raises EngineFailure if it breaks off, is late or exceeds ``limit`` bytes."""
         body = bytearray(self.first)
         with self.engine.failing_as(f"did not complete its answer within {timeout:g} s"):
-            with anyio.fail_after(timeout):
+            async with time_limit(timeout):
                 async for data in self._rest:
                     body += data
                     if len(body) > limit:
@@ -138,12 +138,13 @@ class Engine:
         self.outstanding += 1
         self.last_asked = time.monotonic()
         try:
-            with self.failing_as(f"did not begin to answer within {timeout:g} s"), anyio.fail_after(timeout):
-                try:
-                    return await self._ask_once(method, path, body, headers)
-                except _BROKEN:
-                    # Once more, on a fresh connection. If the engine is gone, that is refused at once.
-                    return await self._ask_once(method, path, body, headers)
+            with self.failing_as(f"did not begin to answer within {timeout:g} s"):
+                async with time_limit(timeout):
+                    try:
+                        return await self._ask_once(method, path, body, headers)
+                    except _BROKEN:
+                        # Once more, on a fresh connection. If the engine is gone, that is refused at once.
+                        return await self._ask_once(method, path, body, headers)
         except BaseException:
             self.outstanding -= 1
             raise

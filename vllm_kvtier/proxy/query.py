@@ -28,13 +28,13 @@ import time
 from contextlib import aclosing
 from typing import Any
 
-import anyio
 import msgspec
 
 from vllm_kvtier.errors import PeerRefused
 from vllm_kvtier.proxy import answers
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines import Engine, EngineFailure
 from vllm_kvtier.proxy.exchange import Answer, passed_on
 from vllm_kvtier.proxy.params import UNREADABLE
@@ -197,7 +197,7 @@ class Query:
         if source is None:
             return line | {"unknown": "its connector's endpoint is not known yet"}
         try:
-            with anyio.fail_after(self._seconds):
+            async with time_limit(self._seconds):
                 held = await self._core.endpoints.query(source, tokens, self._salt)
         except TimeoutError:
             return line | {"unknown": "it did not answer in time"}

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import anyio
-
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.params import Export
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class ExportReleaser:
 
     async def _release(self, export: Export) -> None:
         try:
-            with anyio.fail_after(_RELEASE_SECONDS):
+            async with time_limit(_RELEASE_SECONDS):
                 await self._call(export)
             self.released += 1
         except Exception as error:

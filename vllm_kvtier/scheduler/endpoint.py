@@ -180,12 +180,13 @@ class Endpoint:
         self.settle()
 
     def _hello(self, identity: bytes, connection: Connection, hello: m.Hello) -> None:
+        # In the asker's words, who logs them: "here" is there.
         if hello.protocol != m.PROTOCOL:
-            reason = f"kvtier protocol {m.PROTOCOL} here, {hello.protocol} there: run the same vllm-kvtier on both"
+            reason = f"kvtier protocol {hello.protocol} here, {m.PROTOCOL} there: run the same vllm-kvtier on both"
         elif self._welcome is None:
             reason = self.unusable
         else:
-            reason = self._welcome[0].mismatch(hello.namespace)
+            reason = hello.namespace.mismatch(self._welcome[0])
         if reason:
             self._refuse(identity, 0, "namespace" if self._welcome else "starting", reason)
             return

@@ -21,6 +21,8 @@ from vllm_kvtier.worker.work import SumBatch
 
 logger = logging.getLogger("vllm.kvtier.exporting")
 
+RUNNING_RESERVE = 2  # blocks a running request may take in the steps before we look again
+
 
 def alignment(groups: list[tuple[int, int | None]], unit: int) -> int:
     """Tokens in which chains match: every group's blocks must end there."""
@@ -95,6 +97,8 @@ class Exporter:
         """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
         request = t.request
         hashed = min(computed, len(request.block_hashes) * self._unit)
+        if self.kind(t) is Kind.HANDOFF:  # what P generates beyond the prompt is not handed off
+            hashed = min(hashed, request.num_prompt_tokens // self._unit * self._unit)
         tail = None if table.tailed else self._tail_tokens(t, computed)
         table.tailed |= tail is not None
         if tail is None and all(
@@ -174,6 +178,8 @@ class Exporter:
         groups, pinned = [], []
         for g, (size, window) in enumerate(self._groups):
             ids = list(block_ids[g])[: -(-tokens // size)]
+            if handoff and window is not None:
+                self._keep_window(request, g, ids, tokens)
             entries += self._entries(t, g, ids, 0, tokens // size)
             if tokens % size:
                 entries += self._tail_entry(t, g, ids, tokens)
@@ -198,6 +204,14 @@ class Exporter:
             deadline=time.monotonic() + seconds,
         )
 
+    def _keep_window(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
+        """The reader of a whole prompt computes its last token again, whose window begins one token earlier than the
+        next one's. Where a block ends between the two, vLLM has given it up just now: take it back if it is there."""
+        size, window = self._groups[g]
+        place = (tokens - window) // size
+        if place >= 0 and not ids[place]:
+            ids[place] = self._pool.cached_block(request.block_hashes[(place + 1) * size // self._unit - 1], g)
+
     # -- giving back -----------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -206,8 +220,14 @@ class Exporter:
             self._pool.free(ids)
 
     def relieve(self, tokens: int) -> None:
-        """A request needs room for ``tokens``: give up exports rather than make it wait."""
-        needed = sum(-(-tokens // size) for size, _ in self._groups)
+        """A request needs room for ``tokens``: give up retained exports rather than make it wait."""
+        self._relieve(sum(-(-tokens // size) for size, _ in self._groups))
+
+    def relieve_running(self, running: int) -> None:
+        """Running requests take blocks as they grow; short of them vLLM preempts, so room for each is kept."""
+        self._relieve(RUNNING_RESERVE * running * len(self._groups))
+
+    def _relieve(self, needed: int) -> None:
         short = needed - self._pool.free_count()
         if short > 0 and self._table.relieve(short):
             self.drain()

@@ -43,8 +43,12 @@ class GroupBlocks:
     window: int | None = None  # sliding-window groups keep only what the window still reaches
 
     def cover(self, start: int, tokens: int) -> bool:
-        """Whether every block a reader at length ``tokens`` needs from ``start`` on is here."""
-        first = start if self.window is None else max(start, tokens - self.window + 1)
+        """Whether every block a reader at length ``tokens`` needs from ``start`` on is here.
+
+        One token more than the window of the next token reaches: a reader of a whole prompt computes its last
+        token again.
+        """
+        first = start if self.window is None else max(start, tokens - self.window)
         low, high = first // self.block_tokens, -(-tokens // self.block_tokens)
         return high <= len(self.ids) and all(self.ids[low:high])
 
@@ -78,6 +82,7 @@ class Lease:
     id: int
     export: Export
     connection: Hashable
+    granted: float
     deadline: float
     start: int
     tokens: int
@@ -90,13 +95,16 @@ class ExportTable:
         budget: dict[Kind, int],
         clock: Callable[[], float] = time.monotonic,
         align: int = 1,
+        longest_lease: float = 600.0,
     ):
         """``budget``: most blocks pinned by exports of each kind (a lease on an ended one comes on top).
 
+        ``longest_lease``: seconds after which a lease is not renewed, however alive its holder is.
         ``align``: chains match in multiples of this many hash blocks (groups with larger blocks than the hash's).
         """
         self._unit = hash_block_tokens
         self._align = align
+        self._longest = longest_lease
         self._budget = budget
         self._clock = clock
         self._lock = threading.RLock()
@@ -137,16 +145,18 @@ class ExportTable:
         return bool(self._freed)
 
     def relieve(self, blocks: int) -> int:
-        """End the oldest retained exports, then hand-offs, until ``blocks`` more will be freed; returns how many will."""
+        """End the oldest retained exports until ``blocks`` more are freed; returns how many are.
+
+        Hand-offs are promised to somebody and live for seconds, so they stay.
+        """
         with self._lock:
             got = 0
-            for kind in (Kind.RETAINED, Kind.HANDOFF):
-                for export in list(self._exports.values()):
-                    if got >= blocks:
-                        return got
-                    if export.kind is kind and not export.leases:
-                        got += len(export.pinned)
-                        self._end(export)
+            for export in list(self._exports.values()):
+                if got >= blocks:
+                    break
+                if export.kind is Kind.RETAINED and not export.leases:
+                    got += len(export.pinned)
+                    self._end(export)
             return got
 
     def clear(self) -> None:
@@ -222,7 +232,8 @@ class ExportTable:
         with self._lock:
             leases = self._by_connection.get(connection, ())
             for lease_id in leases:
-                self._leases[lease_id].deadline = self._clock() + seconds
+                lease = self._leases[lease_id]
+                lease.deadline = max(lease.deadline, min(self._clock() + seconds, lease.granted + self._longest))
             return len(leases)
 
     def disconnect(self, connection: Hashable) -> int:
@@ -281,7 +292,8 @@ class ExportTable:
             return Refusal.NOT_READY
         if start >= tokens or not export.covers(start, tokens):
             return Refusal.NOTHING
-        lease = Lease(next(self._lease_ids), export, connection, self._clock() + seconds, start, tokens)
+        now = self._clock()
+        lease = Lease(next(self._lease_ids), export, connection, now, now + seconds, start, tokens)
         self._leases[lease.id] = lease
         self._by_connection.setdefault(connection, set()).add(lease.id)
         export.leases.add(lease.id)

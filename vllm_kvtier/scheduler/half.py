@@ -47,7 +47,10 @@ class SchedulerHalf:
             Kind.RETAINED: int(pool.num_blocks * config.retain_share),
         }
         unit = pool.hash_block_tokens
-        self._exports = ExportTable(unit, budget, align=alignment(facts.groups, unit) // unit)
+        longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
+        self._exports = ExportTable(
+            unit, budget, align=alignment(facts.groups, unit) // unit, longest_lease=longest
+        )
         self._engine = EngineThread(self._on_idle)
         self._jobs: deque[Callable[[], None]] = deque()
         self._namespace: m.Namespace | None = None
@@ -79,6 +82,7 @@ class SchedulerHalf:
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
         )
+        pool.before_reset(self.reset)
         self._reactor.start()
 
     @property
@@ -103,6 +107,7 @@ class SchedulerHalf:
 
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
+        self._exporter.relieve_running(len(output.num_scheduled_tokens))
         sums = self._exporter.begin_step(output, self._matcher.get)
         orders, introductions = self._matcher.take_orders()
         return StepWork(self._exporter.step, sums, orders, introductions)
@@ -166,7 +171,7 @@ class SchedulerHalf:
         return self._engine.scheduler
 
     def reset(self) -> bool:
-        """The prefix cache is being reset: nothing may be pulled from it any more."""
+        """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
         self._exports.clear()
         self._exporter.drain()
         self._ledger.clear()
@@ -203,14 +208,18 @@ class SchedulerHalf:
         return self._salt
 
     def _question(self, question: m.Query | m.Inspect, answer: Callable[[m.Holding | m.Inspection], None]) -> None:
-        """Reactor's thread: the pool may only be asked on the engine's."""
-        look = self._look_up if isinstance(question, m.Query) else self._inspect
-        self._jobs.append(lambda: answer(look(question)))
+        """Reactor's thread, where hashing a prompt holds nobody up: the pool may only be asked on the engine's."""
+        if isinstance(question, m.Query):
+            unit = self._pool.hash_block_tokens
+            tokens = question.tokens[: self._facts.max_tokens]
+            chain = hash_prompt(tokens, question.cache_salt, self._facts.hash_function(), unit)
+            self._jobs.append(lambda: answer(self._look_up(question, chain)))
+        else:
+            self._jobs.append(lambda: answer(self._inspect(question)))
         self._engine.wake()
 
-    def _look_up(self, query: m.Query) -> m.Holding:
+    def _look_up(self, query: m.Query, chain: list[bytes]) -> m.Holding:
         unit = self._pool.hash_block_tokens
-        chain = hash_prompt(query.tokens, query.cache_salt, self._facts.hash_function(), unit)
         return m.Holding(
             query.question,
             prompt=len(query.tokens),

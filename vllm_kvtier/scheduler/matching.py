@@ -184,7 +184,10 @@ class Matcher:
         ranks = self._peers.known(handoff.address, promise.instance)
         if ranks is None:
             return
-        blocks = [ids[computed // size :] for ids, (size, _) in zip(promise.blocks, self._groups, strict=True)]
+        groups = [GroupBlocks(size, ids, w) for ids, (size, w) in zip(promise.blocks, self._groups, strict=True)]
+        if not all(group.cover(computed, promise.tokens) for group in groups):
+            return
+        blocks = [group.ids[computed // group.block_tokens :] for group in groups]
         offer = Offer(handoff.address, promise.instance, 0, computed, promise.tokens, blocks, ranks)
         if self._fits(t, offer):
             t.offer, t.offered_at = offer, time.monotonic()
@@ -260,10 +263,17 @@ class Matcher:
             # vLLM would compute the last token again, after it has given up the blocks that only this token's
             # window reaches (``get_num_skipped_tokens`` is asked for the next token's).
             tokens -= 1
-        if tokens < prompt - 1 and not self._resumes:
+        if tokens < prompt - 1 and not self._resumes or not self._reaches(offer, tokens):
             return 0
         gain = tokens - computed
         return gain if gain >= max(1, self._config.pull_threshold) else 0
+
+    def _reaches(self, offer: Offer, tokens: int) -> bool:
+        """Whether the offer has all blocks that the windows of a reader at ``tokens`` reach."""
+        return all(
+            window is None or GroupBlocks(size, [0] * (offer.start // size) + ids, window).cover(offer.start, tokens)
+            for ids, (size, window) in zip(offer.blocks, self._groups, strict=True)
+        )
 
     def _decline(self, t: Tracked) -> None:
         self._counters.count("declined", "local hit" if t.offer.tokens <= t.local else "below threshold")

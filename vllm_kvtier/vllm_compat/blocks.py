@@ -1,6 +1,6 @@
 """vLLM's GPU block pool: pinning, freeing, asking. Only on the engine's thread; the pool has no lock."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -20,8 +20,26 @@ class BlockPool:
         """Give the references back; the end of a sequence is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(ids)])
 
+    def before_reset(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when vLLM is about to reset its prefix cache, which fails while any block is held.
+
+        vLLM tells a connector only afterwards, and only if asked to.
+        """
+        reset = self._pool.reset_prefix_cache
+
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            callback()
+            return reset(*args, **kwargs)
+
+        self._pool.reset_prefix_cache = reset_prefix_cache
+
     def free_count(self) -> int:
         return self._pool.get_num_free_blocks()
+
+    def cached_block(self, block_hash: bytes, group: int) -> int:
+        """A block of this group that holds this content, in use or free; 0 if the prefix cache has none."""
+        found = self._pool.get_cached_block(block_hash, [group])
+        return found[0].block_id if found else 0
 
     def cached_tokens(self, chain: list[bytes], groups: list[int], unit: int) -> int:
         """Tokens of the longest prefix of ``chain`` that is in the GPU prefix cache (all full-attention ``groups``; 0 without one)."""

@@ -16,6 +16,7 @@ class EngineFacts:
     world_size: int
     tensor_parallel: int
     data_parallel_rank: int
+    max_tokens: int  # longest prompt
     hash_lookahead: int
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
@@ -50,6 +51,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
+        max_tokens=vllm_config.model_config.max_model_len,
         hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
         resumes=_resumes(vllm_config),
         unsupported=_unsupported(vllm_config, kv_cache_config),

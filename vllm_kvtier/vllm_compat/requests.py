@@ -1,25 +1,36 @@
 """What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
 
 import hashlib
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+logger = logging.getLogger("vllm.kvtier.requests")
+
 _adapters: dict[tuple[str, str], bytes] = {}
 
 
 def variant(request: Any) -> bytes:
-    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name."""
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name.
+
+    An adapter whose files cannot be read is like no other, so that nothing of it is shared.
+    """
     lora = request.lora_request
     if lora is None:
         return b""
     key = (lora.lora_name, getattr(lora, "lora_path", "") or "")
     if key not in _adapters:
         digest = hashlib.blake2b(repr(key[0]).encode(), digest_size=16)
-        for file in sorted(Path(key[1]).glob("*.safetensors")) if key[1] else ():
-            digest.update(file.name.encode() + sampled_bytes(file))
+        try:
+            for file in sorted(Path(key[1]).glob("*.safetensors")) if key[1] else ():
+                digest.update(file.name.encode() + sampled_bytes(file))
+        except OSError as error:
+            logger.warning("kvtier: KV of LoRA adapter %s is not shared: %s", lora.lora_name, error)
+            digest.update(os.urandom(16))
         _adapters[key] = digest.digest()
     return _adapters[key]
 

@@ -86,7 +86,9 @@ class WorkerHalf:
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
-        if self._pulls is not None and self._pulls.active and self._nixl.acquire(blocking=False):
+        # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
+        look = self._pulls is not None and self._pulls.active and self._memory.on_device
+        if look and self._nixl.acquire(blocking=False):
             try:
                 results = self._pulls.drive()
             finally:

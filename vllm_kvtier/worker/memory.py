@@ -55,8 +55,7 @@ class CacheMemory:
         # What sources say the checksums of blocks read into ours are, by our block id.
         self.arrived = torch.zeros_like(self.table, pin_memory=pinned)
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
-        # On other devices a read costs what its bytes cost, so that nothing is won by merging reads.
-        self.can_rearrange = on_device
+        self.on_device = on_device
 
     def register(self, transport: NixlTransport) -> None:
         spans = list(self.transfer_view.spans)

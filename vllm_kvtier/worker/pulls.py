@@ -125,7 +125,8 @@ class Pulls:
                 raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
         peer = self._peer(info)
         triples = [(g.group, g.local, g.remote) for g in pull.order.groups]
-        read = peer.rows.indices(triples, rearrange=self._memory.can_rearrange)
+        # Elsewhere a read costs what its bytes cost, so that nothing is won by merging reads.
+        read = peer.rows.indices(triples, rearrange=self._memory.on_device)
         pull.moves, pull.bytes = read.moves, read.size
         pull.transfer = self._transport.read(
             info.agent, peer.local, read.local, peer.remote, read.remote, read.size

@@ -1,0 +1,105 @@
+"""P and D that are not set up alike: what works together does, what does not is refused in words and computed.
+
+Not part of a normal run (``-m slow``): nine engines, the most that start in a few minutes on two cores.
+"""
+
+import random
+
+import pytest
+from drive import Driver, Reply, assert_same, driving, random_tokens, with_sources
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
+
+pytestmark = pytest.mark.slow
+RETAIN_SECONDS = 8.0
+
+
+@pytest.fixture(scope="module")
+def make_engines(model_path, log_dir):
+    """Engines of the demo model in float32, by name; options as Engine's, and ``extra`` for the connector."""
+    made: list[Engine] = []
+
+    def make(**engines: dict) -> dict[str, Engine]:
+        kill_all(made)  # the two cores are needed
+        made.clear()
+        for name, options in engines.items():
+            extra = {"bidirectional": True, "pull_threshold": 16, "retain_seconds": RETAIN_SECONDS}
+            extra |= {"endpoint_port": free_port(), **options.pop("extra", {})}
+            flags = ("--dtype", "float32")
+            made.append(Engine(model_path, name=name, kv=kvtier(extra), args=flags, log_dir=log_dir, **options))
+        start_all(made)
+        return dict(zip(engines, made, strict=True))
+
+    yield make
+    kill_all(made)
+
+
+@pytest.fixture(scope="module")
+def ranks(make_engines):
+    """P and D of two ranks each, and a P of one."""
+    two = {"tensor_parallel": 2}
+    return make_engines(P2=dict(two), D2=dict(two), P1={})
+
+
+@pytest.fixture(scope="module")
+def buffers(make_engines):
+    """P and D with host buffers, D without, and one with larger blocks."""
+    always = {"extra": {"host_buffer": "always"}}
+    return make_engines(PH=dict(always), DH=dict(always), D={}, D64={"block_size": 64})
+
+
+async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) -> tuple[list[int], Reply]:
+    """A hand-off that is pulled whole and answered as P itself answers."""
+    prompt = random_tokens(random.Random(seed), length)
+    _, reply = await driver.hand_off(p, d, prompt, 40)
+    assert (reply.pulled, reply.report["pulled_from"]) == (length, p.kv_address), reply.report
+    assert_same(reply, await driver.ask(p, prompt, 40), (p.name, d.name))
+    return prompt, reply
+
+
+async def _pulled_back(driver: Driver, p: Engine, d: Engine, prompt: list[int], answer: list[int]) -> None:
+    """The next turn, of which P pulls what D generated."""
+    longer = prompt + answer + random_tokens(random.Random(len(prompt)), 30)
+    reply = await driver.prefill(p, longer, with_sources(d))
+    held = (len(prompt) + len(answer) - 1) // 32 * 32
+    assert reply.report["local_tokens"] + reply.pulled == held and reply.pulled >= 32, reply.report
+    assert reply.report["pulled_from"] == d.kv_address
+    assert_same(reply, await driver.ask(p, longer, 1, cache_salt="fresh"), (p.name, d.name))
+
+
+async def _refused(driver: Driver, p: Engine, d: Engine, words: str, seed: int) -> None:
+    prompt = random_tokens(random.Random(seed), 200)
+    _, reply = await driver.hand_off(p, d, prompt, 8)
+    assert (reply.pulled, reply.report["computed_tokens"]) == (0, 200)
+    assert_same(reply, await driver.ask(p, prompt, 8), (p.name, d.name))
+    log = d.log_path.read_text("utf-8", "replace")
+    assert words in log, "the reason is in D's log"
+
+
+async def _assert_sound(driver: Driver, *engines: Engine) -> None:
+    for engine in engines:
+        assert await driver.metric(engine, "vllm:kvtier_integrity_failures_total") == 0
+        assert await driver.metric(engine, "vllm:kvtier_pulls_total", 'kind="failed"') == 0
+    await driver.until_idle(*engines, seconds=40)  # refused hand-offs end with their time
+
+
+async def test_two_ranks_pull_rank_by_rank(ranks):
+    async with driving(ranks["P2"]) as driver:
+        for seed, length in enumerate((33, 161, 200)):
+            prompt, reply = await _pulled(driver, ranks["P2"], ranks["D2"], length, seed)
+        await _pulled_back(driver, ranks["P2"], ranks["D2"], prompt, reply.tokens)
+        await _refused(driver, ranks["P1"], ranks["D2"], "the tensor parallel size differs: 2 here, 1 there", 9)
+        await _refused(driver, ranks["P2"], ranks["P1"], "the tensor parallel size differs: 1 here, 2 there", 10)
+        await _assert_sound(driver, *ranks.values())
+
+
+async def test_host_buffers_on_both_sides_and_on_one(buffers):
+    async with driving(buffers["PH"]) as driver:
+        for seed, length in enumerate((33, 161, 200)):
+            for d in ("DH", "D"):
+                prompt, reply = await _pulled(driver, buffers["PH"], buffers[d], length, 20 + seed + 10 * len(d))
+                await _pulled_back(driver, buffers["PH"], buffers[d], prompt, reply.tokens)
+            await _pulled(driver, buffers["D"], buffers["DH"], length, 60 + seed)
+        await _refused(driver, buffers["D"], buffers["D64"], "the block size differs: 64 here, 32 there", 70)
+        await _assert_sound(driver, *buffers.values())
