@@ -1,7 +1,7 @@
 """P to D: time to first token on the decode engine, our connector beside vLLM's NixlConnector, in one run.
 
 A prefill and a decode engine a connector, all up at once; for each prompt length, fresh random prompts go to P
-(one token), then with P's params to D, streamed, the connectors taking turns. Reported, in ms, medians over the repeats:
+(one token), then with P's params to D, streamed, the connectors taking turns. Reported, in ms, as medians:
 
   prefill   P's whole answer (max_tokens=1)
   pulled    D's time to the first chunk when it pulls the prefill from P
@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
-from vllm_kvtier.devtools.processes import free_port
+from vllm_kvtier.devtools.processes import free_port, start_all
 
 ROOT = Path(__file__).resolve().parent.parent
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -49,7 +49,8 @@ def with_tokenizer(model: Path) -> Path:
 def ask(engine: Engine, prompt: list[int], params: dict | None, tokens: int, stream: bool) -> tuple[float, dict]:
     """Seconds to the first chunk (or the whole answer if not streamed), and the last JSON object."""
     body = {
-        "model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
+        "model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": stream,
     }
     if params:
         body["kv_transfer_params"] = params
@@ -111,6 +112,9 @@ def summary(connector: str, length: int, taken: list[tuple[dict, float, float]])
 
 def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine, Engine]:
     engines = []
+    flags = ["--load-format", "dummy"] if args.dummy else []
+    if args.gpus:  # the connectors' engines share the devices
+        flags += ["--gpu-memory-utilization", str(round(0.85 / len(args.connectors), 2))]
     for i, name in enumerate(("p", "d")):
         kv, env = kvtier({"bidirectional": False}), {}
         if connector == "nixl":
@@ -119,7 +123,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
             Engine(
                 model, name=f"{connector}-{name}", kv=kv, env=env, gpus=args.gpus[i : i + 1], log_dir=args.logs,
                 max_model_len=max(args.lengths) + 64, kv_cache_bytes=args.cache_gib << 30,
-                args=["--load-format", "dummy"] if args.dummy else [], python=args.python, ready_seconds=args.ready,
+                args=flags, python=args.python, ready_seconds=args.ready,
             )
         )
     return engines[0], engines[1]
@@ -132,10 +136,8 @@ def run(args: argparse.Namespace, model: Path) -> list[dict]:
     rng = random.Random(7)
     rows = []
     try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_ready()
+        for both in pairs.values():  # one pair after the other: vLLM measures the memory that is free as it starts
+            start_all(both)
         for length in args.lengths:
             taken: dict[str, list] = {connector: [] for connector in pairs}
             for i in range(args.repeats + 2):

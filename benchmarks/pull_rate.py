@@ -96,7 +96,8 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
     steps = np.arange(len(here.regions), dtype=np.int32)[:, None] * view.num_blocks
 
     spare = view.spans[0][0]  # stands in for the tables of checksums
-    rows = PageRows([here], [source], view.num_blocks, view.num_blocks, spare, source.regions[0].base, local_device, remote_device)
+    blocks, table = view.num_blocks, source.regions[0].base
+    rows = PageRows([here], [source], blocks, blocks, spare, table, local_device, remote_device)
     ours_local = transport.prepare("source", rows.local, memory, ours=True)
     ours_remote = transport.prepare("source", rows.remote, memory, ours=False)
 

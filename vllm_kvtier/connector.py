@@ -93,7 +93,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         config, cache_config = self._vllm_config, self._kv_cache_config
         rank, device = rank_in_engine(), cache_device(kv_caches)
         self._worker = WorkerHalf(
-            rank, f"{self._facts.engine_id}.{self._facts.instance_id}.{rank}", self._link, list(self._options.nixl_backends)
+            rank,
+            f"{self._facts.engine_id}.{self._facts.instance_id}.{rank}",
+            self._link,
+            list(self._options.nixl_backends),
         )
         self._worker.register(
             lambda: cache_view(kv_caches, cache_config, config, device),
@@ -131,7 +134,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return WorkerReport(self._step.results) if self._step.results else None
 
-    # -- both ------------------------------------------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         if self._scheduler is None:

@@ -197,4 +197,5 @@ def test_runs_in_opposite_orders_are_read_in_one_go_and_moved():
 
 def elements_of(rows: PageRows, read) -> list[int]:
     """Distance of each element's two sides, which is constant within a read."""
-    return [a[0] - b[0] for a, b in zip(elements(rows.local, read.local), elements(rows.remote, read.remote), strict=True)]
+    near, far = elements(rows.local, read.local), elements(rows.remote, read.remote)
+    return [a[0] - b[0] for a, b in zip(near, far, strict=True)]

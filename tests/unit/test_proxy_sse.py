@@ -76,7 +76,11 @@ def test_new_data_keeps_the_rest_of_the_event():
         sse.with_data(event, b"c\nd")
 
 
-json_text = st.text(max_size=20) | st.just('{"kv_transfer_params": 1}') | st.just("\n\ndata: [DONE]\n\n")
+json_text = (
+    st.text(max_size=20)
+    | st.sampled_from(['{"kv_transfer_params": 1}', '"kv_transfer_params":null'])
+    | st.just("\n\ndata: [DONE]\n\n")
+)
 chunk = st.fixed_dictionaries(
     {
         "id": json_text,
@@ -88,10 +92,11 @@ chunk = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(chunk, max_size=6), cuts, st.sampled_from(["\n\n", "\r\n\r\n"]))
-def test_only_the_event_with_params_is_rewritten(chunks, at, end):
+@given(st.lists(chunk, max_size=6), cuts, st.sampled_from(["\n\n", "\r\n\r\n"]), st.booleans())
+def test_only_the_event_with_params_is_rewritten(chunks, at, end, compact):
     def as_event(value) -> bytes:
-        return b"data: " + json.dumps(value).encode() + end.encode()
+        text = json.dumps(value, separators=(",", ":") if compact else None)
+        return b"data: " + text.encode() + end.encode()
 
     stream = b"".join(as_event(c) for c in chunks) + b"data: [DONE]" + end.encode()
     subject, learned = rewriter()

@@ -10,6 +10,8 @@ import msgspec
 from vllm_kvtier.proxy import params, sse
 
 _DONE = b"[DONE]"
+_NAME = b"kv_transfer_params"
+_NULL = b'"kv_transfer_params":null'
 
 
 class AnswerRewriter:
@@ -58,7 +60,8 @@ class AnswerRewriter:
         return b"" if b"kv_transfer_params" in tail else tail
 
     def _event(self, event: bytes) -> bytes:
-        if self._report is None and b"kv_transfer_params" not in event and _DONE not in event:
+        # vLLM 0.33 puts a null on every chunk but the last: no reason to parse them all.
+        if self._report is None and event.count(_NAME) == event.count(_NULL) and _DONE not in event:
             return event
         data = sse.event_data(event)
         if data is None:

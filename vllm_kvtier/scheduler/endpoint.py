@@ -29,6 +29,8 @@ _REASONS = {
     Refusal.NOT_READY: "checksums were not made in time",
 }
 MAX_SILENT_CONNECTIONS = 4096
+
+Answer = Callable[[m.Holding | m.Inspection], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
 
@@ -56,7 +58,7 @@ class Endpoint:
         key: ClusterKey | None,
         exports: ExportTable,
         on_freed: Callable[[], None],
-        on_question: Callable[[m.Query | m.Inspect, Callable[[m.Holding | m.Inspection], None]], None],
+        on_question: Callable[[m.Query | m.Inspect, Answer], None],
         on_serving: Callable[[bool], None],
         on_puller: Callable[[m.Ask], None],
         port_offset: int = 0,
@@ -66,7 +68,8 @@ class Endpoint:
         ``on_serving``: whether any lease is out. ``on_puller``: a peer that exports too leased this chain.
         """
         self._reactor, self._config, self._exports = reactor, config, exports
-        self._on_freed, self._on_question, self._on_serving, self._on_puller = on_freed, on_question, on_serving, on_puller
+        self._on_freed, self._on_question = on_freed, on_question
+        self._on_serving, self._on_puller = on_serving, on_puller
         self._connections: dict[bytes, Connection] = {}
         self._parked: list[Parked] = []
         self._timer: Timer | None = None
@@ -93,7 +96,8 @@ class Endpoint:
             self._socket.bind(f"tcp://{config.endpoint_host}:{port}")
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); set endpoint_port to a free port or to 0"
+                f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); "
+                "set endpoint_port to a free port or to 0"
             ) from error
         return port
 

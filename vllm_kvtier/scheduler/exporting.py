@@ -41,7 +41,8 @@ class Exporter:
         counters: Counters,
         lookahead: bool,
     ):
-        """``lookahead``: vLLM's hashes also cover tokens after the block (some speculative decoding); then no partial tails."""
+        """``lookahead``: vLLM's hashes also cover tokens after the block (some speculative decoding); then there are
+        no partial tails."""
         self._config, self._table, self._pool, self._ledger, self._keys = config, table, pool, ledger, keys
         self._groups, self._counters, self._lookahead = groups, counters, lookahead
         self._unit = pool.hash_block_tokens
@@ -178,7 +179,7 @@ class Exporter:
         groups, pinned = [], []
         for g, (size, window) in enumerate(self._groups):
             ids = list(block_ids[g])[: -(-tokens // size)]
-            if handoff and window is not None:
+            if window is not None:
                 self._keep_window(request, g, ids, tokens)
             entries += self._entries(t, g, ids, 0, tokens // size)
             if tokens % size:
@@ -205,11 +206,13 @@ class Exporter:
         )
 
     def _keep_window(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
-        """The reader of a whole prompt computes its last token again, whose window begins one token earlier than the
-        next one's. Where a block ends between the two, vLLM has given it up just now: take it back if it is there."""
+        """Blocks behind the next token's window, which vLLM has given up just now, may still be in a reader's: one
+        that goes on from the last whole block, or computes a prompt's last token again. Take them back if they are
+        still there."""
         size, window = self._groups[g]
-        place = (tokens - window) // size
-        if place >= 0 and not ids[place]:
+        for place in range(max(0, (tokens - window) // size), tokens // size):
+            if ids[place]:
+                break
             ids[place] = self._pool.cached_block(request.block_hashes[(place + 1) * size // self._unit - 1], g)
 
     # -- giving back -----------------------------------------------------------------------------------------------

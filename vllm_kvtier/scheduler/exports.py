@@ -7,7 +7,9 @@ pinned until the lease is released, its connection dies or its own deadline pass
 longer than that. Times are this process's monotonic clock; no deadline comes from a peer.
 
 Indexes: export id -> export; block hash -> the exports that have it, newest last (a hash is chained over the
-whole prefix, so it also fixes the place); lease id -> lease; connection -> its leases. Thread-safe: the engine's thread adds and drains, the endpoint's
+whole prefix, so it also fixes the place); lease id -> lease; connection -> its leases.
+
+Thread-safe: the engine's thread adds and drains, the endpoint's
 thread leases and expires.
 """
 
@@ -72,7 +74,7 @@ class Export:
     ended: bool = False
 
     def covers(self, start: int, tokens: int) -> bool:
-        """Whether all groups have what a reader at ``tokens`` needs; windows first: they refuse soonest and cheapest."""
+        """Whether all groups have what a reader at ``tokens`` needs; windows first, which refuse soonest."""
         groups = sorted(self.groups, key=lambda group: group.window is None)
         return all(group.cover(start, tokens) for group in groups)
 
@@ -120,7 +122,7 @@ class ExportTable:
     # -- engine's thread -------------------------------------------------------------------------------------
 
     def add(self, export: Export) -> bool:
-        """Take over ``export.pinned``. False (and the blocks in ``take_freed``) if it exceeds its kind's budget alone."""
+        """Take over ``export.pinned``. False if it alone exceeds its kind's budget; its blocks are then freed."""
         with self._lock:
             if export.id in self._exports:  # a request id used twice: the newer one counts
                 self._end(self._exports[export.id])
@@ -271,7 +273,7 @@ class ExportTable:
     # -- under the lock ----------------------------------------------------------------------------------------
 
     def _holders(self, chain: Sequence[bytes], i: int, variant: bytes) -> list[Export]:
-        """Exports whose block ``i`` is ``chain[i]``, newest first. At another place the hash is not the asker's to name."""
+        """Exports whose block ``i`` is ``chain[i]``, newest first; elsewhere the hash is not the asker's to name."""
         return [
             export
             for export in reversed(self._by_hash.get(chain[i], ()))

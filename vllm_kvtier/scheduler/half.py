@@ -241,7 +241,7 @@ class SchedulerHalf:
             violations=Lifecycle.violations,
         )
 
-    # -- reactor's thread ------------------------------------------------------------------------------------------------
+    # -- reactor's thread --------------------------------------------------------------------------------------
 
     def _heard(self, message: m.LinkMessage) -> None:
         match message:

@@ -115,7 +115,7 @@ class Matcher:
     # -- matching ------------------------------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that a held lease covers; None: ask again."""
+        """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that an offer covers; None: ask again."""
         t = self.track(request)
         if t.life.state is State.LOADED:  # vLLM matches a request again only after it lost its blocks
             t.life.fire(Event.PREEMPT)
@@ -238,7 +238,7 @@ class Matcher:
         return True
 
     def _fits(self, t: Tracked, offer: Offer) -> bool:
-        """Whether an offer says what was asked for: it comes from another process, and its numbers become indices here."""
+        """Whether an offer says what was asked for: another process sent it, and its numbers become indices here."""
         most = t.request.num_tokens if isinstance(t.asking, Handoff) else len(t.pending.ask.chain) * self._unit
         if not (t.pending.ask.start <= offer.start < offer.tokens <= most and len(offer.blocks) == len(self._groups)):
             return False
@@ -269,11 +269,14 @@ class Matcher:
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
     def _reaches(self, offer: Offer, tokens: int) -> bool:
-        """Whether the offer has all blocks that the windows of a reader at ``tokens`` reach."""
-        return all(
-            window is None or GroupBlocks(size, [0] * (offer.start // size) + ids, window).cover(offer.start, tokens)
-            for ids, (size, window) in zip(offer.blocks, self._groups, strict=True)
-        )
+        """Whether the offer has all blocks that the windows of the token after ``tokens`` reach."""
+        for ids, (size, window) in zip(offer.blocks, self._groups, strict=True):
+            if window is not None:
+                skipped = offer.start // size
+                first = max(0, tokens - window + 1) // size
+                if not all(ids[max(0, first - skipped) : -(-tokens // size) - skipped]):
+                    return False
+        return True
 
     def _decline(self, t: Tracked) -> None:
         self._counters.count("declined", "local hit" if t.offer.tokens <= t.local else "below threshold")

@@ -29,6 +29,9 @@ IDLE_CLOSE = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
 MAX_REMEMBERED = 1024
 
+# Refusals that the user can do something about; the others are the ordinary course of things.
+SAID = ("namespace", "layout", "malformed", "timeout", "unreachable")
+
 Address = tuple[str, int]
 
 
@@ -87,7 +90,8 @@ class Peers:
         hello: Callable[[], m.Hello | None],
         check_ranks: Callable[[list[m.RankInfo]], str | None],
     ):
-        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's layout does not fit, or None."""
+        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's layout does not fit,
+        or None."""
         self._reactor, self._config, self._key = reactor, config, key
         self._hello, self._check_ranks = hello, check_ranks
         self._connections: dict[Address, _Connection] = {}
@@ -117,7 +121,7 @@ class Peers:
         self._reactor.call_soon(lambda: self._release(offer, done))
 
     def drop(self, address: Address, export: str) -> None:
-        """Tell the engine at ``address`` that nobody will fetch ``export``; best effort, its time limit is the backstop."""
+        """Tell the engine at ``address`` that nobody will fetch ``export``; its time limit is the backstop."""
 
         def drop() -> None:
             connection = self._connections.get(address) or self._connect(address)
@@ -262,13 +266,14 @@ class Peers:
             if sent and self._connections.get(connection.address) is connection:
                 # It may have died since the handshake: not every request should find that out by waiting.
                 connection.unanswered += 1
-                self._pause(connection.address, min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE), outcome)
+                pause = min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE)
+                self._pause(connection.address, pause, outcome)
             self._settle(pending, outcome)
 
     def _settle(self, pending: PendingAsk, outcome: Offer | NoOffer) -> None:
         if pending.timer is not None:
             pending.timer.cancel()
-        if isinstance(outcome, NoOffer) and outcome.code in ("namespace", "layout", "malformed", "timeout", "unreachable"):
+        if isinstance(outcome, NoOffer) and outcome.code in SAID:
             self._say_once(pending.address, f"{outcome.reason}; prompts are computed instead")
         pending.outcome = outcome
 

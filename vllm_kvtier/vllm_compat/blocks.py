@@ -42,7 +42,7 @@ class BlockPool:
         return found[0].block_id if found else 0
 
     def cached_tokens(self, chain: list[bytes], groups: list[int], unit: int) -> int:
-        """Tokens of the longest prefix of ``chain`` that is in the GPU prefix cache (all full-attention ``groups``; 0 without one)."""
+        """Tokens of the longest prefix of ``chain`` in the GPU prefix cache, in all ``groups`` (0 without any)."""
         if not groups:
             return 0
         for i, block_hash in enumerate(chain):

@@ -36,7 +36,7 @@ def variant(request: Any) -> bytes:
 
 
 def sampled_bytes(file: Path, pieces: int = 64, length: int = 4096) -> bytes:
-    """Size, head and ``pieces`` evenly spaced samples of a file: tells retrained weights apart without reading them all."""
+    """Size, head and ``pieces`` evenly spaced samples of a file: tells weights apart without reading them all."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         parts = [size.to_bytes(8, "little")]
@@ -58,7 +58,7 @@ def ended_well(request: Any) -> bool:
 
 
 def chain(request: Any, tokens: int, unit: int) -> list[bytes]:
-    """Chained hashes of the full blocks among the first ``tokens`` tokens; the list may be shorter if vLLM has not hashed them."""
+    """Chained hashes of the full blocks among the first ``tokens`` tokens; fewer if vLLM has not hashed them yet."""
     return [bytes(h) for h in request.block_hashes[: tokens // unit]]
 
 

@@ -156,7 +156,7 @@ class WorkerHalf:
         self._drive_soon()
 
     def _start(self, work: StepWork, connect: bool) -> None:
-        """Under the lock: begin the step's pulls that did not begin yet; without ``connect`` only from peers we know."""
+        """Under the lock: begin the step's pulls; without ``connect`` only from peers we are connected to."""
         for instance, ranks in work.sources.items():
             self._pulls.introduce(instance, ranks)
         work.sources = {}

@@ -52,7 +52,8 @@ class NixlTransport:
         missing = [b for b in backends if b not in self._agent.backends]
         if len(missing) == len(backends):
             raise KVTierError(
-                f"NIXL has none of the backends {', '.join(backends)} here (it has {', '.join(self._agent.plugin_list)})"
+                f"NIXL has none of the backends {', '.join(backends)} here; "
+                f"it has {', '.join(self._agent.plugin_list)}"
             )
         self.name = name
         self._registered: list[Any] = []
