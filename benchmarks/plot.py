@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import matplotlib.ticker
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -18,9 +19,9 @@ COLORS = {"kvtier": "#1b7837", "nixl": "#998ec3", "computed": "#bbbbbb"}
 
 def first_token(results: Path, out: Path) -> None:
     """TTFT on D by prompt length: pulled by each connector, and computed."""
-    files = [f for f in (results / "pd_vllm033.json", results / "pd_vllm0251.json") if f.exists()]
+    files = {"vLLM 0.33.0": results / "pd_vllm033.json", "vLLM 0.25.1": results / "pd_vllm0251.json"}
     figure, axes = plt.subplots(1, len(files), figsize=(5 * len(files), 3.4), squeeze=False, sharey=True)
-    for axis, file in zip(axes[0], files, strict=True):
+    for axis, (title, file) in zip(axes[0], files.items(), strict=True):
         rows = json.loads(file.read_text())
         lengths = sorted({row["tokens"] for row in rows})
         for connector in ("nixl", "kvtier"):
@@ -29,8 +30,9 @@ def first_token(results: Path, out: Path) -> None:
         kvtier = {r["tokens"]: r for r in rows if r["connector"] == "kvtier"}
         axis.plot(lengths, [kvtier[n]["computed"] for n in lengths], "s--", label="computed", color=COLORS["computed"])
         axis.plot(lengths, [kvtier[n]["hit"] for n in lengths], "^:", label="D's own prefix hit", color="black")
-        axis.set(xscale="log", yscale="log", xlabel="prompt tokens", title=file.stem.replace("pd_", "").upper())
+        axis.set(xscale="log", yscale="log", xlabel="prompt tokens", title=title)
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+        axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("time to first token on D, ms")
     axes[0][-1].legend(fontsize=8)

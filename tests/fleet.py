@@ -44,7 +44,7 @@ SHORT = {
     "lease_seconds": 3.0,
     "ask_timeout": 1.0,
     "handshake_timeout": 2.0,
-    "transfer_timeout": 12.0,
+    "transfer_timeout": 16.0,
 }
 
 

@@ -57,8 +57,9 @@ async def test_the_log_says_it_once(trio, driver):
         _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))
         assert reply.pulled == 0
     source = (await driver.prefill(trio.prefill, random_tokens(rng, 40))).params["kvtier"]["instance"]
-    lines = [line for line in trio.decode.log_path.read_text().splitlines() if "wrong checksum" in line and source in line]
-    assert len(lines) == 1, lines
+    lines = trio.decode.log_path.read_text().splitlines()
+    said = [line for line in lines if "wrong checksum" in line and source in line]
+    assert len(said) == 1, said
 
 
 async def test_a_strict_engine_fails_the_request(trio, driver):

@@ -38,21 +38,23 @@ async def happened(driver, faults, what: str, count: int = 1) -> None:
     await driver.until(enough, 10.0, f"fault '{what}'")
 
 
-async def assert_pulls_again(driver, trio, rng) -> None:
-    """Whatever was set aside is used again, soon."""
+async def assert_pulls_again(driver, trio, rng, engine=None) -> None:
+    """Whatever was set aside is used again, soon; afterwards the two know each other."""
+    engine = engine or trio.decode
 
     async def pulled() -> bool:
         prompt = random_tokens(rng, 100)
-        _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+        _, reply = await driver.hand_off(trio.prefill, engine, prompt)
         await driver.assert_right(reply, prompt)
         return reply.pulled == 100
 
-    await driver.until(pulled, 20.0, "D pulls from P again")
+    await driver.until(pulled, 20.0, f"{engine.name} pulls from P again")
 
 
 async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
     rng = random.Random("p dies")
-    await assert_pulls_again(driver, trio, rng)  # D and P know each other
+    for engine in (trio.decode, trio.strict):  # they know P
+        await assert_pulls_again(driver, trio, rng, engine)
     prompts = [random_tokens(rng, 300) for _ in range(3)]
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
     trio.prefill.kill()
@@ -69,14 +71,17 @@ async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
     assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK
     await driver.assert_right(reply, prompts[2])
     await assert_pulls_again(driver, trio, rng)
+    prompt = random_tokens(rng, 100)
+    _, reply = await driver.hand_off(trio.prefill, trio.strict, prompt)
+    assert reply.pulled == 100, "who knew the first P asks the second one at once"
+    await driver.assert_right(reply, prompt)
 
 
 async def test_p_dies_during_the_transfer(trio, driver):
     """One read was not posted yet when P died, for another it is unknown how far it got; the strict engine says so."""
     rng = random.Random("p dies in transfer")
     for engine in (trio.decode, trio.strict):  # connections exist: the death is found by the read itself
-        _, reply = await driver.hand_off(trio.prefill, engine, random_tokens(rng, 100))
-        assert reply.pulled == 100
+        await assert_pulls_again(driver, trio, rng, engine)
     prompts = [random_tokens(rng, 1500) for _ in range(2)]
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
     for name in ("FD", "FS"):
@@ -103,8 +108,7 @@ async def test_p_dies_during_the_transfer(trio, driver):
 async def test_d_dies_while_it_holds_a_lease(trio, driver):
     """P's blocks are free again once D is silent for as long as a lease lasts, and the hand-off's time is over."""
     rng = random.Random("d dies")
-    _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))
-    assert reply.pulled == 100
+    await assert_pulls_again(driver, trio, rng)
     trio.faults["FD"].set(hold_before=True)
     prompt = random_tokens(rng, 600)
     first = await driver.prefill(trio.prefill, prompt)
@@ -235,6 +239,8 @@ async def test_a_lease_that_lapsed_under_a_read(trio, driver):
 async def test_a_read_that_fails(trio, driver):
     """By default the request is computed; the strict engine fails this request alone."""
     rng = random.Random("reads fail")
+    for engine in (trio.decode, trio.strict):
+        await assert_pulls_again(driver, trio, rng, engine)
     for name in ("FD", "FS"):
         trio.faults[name].set(fail_reads=True)
     prompt = random_tokens(rng, 700)
@@ -282,20 +288,21 @@ async def test_lost_messages(trio, driver, lost):
 async def test_an_abort_during_the_read_releases_p_when_the_read_ended(trio, driver):
     """Not before: P may not reuse what is still being read."""
     rng = random.Random("abort in read")
+    await assert_pulls_again(driver, trio, rng)
     trio.faults["FD"].set(hold_after=True)
     prompt = random_tokens(rng, 600)
     first = await driver.prefill(trio.prefill, prompt)
     before = trio.faults["FD"].happened("hold_after")
-    leaving = asyncio.create_task(driver.disconnect(trio.decode, prompt, 60.0, first.params))
+    leaving = asyncio.create_task(driver.ask(trio.decode, prompt, 400, first.params))
     await happened(driver, trio.faults["FD"], "hold_after", before + 1)
     leaving.cancel()
     await asyncio.wait([leaving])
     # The engine hears of it, and still holds what is being written.
     waiting = await driver.ask(trio.decode, random_tokens(rng, 40), 4)
     assert len(waiting.tokens) == 4
-    now = await driver.inspect(trio.decode)
-    assert now.free_blocks < now.blocks - 1 - 600 // 32 and now.requests >= 1
-    assert (await driver.inspect(trio.prefill)).exported_blocks + (await driver.inspect(trio.prefill)).leases > 0
+    d, p = await driver.inspect(trio.decode), await driver.inspect(trio.prefill)
+    assert d.free_blocks < d.blocks - 1 - 600 // 32 and d.requests == 1
+    assert p.free_blocks < p.blocks - 1 - 600 // 32 and p.leases == 1
     trio.faults["FD"].set()
     await driver.until_no_exports(trio.prefill)
     await driver.until_idle(trio.decode, seconds=SHORT["retain_seconds"] + SLACK)

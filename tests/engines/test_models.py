@@ -6,12 +6,17 @@ Also for machines with GPUs, where more of it can start:
 
 The truth is one engine's own decoding. P answers x with tokens t1, t2, ...; then D is asked for x + [t1] with P's
 prefill of it, pulls x and computes t1 in a decode step, exactly as P did, so it must say t2, ... with the same
-logprobs. (A prefill is no measure: vLLM's MLA on CPUs gives other logprobs in a prefill than in a decode step.)
+logprobs.
+
+Except for MLA on CPUs. There vLLM 0.32 by itself gives the same token of the same prompt logprobs that differ by up to
+0.8, in float32, when the prompt is a few tokens longer. What stays the same is the same prompt's prefill, so there the
+truth is another pull of it, into other blocks, and that other KV makes D answer otherwise.
 """
 
 import asyncio
 import os
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,23 +33,29 @@ ANSWER = 6  # tokens
 
 
 class Case(NamedTuple):
-    """``itemsize``: bytes a number of the cache. Logprobs that only rounding moves differ by less than ``tolerance``."""
+    """``itemsize``: bytes a number of the cache. ``tolerance``: rounding moves a logprob by less than this."""
 
     shape: model_shapes.Shape
     flags: tuple[str, ...]
     itemsize: int
     tolerance: float
 
+    @property
+    def steady(self) -> bool:
+        """Whether a prefix's KV does not depend on what follows it."""
+        return bool(GPUS) or self.shape is not model_shapes.MLA
+
 
 def _case(shape: model_shapes.Shape, dtype: str, cache: str = "auto") -> Case:
     flags = ("--dtype", dtype, "--kv-cache-dtype", cache)
-    itemsize = 1 if cache == "fp8" else {"float32": 4, "bfloat16": 2}[dtype]
-    return Case(shape, flags, itemsize, 2e-3 if dtype == "float32" and cache == "auto" else 0.1)
+    if cache == "fp8":
+        return Case(shape, flags, 1, 2e-2 if dtype == "float32" else 0.1)
+    return Case(shape, flags, 4, 2e-3) if dtype == "float32" else Case(shape, flags, 2, 0.05)
 
 
 SHAPES = {"dense": model_shapes.DENSE, "hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA}
 if GPUS:
-    CASES = {f"{name}-{cache}": _case(shape, "bfloat16", cache) for name, shape in SHAPES.items() for cache in ("auto", "fp8")}
+    CASES = {f"{n}-{cache}": _case(s, "bfloat16", cache) for n, s in SHAPES.items() for cache in ("auto", "fp8")}
 else:
     CASES = {
         "hybrid": _case(model_shapes.HYBRID, "float32"),
@@ -71,7 +82,7 @@ def pair(request, model_path, log_dir):
         name = f"{request.param}-{name}"
         return Engine(model, name=name, kv=kv, gpus=gpus, args=case.flags, log_dir=log_dir)
 
-    extra = {"bidirectional": True, "pull_threshold": 1, "retain_seconds": RETAIN_SECONDS}
+    extra = {"bidirectional": True, "pull_threshold": 1, "retain_seconds": RETAIN_SECONDS, "handoff_seconds": 10}
     engines = [engine(n, kvtier({**extra, "endpoint_port": free_port()}), i) for i, n in enumerate("PD")]
     try:
         start_all(engines)
@@ -93,10 +104,18 @@ def _last_error(story: str) -> str:
     return (errors or story.splitlines())[0][-300:]
 
 
-@pytest.fixture
-async def driver(pair):
-    async with driving(pair.prefill) as driver:
-        yield driver
+def _with_driver(test: Callable[[Pair, Driver], Awaitable[None]]) -> Callable[[Pair], None]:
+    """On an event loop of its own: machines with GPUs need not have pytest-asyncio."""
+
+    def run(pair: Pair) -> None:
+        async def main() -> None:
+            async with driving(pair.prefill) as driver:
+                await test(pair, driver)
+
+        asyncio.run(main())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
 
 
 async def _block(driver: Driver, engine: Engine) -> int:
@@ -117,14 +136,19 @@ def _off(got: Reply, tokens: list[int], logprobs: list[float], tolerance: float)
     return worst
 
 
-async def _hand_off(driver: Driver, pair: Pair, prompt: list[int], **body) -> tuple[Reply, float, list[int]]:
-    """D's answer to ``prompt`` and P's first token on it, how far it is from P's own, and the whole prompt."""
-    own = await driver.ask(pair.prefill, prompt, 1 + ANSWER, **body)
+async def _hand_off(driver: Driver, pair: Pair, prompt: list[int]) -> tuple[Reply, float]:
+    """D's answer to ``prompt`` and P's first token on it, and how far its logprobs are from the truth."""
+    own = await driver.ask(pair.prefill, prompt, 1 + ANSWER)
     whole = prompt + own.tokens[:1]
-    _, reply = await driver.hand_off(pair.prefill, pair.decode, whole, ANSWER, **body)
-    return reply, _off(reply, own.tokens[1:], own.logprobs[1:], pair.case.tolerance), whole
+    _, reply = await driver.hand_off(pair.prefill, pair.decode, whole, ANSWER)
+    tokens, logprobs = own.tokens[1:], own.logprobs[1:]
+    if not pair.case.steady:
+        _, again = await driver.hand_off(pair.prefill, pair.decode, whole, ANSWER, cache_salt="again")
+        tokens, logprobs = again.tokens, again.logprobs
+    return reply, _off(reply, tokens, logprobs, pair.case.tolerance)
 
 
+@_with_driver
 async def test_a_prefill_is_pulled(pair, driver):
     """Of every length that matters: around a block's end, and where a block ends just before the window."""
     block = await _block(driver, pair.prefill)
@@ -134,8 +158,9 @@ async def test_a_prefill_is_pulled(pair, driver):
     lengths += [10 * block + window - 1, 10 * block + window, 10 * block + window + 1]
     for length in lengths:
         before = await driver.metric(pair.decode, "vllm:kvtier_pulled_bytes_total")
-        reply, off, whole = await _hand_off(driver, pair, random_tokens(rng, length - 1))
+        reply, off = await _hand_off(driver, pair, random_tokens(rng, length - 1))
         moved = await driver.metric(pair.decode, "vllm:kvtier_pulled_bytes_total") - before
+        moved /= 1 if pair.case.steady else 2
         # With windows the last token is left out, which without is read and then computed again.
         pulled = length - 1 if pair.case.shape.name == "hybrid" else length
         assert (reply.pulled, reply.report["local_tokens"]) == (pulled, 0), (length, reply.report)
@@ -144,29 +169,35 @@ async def test_a_prefill_is_pulled(pair, driver):
     await _assert_sound(driver, pair)
 
 
+@_with_driver
 async def test_other_kv_would_answer_otherwise(pair, driver):
-    """Or all the rest proves nothing: the same last tokens behind other ones have other logprobs."""
+    """Or all the rest proves nothing: D computes the same last token both times, on other KV."""
     rng = random.Random(2)
-    prompt, tail = random_tokens(rng, 200), random_tokens(rng, 8)
-    one = await driver.ask(pair.decode, prompt + tail, 1)
     for at in (0, 150):
-        changed = prompt.copy()
-        changed[at : at + 48] = random_tokens(rng, 48)
-        other = await driver.ask(pair.decode, changed + tail, 1)
-        off = _off(other, one.tokens, one.logprobs, pair.case.tolerance)
+        off = 0.0
+        for _ in range(3):
+            prompt, tail = random_tokens(rng, 200), random_tokens(rng, 8)
+            _, one = await driver.hand_off(pair.prefill, pair.decode, prompt + tail, 1)
+            prompt[at : at + 48] = random_tokens(rng, 48)
+            _, other = await driver.hand_off(pair.prefill, pair.decode, prompt + tail, 1)
+            assert min(one.pulled, other.pulled) >= 207
+            off = max(off, _off(other, one.tokens, one.logprobs, pair.case.tolerance))
         assert off > 3 * pair.case.tolerance, (at, off)
 
 
+@_with_driver
 async def test_several_at_once(pair, driver):
     rng = random.Random(3)
     prompts = [random_tokens(rng, rng.randrange(40, 500)) for _ in range(6)]
     answers = await asyncio.gather(*(_hand_off(driver, pair, prompt) for prompt in prompts))
-    for prompt, (reply, off, _) in zip(prompts, answers, strict=True):
+    for prompt, (reply, off) in zip(prompts, answers, strict=True):
         assert reply.pulled >= len(prompt), reply.report
-        assert off < pair.case.tolerance, (len(prompt), off)
+        # Prompts that are computed together are, to an unsteady model, other prompts.
+        assert off < pair.case.tolerance or not pair.case.steady, (len(prompt), off)
     await _assert_sound(driver, pair)
 
 
+@_with_driver
 async def test_the_next_turn_is_pulled_back(pair, driver):
     """P lacks what D generated, and asks D for it by hash; D then needs only what is new."""
     block = await _block(driver, pair.prefill)
@@ -179,7 +210,8 @@ async def test_the_next_turn_is_pulled_back(pair, driver):
         sources = with_sources(pair.decode)
         second = await driver.prefill(pair.prefill, longer, sources, cache_salt=salt)
         held = (len(prompt) + 3 * block - 1) // block * block
-        if await _resumes(driver, pair):
+        resumes = await _resumes(driver, pair)
+        if resumes:
             assert second.report["local_tokens"] + second.pulled == held, second.report
             assert second.pulled >= 2 * block
         else:
@@ -187,21 +219,21 @@ async def test_the_next_turn_is_pulled_back(pair, driver):
         reply = await driver.ask(pair.decode, longer, ANSWER, second.params, cache_salt=salt)
         assert reply.pulled > 0
         # Under another salt nothing is shared: computed from scratch, by a prefill where D made a decode step.
-        own = await driver.ask(pair.prefill, longer, 1, cache_salt=f"fresh {salt}")
-        rounding = pair.case.tolerance if _exact_prefill(pair) else 1.0
-        assert _off(second, own.tokens, own.logprobs, rounding) <= rounding
+        own = await driver.ask(pair.prefill, longer, ANSWER, cache_salt=f"fresh {salt}")
+        rounding = pair.case.tolerance if pair.case.itemsize == 4 else 1.0
+        assert _off(second, own.tokens[:1], own.logprobs[:1], rounding) <= rounding
+        if resumes:
+            assert _off(reply, own.tokens, own.logprobs, rounding) <= rounding
     await _assert_sound(driver, pair)
 
 
 async def _resumes(driver: Driver, pair: Pair) -> bool:
+    """On CPUs vLLM computes MLA prompts only in one piece, without a prefix cache."""
     caching = await driver.metric(pair.prefill, "vllm:cache_config_info", 'enable_prefix_caching="False"')
     return not (pair.case.shape.name == "mla" and caching)
 
 
-def _exact_prefill(pair: Pair) -> bool:
-    return pair.case.itemsize == 4
-
-
+@_with_driver
 async def test_nothing_is_left(pair, driver):
     await driver.until_idle(pair.prefill, pair.decode, seconds=RETAIN_SECONDS + 10)
 

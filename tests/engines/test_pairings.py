@@ -54,7 +54,7 @@ async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) 
     prompt = random_tokens(random.Random(seed), length)
     _, reply = await driver.hand_off(p, d, prompt, 40)
     assert (reply.pulled, reply.report["pulled_from"]) == (length, p.kv_address), reply.report
-    assert_same(reply, await driver.ask(p, prompt, 40), (p.name, d.name))
+    assert_same(reply, await driver.ask(p, prompt, 40, cache_salt="fresh"), (p.name, d.name))
     return prompt, reply
 
 

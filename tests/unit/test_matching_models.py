@@ -1,4 +1,4 @@
-"""What the matcher takes of an offer where the model, not the offer, sets the limit: windows, and MLA without context."""
+"""What the matcher takes of an offer where the model sets the limit: windows, and MLA without context."""
 
 import time
 from types import SimpleNamespace

@@ -146,6 +146,8 @@ class Matcher:
             t.sources = deque(self._sources(t))
         # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
         lacking = request.num_tokens - 1 - computed
+        if getattr(request, "skip_reading_prefix_cache", False):
+            lacking = 0  # prompt log-probabilities need every token computed; vLLM 0.25 asks all the same
         variant = vr.variant(request) if t.sources else b""
         while t.sources:
             source = t.sources.popleft()

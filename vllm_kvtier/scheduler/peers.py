@@ -63,6 +63,7 @@ class PendingAsk:
     deadline: float
     outcome: Offer | NoOffer | None = None
     cancelled: bool = False
+    again: bool = False  # asked a second time, of the instance that took the first one's place
     timer: Timer | None = field(default=None, repr=False)
 
 
@@ -211,13 +212,22 @@ class Peers:
                 pause = DOWN_PAUSE if message.code == "starting" else REFUSED_PAUSE
                 self._close(connection, NoOffer(message.code, message.reason), pause)
             case m.Refused(code="instance"):
-                # Restarted under the same address: greet the new instance; what it had is gone.
-                self._answer(connection, message.ask, NoOffer(message.code, message.reason))
-                self._close(connection, NoOffer(message.code, message.reason), 0.0)
+                self._restarted(connection, NoOffer(message.code, message.reason))
             case m.Refused():
                 self._answer(connection, message.ask, NoOffer(message.code, message.reason))
             case _:
                 self._close(connection, NoOffer("malformed", f"unexpected {type(message).__name__}"), REFUSED_PAUSE)
+
+    def _restarted(self, connection: _Connection, outcome: NoOffer) -> None:
+        """Another instance answers at this address: greet it, and ask it once more; it may be whom the asks are for."""
+        again = [p for p in connection.asked.values() if not (p.again or p.cancelled) and p.outcome is None]
+        for pending in again:
+            del connection.asked[pending.ask.ask]
+            pending.timer.cancel()
+            pending.again = True
+        self._close(connection, outcome, 0.0)
+        for pending in again:
+            self._begin(pending)
 
     def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
         reason = self._check_ranks(welcome.ranks)
