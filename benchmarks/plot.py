@@ -11,7 +11,7 @@ import matplotlib
 import matplotlib.ticker
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 NAMES = {"kvtier": "vllm-kvtier", "nixl": "NixlConnector"}
 COLORS = {"kvtier": "#1b7837", "nixl": "#998ec3", "computed": "#bbbbbb"}
