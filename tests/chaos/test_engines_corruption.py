@@ -1,5 +1,6 @@
 """Bytes that change between the checksum and the reader: found, computed anew, counted, said once."""
 
+import asyncio
 import random
 
 import pytest
@@ -17,16 +18,36 @@ async def failures(driver, engine, more_than: float) -> float:
     return await driver.until(counted, 5.0, f"more than {more_than:g} integrity failures are counted")
 
 
+async def corrupted(driver, trio, where: str, kind: str, prompt: list[int]):
+    """D's answer from P's KV in which a bit flipped after it was summed and before it was read (or on arrival)."""
+    source, reader = trio.faults[where], trio.faults["FD"]
+    before = source.happened(kind)
+    if source is reader:
+        reader.set(corrupt=kind)
+        _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+    else:
+        source.set(corrupt=kind)
+        reader.set(hold_before=True)  # else D may have read what it wants before the bit flips
+        asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
+
+        async def flipped() -> bool:
+            return source.happened(kind) > before or asked.done()
+
+        await driver.until(flipped, 20.0, "P flipped a bit")
+        reader.set()
+        _, reply = await asked
+    source.set()
+    assert source.happened(kind) > before
+    return reply
+
+
 @pytest.mark.parametrize(("kind", "where"), [("pages", "FP"), ("sums", "FP"), ("arrival", "FD")])
 async def test_one_flipped_bit_is_found(trio, driver, kind, where):
     rng = random.Random(f"corrupt {kind}")
     for length in (40, 333, 1024):
         before = await driver.metric(trio.decode, FAILURES)
-        trio.faults[where].set(corrupt=kind)
         prompt = random_tokens(rng, length)
-        _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
-        trio.faults[where].set()
-        assert trio.faults[where].happened(kind)
+        reply = await corrupted(driver, trio, where, kind, prompt)
         assert reply.pulled == 0, "a block was wrong, so what was pulled does not count"
         await driver.assert_right(reply, prompt, f"{kind}, {length} tokens")
         await failures(driver, trio.decode, before)

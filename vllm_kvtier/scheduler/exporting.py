@@ -208,7 +208,7 @@ class Exporter:
     def _keep_window(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
         """Blocks behind the next token's window, which vLLM has given up just now, may still be in a reader's: one
         that goes on from the last whole block, or computes a prompt's last token again. Take them back if they are
-        still there."""
+        still in the prefix cache (vLLM 0.32 does not put a window's generated blocks there)."""
         size, window = self._groups[g]
         for place in range(max(0, (tokens - window) // size), tokens // size):
             if ids[place]:

@@ -42,7 +42,7 @@ class PullResult:
     checksum: bool = False  # failed because what arrived was wrong
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pull:
     order: PullOrder
     started: float

@@ -26,7 +26,7 @@ class GroupPull:
     valid: np.ndarray  # int32[n]
 
 
-@dataclass
+@dataclass(eq=False)  # arrays do not compare
 class PullOrder:
     request_id: str
     source: str  # instance of the source engine
