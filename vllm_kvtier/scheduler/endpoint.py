@@ -33,6 +33,9 @@ MAX_SILENT_CONNECTIONS = 4096
 Answer = Callable[[m.Holding | m.Inspection], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
+# Seconds that reads are served after an ask that got no lease: its sender may be reading what it was promised
+# already, and learns from the checksums that it is gone. Unserved, that read would hang until its own time limit.
+SERVE_AFTER_ASK = 1.0
 
 
 @dataclass
@@ -65,7 +68,8 @@ class Endpoint:
     ):
         """``on_freed``: blocks wait in ``exports.take_freed``. ``on_question``: answer on the engine's thread.
 
-        ``on_serving``: whether any lease is out. ``on_puller``: a peer that exports too leased this chain.
+        ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too
+        leased this chain.
         """
         self._reactor, self._config, self._exports = reactor, config, exports
         self._on_freed, self._on_question = on_freed, on_question
@@ -74,6 +78,7 @@ class Endpoint:
         self._parked: list[Parked] = []
         self._timer: Timer | None = None
         self._serving = False
+        self._serve_until = 0.0
         self._welcome: tuple[m.Namespace, m.Welcome] | None = None
         self.unusable: str | None = "the engine is still starting"
         self._socket = reactor.context.socket(zmq.ROUTER)
@@ -133,7 +138,7 @@ class Endpoint:
         until = self._exports.expire()
         if self._exports.has_freed():
             self._on_freed()
-        serving = self._exports.counts()["leases"] > 0
+        serving = self._exports.counts()["leases"] > 0 or now < self._serve_until
         if serving != self._serving:
             self._serving = serving
             self._on_serving(serving)
@@ -141,6 +146,8 @@ class Endpoint:
             self._timer.cancel()
             self._timer = None
         waits = [p.deadline - now for p in self._parked] + ([until] if until is not None else [])
+        if now < self._serve_until:
+            waits.append(self._serve_until - now)
         if waits:
             self._timer = self._reactor.call_later(max(0.001, min(waits)), self.settle)
 
@@ -206,6 +213,8 @@ class Endpoint:
             found = self._exports.lease_export(ask.export, ask.digest, ask.variant, ask.start, identity, seconds)
         else:
             found = self._exports.lease_chain(ask.chain, ask.variant, ask.start, identity, seconds)
+        if isinstance(found, Refusal):
+            self._serve_until = time.monotonic() + SERVE_AFTER_ASK
         if found is Refusal.NOT_READY and time.monotonic() < deadline:
             self._parked.append(Parked(identity, ask, deadline))
         elif isinstance(found, Lease):
