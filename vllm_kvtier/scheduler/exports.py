@@ -9,8 +9,7 @@ longer than that. Times are this process's monotonic clock; no deadline comes fr
 Indexes: export id -> export; block hash -> the exports that have it, newest last (a hash is chained over the
 whole prefix, so it also fixes the place); lease id -> lease; connection -> its leases.
 
-Thread-safe: the engine's thread adds and drains, the endpoint's
-thread leases and expires.
+Thread-safe: the engine's thread adds and drains, the endpoint's thread leases and expires.
 """
 
 import enum

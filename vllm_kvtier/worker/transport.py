@@ -56,7 +56,7 @@ class NixlTransport:
                 f"it has {', '.join(self._agent.plugin_list)}"
             )
         self.name = name
-        self._registered: list[Any] = []
+        self._registered: list[Any] = []  # registrations live as long as their descriptors
         self._peers: set[str] = set()
         self._lists: dict[str, list[Any]] = {}
         self._stale: list[Any] = []
@@ -66,10 +66,6 @@ class NixlTransport:
         descriptors = self._agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory)
         self._agent.register_memory(descriptors)
         self._registered.append(descriptors)
-
-    def unregister(self) -> None:
-        while self._registered:
-            self._agent.deregister_memory(self._registered.pop())
 
     def metadata(self) -> bytes:
         """What a peer needs for ``add_peer``; made after everything is registered."""
