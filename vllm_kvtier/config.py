@@ -108,6 +108,53 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_fingerprint: Annotated[
         str | None, _doc("Name of the exact model and weights, equal on all engines; computed if not given.")
     ] = None
+    store: Annotated[
+        str,
+        _doc(
+            "The node store, host memory shared by all engines of the node: auto (use the one that runs, or start it), "
+            "off, or the path of the Unix socket of one that you run yourself (`kvtier store`)."
+        ),
+    ] = "auto"
+    store_size: Annotated[
+        str | int,
+        _doc(
+            "Memory of a node store that this engine starts: bytes, a number with a unit (64GiB), or a share of what "
+            "the container may use (25%). A store that runs already keeps its size."
+        ),
+    ] = "10%"
+    store_write: Annotated[
+        Literal["all", "prompt", "off"],
+        _doc("What goes to the node store as blocks fill: prompts and generated text, prompts only, or nothing."),
+    ] = "all"
+    store_pin_share: Annotated[
+        float,
+        _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
+    ] = 0.25
+    store_queue: Annotated[
+        str | int,
+        _doc("Most bytes a rank may have waiting to be copied to the node store; beyond, the newest are not stored."),
+    ] = "4GiB"
+    load_policy: Annotated[
+        Literal["measured", "always"],
+        _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
+    ] = "measured"
+    store_idle_seconds: Annotated[
+        float,
+        _doc("A node store that this engine starts ends after so long without engines; 0: never.", ge=0),
+    ] = 600.0
+    store_huge_pages: Annotated[
+        Literal["auto", "never"], _doc("Huge pages for the memory of a node store that this engine starts.")
+    ] = "auto"
+    store_numa: Annotated[
+        Literal["local", "interleave"],
+        _doc("On which NUMA nodes that memory lies: where it is first touched, or on all of them in turn."),
+    ] = "local"
+    store_policy: Annotated[
+        str, _doc("Eviction policy of a node store that this engine starts; default: the best on our trace.")
+    ] = "default"
+    store_tenant_share: Annotated[
+        float, _doc("Largest share of the node store one tenant (cache salt) may fill.", gt=0, le=1)
+    ] = 1.0
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any] | None) -> "KVTierConfig":

@@ -23,6 +23,7 @@ from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
+from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -91,6 +92,7 @@ class Engine:
             config, self.peers, self.ledger, lambda: self.keys, groups, UNIT, lambda: ("me", 1), counters
         )
         self.exporter = Exporter(config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False)
+        self.tables = BlockTables(groups, self.ledger.forget, lambda t: self.exporter.kind(t) is not None)
         self.requests: dict[str, Running] = {}
         self.content = [[0] * (2 * UNIT) for _ in range(BLOCKS)]  # versions
         self.version = 0
@@ -249,7 +251,7 @@ class Engine:
             ),
             num_scheduled_tokens=scheduled,
         )
-        batches = self.exporter.begin_step(output, self.matcher.get)
+        batches = self.exporter.begin_step(self.tables.begin_step(output, self.matcher.get))
         orders, _ = self.matcher.take_orders()
         assert {o.request_id for o in orders} == set(loading)
         # The forward, then the sums behind it.
@@ -316,6 +318,7 @@ class Engine:
         r.request.status = RequestStatus[how]
         self.slide(r)
         tracked = self.matcher.finished(r.request)
+        self.tables.forget(r.request.request_id)
         export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables))
         if export is not None:
             self.exports.append((export, r.request))
@@ -361,7 +364,7 @@ class Engine:
                     assert self.sums.get(block) == expected, where
 
     def nothing_is_kept_for_ever(self):
-        assert set(self.exporter._tables) <= set(self.requests)
+        assert len(self.tables) == sum(name in self.tables for name in self.requests)
         loading = {n for n, r in self.requests.items() if r.status in ("loading", "aborted")}
         assert len(self.matcher) <= len(self.requests)
         for name in self.requests:
@@ -373,13 +376,14 @@ class Engine:
         for name, r in list(self.requests.items()):
             if r.status != "aborted":
                 r.request.status = RequestStatus.FINISHED_ABORTED
+                self.tables.forget(name)
                 self.exporter.finished(self.matcher.finished(r.request), tuple(r.tables))
             if r.status in ("loading", "aborted"):
                 self.matcher.loaded(name, False)
             self.release(r)
         self.table.clear()
         self.exporter.drain()
-        assert not self.peers.leases and not len(self.matcher) and not self.exporter._tables
+        assert not self.peers.leases and not len(self.matcher) and not len(self.tables)
         assert all(b.ref_cnt == 0 for b in self.fake.blocks), "a block is still held"
 
 
@@ -417,6 +421,7 @@ class Alone:
         self.exporter = Exporter(
             config, self.table, BlockPool(self.pool), self.ledger, lambda: Keys(5), [(UNIT, None)], Counters(), False
         )
+        self.tables = BlockTables([(UNIT, None)], self.ledger.forget, lambda t: True)
         self.tracked = {}
         self.add("p", tokens, PREFILL)
 
@@ -434,7 +439,7 @@ class Alone:
         )
         ordered = [
             (block, valid)
-            for batch in self.exporter.begin_step(output, self.tracked.get)
+            for batch in self.exporter.begin_step(self.tables.begin_step(output, self.tracked.get))
             for block, valid in zip(batch.ids.tolist(), batch.valid.tolist(), strict=True)
         ]
         assert len(dict(ordered)) == len(ordered), "two checksums of one block in a step"

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, Table, batches
+from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, batches
+from vllm_kvtier.scheduler.tables import Table
 
 hashes = st.binary(min_size=8, max_size=32)
 

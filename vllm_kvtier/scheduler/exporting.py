@@ -12,8 +12,9 @@ from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
-from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, Table, batches
+from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, batches
 from vllm_kvtier.scheduler.matching import Tracked
+from vllm_kvtier.scheduler.tables import Growth, Table
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -47,11 +48,10 @@ class Exporter:
         self._groups, self._counters, self._lookahead = groups, counters, lookahead
         self._unit = pool.hash_block_tokens
         self._align = alignment(groups, self._unit)
-        self._tables: dict[str, Table] = {}
         self._pending: list[Entry] = []
         self.step = 0
 
-    # -- following block tables ------------------------------------------------------------------------------------
+    # -- as blocks fill ---------------------------------------------------------------------------------------------
 
     def kind(self, tracked: Tracked) -> Kind | None:
         """How this request will be exported when it ends well; None if not at all."""
@@ -59,40 +59,15 @@ class Exporter:
             return Kind.HANDOFF
         return Kind.RETAINED if self._config.bidirectional else None
 
-    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[SumBatch]:
-        """Follow a step's scheduling; the checksums to make behind its forward."""
+    def begin_step(self, growth: list[Growth]) -> list[SumBatch]:
+        """What a step's scheduled requests fill; the checksums to make behind its forward."""
         self.step += 1
-        for new in output.scheduled_new_reqs:
-            self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
-                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
-            elif blocks:
-                self._extend(request_id, blocks)
         # An export may have ended meanwhile and its blocks been handed out anew: what they held is gone.
         entries, self._pending = [e for e in self._pending if self._ledger.has(e)], []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            table, t = self._tables.get(request_id), tracked(request_id)
-            if table is not None and t is not None:
-                entries += self._completed(t, table, t.request.num_computed_tokens + scheduled)
+        for tracked, table, computed in growth:
+            if self.kind(tracked) is not None:
+                entries += self._completed(tracked, table, computed)
         return batches(entries)
-
-    def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
-        for g, ids in enumerate(blocks):
-            # From the block on that the next token goes to: after a pull of the whole prompt its last token is
-            # computed again, into a full block whose checksum was right until then.
-            self._ledger.forget(ids[computed // self._groups[g][0] :])
-        if t is not None and blocks and self.kind(t) is not None:
-            self._tables[request_id] = Table([list(ids) for ids in blocks])
-
-    def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
-        table = self._tables.get(request_id)
-        for g, ids in enumerate(blocks):
-            self._ledger.forget(ids)
-            if table is not None:
-                table.groups[g].extend(ids)
 
     def _completed(self, t: Tracked, table: Table, computed: int) -> list[Entry]:
         """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
@@ -146,16 +121,10 @@ class Exporter:
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
-    def forget(self, request_id: str) -> None:
-        """The request ended and is not to be exported."""
-        self._tables.pop(request_id, None)
-
     def finished(self, t: Tracked, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
-        request = t.request
-        self.forget(request.request_id)
         kind = self.kind(t)
-        if kind is None or not vr.ended_well(request):
+        if kind is None or not vr.ended_well(t.request):
             return None
         export = self._make(t, kind, block_ids)
         if export is None:

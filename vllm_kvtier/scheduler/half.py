@@ -20,6 +20,7 @@ from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
+from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
@@ -82,6 +83,7 @@ class SchedulerHalf:
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
         )
+        self._tables = BlockTables(facts.groups, ledger.forget, lambda t: self._exporter.kind(t) is not None)
         pool.before_reset(self.reset)
         self._reactor.start()
 
@@ -108,7 +110,7 @@ class SchedulerHalf:
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
         self._exporter.relieve_running(len(output.num_scheduled_tokens))
-        sums = self._exporter.begin_step(output, self._matcher.get)
+        sums = self._exporter.begin_step(self._tables.begin_step(output, self._matcher.get))
         orders, introductions = self._matcher.take_orders()
         return StepWork(self._exporter.step, sums, orders, introductions)
 
@@ -134,9 +136,9 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
+        self._tables.forget(request.request_id)
         if self._facts.unsupported or self._endpoint.unusable:
             export = None  # nobody could ask for it: pin nothing
-            self._exporter.forget(request.request_id)
         else:
             export = self._exporter.finished(tracked, block_ids)
         if export is not None:

@@ -2,11 +2,10 @@
 
 Three facts are kept per block id: the key (content) and number of valid tokens its table entry was made with, and
 the step that made it, because a block shared with an earlier request may be ordered but not made yet.
-An entry dies when vLLM hands the block out anew. ``Tables`` follows the block tables of the requests whose
-blocks will be exported, so that a checksum is made in the very step that completes a block.
+An entry dies when vLLM hands the block out anew.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,18 +65,6 @@ class Ledger:
         for entry in missing:
             self.mark(entry, step)
         return missing
-
-
-@dataclass
-class Table:
-    """Block table of one request, as far as this package follows it."""
-
-    groups: list[list[int]]
-    summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
-    tailed: bool = False  # the prompt's partial tail is in the ledger
-
-    def __post_init__(self) -> None:
-        self.summed = self.summed or [0] * len(self.groups)
 
 
 def batches(entries: list[Entry]) -> list[SumBatch]:

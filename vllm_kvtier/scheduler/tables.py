@@ -1,0 +1,93 @@
+"""Block tables of the requests we follow, step by step: which blocks a request fills in the step being scheduled.
+
+vLLM tells a connector only what is new in a step; exports and offloading both need to know which blocks become
+complete, while they are certainly still the request's own. On the scheduler's thread only.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm_kvtier.scheduler.matching import Tracked
+
+
+@dataclass
+class Table:
+    """Block table of one request as vLLM handed it out: ids only ever get appended.
+
+    A windowed group's blocks behind the window are given up by vLLM and stay listed here: an id is certainly the
+    request's own only in the step that fills it.
+    """
+
+    groups: list[list[int]]
+    summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
+    tailed: bool = False  # the prompt's partial tail is in the ledger
+    offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store
+
+    def __post_init__(self) -> None:
+        self.summed = self.summed or [0] * len(self.groups)
+        self.offered = self.offered or [0] * len(self.groups)
+
+
+class Growth(NamedTuple):
+    """One request in one step: its first ``computed`` tokens are in the cache once the step ran."""
+
+    tracked: Tracked
+    table: Table
+    computed: int
+
+
+class BlockTables:
+    def __init__(
+        self,
+        groups: list[tuple[int, int | None]],
+        handed_out: Callable[[Iterable[int]], None],
+        wanted: Callable[[Tracked], bool],
+    ):
+        """``handed_out`` hears of blocks that get new content; ``wanted`` says whether a request is to be followed."""
+        self._groups, self._handed_out, self._wanted = groups, handed_out, wanted
+        self._tables: dict[str, Table] = {}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tables
+
+    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[Growth]:
+        """Follow a step's scheduling; every followed request that is scheduled in it."""
+        for new in output.scheduled_new_reqs:
+            self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
+            elif blocks:
+                self._extend(request_id, blocks)
+        out = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            table, t = self._tables.get(request_id), tracked(request_id)
+            if table is not None and t is not None:
+                out.append(Growth(t, table, t.request.num_computed_tokens + scheduled))
+        return out
+
+    def forget(self, request_id: str) -> Table | None:
+        """The request ended; its table as far as it was followed."""
+        return self._tables.pop(request_id, None)
+
+    def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
+        for g, ids in enumerate(blocks):
+            # From the block on that the next token goes to: after a pull of the whole prompt its last token is
+            # computed again, into a full block whose checksum was right until then.
+            self._handed_out(ids[computed // self._groups[g][0] :])
+        if t is not None and blocks and self._wanted(t):
+            offered = [computed // size for size, _ in self._groups]  # whoever computed what was hit offered it
+            self._tables[request_id] = Table([list(ids) for ids in blocks], offered=offered)
+
+    def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+        table = self._tables.get(request_id)
+        for g, ids in enumerate(blocks):
+            self._handed_out(ids)
+            if table is not None:
+                table.groups[g].extend(ids)
