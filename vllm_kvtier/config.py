@@ -130,10 +130,10 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
     ] = 0.25
-    store_queue: Annotated[
-        str | int,
-        _doc("Most bytes a rank may have waiting to be copied to the node store; beyond, the newest are not stored."),
-    ] = "4GiB"
+    store_queue_gib: Annotated[
+        float,
+        _doc("Most GiB a rank may have waiting to be copied to the node store; the newest beyond are not stored.", gt=0),
+    ] = 4.0
     load_policy: Annotated[
         Literal["measured", "always"],
         _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
@@ -150,8 +150,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc("On which NUMA nodes that memory lies: where it is first touched, or on all of them in turn."),
     ] = "local"
     store_policy: Annotated[
-        str, _doc("Eviction policy of a node store that this engine starts; default: the best on our trace.")
-    ] = "default"
+        str, _doc("Eviction policy of a node store that this engine starts; empty: the best on our trace.")
+    ] = ""
     store_tenant_share: Annotated[
         float, _doc("Largest share of the node store one tenant (cache salt) may fill.", gt=0, le=1)
     ] = 1.0

@@ -24,7 +24,7 @@ from vllm_kvtier.vllm_compat.types import (
     transfer_results,
 )
 from vllm_kvtier.vllm_compat.version import check_supported
-from vllm_kvtier.vllm_compat.worker import cache_device, rank_in_engine, wants_host_buffer
+from vllm_kvtier.vllm_compat.worker import cache_device, rank_in_engine, shards, wants_host_buffer
 from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.half import StepResults, WorkerHalf
 from vllm_kvtier.worker.work import StepWork
@@ -69,7 +69,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         results = report.results if isinstance(report, WorkerReport) else []
         if TransferResults is None and self._facts.fails_by_request and any(r.failed for r in results):
             recompute_failed_loads(self._scheduler.engine_scheduler, results)
-        self._scheduler.pulled(results, set(connector_output.finished_recving or ()))
+        self._scheduler.arrived(results, set(connector_output.finished_recving or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -101,6 +101,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(
             lambda: cache_view(kv_caches, cache_config, config, device),
             lambda view: wants_host_buffer(self._options.host_buffer, config, view.device),
+            lambda view: shards(config, [group.kind for group in view.groups], rank),
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -139,6 +140,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVTierStats | None:
         if self._scheduler is None:
             return None
+        self._scheduler.end_step()  # vLLM asks once for each step's output that it reads
         counts = self._scheduler.counters.take()
         return KVTierStats(data=counts) if counts else None
 

@@ -92,7 +92,7 @@ class Engine:
             config, self.peers, self.ledger, lambda: self.keys, groups, UNIT, lambda: ("me", 1), counters
         )
         self.exporter = Exporter(config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False)
-        self.tables = BlockTables(groups, self.ledger.forget, lambda t: self.exporter.kind(t) is not None)
+        self.tables = BlockTables(groups, UNIT, self.ledger.forget, lambda t: self.exporter.kind(t) is not None)
         self.requests: dict[str, Running] = {}
         self.content = [[0] * (2 * UNIT) for _ in range(BLOCKS)]  # versions
         self.version = 0
@@ -421,7 +421,7 @@ class Alone:
         self.exporter = Exporter(
             config, self.table, BlockPool(self.pool), self.ledger, lambda: Keys(5), [(UNIT, None)], Counters(), False
         )
-        self.tables = BlockTables([(UNIT, None)], self.ledger.forget, lambda t: True)
+        self.tables = BlockTables([(UNIT, None)], UNIT, self.ledger.forget, lambda t: True)
         self.tracked = {}
         self.add("p", tokens, PREFILL)
 

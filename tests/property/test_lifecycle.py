@@ -22,6 +22,12 @@ def test_every_path_ends_with_nothing_held():
             if event in (Event.GRANT, Event.REFUSE):
                 assert asked
                 now_asked, now_leased = False, event is Event.GRANT
+            if event is Event.HOLD:  # the matcher keeps that lease until TAKE, or gives it back itself
+                assert asked and not leased
+                now_asked = False
+            if event is Event.TAKE:
+                assert not asked and not leased
+                now_leased = True
             if action is Action.CANCEL_ASK:
                 assert now_asked, f"{source} {event} cancels an ask that is not out"
                 now_asked = False

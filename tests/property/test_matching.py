@@ -12,11 +12,12 @@ from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler import matching
+from vllm_kvtier.scheduler import matching, whereabouts
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
-from vllm_kvtier.scheduler.matching import Matcher, Whereabouts
+from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
+from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
 
@@ -461,9 +462,9 @@ def test_offers_of_any_shape_never_raise(data):
 
 
 def test_whereabouts_are_bounded_and_expire(monkeypatch):
-    monkeypatch.setattr(matching, "MAX_WHEREABOUTS", 10)
+    monkeypatch.setattr(whereabouts, "MAX_WHEREABOUTS", 10)
     now = [0.0]
-    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(whereabouts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     where = Whereabouts(seconds=5.0)
     for i in range(100):
         where.note(bytes([i]) * 8, ("h", i + 1))

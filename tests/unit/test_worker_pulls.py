@@ -367,13 +367,15 @@ def test_worker_halves_end_to_end(tmp_path):
             servers.append(LinkServer(reactors[i], path, heard[i].append))
             reactors[i].start()
             halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"]))
-            halves[i].register(lambda view=view: view, lambda view: False)
+            halves[i].register(lambda view=view: view, lambda view: False, lambda view: (0,))
         for h in heard:
-            assert isinstance(eventually(lambda h=h: h, 20)[0], m.Register)
+            described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
+            assert isinstance(described, m.Described) and described.shards == (0,) and described.rank == 0
+            assert isinstance(registered, m.Register)
         halves[1].submit(StepWork(7, [batch_of([3, 4])]))
         eventually(lambda: m.Summed(0, 7) in heard[1])
         reactors[1].call_soon(lambda: servers[1].tell(m.Serve(True)))
-        source = heard[1][0].info
+        source = heard[1][1].info
         for n in range(2):
             order = PullOrder(f"r{n}", "s/1", [pull_of([1, 2], [3, 4])], 20.0)
             halves[0].submit(StepWork(n, [], [order], {"s/1": [source]} if n == 0 else {}))
@@ -401,7 +403,7 @@ def test_a_cache_that_cannot_be_described_is_said_and_pulls_fail_at_once(tmp_pat
         raise KVTierError("no such layout")
 
     try:
-        half.register(describe, lambda view: False)
+        half.register(describe, lambda view: False, lambda view: (0,))
         assert eventually(lambda: heard) == [m.Unusable(0, "no such layout")]
         half.submit(StepWork(0, [batch_of([1])], [PullOrder("r", "s/1", [pull_of([5], [3])], 1.0)]))
         step = eventually(lambda: (s := half.collect()).finished and s)

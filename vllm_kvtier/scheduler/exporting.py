@@ -13,8 +13,8 @@ from typing import Any
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
 from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, batches
-from vllm_kvtier.scheduler.matching import Tracked
 from vllm_kvtier.scheduler.tables import Growth, Table
+from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -191,15 +191,16 @@ class Exporter:
         for ids in self._table.take_freed():
             self._pool.free(ids)
 
-    def relieve(self, tokens: int) -> None:
-        """A request needs room for ``tokens``: give up retained exports rather than make it wait."""
-        self._relieve(sum(-(-tokens // size) for size, _ in self._groups))
+    def needed(self, tokens: int) -> int:
+        """Blocks a request needs for ``tokens`` more."""
+        return sum(-(-tokens // size) for size, _ in self._groups)
 
-    def relieve_running(self, running: int) -> None:
-        """Running requests take blocks as they grow; short of them vLLM preempts, so room for each is kept."""
-        self._relieve(RUNNING_RESERVE * running * len(self._groups))
+    def reserve(self, running: int) -> int:
+        """Blocks to keep free: running requests take some as they grow, and short of them vLLM preempts."""
+        return RUNNING_RESERVE * running * len(self._groups)
 
-    def _relieve(self, needed: int) -> None:
+    def relieve(self, needed: int) -> None:
+        """``needed`` blocks should be free: give up retained exports rather than make a request wait."""
         short = needed - self._pool.free_count()
         if short > 0 and self._table.relieve(short):
             self.drain()

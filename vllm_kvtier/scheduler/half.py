@@ -18,9 +18,13 @@ from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.offloading import Offloader
+from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
+from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tables import BlockTables
+from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
@@ -31,10 +35,14 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.offload import LoadResult
 from vllm_kvtier.worker.pulls import PullResult
-from vllm_kvtier.worker.work import StepWork
+from vllm_kvtier.worker.work import LoadOrder, PullOrder, StepWork
 
 logger = logging.getLogger("vllm.kvtier.scheduler")
+
+# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds.
+RESET_PATIENCE = 1.0
 
 
 class SchedulerHalf:
@@ -59,6 +67,7 @@ class SchedulerHalf:
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
         self._failed_loads: set[str] = set()
+        self._slowest: dict[str, float] = {}  # request -> seconds of the rank that loaded longest
         # A restarted engine is another instance, even with the same configured engine id and address.
         self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
         self._reactor = Reactor("kvtier-scheduler")
@@ -76,15 +85,30 @@ class SchedulerHalf:
         self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks)
         ledger = Ledger()
         self._ledger = ledger
+        self._described: dict[int, m.Described] = {}
+        self._planner = Planner({"host": facts.link_bandwidth}, step_tokens=facts.step_tokens)
+        self._pace = Pace(self._planner)
+        self._tier = self._offloader = None
+        if config.store != "off" and not facts.unsupported:
+            self._tier = HostTier(
+                config, facts, unit, self._reactor, self._link.tell, on_lost=lambda: self.counters.count("store_lost")
+            )
+            self._offloader = Offloader(
+                config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
+                on_free=self._engine.wake,
+            )
         self._matcher = Matcher(
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
-            facts.resumes,
+            facts.resumes, self._tier, self._planner,
         )
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
         )
-        self._tables = BlockTables(facts.groups, ledger.forget, lambda t: self._exporter.kind(t) is not None)
-        pool.before_reset(self.reset)
+        offload = self._offloader is not None and self._offloader.wanted()
+        self._tables = BlockTables(
+            facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.kind(t) is not None
+        )
+        pool.before_reset(self._before_reset)
         self._reactor.start()
 
     @property
@@ -100,8 +124,16 @@ class SchedulerHalf:
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
-            self._exporter.relieve(request.num_tokens - computed)
+            self._relieve(self._exporter.needed(request.num_tokens - computed))
         return tokens, asynchronous
+
+    def _relieve(self, needed: int) -> None:
+        """vLLM needs ``needed`` blocks: exports and copies that hold some give way, in this order."""
+        if needed > self._pool.free_count():
+            self._exporter.relieve(needed)
+            short = needed - self._pool.free_count()
+            if short > 0 and self._offloader is not None:
+                self._offloader.relieve(short)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         if not self._facts.unsupported:
@@ -109,34 +141,59 @@ class SchedulerHalf:
 
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
-        self._exporter.relieve_running(len(output.num_scheduled_tokens))
-        sums = self._exporter.begin_step(self._tables.begin_step(output, self._matcher.get))
+        self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
+        self._pace.begin_step(output, self._matcher.get)
+        growth = self._tables.begin_step(output, self._matcher.get)
+        sums = self._exporter.begin_step(growth)
+        if self._offloader is not None:
+            self._offloader.begin_step(self._exporter.step, growth)
         orders, introductions = self._matcher.take_orders()
-        return StepWork(self._exporter.step, sums, orders, introductions)
+        pulls = [order for order in orders if isinstance(order, PullOrder)]
+        loads = [order for order in orders if isinstance(order, LoadOrder)]
+        return StepWork(self._exporter.step, sums, pulls, introductions, loads)
 
-    def pulled(self, results: list[PullResult], finished: set[str]) -> None:
+    def end_step(self) -> None:
+        """A step's output was read."""
+        self._pace.end_step()
+
+    def arrived(self, results: list[PullResult | LoadResult], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with."""
         for result in results:
-            self.counters.count("pulls", "failed" if result.failed else "ok")
-            self.counters.count("pulled_bytes", amount=result.bytes)
-            self.counters.count("pull_seconds", amount=result.seconds)
+            kind = "load" if isinstance(result, LoadResult) else "pull"
+            self.counters.count(f"{kind}s", "failed" if result.failed else "ok")
+            self.counters.count(f"{kind}ed_bytes", amount=result.bytes)
+            self.counters.count(f"{kind}_seconds", amount=result.seconds)
             if result.failed:
                 self._failed_loads.add(result.request_id)
-                if result.bad_blocks and result.checksum:
+                if kind == "load" and result.corrupt:
+                    self.counters.count("integrity_failures", amount=len(result.corrupt))
+                    self._matcher.discard(result.request_id, result.corrupt)
+                elif result.checksum:
                     self.counters.count("integrity_failures", amount=len(result.bad_blocks))
+            elif kind == "load":
+                self._slowest[result.request_id] = max(
+                    result.seconds, self._slowest.get(result.request_id, 0.0)
+                )
         for request_id in finished:
             tracked = self._matcher.get(request_id)
             failed = request_id in self._failed_loads
             self._failed_loads.discard(request_id)
+            seconds = self._slowest.pop(request_id, None)
             if tracked is not None and not failed:
-                kind = "handoff" if tracked.hints.handoff else "retained"
-                self.counters.count("pulled_tokens", kind, tracked.pulled)
+                name = "loaded_tokens" if tracked.source == "host" else "pulled_tokens"
+                self.counters.count(name, tracked.source, tracked.pulled)
+                if seconds is not None and tracked.plan is not None:
+                    self._planner.observe_load("host", tracked.offer.nbytes, tracked.plan.queued_bytes, seconds)
+                    self.counters.count("planned_seconds", "expected", tracked.plan.load_seconds)
+                    self.counters.count("planned_seconds", "taken", seconds)
             self._matcher.loaded(request_id, failed)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
-        self._tables.forget(request.request_id)
+        table = self._tables.forget(request.request_id)
+        if self._offloader is not None:
+            self._offloader.finished(tracked, table, block_ids)
         if self._facts.unsupported or self._endpoint.unusable:
             export = None  # nobody could ask for it: pin nothing
         else:
@@ -166,17 +223,25 @@ class SchedulerHalf:
         )
 
     def has_pending_frees(self) -> bool:
-        return self._exports.has_freed()
+        return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
     @property
     def engine_scheduler(self) -> Any | None:
         return self._engine.scheduler
 
-    def reset(self) -> bool:
+    def _before_reset(self) -> None:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
         self._exports.clear()
         self._exporter.drain()
         self._ledger.clear()
+        if self._offloader is not None:
+            self._offloader.settle(RESET_PATIENCE)
+
+    def reset(self) -> bool:
+        """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""
+        self._before_reset()
+        if self._tier is not None:
+            self._tier.renew()
         return True
 
     def shutdown(self) -> None:
@@ -190,6 +255,8 @@ class SchedulerHalf:
 
     def _run_jobs(self) -> None:
         self._exporter.drain()
+        if self._offloader is not None:
+            self._offloader.drain()
         while self._jobs:
             try:
                 self._jobs.popleft()()
@@ -247,6 +314,13 @@ class SchedulerHalf:
 
     def _heard(self, message: m.LinkMessage) -> None:
         match message:
+            case m.Described():
+                self._described[message.rank] = message
+                self._open_if_ready()
+            case m.PoolReady() if self._tier is not None:
+                self._tier.reached(message)
+            case m.Stored() if self._offloader is not None:
+                self._offloader.stored(message)
             case m.Register():
                 self._ranks[message.info.rank] = message.info
                 self._summed.setdefault(message.info.rank, -1)
@@ -260,7 +334,14 @@ class SchedulerHalf:
                     self._endpoint.summed(min(self._summed.values()))
 
     def _open_if_ready(self) -> None:
-        if self._namespace is not None and len(self._ranks) == self._facts.world_size:
+        if self._namespace is None:
+            return
+        if self._tier is not None and not self._tier.opened and len(self._described) == self._facts.world_size:
+            try:
+                self._tier.open(self._namespace, self._described)
+            except ValueError as error:
+                logger.warning("kvtier: serving without the node store: %s", error)
+        if len(self._ranks) == self._facts.world_size:
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
             logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)

@@ -25,6 +25,8 @@ class Event(enum.Enum):
     ASK = "ask"
     GRANT = "grant"
     REFUSE = "refuse"
+    HOLD = "hold"  # the node store has something: kept back while the next source is asked for more
+    TAKE = "take"  # nobody had more than what is held back
     TIMEOUT = "timeout"
     DECLINE = "decline"  # below the threshold, full local hit, no source left
     ALLOCATE = "allocate"
@@ -47,10 +49,12 @@ S, E, A = State, Event, Action
 TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.NEW, E.ASK): (S.ASKING, A.NONE),
     (S.NEW, E.DECLINE): (S.LOCAL, A.NONE),
+    (S.NEW, E.TAKE): (S.OFFERED, A.NONE),
     (S.NEW, E.PREEMPT): (S.NEW, A.NONE),
     (S.NEW, E.FINISH): (S.GONE, A.NONE),
     (S.ASKING, E.GRANT): (S.OFFERED, A.NONE),
     (S.ASKING, E.REFUSE): (S.NEW, A.NONE),  # the next source may be asked
+    (S.ASKING, E.HOLD): (S.NEW, A.NONE),
     (S.ASKING, E.TIMEOUT): (S.NEW, A.CANCEL_ASK),
     (S.ASKING, E.DECLINE): (S.LOCAL, A.CANCEL_ASK),
     (S.ASKING, E.PREEMPT): (S.ASKING, A.NONE),
@@ -65,10 +69,10 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.LOADING, E.FINISH): (S.ABANDONED, A.NONE),  # the source may not reuse what is still being read
     (S.ABANDONED, E.LOAD_DONE): (S.GONE, A.RELEASE),
     (S.ABANDONED, E.LOAD_FAILED): (S.GONE, A.RELEASE),
-    (S.LOADED, E.PREEMPT): (S.LOCAL, A.NONE),  # what was pulled is lost; computed again
+    (S.LOADED, E.PREEMPT): (S.NEW, A.NONE),  # what was pulled is lost; the node store may have it
     (S.LOADED, E.FINISH): (S.GONE, A.NONE),
     (S.LOCAL, E.DECLINE): (S.LOCAL, A.NONE),
-    (S.LOCAL, E.PREEMPT): (S.LOCAL, A.NONE),
+    (S.LOCAL, E.PREEMPT): (S.NEW, A.NONE),
     (S.LOCAL, E.FINISH): (S.GONE, A.NONE),
 }
 

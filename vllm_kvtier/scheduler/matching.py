@@ -1,74 +1,37 @@
 """Matching and loading: per request, whom to ask, what to take, and what became of it.
 
-On the scheduler's thread only; ``Peers`` does the waiting. A request's sources are tried in order: the prefill
-that was promised to it, then the engines its params name, then the engine that last pulled this chain from us.
+On the scheduler's thread only; ``Peers`` and ``HostTier`` do the waiting. A request's sources are tried in order: the
+prefill that was promised to it; the node store; then, for what the store lacks, the engines its params name and the
+engine that last pulled this chain from us. What another request is loading already is waited for, not loaded twice.
 """
 
 import logging
+import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.exports import GroupBlocks
-from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger
+from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Action, Event, Lifecycle, State
-from vllm_kvtier.scheduler.params import Handoff, Hints, Report, read
-from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers, PendingAsk
+from vllm_kvtier.scheduler.params import Handoff, read
+from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers
+from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier
+from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.worker.work import GroupPull, PullOrder
+from vllm_kvtier.worker.work import LoadOrder, PullOrder
 
 logger = logging.getLogger("vllm.kvtier.matching")
 
-MAX_WHEREABOUTS = 1 << 16  # chain ends remembered (about 100 bytes each)
-
-
-class Whereabouts:
-    """Which engine last pulled a chain from us: it has the conversation, even if no router says so."""
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-        self._at: OrderedDict[bytes, tuple[Address, float]] = OrderedDict()
-
-    def note(self, chain_end: bytes, address: Address) -> None:
-        """Any thread (one assignment)."""
-        self._at[chain_end] = (address, time.monotonic() + self._seconds)
-        self._at.move_to_end(chain_end)
-        while len(self._at) > MAX_WHEREABOUTS:
-            self._at.popitem(last=False)
-
-    def find(self, chain: list[bytes]) -> Address | None:
-        for block_hash in reversed(chain):
-            found = self._at.get(block_hash)
-            if found and found[1] > time.monotonic():
-                return found[0]
-        return None
-
-
-@dataclass
-class Tracked:
-    """One request. ``sources`` still to be tried; ``local`` tokens vLLM had when it last asked us."""
-
-    request: Any
-    hints: Hints
-    life: Lifecycle
-    sources: deque[Handoff | Address] | None = None  # made at the first match: needs the hash chain
-    pending: PendingAsk | None = None
-    asking: Handoff | Address | None = None
-    offer: Offer | None = None
-    offered_at: float = 0.0
-    local: int = 0
-    pulled: int = 0
-    entries: list[Entry] = field(default_factory=list)
-
-    def report(self) -> Report:
-        source = f"{self.offer.address[0]}:{self.offer.address[1]}" if self.offer and self.pulled else None
-        return Report(self.request.num_prompt_tokens, self.local, self.pulled, source)
+# The store answers in a fraction of a millisecond. When nobody else is being served, waiting for it that long holds
+# nobody up and is shorter than the empty step that vLLM makes when we have no answer yet.
+STORE_PATIENCE = 1e-3  # seconds
 
 
 class Matcher:
@@ -83,19 +46,24 @@ class Matcher:
         my_address: Callable[[], Address],
         counters: Counters,
         resumes: bool = True,
+        tier: HostTier | None = None,
+        planner: Planner | None = None,
     ):
-        """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers.
+        """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers. ``tier``: the node store,
+        if it is used at all.
 
         ``resumes``: whether the model can compute several tokens on top of others; if not, only a pull that leaves
         one is of use.
         """
         self._config, self._peers, self._ledger, self._keys = config, peers, ledger, keys
         self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
-        self._resumes = resumes
+        self._resumes, self._tier, self._planner = resumes, tier, planner
+        self._align = math.lcm(unit, *(size for size, _ in groups))
         self._windowed = any(window is not None for _, window in groups)
         self.whereabouts = Whereabouts(config.retain_seconds)
         self._tracked: dict[str, Tracked] = {}
-        self._orders: list[PullOrder] = []
+        self._orders: list[PullOrder | LoadOrder] = []
+        self._inbound: dict[bytes, str] = {}  # block hash -> request that loads it
         self._introduced: set[str] = set()
         self._introductions: dict[str, list] = {}
 
@@ -117,13 +85,13 @@ class Matcher:
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that an offer covers; None: ask again."""
         t = self.track(request)
-        if t.life.state is State.LOADED:  # vLLM matches a request again only after it lost its blocks
-            t.life.fire(Event.PREEMPT)
-            t.pulled = 0
+        self._notice_preemption(t)
         t.local = computed
         while True:
             match t.life.state:
                 case State.NEW:
+                    if self._awaits(t, computed):
+                        return None, False
                     if not self._ask_next(t, computed):
                         t.life.fire(Event.DECLINE)
                         return 0, False
@@ -139,6 +107,37 @@ class Matcher:
                 case _:
                     return 0, False
 
+    def _notice_preemption(self, t: Tracked) -> None:
+        """A request that lost its blocks may have them back from the node store: it is matched like a new one."""
+        preemptions = getattr(t.request, "num_preemptions", 0)
+        if t.life.state is State.LOADED or (t.life.state is State.LOCAL and preemptions > t.preemptions):
+            t.life.fire(Event.PREEMPT)
+            t.pulled, t.offer, t.plan = 0, None, None
+            t.sources = deque([HOST] if self._tier else [])
+        t.preemptions = preemptions
+
+    def _awaits(self, t: Tracked, computed: int) -> bool:
+        """Whether another request loads what this one needs next, and most of what it loads is of use here.
+
+        vLLM has it in its prefix cache when that load ends. Otherwise a short prompt would wait for a long load
+        that it shares only the beginning of.
+        """
+        if not self._inbound:
+            return False
+        chain, first = t.request.block_hashes, computed // self._unit
+        other = self._inbound.get(bytes(chain[first])) if first < len(chain) else None
+        loading = self._tracked.get(other) if other else None
+        if loading is None or other == t.request.request_id:
+            return False
+        if t.awaited != other:
+            mine = {bytes(h) for h in chain[first:]}
+            shared = sum(h in mine for h in loading.inbound)
+            if 2 * shared < len(loading.inbound):
+                return False
+            t.awaited = other
+            self._counters.count("awaited", loading.source)
+        return True
+
     def _ask_next(self, t: Tracked, computed: int) -> bool:
         """Ask the next source that could be worth it; False if none is left."""
         request = t.request
@@ -149,8 +148,14 @@ class Matcher:
         if getattr(request, "skip_reading_prefix_cache", False):
             lacking = 0  # prompt log-probabilities need every token computed; vLLM 0.25 asks all the same
         variant = vr.variant(request) if t.sources else b""
+        if t.held is not None:
+            lacking = request.num_tokens - 1 - t.held.tokens
         while t.sources:
             source = t.sources.popleft()
+            if source is HOST:
+                if self._ask_store(t, computed, lacking, variant):
+                    return True
+                continue
             if lacking < max(1, self._config.pull_threshold):
                 self._counters.count("declined", "below threshold" if lacking > 0 else "local hit")
                 if isinstance(source, Handoff):
@@ -160,7 +165,7 @@ class Matcher:
             host, port = self._my_address() if self._config.bidirectional else ("", 0)
             common = dict(start=computed, variant=variant, reply_host=host, reply_port=port)
             if isinstance(source, Handoff):
-                digest = vr.chain_digest(hashes, self._tail(request, request.num_tokens))
+                digest = vr.chain_digest(hashes, orders.tail_hash(t, request.num_tokens, self._unit))
                 t.pending = self._peers.ask(
                     source.address, export=source.export, digest=digest, chain=hashes[-1:], **common
                 )
@@ -173,7 +178,26 @@ class Matcher:
             if isinstance(source, Handoff):
                 self._take_promise(t, source, digest, computed)
             return True
+        if t.held is not None:
+            t.offer, t.offered_at, t.held = t.held, time.monotonic(), None
+            t.life.fire(Event.TAKE)
+            return True
         return False
+
+    def _ask_store(self, t: Tracked, computed: int, lacking: int, variant: bytes) -> bool:
+        hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
+        if lacking <= 0 or len(hashes) * self._unit <= computed or computed % self._align:
+            if hashes:
+                self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
+            return False
+        t.pending = self._tier.ask(computed, hashes, variant)
+        if t.pending is None:
+            return False
+        t.asking = HOST
+        t.life.fire(Event.ASK)
+        if len(self._tracked) == 1:
+            t.pending.wait(STORE_PATIENCE)
+        return True
 
     def _take_promise(self, t: Tracked, handoff: Handoff, digest: bytes, computed: int) -> None:
         """Go on without the answer if the params say all that it would: the checksums decide what the read was worth.
@@ -198,6 +222,9 @@ class Matcher:
     def _sources(self, t: Tracked):
         if t.hints.handoff:
             yield t.hints.handoff
+        if self._tier is not None and (self._resumes or t.hints.handoff):
+            yield HOST
+        if t.hints.handoff:
             return
         if not self._config.bidirectional or not self._resumes:
             return
@@ -208,11 +235,6 @@ class Matcher:
             if address and address != mine and address not in seen:
                 seen.add(address)
                 yield address
-
-    def _tail(self, request: Any, tokens: int) -> bytes:
-        if tokens % self._unit == 0 or len(request.block_hashes) < tokens // self._unit:
-            return b""  # no tail, or not hashed so far yet (some speculative decoding): then nothing matches
-        return vr.tail_hash(request, tokens, self._unit)
 
     def _answered(self, t: Tracked) -> bool:
         outcome = t.pending.outcome
@@ -229,15 +251,24 @@ class Matcher:
             t.pending = None
             if outcome.code in ("timeout", "not_ready"):
                 self._give_up(t)  # computed here now: nobody else will come for it
+        elif isinstance(outcome, HostOffer):
+            t.pending, t.held = None, outcome
+            t.life.fire(Event.HOLD)
         elif not self._fits(t, outcome):
             self._counters.count("declined", "malformed")
             t.life.fire(Event.REFUSE)
             t.pending = None
             self._peers.release(outcome, done=True)
         else:
+            self._drop_held(t)
             t.offer, t.offered_at = outcome, time.monotonic()
             t.life.fire(Event.GRANT)
         return True
+
+    def _drop_held(self, t: Tracked) -> None:
+        if t.held is not None:
+            self._tier.release(t.held)
+            t.held = None
 
     def _fits(self, t: Tracked, offer: Offer) -> bool:
         """Whether an offer says what was asked for: another process sent it, and its numbers become indices here."""
@@ -268,7 +299,18 @@ class Matcher:
         if tokens < prompt - 1 and not self._resumes or not self._reaches(offer, tokens):
             return 0
         gain = tokens - computed
+        if isinstance(offer, HostOffer):
+            return gain if gain > 0 and self._worth(t, computed, tokens) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
+
+    def _worth(self, t: Tracked, computed: int, tokens: int) -> bool:
+        """Whether the store's blocks are expected here before they could be computed."""
+        if self._planner is None:
+            return True
+        t.plan = self._planner.decide("host", computed, tokens, t.offer.nbytes, t.request.num_tokens)
+        load = t.plan.load or self._config.load_policy == "always"
+        self._counters.count("planned", t.plan.reason if load == t.plan.load else "always")
+        return load
 
     def _reaches(self, offer: Offer, tokens: int) -> bool:
         """Whether the offer has all blocks that the windows of the token after ``tokens`` reach."""
@@ -281,16 +323,25 @@ class Matcher:
         return True
 
     def _decline(self, t: Tracked) -> None:
-        self._counters.count("declined", "local hit" if t.offer.tokens <= t.local else "below threshold")
+        if isinstance(t.offer, HostOffer) and t.offer.tokens > t.local:
+            reason = "slower than computing"
+        else:
+            reason = "local hit" if t.offer.tokens <= t.local else "below threshold"
+        self._counters.count("declined", reason)
         self._act(t, t.life.fire(Event.DECLINE))
 
     def _act(self, t: Tracked, action: Action, done: bool = True) -> None:
         if action is Action.CANCEL_ASK and t.pending is not None:
-            self._peers.cancel(t.pending)
+            if isinstance(t.pending, HostAsk):
+                self._tier.cancel(t.pending)
+            else:
+                self._peers.cancel(t.pending)
             t.pending = None
             self._give_up(t)
         elif action is Action.RELEASE and t.offer is not None:
-            if t.offer.lease:
+            if isinstance(t.offer, HostOffer):
+                self._tier.release(t.offer)
+            elif t.offer.lease:
                 self._peers.release(t.offer, done)
             elif t.pending is not None and isinstance(t.pending.outcome, Offer):
                 self._peers.release(t.pending.outcome, done)
@@ -316,46 +367,24 @@ class Matcher:
             return
         t.life.fire(Event.ALLOCATE)
         tokens = t.local + external
-        order = self._order(t, block_ids, tokens)
-        if t.offer.instance not in self._introduced:
-            self._introduced.add(t.offer.instance)
-            self._introductions[t.offer.instance] = t.offer.ranks
+        rows = orders.rows(t, self._groups, self._unit, self._keys(), block_ids, tokens)
+        self._ledger.forget(e.block for e in t.entries)
+        if isinstance(t.offer, HostOffer):
+            order = orders.load_order(t, rows, self._config.transfer_timeout)
+            if self._planner is not None:
+                self._planner.started("host", t.offer.nbytes)
+        else:
+            order = orders.pull_order(t, rows, self._config.transfer_timeout)
+            if t.offer.instance not in self._introduced:
+                self._introduced.add(t.offer.instance)
+                self._introductions[t.offer.instance] = t.offer.ranks
         t.pulled = external
+        t.inbound = vr.chain(request, tokens, self._unit)[t.local // self._unit :]
+        self._inbound.update(dict.fromkeys(t.inbound, request.request_id))
         self._orders.append(order)
 
-    def _order(self, t: Tracked, block_ids: tuple[list[int], ...], tokens: int) -> PullOrder:
-        # Blocks count whole, up to the offer's end, even if the last token is not taken: so the source summed them.
-        most = t.offer.tokens
-        hashes = vr.chain(t.request, most, self._unit)
-        variant, keys, pulls = vr.variant(t.request), self._keys(), []
-        for g, (size, window) in enumerate(self._groups):
-            theirs = GroupBlocks(size, [0] * (t.offer.start // size) + t.offer.blocks[g], window)
-            rows = []
-            for place in range(t.local // size, -(-tokens // size)):
-                local = block_ids[g][place] if place < len(block_ids[g]) else 0
-                if not local:
-                    continue  # outside a sliding window: vLLM gave no block, nobody reads it
-                end = min((place + 1) * size, most)
-                block_hash = hashes[end // self._unit - 1] if end % self._unit == 0 else self._tail(t.request, end)
-                entry = Entry(g, local, keys.key(block_hash, g, variant), end - place * size)
-                rows.append((entry, theirs.ids[place] if place < len(theirs.ids) else 0))
-            t.entries += [entry for entry, _ in rows]
-            pulls.append(
-                GroupPull(
-                    g,
-                    np.array([e.block for e, _ in rows], np.int64),
-                    np.array([remote for _, remote in rows], np.int64),
-                    np.array([e.key for e, _ in rows], np.uint64),
-                    np.array([e.valid for e, _ in rows], np.int32),
-                )
-            )
-        self._ledger.forget(e.block for e in t.entries)
-        return PullOrder(
-            t.request.request_id, t.offer.instance, pulls, self._config.transfer_timeout, promised=not t.offer.lease
-        )
-
-    def take_orders(self) -> tuple[list[PullOrder], dict[str, list]]:
-        """Pulls for the workers to start in this step, and the engines they name for the first time."""
+    def take_orders(self) -> tuple[list[PullOrder | LoadOrder], dict[str, list]]:
+        """Pulls and loads for the workers to start in this step, and the engines they name for the first time."""
         orders, self._orders = self._orders, []
         introductions, self._introductions = self._introductions, {}
         return orders, introductions
@@ -366,15 +395,34 @@ class Matcher:
         if t is None:
             return
         done = t.life.state is State.ABANDONED
+        for block_hash in t.inbound:
+            if self._inbound.get(block_hash) == request_id:
+                del self._inbound[block_hash]
+        t.inbound = []
+        if isinstance(t.offer, HostOffer) and self._planner is not None:
+            self._planner.ended("host", t.offer.nbytes)
         self._act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
         if failed:
             t.pulled = 0
-        else:
+        elif not isinstance(t.offer, HostOffer):  # only a pull enters what it checked into the workers' tables
             for entry in t.entries:
                 self._ledger.mark(entry)
-        t.entries = []
+        t.entries, t.slots, t.hashes = [], [], []
         if done:
             self._tracked.pop(request_id, None)
+
+    def discard(self, request_id: str, corrupt: list[tuple[int, int]]) -> None:
+        """What lies in these (group, slot) failed its checksum in a load: the store is to forget it."""
+        t = self._tracked.get(request_id)
+        if t is None or not isinstance(t.offer, HostOffer):
+            return
+        hashes = {
+            (e.group, slot): block_hash for e, slot, block_hash in zip(t.entries, t.slots, t.hashes, strict=True)
+        }
+        for group, slot in corrupt:
+            if (group, slot) in hashes:
+                variant = vr.variant(t.request)
+                self._tier.discard(variant, group, hashes[group, slot], slot, t.offer.session)
 
     def finished(self, request: Any) -> Tracked:
         """The request ended in whatever way; gives back what it held, unless the workers still read."""
@@ -382,6 +430,7 @@ class Matcher:
         if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
             # Aborted before it was ever scheduled: the other side must not wait for us.
             self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
+        self._drop_held(t)
         self._act(t, t.life.fire(Event.FINISH))
         if t.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)

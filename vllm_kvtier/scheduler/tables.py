@@ -4,11 +4,12 @@ vLLM tells a connector only what is new in a step; exports and offloading both n
 complete, while they are certainly still the request's own. On the scheduler's thread only.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_kvtier.scheduler.matching import Tracked
+from vllm_kvtier.scheduler.tracked import Tracked
 
 
 @dataclass
@@ -23,6 +24,8 @@ class Table:
     summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
     tailed: bool = False  # the prompt's partial tail is in the ledger
     offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store
+    rewinds: int = 0  # how often the store wanted them from the beginning
+    due: int = 0  # computed tokens at which there is something to look at again
 
     def __post_init__(self) -> None:
         self.summed = self.summed or [0] * len(self.groups)
@@ -41,11 +44,14 @@ class BlockTables:
     def __init__(
         self,
         groups: list[tuple[int, int | None]],
+        unit: int,
         handed_out: Callable[[Iterable[int]], None],
         wanted: Callable[[Tracked], bool],
     ):
-        """``handed_out`` hears of blocks that get new content; ``wanted`` says whether a request is to be followed."""
-        self._groups, self._handed_out, self._wanted = groups, handed_out, wanted
+        """``unit``: tokens a block hash covers. ``handed_out`` hears of blocks that get new content; ``wanted`` says
+        whether a request is to be followed."""
+        self._groups, self._unit, self._handed_out, self._wanted = groups, unit, handed_out, wanted
+        self._smallest = math.gcd(*(size for size, _ in groups))
         self._tables: dict[str, Table] = {}
 
     def __len__(self) -> int:
@@ -55,7 +61,10 @@ class BlockTables:
         return request_id in self._tables
 
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[Growth]:
-        """Follow a step's scheduling; every followed request that is scheduled in it."""
+        """Follow a step's scheduling; the followed requests that fill a block in it, or end their prompt.
+
+        Each request that only generates is looked at with one comparison: hundreds of them are in every step.
+        """
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
         cached = output.scheduled_cached_reqs
@@ -68,8 +77,17 @@ class BlockTables:
         out = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             table, t = self._tables.get(request_id), tracked(request_id)
-            if table is not None and t is not None:
-                out.append(Growth(t, table, t.request.num_computed_tokens + scheduled))
+            if table is None or t is None:
+                continue
+            request = t.request
+            computed = request.num_computed_tokens + scheduled
+            if computed >= table.due:
+                out.append(Growth(t, table, computed))
+                # Hashes may lag behind by a step: then the block is looked at again.
+                full = min(computed, len(request.block_hashes) * self._unit)
+                table.due = (full // self._smallest + 1) * self._smallest
+                if computed < request.num_prompt_tokens < table.due:
+                    table.due = request.num_prompt_tokens
         return out
 
     def forget(self, request_id: str) -> Table | None:

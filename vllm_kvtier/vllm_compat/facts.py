@@ -18,6 +18,8 @@ class EngineFacts:
     data_parallel_rank: int
     max_tokens: int  # longest prompt
     hash_lookahead: int
+    step_tokens: int  # most tokens in a step
+    link_bandwidth: float  # bytes/s to host memory, before any was measured
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
     config: Any = field(repr=False)
@@ -53,10 +55,18 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         data_parallel_rank=parallel.data_parallel_rank,
         max_tokens=vllm_config.model_config.max_model_len,
         hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        link_bandwidth=_link_bandwidth(vllm_config),
         resumes=_resumes(vllm_config),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         config=vllm_config,
     )
+
+
+def _link_bandwidth(vllm_config: Any) -> float:
+    """A guess: a core that copies and checks, or a PCIe 4 link."""
+    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+    return 1e9 if device == "cpu" else 20e9
 
 
 def _resumes(vllm_config: Any) -> bool:

@@ -8,7 +8,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from vllm_kvtier.telemetry.stats import MEANINGS
 
-_LOGGED = ("pulled_tokens", "pulled_bytes", "integrity_failures", "exports", "declined")
+_LOGGED = (
+    "loaded_tokens", "loaded_bytes", "stored_bytes", "pulled_tokens", "pulled_bytes", "integrity_failures", "exports",
+    "declined",
+)
+_RATES = (("pull", "pulled_bytes", "pull_seconds"), ("load", "loaded_bytes", "load_seconds"))
 
 
 class KVTierStats(KVConnectorStats):
@@ -26,9 +30,10 @@ class KVTierStats(KVConnectorStats):
         """The essentials for the log line, labels summed up."""
         totals = by_name(self.data)
         out: dict[str, int | float] = {n: round(sum(totals[n].values())) for n in _LOGGED if n in totals}
-        seconds = sum(totals.get("pull_seconds", {}).values())
-        if seconds:
-            out["pull_GB/s"] = round(sum(totals.get("pulled_bytes", {}).values()) / seconds / 1e9, 2)
+        for name, nbytes, seconds in _RATES:
+            spent = sum(totals.get(seconds, {}).values())
+            if spent:
+                out[f"{name}_GB/s"] = round(sum(totals.get(nbytes, {}).values()) / spent / 1e9, 2)
         return out
 
     def is_empty(self) -> bool:

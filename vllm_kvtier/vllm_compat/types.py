@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vllm_kvtier.worker.half import StepResults
 from vllm_kvtier.worker.pulls import PullResult
+from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import StepWork
 
 # vLLM 0.30 learned to hear of a failed request; before, only of failed blocks of single-group models.
@@ -21,9 +22,9 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Pulls that ended in a step, of one rank or (aggregated) of all."""
+    """Pulls and loads that ended in a step, of one rank or (aggregated) of all."""
 
-    results: list[PullResult] = field(default_factory=list)
+    results: list[PullResult | LoadResult] = field(default_factory=list)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         return WorkerReport(self.results + other.results)
@@ -38,7 +39,7 @@ def transfer_results(step: StepResults, by_request: bool) -> Any:
     )
 
 
-def recompute_failed_loads(scheduler: Any, results: list[PullResult]) -> None:
+def recompute_failed_loads(scheduler: Any, results: list[PullResult | LoadResult]) -> None:
     """vLLM < 0.30 where failures go by request: do to failed requests what 0.30's scheduler does itself.
 
     Called while the scheduler reads a step's output, before it handles finished loads: a request marked so is

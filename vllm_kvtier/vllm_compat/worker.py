@@ -13,6 +13,19 @@ def rank_in_engine() -> int:
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
 
 
+def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
+    """By group (its kind of attention), which part of a block this rank holds; ranks with the same one hold the same.
+
+    Tensor parallelism divides KV heads over ranks and repeats them where there are more ranks than heads; MLA's
+    latent is on every rank. Each pipeline stage has layers of its own.
+    """
+    size = vllm_config.parallel_config.tensor_parallel_size
+    stage, place = divmod(rank, size)
+    heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    copies = size // heads if size > heads and size % heads == 0 else 1
+    return tuple(stage * size + (0 if "mla" in kind else place // copies) for kind in kinds)
+
+
 def wants_host_buffer(option: str, vllm_config: Any, device: torch.device) -> bool:
     """``auto`` follows vLLM's ``kv_buffer_device``: "cpu" on an accelerator means that peers cannot read it."""
     if option != "auto":

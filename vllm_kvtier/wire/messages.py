@@ -184,6 +184,64 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     info: RankInfo
 
 
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """A rank's pages, as the node store needs to know them; comes before Register, and also where NIXL is missing.
+
+    ``shards[g]`` names the part of a group's block that this rank holds; ranks with equal bytes name the same one.
+    """
+
+    rank: Count
+    groups: tuple[GroupView, ...]
+    shards: tuple[Count, ...]
+
+
+class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
+    """Where the node store is and where in a slot each rank's part lies. ``offsets[rank][g]``: bytes from the slot's
+    beginning. ``writes[rank][g]``: whether this rank writes the part (one of those that hold equal bytes does).
+    ``queue``: bytes that may wait to be stored."""
+
+    path: str
+    offsets: list[list[Count]]
+    writes: list[list[bool]]
+    queue: Count
+
+
+class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
+    """A rank can copy to and from the first ``nbytes`` of the memory of this life of the node store."""
+
+    rank: Count
+    instance: Name
+    nbytes: Count
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
+    """Copy blocks of one group to slots, behind the forward of ``step``. Arrays are little-endian 64-bit integers."""
+
+    order: Count
+    instance: Name
+    group: Count
+    step: Annotated[int, msgspec.Meta(ge=-1)]
+    blocks: bytes
+    keys: bytes
+    slots: bytes
+
+
+class CancelStores(msgspec.Struct, frozen=True, tag="cancel_stores"):
+    """Drop these if they have not been started."""
+
+    orders: list[Count]
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Orders that this rank is through with. Blocks of ``dropped`` ones were not read, or not completely."""
+
+    rank: Count
+    done: list[Count]
+    dropped: list[Count]
+    nbytes: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
 class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
     """A worker cannot export or pull (no NIXL backend, undescribable cache); the engine serves without pulls."""
 
@@ -204,7 +262,9 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
     active: bool
 
 
-LinkMessage = Register | Unusable | Summed | Serve
+LinkMessage = (
+    Register | Described | Unusable | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores | Stored
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder = msgspec.msgpack.Decoder(EngineMessage)

@@ -20,9 +20,11 @@ from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.memory import CacheMemory, Pending
 from vllm_kvtier.worker.pulls import PullResult, Pulls
+from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.tiering import TierWorker
 from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import PullOrder, StepWork, SumBatch
+from vllm_kvtier.worker.work import LoadOrder, PullOrder, StepWork, SumBatch
 
 logger = logging.getLogger("vllm.kvtier.worker")
 
@@ -44,7 +46,7 @@ class StepResults:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
-    results: list[PullResult] = field(default_factory=list)
+    results: list[PullResult | LoadResult] = field(default_factory=list)
 
 
 class WorkerHalf:
@@ -55,26 +57,39 @@ class WorkerHalf:
         self._transport: NixlTransport | None = None
         self._memory: CacheMemory | None = None
         self._pulls: Pulls | None = None
+        self._tier: TierWorker | None = None
+        self._view: CacheView | None = None
         self._unusable: str | None = None
         self._serving = False
         self._driving = False
         self._summing: list[tuple[int, Pending]] = []
-        self._done: list[PullResult] = []
+        self._done: list[PullResult | LoadResult] = []
         self._done_lock = threading.Lock()
         self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
         self._reactor.start()
 
     # -- model runner's thread -----------------------------------------------------------------------------------
 
-    def register(self, describe: Callable[[], CacheView], host_buffer: Callable[[CacheView], bool]) -> None:
-        """Set up in the background from the engine's tensors; requests before it is ready are computed."""
+    def register(
+        self,
+        describe: Callable[[], CacheView],
+        host_buffer: Callable[[CacheView], bool],
+        shards: Callable[[CacheView], tuple[int, ...]],
+    ) -> None:
+        """Set up in the background from the engine's tensors; requests before it is ready are computed.
+
+        ``shards``: by group, which part of a block this rank holds (ranks with equal bytes name the same)."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(lambda: self._register(describe, host_buffer, device))
+        self._reactor.call_soon(lambda: self._register(describe, host_buffer, shards, device))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it)."""
-        memory = self._memory
-        fence = memory.fence() if memory is not None and work.sums else None
+        memory, tier = self._memory, self._tier
+        if work.loads:
+            self._load(work.loads)
+        fence = memory.fence() if memory is not None and (work.sums or tier is not None) else None
+        if tier is not None:
+            tier.step(work.step, fence)
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
@@ -84,8 +99,18 @@ class WorkerHalf:
                 self._nixl.release()
         self._reactor.call_soon(lambda: self._work(work, fence))
 
+    def _load(self, loads: list[LoadOrder]) -> None:
+        if self._tier is not None:
+            self._tier.load(loads)
+            return
+        for order in loads:
+            blocks = {int(i) for g in order.groups for i in g.blocks}
+            self._finish(LoadResult(order.request_id, blocks, "the node store's memory is not mapped here", 0, 0.0, 0.0))
+
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
+        if self._tier is not None:
+            self._tier.collect()
         # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
@@ -110,12 +135,14 @@ class WorkerHalf:
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
-    def _register(self, describe, host_buffer, device: int | None) -> None:
+    def _register(self, describe, host_buffer, shards, device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
-            view = describe()
+            view = self._view = describe()
+            self._link.tell(m.Described(self._rank, view.groups, shards(view)))
             memory = CacheMemory(view, host_buffer(view))
+            self._memory = memory
             transport = NixlTransport(self._agent_name, self._backends)
             memory.register(transport)
             info = m.RankInfo(
@@ -135,14 +162,23 @@ class WorkerHalf:
                 logger.exception("kvtier: setting up rank %d failed", self._rank)
             self._link.tell(m.Unusable(self._rank, str(error)[:1000]))
             return
-        self._memory, self._transport = memory, transport
+        self._transport = transport
         self._pulls = Pulls(transport, memory, self._rank)
         self._link.tell(m.Register(info))
 
     def _heard(self, message: m.LinkMessage) -> None:
-        if isinstance(message, m.Serve):
-            self._serving = message.active
-            self._drive_soon()
+        match message:
+            case m.Serve():
+                self._serving = message.active
+                self._drive_soon()
+            case m.PoolSetup() if self._tier is None and self._view is not None:
+                self._tier = TierWorker(
+                    self._reactor, self._rank, self._view, message, self._link.tell, self._finish
+                )
+            case m.StoreBlocks() if self._tier is not None:
+                self._tier.store(message)
+            case m.CancelStores() if self._tier is not None:
+                self._tier.cancel(message)
 
     def _work(self, work: StepWork, fence) -> None:
         if self._pulls is None:
@@ -182,7 +218,7 @@ class WorkerHalf:
         blocks = {int(i) for g in order.groups for i in g.local}
         return PullResult(order.request_id, blocks, True, self._unusable or "not set up yet", 0, 0.0)
 
-    def _finish(self, result: PullResult) -> None:
+    def _finish(self, result: PullResult | LoadResult) -> None:
         with self._done_lock:
             self._done.append(result)
 

@@ -1,0 +1,318 @@
+"""Offloading: full blocks go to the node store as requests fill them.
+
+A block's way: *collected* in the step that fills it and pinned at once, so that nothing else gets its memory;
+*reserved*, when the store says which of the collected it lacks; *copying*, ordered from the workers behind the
+forward that writes it; then committed and unpinned. A block the store has, or has no room for, is unpinned after
+the second stage. Pins are bounded: beyond the bound, and when vLLM is short of blocks, the newest are not stored.
+
+Collecting and unpinning happen on the scheduler's thread (the pool has no lock), the rest on the reactor's.
+"""
+
+import hashlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.ledger import Keys
+from vllm_kvtier.scheduler.tables import Growth, Table
+from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.store.client import Pending
+from vllm_kvtier.store.messages import EXISTS, HASH, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.reactor import Reactor
+
+logger = logging.getLogger("vllm.kvtier.offloading")
+
+# Blocks are asked for together: a request that only generates fills one in 16 steps, and a message a step for each
+# would cost more than it saves. Prefills ask at once, so that the copy begins behind their forward.
+ASK_AT = 32  # blocks
+ASK_AFTER = 8  # steps
+REWINDS = 2
+
+_REFUSALS = {EXISTS: "stored already", NO_ROOM: "store full", NO_PARENT_STORED: "beginning not stored"}
+
+
+@dataclass
+class Batch:
+    """Blocks of one space and tenant, collected in steps up to ``step``; row i is one block."""
+
+    space: bytes
+    tenant: bytes
+    since: int  # step of the first
+    step: int = -1  # step that fills the last
+    groups: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+
+
+@dataclass
+class Flight:
+    """One order the workers copy."""
+
+    blocks: list[int]
+    slots: list[int]
+    session: int
+    waiting: set[int]  # ranks
+    complete: bool = True
+
+
+class Offloader:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        tier: HostTier,
+        pool: BlockPool,
+        keys: Callable[[], Keys],
+        groups: list[tuple[int, int | None]],
+        counters: Counters,
+        reactor: Reactor,
+        tell: Callable[[m.StoreBlocks | m.CancelStores], None],
+        on_free: Callable[[], None],
+    ):
+        """``on_free`` hears (reactor's thread) that blocks wait to be unpinned."""
+        self._config, self._tier, self._pool, self._keys = config, tier, pool, keys
+        self._groups, self._counters, self._reactor = groups, counters, reactor
+        self._tell, self._on_free = tell, on_free
+        self._unit = pool.hash_block_tokens
+        self._most = int(pool.num_blocks * config.store_pin_share)
+        self._pinned = 0
+        self._open: dict[tuple[bytes, bytes], Batch] = {}
+        self._step = 0
+        self._orders = itertools.count(1)
+        self._flights: dict[int, Flight] = {}  # reactor's thread
+        self._asked = 0  # batches waiting for the store's answer
+        self._free: deque[list[int]] = deque()
+        self._quiet = threading.Condition()
+        self._cancelled = False
+
+    def wanted(self) -> bool:
+        return self._config.store_write != "off"
+
+    @property
+    def pinned(self) -> int:
+        """Blocks held for copies."""
+        return self._pinned
+
+    # -- scheduler's thread ----------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, growth: list[Growth]) -> None:
+        self._step = step
+        self.drain()
+        if self._tier.limit():
+            for tracked, table, computed in growth:
+                request = tracked.request
+                full = min(computed, len(request.block_hashes) * self._unit)
+                if self._config.store_write == "prompt":
+                    full = min(full, request.num_prompt_tokens)
+                self._collect(tracked, table, full, None)
+        self._ask(False)
+
+    def finished(self, t: Tracked, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
+        """The request ended; what it filled last goes too, if it ended well."""
+        request = t.request
+        if table is not None and self._tier.limit() and vr.ended_well(request):
+            full = min(vr.written_tokens(request), len(request.block_hashes) * self._unit)
+            if self._config.store_write == "prompt":
+                full = min(full, request.num_prompt_tokens)
+            self._collect(t, table, full, block_ids)
+        self._ask(True)
+
+    def _collect(self, t: Tracked, table: Table, full: int, held: tuple[list[int], ...] | None) -> None:
+        """Blocks of the first ``full`` tokens not offered yet. ``held``: what the request holds at its end."""
+        if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
+            return
+        request = t.request
+        variant = vr.variant(request)
+        batch, keys = self._batch(request, variant), self._keys()
+        for g, (size, window) in enumerate(self._groups):
+            ids = table.groups[g] if held is None else held[g]
+            first, last, per = table.offered[g], min(full // size, len(ids)), size // self._unit
+            table.offered[g] = max(first, last)
+            rows = [i for i in range(first, last) if ids[i]]
+            room = self._most - self._pinned
+            if len(rows) > room:
+                self._counters.count("not_stored", "too many copies under way", len(rows) - max(0, room))
+                rows = rows[: max(0, room)]
+                if window is None:  # what comes after them could not be found: begin here again
+                    table.offered[g] = rows[-1] + 1 if rows else first
+            if not rows:
+                continue
+            self._pinned += len(self._pool.pin([ids[i] for i in rows]))
+            hashes = request.block_hashes
+            for i in rows:
+                block_hash = bytes(hashes[(i + 1) * per - 1])
+                batch.groups.append(g)
+                batch.blocks.append(ids[i])
+                batch.keys.append(keys.key(block_hash, g, variant))
+                batch.hashes.append(block_hash[:HASH])
+                batch.parents.append(bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT)
+            batch.step = max(batch.step, self._step)
+        batch.tables[request.request_id] = table
+
+    def _batch(self, request: Any, variant: bytes) -> Batch:
+        salt = getattr(request, "cache_salt", None)
+        tenant = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
+        key = self._tier.space(variant), tenant
+        batch = self._open.get(key)
+        if batch is None:
+            batch = self._open[key] = Batch(*key, since=self._step)
+        return batch
+
+    def _ask(self, now: bool) -> None:
+        """Reserve what was collected, as soon as that is worth a message."""
+        for key, batch in list(self._open.items()):
+            if not (now or len(batch.blocks) >= ASK_AT or self._step - batch.since >= ASK_AFTER):
+                continue
+            del self._open[key]
+            if not batch.blocks:
+                continue
+            with self._quiet:
+                self._asked += 1
+            instance = self._tier.instance
+            pending = self._tier.reserve(
+                batch.space, batch.tenant, batch.groups, b"".join(batch.hashes), b"".join(batch.parents)
+            )
+            pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
+
+    def drain(self) -> None:
+        """Unpin what was copied or refused."""
+        while self._free:
+            ids = self._free.popleft()
+            self._pinned -= len(ids)
+            self._pool.free(ids)
+
+    def has_frees(self) -> bool:
+        return bool(self._free)
+
+    def relieve(self, short: int) -> None:
+        """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first."""
+        for key in reversed(list(self._open)):
+            batch = self._open.pop(key)
+            self._counters.count("not_stored", "room for requests", len(batch.blocks))
+            self._free.append(batch.blocks)
+            short -= len(batch.blocks)
+        if short > 0 and self._pinned and not self._cancelled:
+            self._cancelled = True
+            self._reactor.call_soon(self._cancel)
+        self.drain()
+
+    def settle(self, seconds: float) -> None:
+        """Give up what has not begun and wait for the copies that have: vLLM is about to reset its prefix cache,
+        which fails while a block is held. Milliseconds, at most ``seconds``."""
+        self.relieve(1 << 60)
+        with self._quiet:
+            self._quiet.wait_for(lambda: not self._asked and not self._flights, seconds)
+        self.drain()
+
+    # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def _reserved(self, batch: Batch, pending: Pending, instance: str) -> None:
+        reserved, session = pending.outcome, pending.session
+        slots = reserved.slots if isinstance(reserved, Reserved) else []
+        if len(slots) != len(batch.blocks):
+            self._counters.count("not_stored", "no store", len(batch.blocks))
+            slots = [NO_ROOM] * len(batch.blocks)
+        refused = [i for i, slot in enumerate(slots) if slot <= 0]
+        for i in refused:
+            if slots[i] == NO_PARENT_STORED:
+                self._rewind(batch)
+                break
+        if isinstance(reserved, Reserved):
+            for code, reason in _REFUSALS.items():
+                n = sum(1 for i in refused if slots[i] == code)
+                if n:
+                    self._counters.count("not_stored", reason, n)
+        for g in sorted(set(batch.groups)):
+            rows = [i for i, slot in enumerate(slots) if slot > 0 and batch.groups[i] == g]
+            if rows:
+                self._order(batch, g, rows, slots, session, instance)
+        with self._quiet:
+            self._asked -= 1
+        self._release([batch.blocks[i] for i in refused])
+
+    def _rewind(self, batch: Batch) -> None:
+        """The store lost the beginning of these chains: offer them from their beginning.
+
+        A few times: a store that keeps losing them is too small for them.
+        """
+        for table in batch.tables.values():
+            if table.rewinds >= REWINDS:
+                continue
+            table.rewinds += 1
+            table.due = 0
+            for g, (_, window) in enumerate(self._groups):
+                if window is None:  # a windowed group's earlier blocks may be somebody else's by now
+                    table.offered[g] = 0
+
+    def _order(
+        self, batch: Batch, g: int, rows: list[int], slots: list[int], session: int, instance: str
+    ) -> None:
+        order = next(self._orders)
+        self._flights[order] = Flight(
+            [batch.blocks[i] for i in rows], [slots[i] for i in rows], session, set(self._tier.writers[g])
+        )
+        self._tell(
+            m.StoreBlocks(
+                order,
+                instance,
+                g,
+                batch.step,
+                np.array([batch.blocks[i] for i in rows], np.int64).tobytes(),
+                np.array([batch.keys[i] for i in rows], np.uint64).tobytes(),
+                np.array([slots[i] for i in rows], np.int64).tobytes(),
+            )
+        )
+
+    def stored(self, message: m.Stored) -> None:
+        """A rank is through with orders."""
+        for complete, orders in ((True, message.done), (False, message.dropped)):
+            for order in orders:
+                flight = self._flights.get(order)
+                if flight is None:
+                    continue
+                flight.waiting.discard(message.rank)
+                flight.complete &= complete
+                if not flight.waiting:
+                    self._land(order, flight)
+        if message.nbytes:
+            self._counters.count("stored_bytes", amount=message.nbytes)
+            self._counters.count("store_seconds", amount=message.seconds)
+
+    def _land(self, order: int, flight: Flight) -> None:
+        with self._quiet:
+            del self._flights[order]
+            self._quiet.notify_all()
+        if flight.complete:
+            self._tier.commit(flight.slots, flight.session)
+            self._counters.count("stored_blocks", amount=len(flight.slots))
+        else:
+            self._tier.abort(flight.slots, flight.session)
+            self._counters.count("not_stored", "copies too slow", len(flight.slots))
+        self._release(flight.blocks)
+
+    def _cancel(self) -> None:
+        self._cancelled = False
+        if self._flights:
+            self._tell(m.CancelStores(sorted(self._flights, reverse=True)))
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        if blocks:
+            self._free.append(blocks)
+        with self._quiet:
+            self._quiet.notify_all()
+        self._on_free()

@@ -1,0 +1,48 @@
+"""How long the engine's steps take, for the planner.
+
+vLLM tells a connector when it schedules a step and when it reads a step's output, in the same order, the latter with
+a lag where scheduling is asynchronous. A step's time is from when the one before it was through (or from its own
+scheduling, if the engine was idle) until its output.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.tracked import Tracked
+
+# Decode steps say nothing about prefills; smaller prefills drown in a step's fixed cost.
+LEAST_TOKENS = 32
+# Steps scheduled and not read yet, at most, in vLLM (pipeline stages and a batch queue); beyond, we miscounted.
+MOST_AHEAD = 64
+
+
+class Pace:
+    def __init__(self, planner: Planner, clock: Callable[[], float] = time.monotonic):
+        self._planner, self._clock = planner, clock
+        self._ahead: deque[tuple[float, list[tuple[int, int]], int]] = deque()
+        self._last_end = 0.0
+
+    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> None:
+        work = []
+        scheduled = output.num_scheduled_tokens
+        if output.total_num_scheduled_tokens >= len(scheduled) + LEAST_TOKENS:
+            for request_id, tokens in scheduled.items():
+                t = tracked(request_id) if tokens >= LEAST_TOKENS else None
+                if t is not None:
+                    work.append((tokens, t.request.num_computed_tokens))
+        if len(self._ahead) >= MOST_AHEAD:
+            self._ahead.clear()
+        self._ahead.append((self._clock(), work, len(scheduled) - len(work)))
+
+    def end_step(self) -> None:
+        """The output of the oldest step was read."""
+        if not self._ahead:
+            return
+        now = self._clock()
+        begin, work, decodes = self._ahead.popleft()
+        if work:
+            self._planner.observe_step(now - max(begin, self._last_end), work, decodes)
+        self._last_end = now

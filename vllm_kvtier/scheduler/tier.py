@@ -1,0 +1,257 @@
+"""The node store as a source of KV for this engine's requests, and where its blocks go.
+
+The store knows blocks by content; what this engine adds is the *space* (everything a block's bytes depend on beside
+its tokens), the layout of a slot, and the watermark up to which all its workers can reach the store's memory.
+Asking never waits: answers come on the reactor's thread and are picked up when vLLM asks again.
+"""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
+from vllm_kvtier.store.client import Failed, Pending, StoreClient
+from vllm_kvtier.store.launch import start_store, store_path
+from vllm_kvtier.store.messages import HASH, PAGE, Found, GroupShape, Hello
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.vllm_compat.facts import EngineFacts
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import layout_digest, part_layout, slot_layout
+
+logger = logging.getLogger("vllm.kvtier.tier")
+
+# In place of an engine's address, where an offer is the node store's.
+HOST: Address = ("", 0)
+
+
+@dataclass(frozen=True)
+class HostOffer(Offer):
+    """``blocks`` are slots; ``instance`` is the store's life they belong to, ``session`` the connection the lease is
+    on; ``nbytes`` what one rank would load."""
+
+    session: int
+    nbytes: int
+
+
+class HostAsk:
+    """A lookup under way; the same face as ``peers.PendingAsk``."""
+
+    def __init__(self, tier: "HostTier", pending: Pending, start: int, most: int, instance: str, deadline: float):
+        self._tier, self._pending, self._instance = tier, pending, instance
+        self.start, self.most, self.deadline = start, most, deadline
+        self._outcome: HostOffer | NoOffer | None = None
+
+    @property
+    def outcome(self) -> HostOffer | NoOffer | None:
+        if self._outcome is None and self._pending.outcome is not None:
+            self._outcome = self._tier.offer(self, self._pending, self._instance)
+        return self._outcome
+
+    def wait(self, seconds: float) -> None:
+        self._pending.wait(seconds)
+
+
+class HostTier:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        facts: EngineFacts,
+        unit: int,
+        reactor: Reactor,
+        tell: Callable[[m.PoolSetup], None],
+        on_lost: Callable[[], None],
+    ):
+        """``tell`` speaks to all workers; ``on_lost`` hears (reactor's thread) that the store went away. Raises
+        ConfigError or KVTierError for a store that cannot be."""
+        self._config, self._facts, self._unit, self._reactor = config, facts, unit, reactor
+        self._tell, self._on_lost = tell, on_lost
+        self._path = store_path() if config.store == "auto" else config.store
+        self._options = StoreOptions(
+            size=str(config.store_size),
+            idle_seconds=config.store_idle_seconds,
+            huge_pages=config.store_huge_pages,
+            numa=config.store_numa,
+            policy=config.store_policy,
+            tenant_share=config.store_tenant_share,
+        )
+        self._client: StoreClient | None = None
+        self._base = b""  # digest of what all spaces of this engine have in common
+        self._spaces: dict[bytes, bytes] = {}
+        self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
+        self._part_bytes: list[int] = []  # per group, of the largest rank
+        self.writers: list[set[int]] = []  # per group, the ranks that write a part
+        self._instance = ""
+        self._said = ""
+
+    # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def open(self, namespace: m.Namespace, described: dict[int, m.Described]) -> None:
+        """All ranks are known: lay out the slots, connect, and tell the workers where their parts are."""
+        ranks = [described[r] for r in sorted(described)]
+        digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
+        for rank in ranks:
+            digest.update(layout_digest(rank.groups) + bytes(rank.shards))
+        self._base = digest.digest()
+        offsets: list[list[int]] = [[] for _ in ranks]
+        writes: list[list[bool]] = [[] for _ in ranks]
+        shapes = []
+        for g, (size, window) in enumerate(self._facts.groups):
+            parts = {}
+            for rank in ranks:
+                parts.setdefault(rank.shards[g], (part_layout(rank.groups[g]).nbytes, rank.rank))
+            layout = slot_layout([nbytes for nbytes, _ in parts.values()])
+            at = dict(zip(parts, layout.part_offsets, strict=True))
+            for n, rank in enumerate(ranks):
+                offsets[n].append(at[rank.shards[g]])
+                writes[n].append(parts[rank.shards[g]][1] == rank.rank)
+            self._part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
+            self.writers.append({rank for _, rank in parts.values()})
+            shapes.append(GroupShape(units=size // self._unit, slot_pages=layout.pages, window=window))
+        self._tell(m.PoolSetup(self._path, offsets, writes, int(self._config.store_queue_gib * (1 << 30))))
+        hello = Hello(
+            name=self._facts.engine_id[:200],
+            pid=os.getpid(),
+            kind="engine",
+            unit_tokens=self._unit,
+            groups=shapes,
+        )
+        launch = (lambda: start_store(self._path, self._options)) if self._config.store == "auto" else None
+        self._client = StoreClient(
+            self._reactor,
+            self._path,
+            hello,
+            launch=launch,
+            ask_timeout=self._config.ask_timeout,
+            on_change=self._changed,
+        )
+        self._client.start()
+
+    def reached(self, message: m.PoolReady) -> None:
+        self._reached[message.rank] = (message.instance, message.nbytes)
+
+    def _changed(self) -> None:
+        client = self._client
+        if client.instance != self._instance:
+            self._instance = client.instance
+            if not client.instance:
+                self._on_lost()
+        if client.reason and client.reason != self._said:
+            self._said = client.reason
+            logger.warning("kvtier: serving without the node store: %s", client.reason)
+        elif client.connected and self._said:
+            self._said = ""
+            logger.info("kvtier: the node store is there (again)")
+
+    # -- any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def opened(self) -> bool:
+        return bool(self._base)
+
+    @property
+    def instance(self) -> str:
+        return self._instance
+
+    def limit(self) -> int:
+        """Pages of the present store's memory that all workers can reach; 0 without a store."""
+        client, reached = self._client, list(self._reached.values())
+        if client is None or not client.connected or len(reached) < self._facts.world_size:
+            return 0
+        if any(instance != client.instance for instance, _ in reached):
+            return 0
+        return min(nbytes for _, nbytes in reached) // PAGE
+
+    def space(self, variant: bytes) -> bytes:
+        """``variant``: LoRA adapter fingerprint."""
+        space = self._spaces.get(variant)
+        if space is None:
+            if len(self._spaces) > 1024:
+                self._spaces.clear()
+            space = self._spaces[variant] = hashlib.blake2b(self._base + variant, digest_size=HASH).digest()
+        return space
+
+    def renew(self) -> None:
+        """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
+        a space that nobody shares. Other engines keep what they have."""
+        self._base += os.urandom(16)
+        self._spaces.clear()
+
+    def reserve(self, space: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
+        return self._client.reserve(space, tenant, groups, hashes, parents, self.limit())
+
+    def commit(self, slots: list[int], session: int) -> None:
+        self._client.commit(slots, session)
+
+    def abort(self, slots: list[int], session: int) -> None:
+        self._client.abort(slots, session)
+
+    def discard(self, variant: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
+        self._client.discard(self.space(variant), group, block_hash[:HASH], slot, session)
+
+    def touch(self, chain: list[bytes], variant: bytes) -> None:
+        if self._client is not None:
+            self._client.touch(self.space(variant), b"".join(h[:HASH] for h in chain))
+
+    def pin(self, chain: list[bytes], pinned: bool) -> Pending | None:
+        if self._client is None:
+            return None
+        return self._client.pin(self.space(b""), b"".join(h[:HASH] for h in chain), pinned)
+
+    def inspect(self, chain: list[bytes]) -> Pending | None:
+        if self._client is None:
+            return None
+        return self._client.inspect(self.space(b""), b"".join(h[:HASH] for h in chain))
+
+    # -- scheduler's thread ----------------------------------------------------------------------------------------
+
+    def ask(self, start: int, chain: list[bytes], variant: bytes) -> HostAsk | None:
+        """What the store has of ``chain`` from token ``start`` on; None without a store."""
+        limit = self.limit()
+        if not limit:
+            return None
+        packed = b"".join(h[:HASH] for h in chain)
+        instance = self._client.instance
+        pending = self._client.lookup(self.space(variant), packed, start // self._unit, limit)
+        deadline = time.monotonic() + self._config.ask_timeout
+        return HostAsk(self, pending, start, len(chain) * self._unit, instance, deadline)
+
+    def offer(self, ask: HostAsk, pending: Pending, instance: str) -> HostOffer | NoOffer:
+        """The reply as an offer; the store is another process, and its numbers become addresses here."""
+        found = pending.outcome
+        if isinstance(found, Failed):
+            return NoOffer("no store", found.reason)
+        if not isinstance(found, Found):
+            return NoOffer("malformed", f"an answer of type {type(found).__name__}")
+        tokens, limit = found.units * self._unit, self.limit()
+        if not found.lease or tokens <= ask.start:
+            return NoOffer("not stored", "")
+        shapes = list(zip(self._facts.groups, found.slots, strict=False))
+        right = tokens <= ask.most and len(found.slots) == len(self._facts.groups)
+        if not right or any(
+            len(slots) != tokens // size - ask.start // size or any(slot >= limit for slot in slots)
+            for (size, _), slots in shapes
+        ):
+            self._client.release(found.lease, pending.session)
+            return NoOffer("malformed", "slots that this engine cannot reach")
+        nbytes = sum(
+            n * sum(1 for slot in slots if slot) for n, slots in zip(self._part_bytes, found.slots, strict=True)
+        )
+        return HostOffer(
+            HOST, instance, found.lease, ask.start, tokens, found.slots, [], session=pending.session, nbytes=nbytes
+        )
+
+    def release(self, offer: HostOffer) -> None:
+        self._client.release(offer.lease, offer.session)
+
+    def cancel(self, ask: HostAsk) -> None:
+        """A lease that still comes goes back at once."""
+        ask._pending.then(
+            lambda p: self._client.release(p.outcome.lease, p.session)
+            if isinstance(p.outcome, Found) and p.outcome.lease
+            else None
+        )

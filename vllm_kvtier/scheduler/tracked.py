@@ -1,0 +1,50 @@
+"""What the scheduler half remembers of one request, and what it may be asked to load for it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier.scheduler.ledger import Entry
+from vllm_kvtier.scheduler.lifecycle import Lifecycle
+from vllm_kvtier.scheduler.params import Handoff, Hints, Report
+from vllm_kvtier.scheduler.peers import Address, Offer, PendingAsk
+from vllm_kvtier.scheduler.planner import Decision
+from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
+
+
+@dataclass
+class Tracked:
+    """One request. ``sources`` still to be tried; ``local`` tokens vLLM had when it last asked us."""
+
+    request: Any
+    hints: Hints
+    life: Lifecycle
+    sources: deque[Handoff | Address] | None = None  # made at the first match: needs the hash chain
+    pending: PendingAsk | HostAsk | None = None
+    asking: Handoff | Address | None = None
+    held: HostOffer | None = None  # the store's, while somebody else is asked for more
+    offer: Offer | None = None
+    offered_at: float = 0.0
+    local: int = 0
+    pulled: int = 0
+    preemptions: int = 0
+    awaited: str = ""  # request that loads what this one needs
+    plan: Decision | None = None
+    inbound: list[bytes] = field(default_factory=list)  # block hashes being loaded
+    entries: list[Entry] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # of the store, one an entry
+    hashes: list[bytes] = field(default_factory=list)  # likewise
+
+    @property
+    def source(self) -> str:
+        """Where its KV came from, in a word: handoff, retained or host."""
+        if isinstance(self.offer, HostOffer):
+            return "host"
+        return "handoff" if self.hints.handoff else "retained"
+
+    def report(self) -> Report:
+        source = None
+        if self.offer and self.pulled:
+            host = isinstance(self.offer, HostOffer)
+            source = "host" if host else f"{self.offer.address[0]}:{self.offer.address[1]}"
+        return Report(self.request.num_prompt_tokens, self.local, self.pulled, source)

@@ -1,0 +1,179 @@
+"""A rank's part in the node store: its connection, its memory, its copies, and what it tells the scheduler half.
+
+Made on the reactor's thread when the scheduler half says where the store is. Copies are begun and looked after by
+two threads: the reactor's, and the model runner's where the device copies by itself, which then need not wait for
+the interpreter while a request does. ``_lock`` keeps them apart; the model runner only takes it if it is free.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from vllm_kvtier.store.client import StoreClient
+from vllm_kvtier.store.messages import Hello
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import PAGE, part_layout
+from vllm_kvtier.worker.copier import make_copier
+from vllm_kvtier.worker.offload import Ended, Offload
+from vllm_kvtier.worker.pool import Pool
+from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.work import LoadOrder, StoreOrder
+
+logger = logging.getLogger("vllm.kvtier.tiering")
+
+FENCES = 64  # steps whose fence is kept until somebody looks
+
+
+class TierWorker:
+    def __init__(
+        self,
+        reactor: Reactor,
+        rank: int,
+        view: CacheView,
+        setup: m.PoolSetup,
+        tell: Callable[[m.Stored | m.PoolReady], None],
+        finish: Callable[[LoadResult], None],
+        ask_timeout: float = 2.0,
+    ):
+        """``tell`` speaks to the scheduler half (reactor's thread), ``finish`` takes results (any thread)."""
+        self._reactor, self._rank, self._tell, self._finish = reactor, rank, tell, finish
+        self._writes = setup.writes[rank]
+        self._offsets = setup.offsets[rank]
+        layouts = [part_layout(group) for group in view.groups]
+        self.on_device = view.device.type == "cuda"
+        self._lock = threading.RLock()
+        self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
+        self._latest: Any = None
+        self._scheduled = False
+        self._nbytes = 0
+        self._told: tuple[str, int] = ("", 0)
+        hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
+
+        def connect(on_change: Callable[[], None]) -> StoreClient:
+            return StoreClient(reactor, setup.path, hello, ask_timeout=ask_timeout, on_change=on_change)
+
+        def copier(mapping: Any) -> Any:
+            made = make_copier(view, (mapping.address, mapping.nbytes, mapping), layouts, self._offsets)
+            made.warm_up()
+            return made
+
+        self._pool = Pool(reactor, connect, copier, self._pool_changed, busy=lambda: self._offload.loading)
+        self._offload = Offload(self._pool, [layout.nbytes for layout in layouts], store_limit=setup.queue)
+        self._pool.start()
+        reactor.on_stop(self._close)
+
+    # -- model runner's thread -------------------------------------------------------------------------------------
+
+    def step(self, step: int, fence: Any) -> None:
+        """The forward of ``step`` was launched; ``fence`` marks its end."""
+        self._fences.append((step, fence))
+        if self._offload.queued_store_bytes and not self._scheduled:
+            self._reactor.call_soon(self._drive)
+
+    def load(self, loads: list[LoadOrder]) -> None:
+        """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
+        after = self._fences[-1][1] if self._fences else self._latest
+        if self.on_device and self._lock.acquire(blocking=False):
+            try:
+                self._start(loads, after)
+                ended = self._offload.drive()
+            finally:
+                self._lock.release()
+            self._ended(ended)
+            self._reactor.call_soon(self._schedule)
+        else:
+            self._reactor.call_soon(lambda: self._load(loads, after))
+
+    def collect(self) -> None:
+        """Look whether loads ended; the results go to ``finish``."""
+        if self.on_device and self._offload.loading and self._lock.acquire(blocking=False):
+            try:
+                ended = self._offload.drive()
+            finally:
+                self._lock.release()
+            self._ended(ended)
+
+    # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def store(self, message: m.StoreBlocks) -> None:
+        if not self._writes[message.group]:
+            return
+        order = StoreOrder(
+            message.order,
+            message.group,
+            np.frombuffer(message.blocks, np.int64),
+            np.frombuffer(message.keys, np.uint64),
+            np.frombuffer(message.slots, np.int64),
+            message.step,
+            message.instance,
+        )
+        with self._lock:
+            self._offload.submit_store(order)
+        self._drive()
+
+    def cancel(self, message: m.CancelStores) -> None:
+        with self._lock:
+            self._offload.cancel(message.orders)
+        self._drive()
+
+    def _load(self, loads: list[LoadOrder], after: Any) -> None:
+        with self._lock:
+            self._start(loads, after)
+        self._drive()
+
+    def _start(self, loads: list[LoadOrder], after: Any) -> None:
+        for order in loads:
+            self._offload.submit_load(order, after)
+
+    def _drive(self) -> None:
+        with self._lock:
+            while self._fences:
+                step, self._latest = self._fences.popleft()
+                self._offload.step_launched(step, self._latest)
+            ended = self._offload.drive()
+        self._ended(ended)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._scheduled:
+            return
+        with self._lock:
+            delay = self._offload.next_poll()
+        if delay is not None:
+            self._scheduled = True
+            self._reactor.call_later(delay, self._again)
+
+    def _again(self) -> None:
+        self._scheduled = False
+        self._drive()
+
+    def _ended(self, ended: Ended) -> None:
+        """Any thread."""
+        for result in ended.loads:
+            self._finish(result)
+        if ended.stored or ended.dropped:
+            self._reactor.call_soon(lambda: self._tell_stored(ended))
+
+    def _tell_stored(self, ended: Ended) -> None:
+        total = self._offload.totals[1]
+        rate = self._offload.rates[1]
+        nbytes, self._nbytes = total - self._nbytes, total
+        self._tell(m.Stored(self._rank, ended.stored, ended.dropped, nbytes, nbytes / rate))
+
+    def _pool_changed(self) -> None:
+        state = (self._pool.instance, self._pool.registered_pages * PAGE)
+        if state != self._told:
+            self._told = state
+            self._tell(m.PoolReady(self._rank, *state))
+        self._drive()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._pool.close()
