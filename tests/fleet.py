@@ -35,6 +35,7 @@ EXTRA = {
     "handoff_seconds": HANDOFF_SECONDS,
     "retain_seconds": RETAIN_SECONDS,
     "retain_share": 0.5,
+    "store": "off",  # or it would have what these tests want to be pulled
 }
 # For engines whose peers die and stall: every wait is short, so that it can be measured.
 SHORT = {

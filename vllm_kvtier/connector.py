@@ -20,6 +20,7 @@ from vllm_kvtier.vllm_compat.types import (
     StepMetadata,
     TransferResults,
     WorkerReport,
+    hit_sources,
     recompute_failed_loads,
     transfer_results,
 )
@@ -60,6 +61,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return hit_sources(self._scheduler.source(request.request_id), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(self._scheduler.begin_step(scheduler_output))

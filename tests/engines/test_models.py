@@ -85,6 +85,7 @@ def pair(request, model_path, log_dir):
         return Engine(model, name=name, kv=kv, gpus=gpus, block_size=block, args=case.flags, log_dir=log_dir)
 
     extra = {"bidirectional": True, "pull_threshold": 1, "retain_seconds": RETAIN_SECONDS, "handoff_seconds": 10}
+    extra["store"] = "off"
     engines = [engine(n, kvtier({**extra, "endpoint_port": free_port()}), i) for i, n in enumerate("PD")]
     try:
         start_all(engines)

@@ -24,7 +24,7 @@ def make_engines(model_path, log_dir):
         kill_all(made)  # the two cores are needed
         made.clear()
         for name, options in engines.items():
-            extra = {"bidirectional": True, "pull_threshold": 16, "retain_seconds": RETAIN_SECONDS}
+            extra = {"bidirectional": True, "pull_threshold": 16, "retain_seconds": RETAIN_SECONDS, "store": "off"}
             extra |= {"endpoint_port": free_port(), **options.pop("extra", {})}
             flags = ("--dtype", "float32")
             made.append(Engine(model_path, name=name, kv=kvtier(extra), args=flags, log_dir=log_dir, **options))

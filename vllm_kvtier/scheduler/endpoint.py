@@ -30,7 +30,8 @@ _REASONS = {
 }
 MAX_SILENT_CONNECTIONS = 4096
 
-Answer = Callable[[m.Holding | m.Inspection], None]
+Question = m.Query | m.Inspect | m.Keep
+Answer = Callable[[m.Holding | m.Inspection | m.Kept], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
 # Seconds that reads are served after an ask that got no lease: its sender may be reading what it was promised
@@ -61,7 +62,7 @@ class Endpoint:
         key: ClusterKey | None,
         exports: ExportTable,
         on_freed: Callable[[], None],
-        on_question: Callable[[m.Query | m.Inspect, Answer], None],
+        on_question: Callable[[Question, Answer], None],
         on_serving: Callable[[bool], None],
         on_puller: Callable[[m.Ask], None],
         port_offset: int = 0,
@@ -183,7 +184,7 @@ class Endpoint:
                 self._exports.drop(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
-            case m.Query() | m.Inspect():
+            case m.Query() | m.Inspect() | m.Keep():
                 self._on_question(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)

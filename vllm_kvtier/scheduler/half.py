@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.endpoint import Answer, Endpoint, Question
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
@@ -139,6 +139,11 @@ class SchedulerHalf:
         if not self._facts.unsupported:
             self._matcher.allocated(request, block_ids, external)
 
+    def source(self, request_id: str) -> str:
+        """Where the KV of this request is being brought from: handoff, retained or host."""
+        tracked = self._matcher.get(request_id)
+        return tracked.source if tracked is not None else ""
+
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
         self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
@@ -242,6 +247,7 @@ class SchedulerHalf:
         self._before_reset()
         if self._tier is not None:
             self._tier.renew()
+            self._tables.clear()  # blocks from before must not go into the new space
         return True
 
     def shutdown(self) -> None:
@@ -276,24 +282,50 @@ class SchedulerHalf:
             self._settle_namespace()
         return self._salt
 
-    def _question(self, question: m.Query | m.Inspect, answer: Callable[[m.Holding | m.Inspection], None]) -> None:
+    def _question(self, question: Question, answer: Answer) -> None:
         """Reactor's thread, where hashing a prompt holds nobody up: the pool may only be asked on the engine's."""
-        if isinstance(question, m.Query):
-            unit = self._pool.hash_block_tokens
-            tokens = question.tokens[: self._facts.max_tokens]
-            chain = hash_prompt(tokens, question.cache_salt, self._facts.hash_function(), unit)
-            self._jobs.append(lambda: answer(self._look_up(question, chain)))
+        if isinstance(question, m.Inspect):
+            self._on_engine(lambda: answer(self._inspect(question)))
+            return
+        tokens = question.tokens[: self._facts.max_tokens]
+        unit = self._pool.hash_block_tokens
+        chain = hash_prompt(tokens, question.cache_salt, self._facts.hash_function(), unit)
+        if isinstance(question, m.Keep):
+            self._keep(question, chain, answer)
+            return
+        stored = self._tier.inspect(chain) if self._tier is not None and chain else None
+        if stored is None:
+            self._on_engine(lambda: answer(self._look_up(question, chain, 0)))
         else:
-            self._jobs.append(lambda: answer(self._inspect(question)))
+            stored.then(
+                lambda p: self._on_engine(
+                    lambda: answer(self._look_up(question, chain, getattr(p.outcome, "units", 0) * unit))
+                )
+            )
+
+    def _keep(self, question: m.Keep, chain: list[bytes], answer: Answer) -> None:
+        pending = self._tier.pin(chain, question.pinned) if self._tier is not None else None
+        if pending is None:
+            answer(m.Kept(question.question, 0, "this engine uses no node store"))
+            return
+        pending.then(
+            lambda p: answer(
+                m.Kept(question.question, getattr(p.outcome, "count", 0), getattr(p.outcome, "reason", ""))
+            )
+        )
+
+    def _on_engine(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
         self._engine.wake()
 
-    def _look_up(self, query: m.Query, chain: list[bytes]) -> m.Holding:
+    def _look_up(self, query: m.Query, chain: list[bytes], stored: int) -> m.Holding:
         unit = self._pool.hash_block_tokens
         return m.Holding(
             query.question,
             prompt=len(query.tokens),
             gpu_cache=self._pool.cached_tokens(chain, self._facts.full_groups, unit),
             exported=self._exports.longest_prefix(chain, b""),
+            stored=stored,
         )
 
     def _inspect(self, question: m.Inspect) -> m.Inspection:
@@ -308,6 +340,8 @@ class SchedulerHalf:
             held_leases=self._peers.held_leases(),
             requests=len(self._matcher),
             violations=Lifecycle.violations,
+            copying_blocks=self._offloader.pinned if self._offloader is not None else 0,
+            store=self._tier.instance if self._tier is not None else "",
         )
 
     # -- reactor's thread --------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ class Matcher:
                     if not self._answered(t):
                         return None, False
                 case State.OFFERED:
+                    if isinstance(t.offer, HostOffer) and self._awaits(t, computed):
+                        return None, False
                     gain = self._gain(t, computed)
                     if gain:
                         return gain, True
@@ -127,8 +129,8 @@ class Matcher:
         chain, first = t.request.block_hashes, computed // self._unit
         other = self._inbound.get(bytes(chain[first])) if first < len(chain) else None
         loading = self._tracked.get(other) if other else None
-        if loading is None or other == t.request.request_id:
-            return False
+        if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
+            return False  # what an aborted one loads does not enter vLLM's cache
         if t.awaited != other:
             mine = {bytes(h) for h in chain[first:]}
             shared = sum(h in mine for h in loading.inbound)
@@ -288,6 +290,8 @@ class Matcher:
     def _gain(self, t: Tracked, computed: int) -> int:
         """Tokens the offer adds to ``computed``; 0 if it is no longer worth it or held for too long."""
         offer = t.offer
+        if isinstance(offer, HostOffer) and offer.epoch != self._tier.epoch:
+            return 0  # the engine's cache was reset: not ours any more
         if offer.start > computed or time.monotonic() - t.offered_at > self._config.transfer_timeout:
             return 0
         prompt = t.request.num_tokens
@@ -356,6 +360,8 @@ class Matcher:
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         t = self.track(request)
+        if t.life.state in (State.NEW, State.ASKING):
+            self._drop_held(t)
         if t.life.state is State.ASKING:
             # vLLM went on without our answer (a request that may not read any prefix cache).
             self._act(t, t.life.fire(Event.DECLINE))
@@ -394,12 +400,13 @@ class Matcher:
         t = self._tracked.get(request_id)
         if t is None:
             return
+        loading = t.life.state in (State.LOADING, State.ABANDONED)
         done = t.life.state is State.ABANDONED
         for block_hash in t.inbound:
             if self._inbound.get(block_hash) == request_id:
                 del self._inbound[block_hash]
         t.inbound = []
-        if isinstance(t.offer, HostOffer) and self._planner is not None:
+        if loading and isinstance(t.offer, HostOffer) and self._planner is not None:
             self._planner.ended("host", t.offer.nbytes)
         self._act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
         if failed:

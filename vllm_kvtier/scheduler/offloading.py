@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from vllm_kvtier.scheduler.tables import Growth, Table
 from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.messages import EXISTS, HASH, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.store.messages import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -44,6 +44,15 @@ _REFUSALS = {EXISTS: "stored already", NO_ROOM: "store full", NO_PARENT_STORED: 
 
 
 @dataclass
+class Chain:
+    """A request in a batch. ``firsts``: by group, its first block there; ``rewinds`` of its table at that time."""
+
+    table: Table
+    firsts: list[int]
+    rewinds: int
+
+
+@dataclass
 class Batch:
     """Blocks of one space and tenant, collected in steps up to ``step``; row i is one block."""
 
@@ -56,7 +65,7 @@ class Batch:
     keys: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
-    tables: dict[str, Table] = field(default_factory=dict)
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,7 +97,7 @@ class Offloader:
         self._groups, self._counters, self._reactor = groups, counters, reactor
         self._tell, self._on_free = tell, on_free
         self._unit = pool.hash_block_tokens
-        self._most = int(pool.num_blocks * config.store_pin_share)
+        self._most = min(int(pool.num_blocks * config.store_pin_share), MAX_ITEMS)  # all of it may be one message
         self._pinned = 0
         self._open: dict[tuple[bytes, bytes], Batch] = {}
         self._step = 0
@@ -96,6 +105,7 @@ class Offloader:
         self._flights: dict[int, Flight] = {}  # reactor's thread
         self._asked = 0  # batches waiting for the store's answer
         self._free: deque[list[int]] = deque()
+        self._lost: deque[Batch] = deque()  # some of their blocks had no parent in the store
         self._quiet = threading.Condition()
         self._cancelled = False
 
@@ -138,10 +148,13 @@ class Offloader:
         request = t.request
         variant = vr.variant(request)
         batch, keys = self._batch(request, variant), self._keys()
+        chain = Chain(table, list(table.offered), table.rewinds)
         for g, (size, window) in enumerate(self._groups):
             ids = table.groups[g] if held is None else held[g]
             first, last, per = table.offered[g], min(full // size, len(ids)), size // self._unit
             table.offered[g] = max(first, last)
+            if window is not None and held is None:
+                first = max(first, self._still_held(request.num_computed_tokens, size, window))
             rows = [i for i in range(first, last) if ids[i]]
             room = self._most - self._pinned
             if len(rows) > room:
@@ -161,7 +174,14 @@ class Offloader:
                 batch.hashes.append(block_hash[:HASH])
                 batch.parents.append(bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT)
             batch.step = max(batch.step, self._step)
-        batch.tables[request.request_id] = table
+        batch.chains.setdefault(request.request_id, chain)
+
+    @staticmethod
+    def _still_held(before: int, size: int, window: int) -> int:
+        """A windowed group's first block that is certainly still the request's own in a step that begins at token
+        ``before``: vLLM has given up those behind the window, and what was filled long ago (the store was not there
+        then) may be another request's by now."""
+        return min(before // size, max(0, before - window + 1) // size + 1)
 
     def _batch(self, request: Any, variant: bytes) -> Batch:
         salt = getattr(request, "cache_salt", None)
@@ -189,11 +209,26 @@ class Offloader:
             pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
 
     def drain(self) -> None:
-        """Unpin what was copied or refused."""
+        """Unpin what was copied or refused; begin again what the store lost the beginning of."""
+        while self._lost:
+            self._rewind(self._lost.popleft())
         while self._free:
             ids = self._free.popleft()
             self._pinned -= len(ids)
             self._pool.free(ids)
+
+    def _rewind(self, batch: Batch) -> None:
+        """The store lost the beginning of these chains: offer them from their beginning.
+
+        A few times: a store that keeps losing them is too small for them.
+        """
+        for chain in batch.chains.values():
+            table = chain.table
+            if table.rewinds != chain.rewinds or table.rewinds >= REWINDS:
+                continue  # begun again since these were collected
+            table.rewinds += 1
+            self._back_to(table, [0] * len(self._groups))
+            table.due = 0
 
     def has_frees(self) -> bool:
         return bool(self._free)
@@ -201,7 +236,11 @@ class Offloader:
     def relieve(self, short: int) -> None:
         """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first."""
         for key in reversed(list(self._open)):
+            if short <= 0:
+                break
             batch = self._open.pop(key)
+            for chain in batch.chains.values():
+                self._back_to(chain.table, chain.firsts)
             self._counters.count("not_stored", "room for requests", len(batch.blocks))
             self._free.append(batch.blocks)
             short -= len(batch.blocks)
@@ -209,6 +248,12 @@ class Offloader:
             self._cancelled = True
             self._reactor.call_soon(self._cancel)
         self.drain()
+
+    def _back_to(self, table: Table, firsts: list[int]) -> None:
+        """Offer a chain again from these blocks on: without them, what comes after could not be found."""
+        for g, (_, window) in enumerate(self._groups):
+            if window is None:  # a windowed group's earlier blocks may be somebody else's by now
+                table.offered[g] = min(table.offered[g], firsts[g])
 
     def settle(self, seconds: float) -> None:
         """Give up what has not begun and wait for the copies that have: vLLM is about to reset its prefix cache,
@@ -227,10 +272,8 @@ class Offloader:
             self._counters.count("not_stored", "no store", len(batch.blocks))
             slots = [NO_ROOM] * len(batch.blocks)
         refused = [i for i, slot in enumerate(slots) if slot <= 0]
-        for i in refused:
-            if slots[i] == NO_PARENT_STORED:
-                self._rewind(batch)
-                break
+        if NO_PARENT_STORED in slots:
+            self._lost.append(batch)
         if isinstance(reserved, Reserved):
             for code, reason in _REFUSALS.items():
                 n = sum(1 for i in refused if slots[i] == code)
@@ -240,23 +283,13 @@ class Offloader:
             rows = [i for i, slot in enumerate(slots) if slot > 0 and batch.groups[i] == g]
             if rows:
                 self._order(batch, g, rows, slots, session, instance)
+        if refused:
+            self._free.append([batch.blocks[i] for i in refused])
         with self._quiet:
             self._asked -= 1
-        self._release([batch.blocks[i] for i in refused])
-
-    def _rewind(self, batch: Batch) -> None:
-        """The store lost the beginning of these chains: offer them from their beginning.
-
-        A few times: a store that keeps losing them is too small for them.
-        """
-        for table in batch.tables.values():
-            if table.rewinds >= REWINDS:
-                continue
-            table.rewinds += 1
-            table.due = 0
-            for g, (_, window) in enumerate(self._groups):
-                if window is None:  # a windowed group's earlier blocks may be somebody else's by now
-                    table.offered[g] = 0
+            self._quiet.notify_all()
+        if refused:
+            self._on_free()
 
     def _order(
         self, batch: Batch, g: int, rows: list[int], slots: list[int], session: int, instance: str
@@ -293,26 +326,19 @@ class Offloader:
             self._counters.count("store_seconds", amount=message.seconds)
 
     def _land(self, order: int, flight: Flight) -> None:
-        with self._quiet:
-            del self._flights[order]
-            self._quiet.notify_all()
         if flight.complete:
             self._tier.commit(flight.slots, flight.session)
             self._counters.count("stored_blocks", amount=len(flight.slots))
         else:
             self._tier.abort(flight.slots, flight.session)
             self._counters.count("not_stored", "copies too slow", len(flight.slots))
-        self._release(flight.blocks)
+        self._free.append(flight.blocks)  # before anybody hears that all is quiet
+        with self._quiet:
+            del self._flights[order]
+            self._quiet.notify_all()
+        self._on_free()
 
     def _cancel(self) -> None:
         self._cancelled = False
         if self._flights:
             self._tell(m.CancelStores(sorted(self._flights, reverse=True)))
-
-    def _release(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        if blocks:
-            self._free.append(blocks)
-        with self._quiet:
-            self._quiet.notify_all()
-        self._on_free()

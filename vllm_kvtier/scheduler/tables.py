@@ -94,6 +94,10 @@ class BlockTables:
         """The request ended; its table as far as it was followed."""
         return self._tables.pop(request_id, None)
 
+    def clear(self) -> None:
+        """Follow none of the present requests any more: what they wrote is not to be kept."""
+        self._tables.clear()
+
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
         for g, ids in enumerate(blocks):
             # From the block on that the next token goes to: after a pull of the whole prompt its last token is

@@ -16,7 +16,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launch import start_store, store_path
-from vllm_kvtier.store.messages import HASH, PAGE, Found, GroupShape, Hello
+from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Found, GroupShape, Hello
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.wire import messages as m
@@ -25,6 +25,8 @@ from vllm_kvtier.wire.slots import layout_digest, part_layout, slot_layout
 
 logger = logging.getLogger("vllm.kvtier.tier")
 
+PATIENCE = 10.0  # seconds without a store before that is said
+
 # In place of an engine's address, where an offer is the node store's.
 HOST: Address = ("", 0)
 
@@ -32,10 +34,15 @@ HOST: Address = ("", 0)
 @dataclass(frozen=True)
 class HostOffer(Offer):
     """``blocks`` are slots; ``instance`` is the store's life they belong to, ``session`` the connection the lease is
-    on; ``nbytes`` what one rank would load."""
+    on; ``nbytes`` what one rank would load; ``epoch`` the tier's when it was asked for."""
 
     session: int
     nbytes: int
+    epoch: int = 0
+
+
+def _packed(chain: list[bytes]) -> bytes:
+    return b"".join(h[:HASH] for h in chain[:MAX_UNITS])
 
 
 class HostAsk:
@@ -43,7 +50,7 @@ class HostAsk:
 
     def __init__(self, tier: "HostTier", pending: Pending, start: int, most: int, instance: str, deadline: float):
         self._tier, self._pending, self._instance = tier, pending, instance
-        self.start, self.most, self.deadline = start, most, deadline
+        self.start, self.most, self.deadline, self.epoch = start, most, deadline, tier.epoch
         self._outcome: HostOffer | NoOffer | None = None
 
     @property
@@ -84,9 +91,12 @@ class HostTier:
         self._spaces: dict[bytes, bytes] = {}
         self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
         self._part_bytes: list[int] = []  # per group, of the largest rank
+        self._pages: list[int] = []  # per group, of a slot
         self.writers: list[set[int]] = []  # per group, the ranks that write a part
         self._instance = ""
         self._said = ""
+        self._waiting = False
+        self.epoch = 0  # offers of an earlier one are of another space
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
@@ -110,6 +120,7 @@ class HostTier:
                 offsets[n].append(at[rank.shards[g]])
                 writes[n].append(parts[rank.shards[g]][1] == rank.rank)
             self._part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
+            self._pages.append(layout.pages)
             self.writers.append({rank for _, rank in parts.values()})
             shapes.append(GroupShape(units=size // self._unit, slot_pages=layout.pages, window=window))
         self._tell(m.PoolSetup(self._path, offsets, writes, int(self._config.store_queue_gib * (1 << 30))))
@@ -140,12 +151,20 @@ class HostTier:
             self._instance = client.instance
             if not client.instance:
                 self._on_lost()
-        if client.reason and client.reason != self._said:
-            self._said = client.reason
-            logger.warning("kvtier: serving without the node store: %s", client.reason)
-        elif client.connected and self._said:
+        if client.connected and self._said:
             self._said = ""
-            logger.info("kvtier: the node store is there (again)")
+            logger.info("kvtier: the node store is there again")
+        elif not client.connected and not self._waiting:
+            self._waiting = True
+            self._reactor.call_later(PATIENCE, self._still_without)
+
+    def _still_without(self) -> None:
+        """Said only if it lasts: a store that is being started, or started anew, is there in a second or two."""
+        self._waiting = False
+        reason = self._client.reason
+        if reason and reason != self._said:
+            self._said = reason
+            logger.warning("kvtier: serving without the node store: %s", reason)
 
     # -- any thread ------------------------------------------------------------------------------------------------
 
@@ -168,18 +187,19 @@ class HostTier:
 
     def space(self, variant: bytes) -> bytes:
         """``variant``: LoRA adapter fingerprint."""
-        space = self._spaces.get(variant)
+        whole = self._base + variant
+        space = self._spaces.get(whole)
         if space is None:
             if len(self._spaces) > 1024:
                 self._spaces.clear()
-            space = self._spaces[variant] = hashlib.blake2b(self._base + variant, digest_size=HASH).digest()
+            space = self._spaces[whole] = hashlib.blake2b(whole, digest_size=HASH).digest()
         return space
 
     def renew(self) -> None:
         """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
         a space that nobody shares. Other engines keep what they have."""
         self._base += os.urandom(16)
-        self._spaces.clear()
+        self.epoch += 1
 
     def reserve(self, space: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
         return self._client.reserve(space, tenant, groups, hashes, parents, self.limit())
@@ -195,17 +215,17 @@ class HostTier:
 
     def touch(self, chain: list[bytes], variant: bytes) -> None:
         if self._client is not None:
-            self._client.touch(self.space(variant), b"".join(h[:HASH] for h in chain))
+            self._client.touch(self.space(variant), _packed(chain))
 
     def pin(self, chain: list[bytes], pinned: bool) -> Pending | None:
         if self._client is None:
             return None
-        return self._client.pin(self.space(b""), b"".join(h[:HASH] for h in chain), pinned)
+        return self._client.pin(self.space(b""), _packed(chain), pinned)
 
     def inspect(self, chain: list[bytes]) -> Pending | None:
         if self._client is None:
             return None
-        return self._client.inspect(self.space(b""), b"".join(h[:HASH] for h in chain))
+        return self._client.inspect(self.space(b""), _packed(chain))
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
@@ -214,7 +234,9 @@ class HostTier:
         limit = self.limit()
         if not limit:
             return None
-        packed = b"".join(h[:HASH] for h in chain)
+        if start >= MAX_UNITS * self._unit:  # beyond what the store can be asked for
+            return None
+        packed = _packed(chain)
         instance = self._client.instance
         pending = self._client.lookup(self.space(variant), packed, start // self._unit, limit)
         deadline = time.monotonic() + self._config.ask_timeout
@@ -228,21 +250,29 @@ class HostTier:
         if not isinstance(found, Found):
             return NoOffer("malformed", f"an answer of type {type(found).__name__}")
         tokens, limit = found.units * self._unit, self.limit()
-        if not found.lease or tokens <= ask.start:
+        if not found.lease:
             return NoOffer("not stored", "")
-        shapes = list(zip(self._facts.groups, found.slots, strict=False))
+        if tokens <= ask.start or ask.epoch != self.epoch:
+            self._client.release(found.lease, pending.session)
+            return NoOffer("not stored", "")
         right = tokens <= ask.most and len(found.slots) == len(self._facts.groups)
         if not right or any(
-            len(slots) != tokens // size - ask.start // size or any(slot >= limit for slot in slots)
-            for (size, _), slots in shapes
+            tokens % size
+            or len(slots) != (tokens - ask.start) // size
+            or any(slot + pages > limit for slot in slots)
+            or (window is None and not all(slots))
+            for (size, window), pages, slots in zip(self._facts.groups, self._pages, found.slots, strict=True)
         ):
             self._client.release(found.lease, pending.session)
+            if not limit:
+                return NoOffer("no store", "the store went away")
             return NoOffer("malformed", "slots that this engine cannot reach")
         nbytes = sum(
             n * sum(1 for slot in slots if slot) for n, slots in zip(self._part_bytes, found.slots, strict=True)
         )
         return HostOffer(
-            HOST, instance, found.lease, ask.start, tokens, found.slots, [], session=pending.session, nbytes=nbytes
+            HOST, instance, found.lease, ask.start, tokens, found.slots, [], session=pending.session, nbytes=nbytes,
+            epoch=ask.epoch,
         )
 
     def release(self, offer: HostOffer) -> None:

@@ -50,3 +50,10 @@ def recompute_failed_loads(scheduler: Any, results: list[PullResult | LoadResult
         if result.failed and request is not None and not request.is_finished():
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(result.request_id)
+
+
+def hit_sources(source: str, tokens: int) -> dict[Any, int]:
+    """vLLM >= 0.32: where ``tokens`` came from; ``source`` as ``Tracked.source`` names it."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return {CacheHitSource.HOST if source == "host" else CacheHitSource.P2P: tokens} if tokens else {}

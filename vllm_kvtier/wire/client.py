@@ -57,7 +57,14 @@ class AsyncEndpointClient:
         """Counts of what the engine holds and lends right now. Raises as ``query`` does."""
         return await self._exchange((host, port), m.Inspect(next(self._ids)), m.Inspection)
 
-    async def _exchange(self, address: tuple[str, int], question: m.Query | m.Inspect, kind: type):
+    async def keep(
+        self, host: str, port: int, tokens: list[int], cache_salt: str = "", pinned: bool = True
+    ) -> m.Kept:
+        """Pin or unpin what the engine's node store has of this prompt. Raises as ``query`` does."""
+        question = m.Keep(next(self._ids), tokens, cache_salt, pinned)
+        return await self._exchange((host, port), question, m.Kept)
+
+    async def _exchange(self, address: tuple[str, int], question: m.Query | m.Inspect | m.Keep, kind: type):
         async with self._locks.setdefault(address, asyncio.Lock()):
             try:
                 return await asyncio.wait_for(self._ask(address, question, kind), self._timeout)
@@ -65,7 +72,7 @@ class AsyncEndpointClient:
                 self._drop(address)
                 raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
 
-    async def _ask(self, address: tuple[str, int], question: m.Query | m.Inspect, kind: type):
+    async def _ask(self, address: tuple[str, int], question: m.Query | m.Inspect | m.Keep, kind: type):
         socket = self._socket(address)
         await socket.send(m.encode(question))
         while True:

@@ -150,6 +150,24 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     prompt: Count
     gpu_cache: Count
     exported: Count
+    stored: Count = 0  # in the node store
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Pin what the node store has of this prompt (or unpin it): pinned blocks are not evicted."""
+
+    question: Count
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
+    cache_salt: Name = ""
+    pinned: bool = True
+
+
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """Answer to Keep: how many blocks changed; ``reason`` says why nothing could."""
+
+    question: Count
+    blocks: Count
+    reason: str = ""
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
@@ -170,10 +188,13 @@ class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
     held_leases: Count  # ours, on others' blocks
     requests: Count  # followed by the connector
     violations: Count  # events that the request table does not know: always 0, or a bug
+    copying_blocks: Count = 0  # held while they are copied to the node store
+    store: Name = ""  # instance of the node store in use, "" without one
 
 
 EngineMessage = (
-    Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping | Query | Holding | Inspect | Inspection
+    Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping
+    | Query | Holding | Inspect | Inspection | Keep | Kept
 )
 
 

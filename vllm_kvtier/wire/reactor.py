@@ -38,6 +38,7 @@ class Reactor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[Any, Callable[[], None]] = {}
+        self._fds: dict[int, Callable[[int], None]] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
@@ -79,6 +80,22 @@ class Reactor:
             self._poller.unregister(socket)
         socket.close(linger=0)
 
+    def add_fd(self, fd: int, on_ready: Callable[[int], None], events: int = zmq.POLLIN) -> None:
+        """Call ``on_ready(events)`` whenever the descriptor is ready for one of ``events`` (zmq.POLLIN | POLLOUT),
+        or has failed (zmq.POLLERR). It must not block, and may come once too often."""
+        self._fds[fd] = on_ready
+        self._poller.register(fd, events)
+
+    def watch_fd(self, fd: int, events: int) -> None:
+        """Change what is waited for; a descriptor that is not registered is ignored."""
+        if fd in self._fds:
+            self._poller.register(fd, events)
+
+    def remove_fd(self, fd: int) -> None:
+        """Unregister, before the descriptor is closed; the caller owns it. Idempotent."""
+        if self._fds.pop(fd, None) is not None:
+            self._poller.unregister(fd)
+
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(time.monotonic() + delay, callback)
         heapq.heappush(self._timers, (timer.when, next(self._order), timer))
@@ -100,12 +117,16 @@ class Reactor:
 
     def _run(self) -> None:
         while not self._stopping:
-            for source, _ in self._poller.poll(self._timeout_ms()):
+            for source, events in self._poller.poll(self._timeout_ms()):
                 if source == self._wake:
                     try:
                         os.eventfd_read(self._wake)
                     except BlockingIOError:
                         continue
+                elif isinstance(source, int):
+                    on_ready = self._fds.get(source)
+                    if on_ready is not None:
+                        self._guard(lambda on_ready=on_ready, events=events: on_ready(events))
                 else:
                     handler = next((h for s, h in self._handlers.items() if s is source), None)
                     if handler is not None:
@@ -125,6 +146,7 @@ class Reactor:
             self._poller.unregister(socket)
             socket.close()  # with its own linger: what was just said (leases given back) still leaves
         self._handlers.clear()
+        self._fds.clear()  # their owners close them, in ``on_stop``
         self.context.destroy(linger=0)  # whatever was never registered here
         os.close(self._wake)
 

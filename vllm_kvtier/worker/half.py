@@ -105,7 +105,8 @@ class WorkerHalf:
             return
         for order in loads:
             blocks = {int(i) for g in order.groups for i in g.blocks}
-            self._finish(LoadResult(order.request_id, blocks, "the node store's memory is not mapped here", 0, 0.0, 0.0))
+            reason = "the node store's memory is not mapped here"
+            self._finish(LoadResult(order.request_id, blocks, reason, 0, 0.0, 0.0))
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""

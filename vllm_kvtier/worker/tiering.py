@@ -6,18 +6,21 @@ the interpreter while a request does. ``_lock`` keeps them apart; the model runn
 """
 
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import Hello
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.slots import PAGE, part_layout
 from vllm_kvtier.worker.copier import make_copier
 from vllm_kvtier.worker.offload import Ended, Offload
@@ -29,6 +32,8 @@ from vllm_kvtier.worker.work import LoadOrder, StoreOrder
 logger = logging.getLogger("vllm.kvtier.tiering")
 
 FENCES = 64  # steps whose fence is kept until somebody looks
+# A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
+SOON = 5e-3  # seconds
 
 
 class TierWorker:
@@ -50,8 +55,9 @@ class TierWorker:
         self.on_device = view.device.type == "cuda"
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
-        self._latest: Any = None
-        self._scheduled = False
+        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
+        self._timer: Timer | None = None
+        self._due = math.inf  # when the timer is
         self._nbytes = 0
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
@@ -64,7 +70,9 @@ class TierWorker:
             made.warm_up()
             return made
 
-        self._pool = Pool(reactor, connect, copier, self._pool_changed, busy=lambda: self._offload.loading)
+        self._pool = Pool(
+            reactor, connect, copier, self._pool_changed, busy=lambda: self._offload.loading, lock=self._lock
+        )
         self._offload = Offload(self._pool, [layout.nbytes for layout in layouts], store_limit=setup.queue)
         self._pool.start()
         reactor.on_stop(self._close)
@@ -73,13 +81,20 @@ class TierWorker:
 
     def step(self, step: int, fence: Any) -> None:
         """The forward of ``step`` was launched; ``fence`` marks its end."""
+        if step < 0:  # a call of vLLM without a step of the scheduler's
+            return
+        if fence is None and self.on_device:
+            # Nobody made one (checksums for pulls could not be set up): copies must not begin before their time.
+            fence = torch.cuda.Event()
+            fence.record()
+        self._latest = fence
         self._fences.append((step, fence))
-        if self._offload.queued_store_bytes and not self._scheduled:
+        if self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
             self._reactor.call_soon(self._drive)
 
     def load(self, loads: list[LoadOrder]) -> None:
         """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
-        after = self._fences[-1][1] if self._fences else self._latest
+        after = self._latest
         if self.on_device and self._lock.acquire(blocking=False):
             try:
                 self._start(loads, after)
@@ -135,23 +150,24 @@ class TierWorker:
     def _drive(self) -> None:
         with self._lock:
             while self._fences:
-                step, self._latest = self._fences.popleft()
-                self._offload.step_launched(step, self._latest)
+                self._offload.step_launched(*self._fences.popleft())
             ended = self._offload.drive()
         self._ended(ended)
         self._schedule()
 
     def _schedule(self) -> None:
-        if self._scheduled:
-            return
+        """Look again when that makes sense: sooner than was thought, if something came meanwhile."""
         with self._lock:
             delay = self._offload.next_poll()
-        if delay is not None:
-            self._scheduled = True
-            self._reactor.call_later(delay, self._again)
+        if delay is None or time.monotonic() + delay >= self._due:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = time.monotonic() + delay
+        self._timer = self._reactor.call_later(delay, self._again)
 
     def _again(self) -> None:
-        self._scheduled = False
+        self._timer, self._due = None, math.inf
         self._drive()
 
     def _ended(self, ended: Ended) -> None:

@@ -35,6 +35,35 @@ class PullOrder:
     promised: bool = False  # read before the lease was granted: the source may not have made all checksums yet
 
 
+@dataclass(eq=False)
+class StoreOrder:
+    """Blocks of one group to copy into slots of the node store, once the forward of ``after_step`` wrote them."""
+
+    id: int  # ours, never used twice by an engine
+    group: int
+    blocks: np.ndarray  # int64[n] our block ids
+    keys: np.ndarray  # uint64[n] what their checksums are keyed with
+    slots: np.ndarray  # int64[n] page numbers in the store's memory
+    after_step: int
+    instance: str = ""  # the life of the store whose memory the slots are in
+
+
+@dataclass
+class GroupLoad:
+    group: int
+    blocks: np.ndarray  # int64[n] our block ids
+    keys: np.ndarray  # uint64[n]
+    slots: np.ndarray  # int64[n] page numbers in the store's memory
+
+
+@dataclass(eq=False)
+class LoadOrder:
+    request_id: str
+    groups: list[GroupLoad]
+    timeout: float  # seconds from when the worker gets it
+    instance: str = ""  # the life of the store whose memory the slots are in
+
+
 @dataclass
 class StepWork:
     """One step's work. ``sources`` introduces the engines named in ``pulls`` for the first time: instance -> ranks."""
@@ -43,3 +72,5 @@ class StepWork:
     sums: list[SumBatch] = field(default_factory=list)
     pulls: list[PullOrder] = field(default_factory=list)
     sources: dict[str, list[RankInfo]] = field(default_factory=dict)
+    loads: list[LoadOrder] = field(default_factory=list)
+

@@ -1,0 +1,263 @@
+"""Blocks between the paged KV cache and rows, with their checksum in the same pass; ``pages_reference`` in plain
+numpy.
+
+A *row* is one rank's part of a slot (``wire.slots``): a block's regions one after another, each dense in logical
+order, then the checksum of :mod:`checksum` over them. Rows are given by address: GPU memory that a DMA engine
+fills or drains, or registered host memory that the kernel itself reads or writes over the link. All layers of a
+group and any number of blocks go in one launch (one for each kind of alignment among the regions, usually one).
+
+Three launches make a copy:
+
+    begin    brings the table of rows from pinned host memory to the device and clears the sums. A kernel and no
+             memcpy: that would wait its turn behind the megabytes that the DMA engine is moving.
+    move     copies tiles of ROWS blocks by COLUMNS words and adds their terms to the blocks' sums
+    finish   gathering: writes each sum behind its row. Scattering: compares it with the one there, writes verdicts
+
+Addition modulo 2^64 commutes, so neither the number of programs nor their order shows in the result.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import checksum
+
+if TYPE_CHECKING:
+    import torch
+
+triton = checksum.triton
+if triton is not None:
+    import triton.language as tl
+
+# Columns of the region table [regions, 12]: those of the checksum, then where the region begins in a row (bytes).
+REGION_FIELDS = (*checksum.REGION_FIELDS, "row_offset")
+# Columns of the table of rows [n, 4].
+ROW_FIELDS = ("block", "key", "address", "verdict")
+# A tile is ROWS blocks by COLUMNS words; 32 KiB in flight a program is what 16 of them need to cover some 2 us of
+# latency over PCIe 5 several times. Small pages share the multipliers of a column among 4 blocks; a page of 32 KiB
+# fills a tile alone, so that a piece of one or two large blocks does not leave three quarters of a tile empty.
+TILES = ((4096, 1), (1024, 4))  # (COLUMNS, ROWS), the first whose COLUMNS the region fills, else the last
+GOOD, BAD = 0, 1
+
+if triton is not None:
+    _M1 = tl.constexpr(checksum.M1)
+    _M2 = tl.constexpr(checksum.M2)
+    _F1 = tl.constexpr(checksum.F1)
+    _F2 = tl.constexpr(checksum.F2)
+
+    @triton.jit(do_not_specialize=["source", "n"])
+    def _begin(
+        rows_ptr,  # int64 [n, 4], on the device
+        acc_ptr,  # int64 [n]
+        source,  # address of the table in pinned host memory
+        n,
+        SIZE: tl.constexpr,
+    ):
+        at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        there = source + at.to(tl.int64) * 8
+        word = tl.load(there.to(tl.pointer_type(tl.int64)), mask=at < n * 4, other=0)
+        tl.store(rows_ptr + at, word, mask=at < n * 4)
+        tl.store(acc_ptr + at, tl.zeros_like(word), mask=at < n)
+
+    # Not specialized: a compilation for each kind of number would stall a step for a second.
+    @triton.jit(do_not_specialize=["n", "tiles", "programs"])
+    def _move(
+        rows_ptr,  # int64 [n, 4]: block id, key, address of the row, address of the verdict
+        acc_ptr,  # int64 [n]: the sums so far
+        regions_ptr,  # int64 [regions, 12]
+        tiles_ptr,  # int32 [tiles, 2]: region, first word
+        n,
+        tiles,
+        programs,
+        GATHER: tl.constexpr,  # cache to rows, else rows to cache
+        SUM: tl.constexpr,
+        FIELDS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        WORD: tl.constexpr,  # bytes
+        DENSE: tl.constexpr,  # cells follow each other in the cache in logical order
+        SPLIT: tl.constexpr,  # addresses in the cache are multiples of 4 only
+        PAIRS: tl.constexpr,  # two words at a time are contiguous and aligned to 16 bytes in the cache
+    ):
+        groups = tl.cdiv(n, ROWS)
+        for item in range(tl.program_id(0), tiles * groups, programs):
+            tile = item // groups
+            row = (item % groups) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+            exists = row < n
+            region = tl.load(tiles_ptr + tile * 2)
+            first = tl.load(tiles_ptr + tile * 2 + 1)
+            table = regions_ptr + region * FIELDS
+            base = tl.load(table)
+            block_stride = tl.load(table + 1)
+            words = tl.load(table + 4).to(tl.int32)
+            row_offset = tl.load(table + 11)
+            block = tl.load(rows_ptr + row * 4, mask=exists, other=0)  # [ROWS] int64
+            start = tl.load(rows_ptr + row * 4 + 2, mask=exists, other=0) + row_offset
+
+            column = first + tl.arange(0, COLUMNS)  # [COLUMNS] word within the region
+            dense = column.to(tl.int64) * WORD
+            if DENSE:
+                offset = dense
+            else:
+                outer_stride = tl.load(table + 2)
+                token_stride = tl.load(table + 3)
+                cell_words = tl.load(table + 5).to(tl.int32)
+                tokens = tl.load(table + 6).to(tl.int32)
+                cell = column // cell_words
+                outer = (cell // tokens).to(tl.int64)
+                token = (cell % tokens).to(tl.int64)
+                inner = (column % cell_words).to(tl.int64)
+                offset = outer * outer_stride + token * token_stride + inner * WORD
+            in_cache = (base + block * block_stride)[:, None] + offset[None, :]  # [ROWS, COLUMNS] addresses
+            in_row = start[:, None] + dense[None, :]
+            mask = exists[:, None] & (column < words)[None, :]
+
+            if WORD == 4:
+                page = in_cache.to(tl.pointer_type(tl.uint32))
+                line = in_row.to(tl.pointer_type(tl.uint32))
+            elif SPLIT:
+                page = in_cache.to(tl.pointer_type(tl.uint32))
+                line = in_row.to(tl.pointer_type(tl.uint64))
+            else:
+                page = in_cache.to(tl.pointer_type(tl.uint64))
+                line = in_row.to(tl.pointer_type(tl.uint64))
+                if PAIRS:
+                    # Not to be seen from the tables: two words lie together and are copied together.
+                    page = tl.max_contiguous(tl.multiple_of(page, [1, 16]), [1, 2])
+                    line = tl.max_contiguous(tl.multiple_of(line, [1, 16]), [1, 2])
+                    mask = tl.max_constancy(mask, [1, 2])
+
+            if GATHER:
+                if SPLIT:
+                    low = tl.load(page, mask=mask, other=0).to(tl.uint64)
+                    high = tl.load(page + 1, mask=mask, other=0).to(tl.uint64)
+                    value = low | (high << 32)
+                else:
+                    value = tl.load(page, mask=mask, other=0)
+                tl.store(line, value, mask=mask)
+            else:
+                value = tl.load(line, mask=mask, other=0)
+                if SPLIT:
+                    tl.store(page, (value & 0xFFFFFFFF).to(tl.uint32), mask=mask)
+                    tl.store(page + 1, (value >> 32).to(tl.uint32), mask=mask)
+                else:
+                    tl.store(page, value, mask=mask)
+
+            if SUM:
+                first_word = tl.load(table + 7)
+                f = (first_word + column.to(tl.int64) + 1).to(tl.uint64) * _M1
+                g = (f ^ (f >> 32)) * _M2
+                r = ((g ^ (g >> 29)) | 1)[None, :]  # [1, COLUMNS]
+                x = value.to(tl.uint64) * r
+                y = (x ^ (x >> 32)) * r  # 0 where masked, since the value is
+                part = tl.sum(y.to(tl.int64, bitcast=True), axis=1)  # [ROWS]
+                tl.atomic_add(acc_ptr + row, part, mask=exists, sem="relaxed")
+
+    @triton.jit(do_not_specialize=["n", "words", "sum_offset"])
+    def _finish(
+        rows_ptr,
+        acc_ptr,
+        n,
+        words,  # of a block
+        sum_offset,  # bytes, within a row
+        GATHER: tl.constexpr,
+        SIZE: tl.constexpr,
+    ):
+        row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        exists = row < n
+        key = tl.load(rows_ptr + row * 4 + 1, mask=exists, other=0).to(tl.uint64, bitcast=True)
+        acc = tl.load(acc_ptr + row, mask=exists, other=0).to(tl.uint64, bitcast=True)
+        count = tl.full([SIZE], 0, tl.int64) + words
+        h = (acc + count.to(tl.uint64) * _M1) ^ key
+        h = (h ^ (h >> 33)) * _F1
+        h = (h ^ (h >> 33)) * _F2
+        h = h ^ (h >> 33)
+        there = tl.load(rows_ptr + row * 4 + 2, mask=exists, other=0) + sum_offset
+        there = there.to(tl.pointer_type(tl.uint64))
+        if GATHER:
+            tl.store(there, h, mask=exists)
+        else:
+            right = tl.load(there, mask=exists, other=0) == h
+            verdict = tl.load(rows_ptr + row * 4 + 3, mask=exists, other=0).to(tl.pointer_type(tl.uint8))
+            tl.store(verdict, tl.where(right, 0, 1).to(tl.uint8), mask=exists)
+
+
+def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
+    """Splits a region table into launches: (constexpr flags of the move, int32 tiles [m, 2]) of each.
+
+    ``regions``: int64 [regions, 12] as in REGION_FIELDS. Raises ValueError where a row cannot be copied by whole
+    words: a region must begin at a multiple of 16 bytes in the row, and of 4 in the cache.
+    """
+    launches: dict[tuple, list[tuple[int, int]]] = {}
+    for number, line in enumerate(regions.tolist()):
+        base, block_stride, outer_stride, token_stride, words, cell_words, tokens, *_, word, row_offset = line
+        cells = words // cell_words
+        inner = cell_words * word
+        outer = cells // tokens
+        dense = (tokens == 1 or token_stride == inner) and (outer == 1 or outer_stride == tokens * inner)
+        # A stride along a dimension of size one is never taken.
+        strides = block_stride | (outer_stride if outer > 1 else 0) | (token_stride if tokens > 1 else 0)
+        together = base | strides
+        if together % 4 or row_offset % 16:
+            raise ValueError(
+                f"region {number} lies at {base:#x} with strides {line[1:4]} in the cache and at {row_offset} in a "
+                "row: the copy kernels need multiples of 4 bytes there and of 16 here"
+            )
+        split = word == 8 and together % 8 != 0
+        pairs = word == 8 and together % 16 == 0 and inner % 16 == 0
+        columns, rows = next((tile for tile in TILES if words >= tile[0]), TILES[-1])
+        flags = (word, dense, split, pairs, columns, rows)
+        launches.setdefault(flags, []).extend((number, first) for first in range(0, words, columns))
+    names = ("WORD", "DENSE", "SPLIT", "PAIRS", "COLUMNS", "ROWS")
+    return [
+        (dict(zip(names, flags, strict=True)), np.array(tiles, dtype=np.int32)) for flags, tiles in launches.items()
+    ]
+
+
+def launch(
+    gather: bool,
+    table: int,
+    n: int,
+    rows: "torch.Tensor",
+    acc: "torch.Tensor",
+    regions: "torch.Tensor",
+    launches: list[tuple[dict[str, int | bool], "torch.Tensor"]],
+    words: int,
+    sum_offset: int,
+    programs: int,
+    warps: int,
+    checked: bool = True,
+) -> None:
+    """Copies n blocks between cache and rows on the current stream; returns without waiting for the device.
+
+    ``gather``: cache to rows, else the reverse. ``table``: address of int64 [n, 4] as in ROW_FIELDS, readable by
+    the device: ``address`` of each row a multiple of 16, ``verdict`` the address of a byte that scattering sets to
+    GOOD or BAD (not used otherwise); it must stay until the work is done. ``rows``, ``acc``: int64 [>= n, 4] and
+    [>= n] on the device, scratch until the work is done, aligned to 16 bytes. ``regions``: int64 [regions, 12].
+    ``launches``: from :func:`plan`, tiles on the device. ``words``: of a block over all regions. ``programs``: SMs
+    that the copy may take. ``checked``: False leaves the checksum out, for measurements.
+
+    Raises RuntimeError without Triton.
+    """
+    if triton is None:
+        raise RuntimeError("copies on a GPU need Triton, which vLLM for CUDA brings: pip install triton")
+    _begin[(triton.cdiv(n * 4, 1024),)](rows, acc, table, n, SIZE=1024, num_warps=4)
+    for flags, tiles in launches:
+        m = tiles.shape[0]
+        grid = min(programs, m * triton.cdiv(n, flags["ROWS"]))
+        _move[(grid,)](
+            rows,
+            acc,
+            regions,
+            tiles,
+            n,
+            m,
+            grid,
+            GATHER=gather,
+            SUM=checked,
+            FIELDS=len(REGION_FIELDS),
+            num_warps=warps,
+            **flags,
+        )
+    if checked:
+        _finish[(triton.cdiv(n, 128),)](rows, acc, n, words, sum_offset, GATHER=gather, SIZE=128, num_warps=4)

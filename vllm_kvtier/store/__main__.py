@@ -1,0 +1,74 @@
+"""``python -m vllm_kvtier.store``: serve a node's store. Needs nothing but what engines need (no typer)."""
+
+import argparse
+import logging
+import logging.handlers
+import os
+import sys
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import options as o
+from vllm_kvtier.store.launch import READY, store_path
+from vllm_kvtier.store.server import serve
+
+LOG_BYTES = 1 << 20  # of the log file; one older of the same size is kept
+
+
+def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
+    """Serve until told to end; returns the exit status. What keeps it from serving is said in words, to the log
+    and to ``ready_fd``."""
+
+    def tell(words: bytes) -> None:
+        if ready_fd < 0:
+            return
+        try:
+            os.write(ready_fd, words)
+        except BrokenPipeError:
+            logging.getLogger(__name__).info("kvtier: whoever started this store waits for it no longer")
+        os.close(ready_fd)
+
+    try:
+        _log_to(options)
+        serve(path, options, on_listening=lambda: tell(READY))
+    except (KVTierError, OSError) as error:
+        logging.getLogger(__name__).error("kvtier: %s", error)
+        tell(str(error).encode())
+        return 1
+    return 0
+
+
+def _log_to(options: o.StoreOptions) -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if options.log_file:
+        # Not "delay": a file that cannot be written is noticed now.
+        handler = logging.handlers.RotatingFileHandler(options.log_file, maxBytes=LOG_BYTES, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=options.log_level.upper(), handlers=[handler])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_kvtier.store", description="Host memory for KV, shared by every engine of this node."
+    )
+    parser.add_argument("--name", default="default", help="Several stores on one node have different names.")
+    parser.add_argument("--socket", default=None, help="Where to listen, whatever --name says.")
+    parser.add_argument("--detach", action="store_true", help="Leave the caller's family of processes.")
+    parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    o.add_arguments(parser)
+    arguments = parser.parse_args()
+    # Before any thread exists. An engine ends its children when it ends, and the store is to outlive it.
+    if arguments.detach and os.fork():
+        os._exit(0)
+    try:
+        options = o.from_namespace(arguments)
+        path = arguments.socket or store_path(arguments.name)
+    except KVTierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if arguments.ready_fd >= 0:
+            os.write(arguments.ready_fd, str(error).encode())
+        return 2
+    return run(path, options, arguments.ready_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,411 @@
+"""A client's end of the connection to the node store: asks without waiting, and lives on without a store.
+
+Every question gives a :class:`Pending` at once, which always ends: with the store's answer, or with Failed when
+there is no store, it disconnects, or it does not answer within ``ask_timeout``.
+
+A store that leaves a question unanswered for so long counts as gone: the connection is closed, so that what it
+lent dies there if it ever wakes, and a new one is tried, at growing intervals. So a store that hangs costs its
+clients one ``ask_timeout``, not one a question.
+"""
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.mapping import PoolMapping
+from vllm_kvtier.wire.reactor import Reactor, Timer
+from vllm_kvtier.wire.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.05, 5.0  # first and longest pause between two attempts to connect; doubled in between
+LAUNCH_SECONDS = 5.0, 60.0  # the same after a failed start, which costs half a second of a processor each
+REFUSED_SECONDS = 60.0  # a store of another version will not change its mind soon, but may be replaced
+_MASK = (1 << 48) - 1  # of question ids
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Outcome of a question that got no answer; ``reason`` says why."""
+
+    reason: str
+
+
+Outcome = m.Found | m.Reserved | m.Done | m.Counts | m.Holding | Failed
+
+
+class Pending:
+    """An answer on its way. Any thread.
+
+    ``outcome`` is None until it is there; then the reply struct (Found, Reserved, Done, Counts, Holding) or Failed.
+    ``session`` names the connection it was asked on: leases and slots in the answer mean nothing on another one,
+    so hand it back with them (``release(lease, session)``, ``commit(slots, session)``).
+    """
+
+    __slots__ = ("outcome", "session", "_deadline", "_callbacks")
+    _lock = threading.Lock()  # of all of them: it is held for a few instructions
+
+    def __init__(self, session: int, deadline: float):
+        self.outcome: Outcome | None = None
+        self.session = session
+        self._deadline = deadline
+        self._callbacks: list[Callable[[Pending], None]] | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Block until the outcome is there, at most ``seconds``. Never on the reactor's thread."""
+        if self.outcome is not None:
+            return True
+        there = threading.Event()
+        self.then(lambda _: there.set())
+        return there.wait(seconds)
+
+    def then(self, callback: Callable[["Pending"], None]) -> None:
+        """Call ``callback(self)`` on the reactor's thread when the outcome is there; here and now if it already is."""
+        with self._lock:
+            if self.outcome is None:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _resolve(self, outcome: Outcome) -> None:
+        with self._lock:
+            if self.outcome is not None:
+                return
+            self.outcome = outcome
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("kvtier: what was to follow an answer of the node store failed")
+
+
+class StoreClient:
+    """``on_change()`` is called on the reactor's thread when any of the attributes below changed.
+
+    Attributes (any thread): ``connected``; ``reason`` (why not connected, in words; "" while connected);
+    ``instance`` ("" while not connected), ``session`` (number of this connection, grows), ``pool_pages``,
+    ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected).
+
+    ``launch`` is called on a thread of its own when nobody listens at ``path``; it returns once somebody does, or
+    raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard)
+    do nothing while not connected, or when ``session`` is given and is not the current one.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        path: str,
+        hello: m.Hello,
+        *,
+        launch: Callable[[], None] | None = None,
+        ask_timeout: float = 2.0,
+        on_change: Callable[[], None] | None = None,
+    ):
+        self.connected, self.reason = False, "not connected yet"
+        self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
+        self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
+        self._launch, self._ask_timeout = launch, ask_timeout
+        self._on_change = on_change or (lambda: None)
+        self._lock = threading.Lock()  # guards what is above, below, and the order of questions on the stream
+        self._stream: Stream | None = None  # None until welcomed
+        self._pending: dict[int, Pending] = {}  # by question, oldest first
+        self._next_id = random.getrandbits(32)
+        self._watched = False  # a timer looks after the oldest question
+        self._pool_fd = -1
+        self._closed = False
+
+        # Only the reactor's thread uses these.
+        self._greeting: Stream | None = None
+        self._greeting_timer: Timer | None = None
+        self._retry_timer: Timer | None = None
+        self._pause = RETRY_SECONDS[0]
+        self._launch_pause = LAUNCH_SECONDS[0]
+        self._launching = False
+        self._refused = False  # the end that comes is a refusal
+
+    def start(self) -> None:
+        """Begin to connect; before or after the reactor's start, any thread."""
+        self._reactor.on_stop(self._end)
+        self._reactor.call_soon(self._connect)
+
+    def close(self) -> None:
+        """Say goodbye for good; any thread; idempotent. What is pending fails. The reactor's stop does it too."""
+        self._reactor.call_soon(self._end)
+
+    def open_pool(self) -> PoolMapping | None:
+        """Map the connected instance's memory; the caller closes it. None while not connected. Any thread.
+
+        Raises KVTierError if the memory cannot be mapped.
+        """
+        with self._lock:
+            if not self.connected:
+                return None
+            fd, nbytes, instance = os.dup(self._pool_fd), self.pool_pages * m.PAGE, self.instance
+        return PoolMapping(fd, nbytes, instance)
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def lookup(self, space: bytes, chain: bytes, start: int, pages_limit: int) -> Pending:
+        """Outcome: messages.Found, with a lease on what was found. Of a chain longer than messages.MAX_UNITS only
+        so much is asked for."""
+        chain = chain[: m.MAX_UNITS * m.HASH]
+        return self._ask(lambda id: m.Lookup(id, space, chain, start, pages_limit))
+
+    def reserve(
+        self, space: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int
+    ) -> Pending:
+        """Outcome: messages.Reserved. At most messages.MAX_ITEMS at once."""
+        if len(groups) > m.MAX_ITEMS:
+            raise ValueError(f"{len(groups)} items in one reservation, at most {m.MAX_ITEMS} are possible")
+        return self._ask(lambda id: m.Reserve(id, space, tenant, list(groups), hashes, parents, pages_limit))
+
+    def stat(self) -> Pending:
+        """Outcome: messages.Counts."""
+        return self._ask(m.Stat)
+
+    def inspect(self, space: bytes, chain: bytes) -> Pending:
+        """Outcome: messages.Holding."""
+        return self._ask(lambda id: m.Inspect(id, space, chain))
+
+    def pin(self, space: bytes, chain: bytes, pinned: bool = True) -> Pending:
+        """Outcome: messages.Done, with the number of blocks."""
+        return self._ask(lambda id: m.Pin(id, space, chain, pinned))
+
+    def clear(self, space: bytes | None = None) -> Pending:
+        """Outcome: messages.Done, with the number of blocks."""
+        return self._ask(lambda id: m.Clear(id, space))
+
+    def touch(self, space: bytes, chain: bytes) -> None:
+        self._tell(m.Touch(space, chain), None)
+
+    def release(self, lease: int, session: int | None = None) -> None:
+        self._tell(m.Release(lease), session)
+
+    def commit(self, slots: Sequence[int], session: int | None = None) -> None:
+        self._tell(m.Commit(list(slots)), session)
+
+    def abort(self, slots: Sequence[int], session: int | None = None) -> None:
+        self._tell(m.Abort(list(slots)), session)
+
+    def discard(self, space: bytes, group: int, hash: bytes, slot: int, session: int | None = None) -> None:
+        self._tell(m.Discard(space, group, hash, slot), session)
+
+    def _ask(self, make: Callable[[int], msgspec.Struct]) -> Pending:
+        with self._lock:
+            pending = Pending(self.session, time.monotonic() + self._ask_timeout)
+            stream = self._stream
+            if stream is not None:
+                self._next_id = id = (self._next_id + 1) & _MASK
+                frame = m.encode(make(id))
+                self._pending[id] = pending
+                stream.send(frame)  # if it fails, the stream's end ends the question
+                if not self._watched:
+                    self._watched = True
+                    self._reactor.call_soon(self._watch)
+                return pending
+            reason = self.reason
+        pending._resolve(Failed(reason))
+        return pending
+
+    def _tell(self, message: msgspec.Struct, session: int | None) -> None:
+        with self._lock:
+            if self._stream is not None and session in (None, self.session):
+                self._stream.send(m.encode(message))
+
+    # -- the reactor's thread: connecting -----------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._retry_timer = None
+        if self._closed or self._stream is not None or self._greeting is not None or self._launching:
+            return
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(self._path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            self._nobody_listens()
+            return
+        except OSError as error:  # BlockingIOError too: its queue of connections is full
+            sock.close()
+            self._disconnected(f"no connection to the node store at {self._path}: {error.strerror or error}")
+            return
+        stream = Stream(
+            self._reactor,
+            sock,
+            lambda frame: self._hear(stream, frame),
+            lambda reason: self._lost(stream, reason),
+            max_frame=m.MAX_FRAME,
+            max_fds=1,
+        )
+        self._greeting = stream
+        self._greeting_timer = self._reactor.call_later(
+            self._ask_timeout, lambda: stream.close("it does not answer a greeting")
+        )
+        stream.send(self._hello)
+
+    def _nobody_listens(self) -> None:
+        if self._launch is None:
+            self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
+            return
+        self._launching = True
+        self._set_reason("the node store is being started")
+        threading.Thread(target=self._run_launch, name="kvtier-launch", daemon=True).start()
+
+    def _run_launch(self) -> None:
+        try:
+            self._launch()
+            failure = ""
+        except KVTierError as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("kvtier: unexpected error while starting the node store")
+            failure = f"the node store could not be started: {error}"
+        self._reactor.call_soon(lambda: self._launched(failure))
+
+    def _launched(self, failure: str) -> None:
+        self._launching = False
+        if failure:
+            pause = self._launch_pause
+            self._launch_pause = min(pause * 2, LAUNCH_SECONDS[1])
+            self._disconnected(failure, pause)
+        else:
+            self._connect()
+
+    def _disconnected(self, reason: str, pause: float | None = None) -> None:
+        """State the reason and try again later."""
+        self._set_reason(reason)
+        if self._closed:
+            return
+        if pause is None:
+            pause = self._pause
+            self._pause = min(self._pause * 2, RETRY_SECONDS[1])
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        # Not all clients of a node at the same moment.
+        self._retry_timer = self._reactor.call_later(pause * random.uniform(0.8, 1.2), self._connect)
+
+    def _set_reason(self, reason: str) -> None:
+        if reason != self.reason:
+            self.reason = reason
+            self._changed()
+
+    def _changed(self) -> None:
+        if self._closed:
+            return
+        try:
+            self._on_change()
+        except Exception:  # it must not cost the connection, or the next attempt at one
+            logger.exception("kvtier: what was to follow a change of the node store failed")
+
+    # -- the reactor's thread: connected ------------------------------------------------------------------------
+
+    def _hear(self, stream: Stream, frame: bytes) -> None:
+        try:
+            reply = m.decode_reply(frame)
+        except msgspec.DecodeError as error:
+            other = "is of another version or " if stream is self._greeting else ""
+            stream.close(f"it {other}sends nonsense: {error}")
+            return
+        if stream is self._greeting:
+            self._greeted(stream, reply)
+        elif isinstance(reply, m.Ready):
+            self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
+            self._changed()
+        elif isinstance(reply, m.Refused):
+            self._refused = True
+            stream.close(f"it refuses: {reply.reason}")
+        elif isinstance(reply, m.Welcome):
+            stream.close("it greets twice")
+        else:
+            with self._lock:
+                pending = self._pending.pop(reply.id, None)
+            if pending is not None:
+                pending._resolve(reply)
+
+    def _greeted(self, stream: Stream, reply: m.Reply) -> None:
+        if isinstance(reply, m.Refused):
+            self._refused = True
+            stream.close(f"it refuses: {reply.reason}")
+            return
+        fds = stream.take_fds()
+        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            stream.close("it is of another version or sends nonsense")
+            return
+        self._forget_greeting()
+        self._pause, self._launch_pause = RETRY_SECONDS[0], LAUNCH_SECONDS[0]
+        with self._lock:
+            self.connected, self.reason, self.instance = True, "", reply.instance
+            self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
+            self.session += 1
+            self._pool_fd = fds[0]
+            self._stream = stream
+        self._changed()
+
+    def _forget_greeting(self) -> None:
+        self._greeting = None
+        if self._greeting_timer is not None:
+            self._greeting_timer.cancel()
+            self._greeting_timer = None
+
+    def _lost(self, stream: Stream, reason: str) -> None:
+        pause = REFUSED_SECONDS if self._refused else None
+        self._refused = False
+        words = f"the node store at {self._path} is no use: {reason}"
+        if stream is self._greeting:
+            self._forget_greeting()
+            self._disconnected(words, pause)
+            return
+        if stream is not self._stream:
+            return
+        with self._lock:
+            self._stream = None
+            self.connected, self.reason, self.instance = False, words, ""
+            self.pool_pages = self.ready_pages = 0
+            fd, self._pool_fd = self._pool_fd, -1
+            pending, self._pending = list(self._pending.values()), {}
+        os.close(fd)
+        for one in pending:
+            one._resolve(Failed(words))
+        self._changed()
+        self._disconnected(words, pause)
+
+    def _watch(self) -> None:
+        """One timer for all questions: they are answered in order, so the oldest is due first."""
+        with self._lock:
+            oldest = next(iter(self._pending.values()), None)
+            if oldest is None:
+                self._watched = False
+                return
+            stream = self._stream
+            left = oldest._deadline - time.monotonic()
+        if left > 0:
+            self._reactor.call_later(left, self._watch)
+            return
+        if stream is not None:
+            stream.close(f"it has not answered for {self._ask_timeout:g} s")
+        self._reactor.call_soon(self._watch)
+
+    def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        for stream in (self._greeting, self._stream):
+            if stream is not None:
+                stream.close("closed here")
+        self.reason = "closed here"

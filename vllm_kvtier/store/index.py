@@ -1,0 +1,441 @@
+"""Which block lies in which slot, who is reading or writing it, and what is found of a chain.
+
+A block is RESERVED by one client while that writes it, then READY, then forgotten. Forgetting it by force (its
+checksum failed, its writer gave up or died, the space was cleared) leaves the blocks after it where they are:
+nobody finds them, because a lookup ends at the gap; they hang under it again when the block is stored anew, or grow
+old and are evicted. Eviction itself makes no gap: it takes blocks on which no other depends.
+
+A forgotten block's slot is free when nobody reads it under a lease and nobody writes it under a reservation. Both
+end by a deadline, too, and then somebody slow may still be reading or writing a slot that is given to another
+block. That is safe, not prevented: the checksum in every slot is keyed by the block's hash, so the reader sees that
+it got something else, or a mixture.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_kvtier.store.entries import GONE, READY, RESERVED, Entry, Shape, Space
+from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES, Policy
+from vllm_kvtier.store.records import (
+    EXISTS,
+    HASH,
+    NO_PARENT,
+    NO_ROOM,
+    ZERO,
+    BadRequest,
+    Found,
+    GroupShape,
+    Holding,
+    IndexStats,
+)
+from vllm_kvtier.store.room import Room
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    name: int
+    client: int
+    deadline: float
+    entries: list[Entry]  # empty: ended
+
+
+@dataclass(slots=True, eq=False)
+class _Reservation:
+    deadline: float
+    entries: list[Entry]
+
+
+class _Client:
+    def __init__(self, unit_tokens: int, groups: Sequence[GroupShape]):
+        self.unit_tokens = unit_tokens
+        self.shapes = [Shape(g.units, g.window, g.slot_pages) for g in groups]
+        self.leases: dict[int, _Lease] = {}
+        self.reserved: dict[int, Entry] = {}  # by slot
+
+
+class Index:
+    """Single-threaded; no I/O. ``client`` is any int that the server gives a connection; ``connect`` comes first.
+
+    pool: whose memory. policy: makes an eviction policy (``policies.POLICIES[name]``; None: the default).
+    clock: seconds, monotonic. lease_seconds, reserve_seconds: after these a lease or a reservation protects nothing.
+    pin_share: of the pool, that pins may hold. tenant_share: see ``Room``.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        policy: Callable[[], Policy] | None,
+        clock: Callable[[], float],
+        *,
+        lease_seconds: float = 60.0,
+        reserve_seconds: float = 120.0,
+        pin_share: float = 0.5,
+        tenant_share: float = 1.0,
+    ):
+        self._pool, self._clock = pool, clock
+        self._room = Room(pool, policy or POLICIES[DEFAULT_POLICY], tenant_share, self._unlist)
+        self._lease_seconds, self._reserve_seconds, self._pin_share = lease_seconds, reserve_seconds, pin_share
+        self._clients: dict[int, _Client] = {}
+        self._spaces: dict[bytes, Space] = {}
+        self._leases: deque[_Lease] = deque()  # by deadline; ended ones stay until they are first
+        self._reservations: deque[_Reservation] = deque()
+        self._last_lease = 0
+        self._now = 0  # requests so far: what entry.used counts in
+        self._stats = IndexStats()
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def connect(self, client: int, unit_tokens: int, groups: Sequence[GroupShape]) -> None:
+        """Hello of a client; ``groups`` may be empty (a tool: pin and inspect use what engines said of the space)."""
+        if client in self._clients:
+            raise BadRequest(f"client {client} said hello twice")
+        self._clients[client] = _Client(unit_tokens, groups)
+
+    def disconnect(self, client: int) -> None:
+        """Leases end and reservations are aborted, at once. Unknown clients are ignored."""
+        gone = self._clients.get(client)
+        if gone is not None:
+            for lease in list(gone.leases):
+                self.release(client, lease)
+            self.abort(client, list(gone.reserved))
+            del self._clients[client]
+
+    def held(self, client: int) -> tuple[int, int]:
+        """(leases, reserved slots) of a client."""
+        known = self._clients[client]
+        return len(known.leases), len(known.reserved)
+
+    def grow(self, ready_pages: int) -> None:
+        """Memory below this page is usable. Never shrinks."""
+        self._pool.grow(ready_pages)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def lookup(self, client: int, space: bytes, chain: bytes, start: int, pages_limit: int) -> Found:
+        """Longest usable run of the chain from unit ``start``, leased. Touches it and what precedes ``start``.
+
+        The run ends where blocks of all groups end; full-attention groups have all blocks of it, windowed groups
+        those that tokens after it can see. Only slots that end at or below page ``pages_limit`` count.
+        """
+        total = len(chain) // HASH
+        if len(chain) % HASH or start > total:
+            raise BadRequest(f"lookup of {len(chain)} bytes of hashes from unit {start}: not whole, or beyond its end")
+        here = self._space(client, space)
+        self._stats.lookups += 1
+        self._stats.looked_up_units += total - start
+        self._now += 1
+        shapes = here.shapes if here else self._clients[client].shapes
+        if here is None:
+            return Found(0, start, [[] for _ in shapes])
+        units, found, skipped = here.match(chain, start, pages_limit)
+        self._touch(here, chain, start, found)
+        entries = [entry for blocks in found for entry in blocks]
+        if not entries:
+            return Found(0, start, [[] for _ in shapes])
+        self._stats.found_units += units - start
+        fresh = 0
+        for entry in entries:
+            if not entry.leases:
+                fresh += 1
+            entry.leases += 1
+        self._stats.leased_entries += fresh
+        self._last_lease += 1
+        lease = _Lease(self._last_lease, client, self._clock() + self._lease_seconds, entries)
+        self._leases.append(lease)
+        self._clients[client].leases[self._last_lease] = lease
+        slots = [[0] * zeros + [entry.slot for entry in row] for zeros, row in zip(skipped, found, strict=True)]
+        return Found(self._last_lease, units, slots)
+
+    def release(self, client: int, lease: int) -> bool:
+        """False: no such lease (released, expired)."""
+        ended = self._known(client).leases.pop(lease, None)
+        if ended is None:
+            return False
+        entries, ended.entries = ended.entries, []
+        for entry in entries:
+            entry.leases -= 1
+            if not entry.leases:
+                self._stats.leased_entries -= 1
+                self._settle(entry)
+        return True
+
+    def touch(self, client: int, space: bytes, chain: bytes) -> int:
+        """The chain is in use: how many of its blocks are here."""
+        here = self._space(client, space)
+        if here is None:
+            return 0
+        self._now += 1
+        end = len(chain) // HASH
+        return self._touch(here, chain, end - end % here.align, [[] for _ in here.shapes])
+
+    def inspect(self, client: int, space: bytes, chain: bytes) -> Holding:
+        """What is here, without lease or touch. ``blocks`` is [] for a space that nobody has used."""
+        here = self._space(client, space)
+        if here is None:
+            return Holding(0, [])
+        units, _, _ = here.match(chain, 0, self._pool.pages)
+        rows = [here.row(g, chain, 0, len(chain) // HASH // shape.units) for g, shape in enumerate(here.shapes)]
+        return Holding(units, [sum(e is not None and e.state is READY for e in row) for row in rows])
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        client: int,
+        space: bytes,
+        tenant: bytes,
+        groups: Sequence[int],
+        hashes: bytes,
+        parents: bytes,
+        pages_limit: int,
+    ) -> list[int]:
+        """A slot (> 0) per item to write into, or EXISTS, NO_ROOM, NO_PARENT. Items of a group: parents first.
+
+        groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Windowed
+        groups have no parent rule. Slots end at or below page ``pages_limit``.
+        """
+        self.tick()
+        known = self._known(client)
+        count = len(groups)
+        if len(hashes) != count * HASH or len(parents) != count * HASH:
+            raise BadRequest(f"{count} items to reserve with {len(hashes)} bytes of hashes, {len(parents)} of parents")
+        if count and max(groups) >= len(known.shapes):
+            raise BadRequest(f"group {max(groups)} of an engine that has {len(known.shapes)}")
+        if not count:
+            return []
+        here = self._space(client, space, make=True)
+        self._now += 1
+        answer = [EXISTS] * count
+        wanted: dict[int, list[tuple[int, Entry]]] = {}  # by slot size
+        for i, group in enumerate(groups):
+            at = i * HASH
+            block_hash = hashes[at : at + HASH]
+            table, shape = here.tables[group], here.shapes[group]
+            if block_hash in table:
+                continue
+            parent = parent_hash = None
+            if shape.window is None and (parent_hash := parents[at : at + HASH]) != ZERO:
+                parent = table.get(parent_hash)
+                if parent is None:
+                    answer[i] = NO_PARENT
+                    continue
+            else:
+                parent_hash = None
+            entry = Entry(here, group, block_hash, parent_hash, shape.size, client, tenant)
+            here.insert(entry, parent)
+            wanted.setdefault(shape.size, []).append((i, entry))
+        got: list[Entry] = []
+        for items in wanted.values():
+            entries = [entry for _, entry in items]
+            n = self._room.take(entries, pages_limit)
+            for i, entry in items[:n]:
+                answer[i] = entry.slot
+                known.reserved[entry.slot] = entry
+            for i, entry in reversed(items[n:]):
+                answer[i] = NO_ROOM
+                here.remove(entry)
+            got += entries[:n]
+        if got:
+            self._reservations.append(_Reservation(self._clock() + self._reserve_seconds, got))
+        if here.empty:
+            self._spaces.pop(space, None)
+        stats = self._stats
+        stats.reservations += len(got)
+        stats.reserved_slots += len(got)
+        stats.refused_exists += answer.count(EXISTS)
+        stats.refused_room += answer.count(NO_ROOM)
+        stats.refused_parent += answer.count(NO_PARENT)
+        return answer
+
+    def commit(self, client: int, slots: Sequence[int]) -> int:
+        """Written: may be found from now on. Counts those that were this client's reservations; ignores others."""
+        self._now += 1
+        ready = []
+        for entry in self._end_reservations(client, slots):
+            if entry.state is RESERVED:
+                entry.state, entry.used = READY, self._now
+                ready.append(entry)
+        self._room.admit(reversed(ready))
+        self._stats.entries += len(ready)
+        self._stats.commits += len(ready)
+        return len(ready)
+
+    def abort(self, client: int, slots: Sequence[int]) -> int:
+        """Not written: free again. Counts and ignores like commit."""
+        ended = self._end_reservations(client, slots)
+        for entry in reversed(ended):
+            if entry.state is RESERVED:
+                self._forget(entry)
+        self._stats.aborts += len(ended)
+        return len(ended)
+
+    # -- by hand -------------------------------------------------------------------------------------------------
+
+    def discard(self, client: int, space: bytes, group: int, block_hash: bytes, slot: int) -> bool:
+        """The block's checksum failed: forget it, if it still lies in ``slot``. The slot is reused when unleased."""
+        here = self._space(client, space)
+        if here is None or group >= len(here.tables):
+            return False
+        entry = here.tables[group].get(block_hash)
+        if entry is None or entry.state is not READY or entry.slot != slot:
+            return False
+        self._forget(entry)
+        self._stats.discards += 1
+        return True
+
+    def pin(self, client: int, space: bytes, chain: bytes, pinned: bool) -> int:
+        """Pin (or unpin) what is here of the chain: number of blocks that this changed.
+
+        Pins go from the start of the chain until they hold ``pin_share`` of the pool. They outlive their client.
+        """
+        here = self._space(client, space)
+        if here is None:
+            return 0
+        blocks = []  # (where it ends, group, entry): groups side by side, so that what fits is of use
+        for g, shape in enumerate(here.shapes):
+            row = here.row(g, chain, 0, len(chain) // HASH // shape.units)
+            blocks += [((j + 1) * shape.units, g, entry) for j, entry in enumerate(row) if entry is not None]
+        changed = []
+        for _, _, entry in sorted(blocks, key=lambda block: block[:2]):
+            if entry.state is not READY or entry.pinned == pinned:
+                continue
+            if pinned:
+                if self._stats.pinned_pages + entry.size > self._pin_share * self._pool.pages:
+                    break
+                self._room.withdraw(entry)
+            self._mark_pinned(entry, pinned)
+            changed.append(entry)
+        if not pinned:
+            self._room.admit(reversed(changed))
+        return len(changed)
+
+    def clear(self, space: bytes | None) -> int:
+        """Forget a space (None: all), pins included: number of blocks. Slots being read or written free later."""
+        gone = 0
+        for here in list(self._spaces.values()) if space is None else filter(None, [self._spaces.get(space)]):
+            for table in here.tables:
+                for entry in reversed(list(table.values())):
+                    self._forget(entry)
+                    gone += 1
+        return gone
+
+    # -- time and numbers ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Ends leases and reservations whose deadline has passed. Call when ``next_deadline`` comes."""
+        now = self._clock()
+        while self._leases and (self._leases[0].deadline <= now or not self._leases[0].entries):
+            lease = self._leases.popleft()
+            if lease.entries:
+                self.release(lease.client, lease.name)
+                self._stats.expired_leases += 1
+        while self._reservations and self._reservations[0].deadline <= now:
+            for entry in reversed(self._reservations.popleft().entries):
+                if entry.client is not None:
+                    self._stats.expired_reservations += self.abort(entry.client, (entry.slot,))
+
+    def next_deadline(self) -> float | None:
+        """Clock time at which ``tick`` may have something to do; None: nothing is leased or reserved."""
+        heads = [queue[0].deadline for queue in (self._leases, self._reservations) if queue]
+        return min(heads, default=None)
+
+    def stats(self) -> IndexStats:
+        """Cheap (no walk over the entries)."""
+        return replace(
+            self._stats,
+            pool_pages=self._pool.pages,
+            ready_pages=self._pool.ready,
+            used_pages=self._pool.used,
+            leases=sum(len(client.leases) for client in self._clients.values()),
+            spaces=len(self._spaces),
+            tenants=self._room.tenants,
+            evictions=self._room.evictions,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _known(self, client: int) -> _Client:
+        known = self._clients.get(client)
+        if known is None:
+            raise BadRequest(f"client {client} has not said hello")
+        return known
+
+    def _space(self, client: int, name: bytes, make: bool = False) -> Space | None:
+        known = self._known(client)
+        here = self._spaces.get(name)
+        if here is None:
+            if make:
+                align = math.lcm(*(shape.units for shape in known.shapes))
+                here = self._spaces[name] = Space(name, known.unit_tokens, known.shapes, align)
+        elif known.shapes and (known.unit_tokens, known.shapes) != (here.unit_tokens, here.shapes):
+            raise BadRequest(
+                f"space {name.hex()} holds blocks of other groups or another unit than this engine's: two engines "
+                f"that differ in these must not share a space ({here.shapes} against {known.shapes})"
+            )
+        return here
+
+    def _touch(self, here: Space, chain: bytes, start: int, found: list[list[Entry]]) -> int:
+        """``found``, and of what lies before ``start`` all of full attention and the windows there."""
+        count = 0
+        for g, shape in enumerate(here.shapes):
+            row = here.row(g, chain, here.first_needed(shape, 0, start), start // shape.units) + found[g]
+            row.reverse()
+            held = []
+            for entry in row:
+                if entry is not None and entry.state is READY:
+                    entry.used = self._now
+                    count += 1
+                    if not entry.pinned:
+                        held.append(entry)
+            self._room.touch(shape.size, held)
+        return count
+
+    def _end_reservations(self, client: int, slots: Sequence[int]) -> list[Entry]:
+        reserved = self._known(client).reserved
+        ended = []
+        for slot in slots:
+            entry = reserved.pop(slot, None)
+            if entry is not None:
+                entry.client = None
+                ended.append(entry)
+                self._settle(entry)
+        self._stats.reservations -= len(ended)
+        return ended
+
+    def _settle(self, entry: Entry) -> None:
+        """Free the slot of a forgotten block that nobody reads or writes any more."""
+        if entry.state is GONE and not entry.leases and entry.client is None:
+            self._room.free(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """By force: whatever hangs under it becomes unreachable."""
+        if entry.state is READY:
+            if entry.pinned:
+                self._mark_pinned(entry, False)
+            else:
+                self._room.withdraw(entry)
+            self._unlist(entry)
+        else:
+            self._remove(entry)
+        self._settle(entry)
+
+    def _unlist(self, entry: Entry) -> None:
+        """Of a ready block, in no policy any more."""
+        self._stats.entries -= 1
+        self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        here = entry.space
+        here.remove(entry)
+        entry.state = GONE
+        if not here.tables[entry.group] and here.empty and self._spaces.get(here.name) is here:
+            del self._spaces[here.name]
+
+    def _mark_pinned(self, entry: Entry, pinned: bool) -> None:
+        entry.pinned = pinned
+        sign = 1 if pinned else -1
+        self._stats.pinned_entries += sign
+        self._stats.pinned_pages += sign * entry.size

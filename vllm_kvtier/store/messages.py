@@ -1,0 +1,277 @@
+"""What the node store and its clients say to each other: msgpack structs, one a frame (``wire/stream.py``).
+
+Words and sizes, the same everywhere in ``store``:
+
+* A slot is named by the number of its first 4 KiB page in the pool; 0 names none.
+* A *unit* is the tokens one block hash covers. A *chain* is the request's chained block hashes from token 0 on,
+  one a unit, each cut to ``HASH`` bytes, packed into one ``bytes``.
+* A *space* is a digest of everything else that makes blocks interchangeable; the store only compares it.
+* Block ``i`` of group ``g`` is named ``(space, g, chain[(i + 1) * units - 1])``; its parent is block ``i - 1``.
+
+A connection begins with Hello, answered by Welcome (which carries the pool's memfd) or Refused. Whatever a
+connection has leased or reserved is free again when it ends. ``decode_*`` raise ``msgspec.DecodeError`` for
+anything that is not one of these structs within these bounds, and the receiver then drops the connection. No
+message carries an absolute time.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from vllm_kvtier.store.records import IndexStats
+
+PROTOCOL = 1
+PAGE = 4096  # bytes
+PIECE = 256 << 20  # bytes; no slot straddles a multiple of it
+HASH = 16  # bytes
+MAX_FRAME = 16 << 20  # bytes
+NO_PARENT = bytes(HASH)  # in ``Reserve.parents``: the block is the first of its chain
+MAX_UNITS = 1 << 17  # of a chain: 2 MiB
+MAX_ITEMS = 1 << 16  # of one Reserve, Commit or Abort
+MAX_GROUPS = 64
+
+# In ``Reserved.slots``, where no slot was given:
+EXISTS = -1  # it is there already, or somebody is writing it
+NO_ROOM = -2  # nothing more can be evicted for it
+NO_PARENT_STORED = -3  # the block before it is neither there nor being written, so nobody could ever find it
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+TakenPage = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Group = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+Space = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
+Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_UNITS * HASH)]
+ItemHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_ITEMS * HASH)]
+Tenant = Annotated[bytes, msgspec.Meta(max_length=16)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
+Pages = Annotated[list[TakenPage], msgspec.Meta(max_length=MAX_ITEMS)]
+
+
+class GroupShape(msgspec.Struct, frozen=True):
+    """One KV cache group of an engine."""
+
+    units: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]  # of hashes a block
+    slot_pages: Annotated[int, msgspec.Meta(ge=1, le=PIECE // PAGE)]  # 4 KiB pages a block, all its parts
+    window: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None = None  # tokens a block stays needed; None: all
+
+
+# -- client to store ----------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message. Only an engine may reserve, and only one with ``groups`` may look up."""
+
+    name: Name  # for logs and statistics
+    pid: Count
+    kind: Literal["engine", "worker", "tool"]
+    unit_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    groups: Annotated[list[GroupShape], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    protocol: int = PROTOCOL
+    version: Name = ""
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """What is stored of ``chain`` from unit ``start`` on? Leases what it finds. Answer: Found."""
+
+    id: Count
+    space: Space
+    chain: Hashes  # from token 0 on, also where ``start`` is later
+    start: Count  # in units; a multiple of every group's units
+    pages_limit: Page  # only slots below this page: what the asker's workers have registered
+
+
+class Touch(msgspec.Struct, frozen=True, tag="touch"):
+    """The chain was used again elsewhere (a GPU prefix hit): keeps it from growing old. No answer."""
+
+    space: Space
+    chain: Hashes
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """No answer. A lease that is not this connection's is ignored."""
+
+    lease: Count
+
+
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Slots to write blocks to, item by item. Answer: Reserved. Parents before children."""
+
+    id: Count
+    space: Space
+    tenant: Tenant  # b"": none
+    groups: Annotated[list[Group], msgspec.Meta(max_length=MAX_ITEMS)]  # of each item
+    hashes: ItemHashes  # of each item, packed
+    parents: ItemHashes  # of each item, packed; NO_PARENT for the first block
+    pages_limit: Page
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """All parts of these reserved slots are written. No answer. Slots not reserved by the sender are ignored."""
+
+    slots: Pages
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """These reserved slots will not be written. No answer."""
+
+    slots: Pages
+
+
+class Discard(msgspec.Struct, frozen=True, tag="discard"):
+    """What lies in this slot failed its checksum: forget it, if the slot still holds this block. No answer."""
+
+    space: Space
+    group: Group
+    hash: Hash
+    slot: TakenPage
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Keep (or no longer keep) what is stored of the chain from being evicted. Answer: Done, count in blocks."""
+
+    id: Count
+    space: Space
+    chain: Hashes
+    pinned: bool
+
+
+class Clear(msgspec.Struct, frozen=True, tag="clear"):
+    """Forget a space, or all of them, except what is leased or being written. Answer: Done, count in blocks."""
+
+    id: Count
+    space: Space | None = None
+
+
+class Stat(msgspec.Struct, frozen=True, tag="stat"):
+    """Answer: Counts."""
+
+    id: Count
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """What is stored of the chain, without a lease and without touching it? Answer: Holding."""
+
+    id: Count
+    space: Space
+    chain: Hashes
+
+
+Request = (
+    Hello | Lookup | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
+)
+
+# -- store to client ----------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Comes with the memfd. The file's pages from ``pool_pages`` on do not exist."""
+
+    protocol: int
+    version: Name
+    instance: Name  # of this life of the server: another one has other memory
+    pid: Count
+    pool_pages: Page
+    ready_pages: Page  # usable from the start so far; Ready tells of more
+    huge_pages: bool  # the file is of 2 MiB pages
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Instead of Welcome, or after something that no correct client says; the connection ends."""
+
+    reason: Sentence
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """More memory became usable. Sent unasked. ``pool_pages`` shrinks where memory ran out on the way."""
+
+    ready_pages: Page
+    pool_pages: Page
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """Units ``[start, units)`` can be loaded; ``units == start``: nothing, and then ``lease`` is 0.
+
+    ``slots[g][j]`` is the slot of group g's block ``start // groups[g].units + j``; 0 where its window needs none.
+    """
+
+    id: Count
+    lease: Count
+    units: Count
+    slots: Annotated[list[Annotated[list[Page], msgspec.Meta(max_length=MAX_UNITS)]], msgspec.Meta(max_length=64)]
+
+
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """One number an item: a slot, EXISTS, NO_ROOM or NO_PARENT_STORED."""
+
+    id: Count
+    slots: Annotated[list[Annotated[int, msgspec.Meta(ge=-3, le=1 << 40)]], msgspec.Meta(max_length=MAX_ITEMS)]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    id: Count
+    count: Count  # of blocks this changed
+
+
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    """``units``: what a Lookup from 0 would find. ``blocks[g]``: how many of the chain's blocks of group g are
+    stored, wherever in it; no groups: nobody has used this space yet."""
+
+    id: Count
+    units: Count
+    blocks: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class ClientCounts(msgspec.Struct, frozen=True):
+    name: Name
+    pid: Count
+    kind: Name
+    leases: Count
+    reservations: Count  # slots being written
+
+
+class Counts(msgspec.Struct, frozen=True, tag="counts"):
+    """The server's state."""
+
+    id: Count
+    instance: Name
+    version: Name
+    pid: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]  # since the start
+    policy: Name
+    huge_pages: bool
+    asked_bytes: Count
+    pool_bytes: Count  # less than asked where memory ran out; ``note`` says why
+    ready_bytes: Count
+    note: Sentence
+    clients: list[ClientCounts]
+    index: IndexStats
+
+
+Reply = Welcome | Refused | Ready | Found | Reserved | Done | Holding | Counts
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    return _decode(_request_decoder, frame)
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    return _decode(_reply_decoder, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes | memoryview):
+    try:
+        return decoder.decode(frame)
+    except msgspec.DecodeError:
+        raise
+    except (RecursionError, ValueError, MemoryError) as error:  # msgspec lets these through; ValueError: not UTF-8
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,90 @@
+"""Options of the node store: one place for names, defaults, meanings and checks; the command lines follow it."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from vllm_kvtier.errors import ConfigError
+
+
+def _option(default, help: str, choices: tuple[str, ...] = ()):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Raises ConfigError for a value that cannot be meant. ``size`` is checked against the machine's memory later,
+    by ``limits.pool_bytes``, and ``policy`` by ``server``: only the process that serves knows them."""
+
+    size: str = _option(
+        "auto",
+        "Memory for the pool: 64GiB, 64G (the same), 64GB (decimal), bytes, 10% of what this container may use, or "
+        "auto: a quarter of that, less where less is free.",
+    )
+    huge_pages: str = _option(
+        "auto",
+        "2 MiB pages: auto takes them where enough are reserved (vm.nr_hugepages), else transparent ones where "
+        "the kernel allows; always fails without reserved ones.",
+        ("auto", "never", "always"),
+    )
+    numa: str = _option(
+        "local",
+        "Where the pool lies on machines with several memory nodes: local (the kernel decides) or interleave.",
+        ("local", "interleave"),
+    )
+    idle_seconds: float = _option(600.0, "End after so many seconds without an engine; 0: never.")
+    policy: str = _option("", "Eviction policy; empty: the default.")
+    tenant_share: float = _option(1.0, "Share of the pool, 0 to 1, that one named tenant may hold.")
+    pin_share: float = _option(0.5, "Share of the pool, 0 to 1, that may be pinned.")
+    lease_seconds: float = _option(60.0, "A load that takes longer is no longer protected from eviction.")
+    reserve_seconds: float = _option(120.0, "A store that takes longer loses its slots.")
+    log_file: str = _option("", "Log here (at most 2 MiB are kept) instead of standard error.")
+    log_level: str = _option("info", "How much to log.", ("debug", "info", "warning", "error"))
+
+    def __post_init__(self):
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if choices and value not in choices:
+                raise ConfigError(f"store option {option.name}={value!r}: choose one of {', '.join(choices)}")
+        for name in ("tenant_share", "pin_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")
+        for name in ("lease_seconds", "reserve_seconds"):
+            if not 0 < getattr(self, name) <= 86400:
+                raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 86400")
+        if not 0 <= self.idle_seconds < 1 << 31:
+            raise ConfigError(f"store option idle_seconds={self.idle_seconds}: must be 0 (never) or more")
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments that ``parse`` turns into these options again."""
+        return [
+            f"--{option.name.replace('_', '-')}={getattr(self, option.name)}"
+            for option in fields(self)
+            if getattr(self, option.name) != option.default
+        ]
+
+
+def help_of(name: str) -> str:
+    return next(option.metadata["help"] for option in fields(StoreOptions) if option.name == name)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for option in fields(StoreOptions):
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=type(option.default),
+            default=option.default,
+            choices=option.metadata["choices"] or None,
+            metavar=None if option.metadata["choices"] else option.name.rpartition("_")[2].upper(),
+            help=option.metadata["help"].replace("%", "%%") + f" Default: {option.default or 'none'}.",
+        )
+
+
+def from_namespace(namespace: argparse.Namespace) -> StoreOptions:
+    return StoreOptions(**{option.name: getattr(namespace, option.name) for option in fields(StoreOptions)})
+
+
+def parse(arguments: Sequence[str]) -> StoreOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_namespace(parser.parse_args(arguments))

@@ -1,0 +1,168 @@
+"""The few calls of the CUDA driver that torch does not offer: pinning of memory that is not torch's, and copies in
+batches. ctypes releases the GIL in each call.
+"""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+
+_SIZE, _PTR, _INT, _UINT = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+_ADDRESS = ctypes.c_uint64
+
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_*
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+# CUmemcpySrcAccessOrder: in the stream's order, or whenever the engine likes (the source is not being written).
+ORDERED, ANY_ORDER = 1, 3
+
+
+class CudaError(RuntimeError):
+    """A driver call that failed; the message has the call, the driver's name of the error and its sentence."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", _INT), ("id", _INT)]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes (cuda.h)."""
+
+    _fields_ = [("order", _INT), ("source", _Location), ("target", _Location), ("flags", _UINT)]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D (cuda.h)."""
+
+    _fields_ = [
+        ("src_x", _SIZE), ("src_y", _SIZE), ("src_type", _INT), ("src_host", _PTR), ("src", _ADDRESS),
+        ("src_array", _PTR), ("src_pitch", _SIZE),
+        ("dst_x", _SIZE), ("dst_y", _SIZE), ("dst_type", _INT), ("dst_host", _PTR), ("dst", _ADDRESS),
+        ("dst_array", _PTR), ("dst_pitch", _SIZE), ("width", _SIZE), ("height", _SIZE),
+    ]  # fmt: skip
+
+
+_SIGNATURES = {
+    "cuInit": [_UINT],
+    "cuGetErrorName": [_INT, ctypes.POINTER(ctypes.c_char_p)],
+    "cuGetErrorString": [_INT, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGet": [ctypes.POINTER(_INT), _INT],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_PTR), _INT],
+    "cuDevicePrimaryCtxRelease_v2": [_INT],
+    "cuCtxGetCurrent": [ctypes.POINTER(_PTR)],
+    "cuCtxSetCurrent": [_PTR],
+    "cuMemHostRegister_v2": [_PTR, _SIZE, _UINT],
+    "cuMemHostUnregister": [_PTR],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_ADDRESS), _PTR, _UINT],
+    "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _PTR],
+    "cuMemcpy2DAsync_v2": [ctypes.POINTER(_Copy2D), _PTR],
+}
+# The CUDA 12.8 form, which newer drivers keep under this name: (targets, sources, sizes, count, attributes,
+# first copy of each attribute, attributes, index of the copy that failed, stream).
+_BATCH = [_PTR, _PTR, _PTR, _SIZE, ctypes.POINTER(_Attributes), ctypes.POINTER(_SIZE), _SIZE, _PTR, _PTR]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"the CUDA driver cannot be loaded ({error}): is the NVIDIA driver visible here?") from error
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, _INT
+    try:
+        library.cuMemcpyBatchAsync.argtypes, library.cuMemcpyBatchAsync.restype = _BATCH, _INT
+    except AttributeError:  # drivers before CUDA 12.8
+        pass
+    return library
+
+
+class Driver:
+    """Driver calls in the context that torch uses on one device. For one thread at a time."""
+
+    def __init__(self, device: int):
+        self._cuda = _library()
+        self._check("cuInit", self._cuda.cuInit(0))
+        number = _INT()
+        self._check("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(number), device))
+        self._number = number.value
+        self._context = _PTR()
+        result = self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._number)
+        self._check("cuDevicePrimaryCtxRetain", result)
+        self.batches = hasattr(self._cuda, "cuMemcpyBatchAsync")
+        self._first = _SIZE(0)
+        self._attributes = {order: _Attributes(order=order) for order in (ORDERED, ANY_ORDER)}
+
+    def close(self) -> None:
+        if self._context:
+            self._context = None
+            self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
+
+    def _check(self, call: str, result: int, what: str = "") -> None:
+        if result:
+            name, words = ctypes.c_char_p(), ctypes.c_char_p()
+            self._cuda.cuGetErrorName(result, ctypes.byref(name))
+            self._cuda.cuGetErrorString(result, ctypes.byref(words))
+            title, reason = ((w.value or b"unknown").decode() for w in (name, words))
+            raise CudaError(f"{call} failed{what}: {title} ({result}), {reason}")
+
+    def enter(self) -> None:
+        """Makes the device's context this thread's, which a thread that torch never used does not have."""
+        current = _PTR()
+        self._check("cuCtxGetCurrent", self._cuda.cuCtxGetCurrent(ctypes.byref(current)))
+        if current.value != self._context.value:
+            self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(self._context))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pins host memory and maps it for the device at the same address, for every context of the process.
+
+        Raises CudaError if the driver refuses, or maps it elsewhere (no unified addressing).
+        """
+        self.enter()
+        what = f" for {nbytes} bytes at {address:#x}"
+        self._check("cuMemHostRegister", self._cuda.cuMemHostRegister_v2(address, nbytes, _PORTABLE | _MAPPED), what)
+        there = _ADDRESS()
+        result = self._cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(there), address, 0)
+        if result or there.value != address:
+            self._cuda.cuMemHostUnregister(address)
+            self._check("cuMemHostGetDevicePointer", result, what)
+            raise CudaError(f"the device sees host memory {address:#x} at {there.value:#x}: copies need one address")
+
+    def unregister(self, address: int) -> None:
+        self.enter()
+        self._check("cuMemHostUnregister", self._cuda.cuMemHostUnregister(address), f" for {address:#x}")
+
+    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, order: int) -> None:
+        """Enqueues copies (uint64 arrays [n] of addresses and bytes, contiguous) on a stream, in one call if the
+        driver can. ``order``: ORDERED or ANY_ORDER. The stream must not be the default one.
+        """
+        n = len(sizes)
+        if not n:
+            return
+        if self.batches:
+            failed = _SIZE(0)
+            result = self._cuda.cuMemcpyBatchAsync(
+                targets.ctypes.data,
+                sources.ctypes.data,
+                sizes.ctypes.data,
+                n,
+                ctypes.byref(self._attributes[order]),
+                ctypes.byref(self._first),
+                1,
+                ctypes.addressof(failed),
+                stream,
+            )
+            self._check("cuMemcpyBatchAsync", result, f" for copy {failed.value} of {n}")
+            return
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self._check("cuMemcpyAsync", self._cuda.cuMemcpyAsync(target, source, size, stream))
+
+    def copy_lines(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        """Enqueues one copy of ``height`` lines of ``width`` bytes, at constant distances on both sides."""
+        order = _Copy2D(
+            src_type=_UNIFIED, src=source, src_pitch=source_pitch,
+            dst_type=_UNIFIED, dst=target, dst_pitch=target_pitch, width=width, height=height,
+        )  # fmt: skip
+        self._check("cuMemcpy2DAsync", self._cuda.cuMemcpy2DAsync_v2(ctypes.byref(order), stream))

@@ -1,0 +1,110 @@
+"""How copies are done on a device: which way, how many programs, how large the pieces. Each constant with its reason.
+
+``benchmarks/copy --tune`` measures this machine and writes :func:`cache_file`, which is then used in place of the
+defaults here.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Way = Literal["direct", "staged", "mixed"]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """How blocks of some size go in one direction.
+
+    direct   a kernel reads or writes the slots over the link: no gap between blocks, but in packets of 128 bytes,
+             which is 0.93 of what the DMA engines reach with 256
+    staged   a kernel between the cache and a ring on the GPU, DMA engines between the ring and the slots: full
+             packets, and some microseconds for each copy, so for large or adjacent slots
+    mixed    both at once, each on a share of the blocks: the kernel uses the link while the engines set up
+    """
+
+    way: Way = "staged"
+    programs: int = 16  # SMs of the kernel on this direction, both ways together where mixed
+    warps: int = 8
+    piece_bytes: int = 32 << 20  # of one buffer of the ring, and about what one call should bring
+    ring: int = 3
+    dma_streams: int = 2
+    direct_share: float = 0.3  # mixed: of the blocks
+    direct_programs: int = 8  # mixed: of the programs
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """``choice`` holds for parts of less than ``below`` bytes (None: any), unless an earlier rule does."""
+
+    below: int | None
+    choice: Choice
+
+
+class Tuning(msgspec.Struct, frozen=True):
+    """Rules for the two directions, smallest sizes first; the last of each has ``below`` None."""
+
+    device: str
+    store: tuple[Rule, ...]
+    load: tuple[Rule, ...]
+
+    def choose(self, gather: bool, part_bytes: int) -> Choice:
+        rules = self.store if gather else self.load
+        return next(r.choice for r in rules if r.below is None or part_bytes < r.below)
+
+
+def fixed(store: Choice, load: Choice, device: str = "fixed") -> Tuning:
+    """The same choices for every size."""
+    return Tuning(device, (Rule(None, store),), (Rule(None, load),))
+
+
+DEFAULT = fixed(Choice(), Choice(), "default")
+# By the name that torch gives the device.
+MEASURED: dict[str, Tuning] = {}
+
+
+def cache_file(device: str) -> Path:
+    """Where this user keeps what was measured for a device of this name."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = "".join(c if c.isalnum() else "-" for c in device.lower()).strip("-")
+    return home / "vllm-kvtier" / f"copies-{name}.json"
+
+
+def for_device(device: str) -> Tuning:
+    """Measured on this machine, else measured on such a device, else the default.
+
+    A file that cannot be read is an error (ValueError): it would silently cost speed otherwise.
+    """
+    file = cache_file(device)
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return MEASURED.get(device, DEFAULT)
+    try:
+        return _checked(msgspec.json.decode(data, type=Tuning))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(
+            f"{file} does not say how to copy ({error}): delete it, or run benchmarks/copy --tune"
+        ) from error
+
+
+def save(tuning: Tuning) -> Path:
+    """Writes the file that :func:`for_device` prefers; returns its path."""
+    file = cache_file(_checked(tuning).device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(msgspec.to_builtins(tuning), indent=1) + "\n")
+    draft.replace(file)
+    return file
+
+
+def _checked(tuning: Tuning) -> Tuning:
+    for name, rules in (("store", tuning.store), ("load", tuning.load)):
+        if not rules or rules[-1].below is not None:
+            raise ValueError(f"the last {name} rule must hold for every size")
+        for choice in (r.choice for r in rules):
+            counts = (choice.programs, choice.warps, choice.piece_bytes, choice.ring, choice.dma_streams)
+            shared = 0 <= choice.direct_share <= 1 and 0 < choice.direct_programs < choice.programs
+            if min(counts) < 1 or (choice.way == "mixed" and not shared):
+                raise ValueError(f"no such way to {name}: {choice}")
+    return tuning
