@@ -37,6 +37,7 @@ ROW_FIELDS = ("block", "key", "address", "verdict")
 # latency over PCIe 5 several times. Small pages share the multipliers of a column among 4 blocks; a page of 32 KiB
 # fills a tile alone, so that a piece of one or two large blocks does not leave three quarters of a tile empty.
 TILES = ((4096, 1), (1024, 4))  # (COLUMNS, ROWS), the first whose COLUMNS the region fills, else the last
+_FLAGS = ("ROWS", "COLUMNS", "WORD", "DENSE", "SPLIT", "PAIRS")  # in the order of the kernel's signature
 GOOD, BAD = 0, 1
 
 if triton is not None:
@@ -206,58 +207,83 @@ def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
         split = word == 8 and together % 8 != 0
         pairs = word == 8 and together % 16 == 0 and inner % 16 == 0
         columns, rows = next((tile for tile in TILES if words >= tile[0]), TILES[-1])
-        flags = (word, dense, split, pairs, columns, rows)
+        flags = (rows, columns, word, dense, split, pairs)
         launches.setdefault(flags, []).extend((number, first) for first in range(0, words, columns))
-    names = ("WORD", "DENSE", "SPLIT", "PAIRS", "COLUMNS", "ROWS")
     return [
-        (dict(zip(names, flags, strict=True)), np.array(tiles, dtype=np.int32)) for flags, tiles in launches.items()
+        (dict(zip(_FLAGS, flags, strict=True)), np.array(tiles, dtype=np.int32)) for flags, tiles in launches.items()
     ]
 
 
-def launch(
-    gather: bool,
-    table: int,
-    n: int,
-    rows: "torch.Tensor",
-    acc: "torch.Tensor",
-    regions: "torch.Tensor",
-    launches: list[tuple[dict[str, int | bool], "torch.Tensor"]],
-    words: int,
-    sum_offset: int,
-    programs: int,
-    warps: int,
-    checked: bool = True,
-) -> None:
-    """Copies n blocks between cache and rows on the current stream; returns without waiting for the device.
+class Mover:
+    """Copies of one group's blocks in one direction, with all that does not change from call to call.
 
-    ``gather``: cache to rows, else the reverse. ``table``: address of int64 [n, 4] as in ROW_FIELDS, readable by
-    the device: ``address`` of each row a multiple of 16, ``verdict`` the address of a byte that scattering sets to
-    GOOD or BAD (not used otherwise); it must stay until the work is done. ``rows``, ``acc``: int64 [>= n, 4] and
-    [>= n] on the device, scratch until the work is done, aligned to 16 bytes. ``regions``: int64 [regions, 12].
-    ``launches``: from :func:`plan`, tiles on the device. ``words``: of a block over all regions. ``programs``: SMs
-    that the copy may take. ``checked``: False leaves the checksum out, for measurements.
-
-    Raises RuntimeError without Triton.
+    The first launch of a kind compiles (a second or so); later ones hand the compiled kernel and bare numbers to the
+    driver, which takes some 5 us instead of the 30 that Triton needs to look at its arguments. For one device.
     """
-    if triton is None:
-        raise RuntimeError("copies on a GPU need Triton, which vLLM for CUDA brings: pip install triton")
-    _begin[(triton.cdiv(n * 4, 1024),)](rows, acc, table, n, SIZE=1024, num_warps=4)
-    for flags, tiles in launches:
-        m = tiles.shape[0]
-        grid = min(programs, m * triton.cdiv(n, flags["ROWS"]))
-        _move[(grid,)](
-            rows,
-            acc,
-            regions,
-            tiles,
-            n,
-            m,
-            grid,
-            GATHER=gather,
-            SUM=checked,
-            FIELDS=len(REGION_FIELDS),
-            num_warps=warps,
-            **flags,
-        )
-    if checked:
-        _finish[(triton.cdiv(n, 128),)](rows, acc, n, words, sum_offset, GATHER=gather, SIZE=128, num_warps=4)
+
+    def __init__(
+        self,
+        gather: bool,
+        table: np.ndarray,
+        sum_offset: int,
+        device: "torch.device",
+        programs: int,
+        warps: int,
+        checked: bool = True,
+    ):
+        """``gather``: cache to rows, else the reverse. ``table``: int64 [regions, 12] as in REGION_FIELDS.
+        ``sum_offset``: bytes within a row. ``programs``: SMs that a copy may take. ``checked``: False leaves the
+        checksum out, for measurements.
+
+        Raises RuntimeError without Triton, ValueError for regions that :func:`plan` refuses.
+        """
+        if triton is None:
+            raise RuntimeError("copies on a GPU need Triton, which vLLM for CUDA brings: pip install triton")
+        import torch
+
+        self._gather, self._programs, self._warps, self._checked = gather, programs, warps, checked
+        self._sum_offset, self._words = sum_offset, int(table[:, 4].sum())
+        self._regions = torch.from_numpy(table).to(device)
+        self.launches = [(flags, torch.from_numpy(tiles).to(device)) for flags, tiles in plan(table)]
+        self._device = device
+        # The constants of each kernel in the order of its signature, which the compiled kernel is called with.
+        self._constants = [
+            (gather, checked, len(REGION_FIELDS), *(flags[name] for name in _FLAGS)) for flags, _ in self.launches
+        ]
+        self._compiled: dict[object, object] = {}
+
+    def launch(
+        self, table: int, n: int, rows: "torch.Tensor", acc: "torch.Tensor", stream: "torch.cuda.Stream | None"
+    ) -> None:
+        """Enqueues the copy of n blocks on ``stream`` (None: the current one); does not wait for the device.
+
+        ``table``: address of int64 [n, 4] as in ROW_FIELDS, readable by the device: ``address`` of each row a
+        multiple of 16, ``verdict`` the address of a byte that scattering sets to GOOD or BAD (else not used); it
+        must stay until the work is done. ``rows``, ``acc``: int64 [>= n, 4] and [>= n] on the device, scratch until
+        the work is done.
+        """
+        self._start(0, _begin, -(-n * 4 // 1024), stream, (rows, acc, table, n), (1024,), 4)
+        for number, (flags, tiles) in enumerate(self.launches):
+            m = tiles.shape[0]
+            grid = min(self._programs, m * -(-n // flags["ROWS"]))
+            arguments = (rows, acc, self._regions, tiles, n, m, max(grid, 1))
+            self._start(number + 2, _move, grid, stream, arguments, self._constants[number], self._warps)
+        if self._checked:
+            arguments = (rows, acc, n, self._words, self._sum_offset)
+            self._start(1, _finish, -(-n // 128), stream, arguments, (self._gather, 128), 4)
+
+    def _start(self, key: int, kernel, grid: int, stream, arguments: tuple, constants: tuple, warps: int) -> None:
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            numbers = [a if isinstance(a, int) else a.data_ptr() for a in arguments]
+            compiled[(grid, 1, 1)](*numbers, *constants, stream=stream.cuda_stream)
+        elif stream is None:
+            kernel[(grid,)](*arguments, *constants, num_warps=warps)
+        else:
+            import torch
+
+            # The pointers' alignment is compiled in: whatever comes later must be aligned as well.
+            if any(not isinstance(a, int) and a.data_ptr() % 16 for a in arguments):
+                raise ValueError("tables and scratch of a copy must begin at multiples of 16 bytes")
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                self._compiled[key] = kernel[(grid,)](*arguments, *constants, num_warps=warps)

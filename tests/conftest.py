@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["fleet"]
+pytest_plugins = ["fleet", "node_fleet"]
 
 ROOT = Path(__file__).parents[1]
 

@@ -235,11 +235,11 @@ class Driver:
 
 
 @asynccontextmanager
-async def driving(single: Engine) -> AsyncIterator[Driver]:
+async def driving(single: Engine, kind: type[Driver] = Driver) -> AsyncIterator[Driver]:
     limits = httpx.Limits(max_connections=64)
     timeout = httpx.Timeout(90.0, connect=5.0)
     async with httpx.AsyncClient(limits=limits, timeout=timeout) as http, AsyncEndpointClient(timeout=5.0) as client:
-        yield Driver(http, client, single)
+        yield kind(http, client, single)
 
 
 def _address(engine: Engine) -> tuple[str, int]:

@@ -108,6 +108,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda view: shards(config, [group.kind for group in view.groups], rank),
         )
 
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.sleep()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Pulls are asynchronous: they start when the step's forward has been launched, in ``get_finished``."""
 

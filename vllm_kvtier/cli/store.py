@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
@@ -131,7 +130,7 @@ def _errors_in_words() -> Iterator[None]:
 def _ask(path: str, question: Callable[[StoreClient], Pending]) -> msgspec.Struct:
     """One question on a connection of its own. Raises KVTierError where there is no answer."""
     reactor, changed = Reactor("kvtier-cli"), threading.Event()
-    hello = m.Hello("kvtier", os.getpid(), "tool", version=__version__)
+    hello = m.Hello("kvtier", os.getpid(), "tool")
     client = StoreClient(reactor, path, hello, ask_timeout=ANSWER_SECONDS, on_change=changed.set)
     client.start()
     reactor.start()

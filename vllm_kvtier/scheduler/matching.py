@@ -261,6 +261,11 @@ class Matcher:
             t.life.fire(Event.REFUSE)
             t.pending = None
             self._peers.release(outcome, done=True)
+        elif t.held is not None and outcome.tokens < t.held.tokens + max(1, self._config.pull_threshold):
+            self._counters.count("declined", "the node store has as much")
+            t.life.fire(Event.REFUSE)
+            t.pending = None
+            self._peers.release(outcome, done=False)
         else:
             self._drop_held(t)
             t.offer, t.offered_at = outcome, time.monotonic()

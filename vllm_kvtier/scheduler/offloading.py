@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,7 @@ class Offloader:
         self._unit = pool.hash_block_tokens
         self._most = min(int(pool.num_blocks * config.store_pin_share), MAX_ITEMS)  # all of it may be one message
         self._pinned = 0
+        self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
         self._step = 0
         self._orders = itertools.count(1)
@@ -164,7 +165,9 @@ class Offloader:
                     table.offered[g] = rows[-1] + 1 if rows else first
             if not rows:
                 continue
-            self._pinned += len(self._pool.pin([ids[i] for i in rows]))
+            pinned = self._pool.pin([ids[i] for i in rows])
+            self._pinned += len(pinned)
+            self._held.update(pinned)
             hashes = request.block_hashes
             for i in rows:
                 block_hash = bytes(hashes[(i + 1) * per - 1])
@@ -215,6 +218,10 @@ class Offloader:
         while self._free:
             ids = self._free.popleft()
             self._pinned -= len(ids)
+            for i in ids:
+                self._held[i] -= 1
+                if not self._held[i]:
+                    del self._held[i]
             self._pool.free(ids)
 
     def _rewind(self, batch: Batch) -> None:
@@ -234,7 +241,16 @@ class Offloader:
         return bool(self._free)
 
     def relieve(self, short: int) -> None:
-        """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first."""
+        """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first, if that makes up for it.
+
+        It mostly does not: what a request still uses is not freed by our letting go of it. And an engine under load
+        always has a request that waits for more than all copies hold; nothing would ever be stored there.
+        """
+        if short <= self._pinned and short <= self._pool.held_once(self._held):
+            self._give_up(short)
+        self.drain()
+
+    def _give_up(self, short: int) -> None:
         for key in reversed(list(self._open)):
             if short <= 0:
                 break
@@ -243,11 +259,10 @@ class Offloader:
                 self._back_to(chain.table, chain.firsts)
             self._counters.count("not_stored", "room for requests", len(batch.blocks))
             self._free.append(batch.blocks)
-            short -= len(batch.blocks)
+            short -= self._pool.held_once(batch.blocks)
         if short > 0 and self._pinned and not self._cancelled:
             self._cancelled = True
             self._reactor.call_soon(self._cancel)
-        self.drain()
 
     def _back_to(self, table: Table, firsts: list[int]) -> None:
         """Offer a chain again from these blocks on: without them, what comes after could not be found."""
@@ -258,7 +273,7 @@ class Offloader:
     def settle(self, seconds: float) -> None:
         """Give up what has not begun and wait for the copies that have: vLLM is about to reset its prefix cache,
         which fails while a block is held. Milliseconds, at most ``seconds``."""
-        self.relieve(1 << 60)
+        self._give_up(1 << 60)
         with self._quiet:
             self._quiet.wait_for(lambda: not self._asked and not self._flights, seconds)
         self.drain()

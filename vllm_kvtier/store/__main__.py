@@ -57,8 +57,11 @@ def main() -> int:
     o.add_arguments(parser)
     arguments = parser.parse_args()
     # Before any thread exists. An engine ends its children when it ends, and the store is to outlive it.
-    if arguments.detach and os.fork():
-        os._exit(0)
+    if arguments.detach:
+        if os.fork():
+            os._exit(0)
+        # Nor is it to stay on the cores that the engine has tied this thread to; the kernel keeps to the container's.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         options = o.from_namespace(arguments)
         path = arguments.socket or store_path(arguments.name)

@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.mapping import PoolMapping
+from vllm_kvtier.store.pending import Failed, Pending
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
@@ -32,63 +32,7 @@ LAUNCH_SECONDS = 5.0, 60.0  # the same after a failed start, which costs half a 
 REFUSED_SECONDS = 60.0  # a store of another version will not change its mind soon, but may be replaced
 _MASK = (1 << 48) - 1  # of question ids
 
-
-@dataclass(frozen=True)
-class Failed:
-    """Outcome of a question that got no answer; ``reason`` says why."""
-
-    reason: str
-
-
-Outcome = m.Found | m.Reserved | m.Done | m.Counts | m.Holding | Failed
-
-
-class Pending:
-    """An answer on its way. Any thread.
-
-    ``outcome`` is None until it is there; then the reply struct (Found, Reserved, Done, Counts, Holding) or Failed.
-    ``session`` names the connection it was asked on: leases and slots in the answer mean nothing on another one,
-    so hand it back with them (``release(lease, session)``, ``commit(slots, session)``).
-    """
-
-    __slots__ = ("outcome", "session", "_deadline", "_callbacks")
-    _lock = threading.Lock()  # of all of them: it is held for a few instructions
-
-    def __init__(self, session: int, deadline: float):
-        self.outcome: Outcome | None = None
-        self.session = session
-        self._deadline = deadline
-        self._callbacks: list[Callable[[Pending], None]] | None = None
-
-    def wait(self, seconds: float) -> bool:
-        """Block until the outcome is there, at most ``seconds``. Never on the reactor's thread."""
-        if self.outcome is not None:
-            return True
-        there = threading.Event()
-        self.then(lambda _: there.set())
-        return there.wait(seconds)
-
-    def then(self, callback: Callable[["Pending"], None]) -> None:
-        """Call ``callback(self)`` on the reactor's thread when the outcome is there; here and now if it already is."""
-        with self._lock:
-            if self.outcome is None:
-                if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def _resolve(self, outcome: Outcome) -> None:
-        with self._lock:
-            if self.outcome is not None:
-                return
-            self.outcome = outcome
-            callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
-            try:
-                callback(self)
-            except Exception:
-                logger.exception("kvtier: what was to follow an answer of the node store failed")
+__all__ = ["Failed", "Pending", "StoreClient"]
 
 
 class StoreClient:
@@ -132,6 +76,7 @@ class StoreClient:
         self._retry_timer: Timer | None = None
         self._pause = RETRY_SECONDS[0]
         self._launch_pause = LAUNCH_SECONDS[0]
+        self._launch_failure, self._launch_after = "", 0.0  # why, and until when nothing is started
         self._launching = False
         self._refused = False  # the end that comes is a refusal
 
@@ -216,7 +161,7 @@ class StoreClient:
                     self._reactor.call_soon(self._watch)
                 return pending
             reason = self.reason
-        pending._resolve(Failed(reason))
+        pending.resolve(Failed(reason))
         return pending
 
     def _tell(self, message: msgspec.Struct, session: int | None) -> None:
@@ -228,7 +173,7 @@ class StoreClient:
 
     def _connect(self) -> None:
         self._retry_timer = None
-        if self._closed or self._stream is not None or self._greeting is not None or self._launching:
+        if self._closed or self._stream is not None or self._greeting is not None:
             return
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
@@ -259,9 +204,14 @@ class StoreClient:
         if self._launch is None:
             self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
             return
-        self._launching = True
-        self._set_reason("the node store is being started")
-        threading.Thread(target=self._run_launch, name="kvtier-launch", daemon=True).start()
+        if time.monotonic() < self._launch_after:
+            self._disconnected(self._launch_failure)
+            return
+        # Tried again meanwhile: somebody else may bring one up, and whoever is starting ours may hang.
+        self._disconnected("the node store is being started")
+        if not self._launching:
+            self._launching = True
+            threading.Thread(target=self._run_launch, name="kvtier-launch", daemon=True).start()
 
     def _run_launch(self) -> None:
         try:
@@ -276,12 +226,16 @@ class StoreClient:
 
     def _launched(self, failure: str) -> None:
         self._launching = False
+        if self._stream is not None or self._greeting is not None:
+            return
         if failure:
-            pause = self._launch_pause
-            self._launch_pause = min(pause * 2, LAUNCH_SECONDS[1])
-            self._disconnected(failure, pause)
-        else:
-            self._connect()
+            self._launch_failure, self._launch_after = failure, time.monotonic() + self._launch_pause
+            self._launch_pause = min(self._launch_pause * 2, LAUNCH_SECONDS[1])
+            self._disconnected(failure)
+            return
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        self._connect()
 
     def _disconnected(self, reason: str, pause: float | None = None) -> None:
         """State the reason and try again later."""
@@ -332,7 +286,7 @@ class StoreClient:
             with self._lock:
                 pending = self._pending.pop(reply.id, None)
             if pending is not None:
-                pending._resolve(reply)
+                pending.resolve(reply)
 
     def _greeted(self, stream: Stream, reply: m.Reply) -> None:
         if isinstance(reply, m.Refused):
@@ -379,7 +333,7 @@ class StoreClient:
             pending, self._pending = list(self._pending.values()), {}
         os.close(fd)
         for one in pending:
-            one._resolve(Failed(words))
+            one.resolve(Failed(words))
         self._changed()
         self._disconnected(words, pause)
 
@@ -391,7 +345,7 @@ class StoreClient:
                 self._watched = False
                 return
             stream = self._stream
-            left = oldest._deadline - time.monotonic()
+            left = oldest.deadline - time.monotonic()
         if left > 0:
             self._reactor.call_later(left, self._watch)
             return

@@ -56,8 +56,12 @@ class Entry:
         return self.hash, self.group
 
     @property
+    def in_use(self) -> bool:
+        return bool(self.leases) or self.pinned or self.state is not READY
+
+    @property
     def evictable(self) -> bool:
-        return self.state is READY and not self.leases and not self.pinned and self.first is None
+        return self.first is None and not self.leases and not self.pinned and self.state is READY
 
     def adopt(self, child: "Entry") -> None:
         child.parent = self
@@ -89,13 +93,6 @@ class Entry:
             found.append(child)
             child = child.next if child.next is not self.first else None
         return found
-
-    def path_to_leaf(self) -> list["Entry"]:
-        """From here along the oldest children to one that has none."""
-        path = [self]
-        while path[-1].first is not None:
-            path.append(path[-1].first)
-        return path
 
 
 @dataclass

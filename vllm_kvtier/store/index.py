@@ -12,11 +12,11 @@ it got something else, or a mixture.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from vllm_kvtier.store.entries import GONE, READY, RESERVED, Entry, Shape, Space
+from vllm_kvtier.store.claims import Claims
+from vllm_kvtier.store.entries import GONE, READY, RESERVED, Entry, Space
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES, Policy
 from vllm_kvtier.store.records import (
@@ -32,28 +32,6 @@ from vllm_kvtier.store.records import (
     IndexStats,
 )
 from vllm_kvtier.store.room import Room
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    name: int
-    client: int
-    deadline: float
-    entries: list[Entry]  # empty: ended
-
-
-@dataclass(slots=True, eq=False)
-class _Reservation:
-    deadline: float
-    entries: list[Entry]
-
-
-class _Client:
-    def __init__(self, unit_tokens: int, groups: Sequence[GroupShape]):
-        self.unit_tokens = unit_tokens
-        self.shapes = [Shape(g.units, g.window, g.slot_pages) for g in groups]
-        self.leases: dict[int, _Lease] = {}
-        self.reserved: dict[int, Entry] = {}  # by slot
 
 
 class Index:
@@ -75,14 +53,10 @@ class Index:
         pin_share: float = 0.5,
         tenant_share: float = 1.0,
     ):
-        self._pool, self._clock = pool, clock
+        self._pool, self._pin_share = pool, pin_share
         self._room = Room(pool, policy or POLICIES[DEFAULT_POLICY], tenant_share, self._unlist)
-        self._lease_seconds, self._reserve_seconds, self._pin_share = lease_seconds, reserve_seconds, pin_share
-        self._clients: dict[int, _Client] = {}
+        self._claims = Claims(clock, lease_seconds, reserve_seconds)
         self._spaces: dict[bytes, Space] = {}
-        self._leases: deque[_Lease] = deque()  # by deadline; ended ones stay until they are first
-        self._reservations: deque[_Reservation] = deque()
-        self._last_lease = 0
         self._now = 0  # requests so far: what entry.used counts in
         self._stats = IndexStats()
 
@@ -90,22 +64,20 @@ class Index:
 
     def connect(self, client: int, unit_tokens: int, groups: Sequence[GroupShape]) -> None:
         """Hello of a client; ``groups`` may be empty (a tool: pin and inspect use what engines said of the space)."""
-        if client in self._clients:
-            raise BadRequest(f"client {client} said hello twice")
-        self._clients[client] = _Client(unit_tokens, groups)
+        self._claims.connect(client, unit_tokens, groups)
 
     def disconnect(self, client: int) -> None:
         """Leases end and reservations are aborted, at once. Unknown clients are ignored."""
-        gone = self._clients.get(client)
+        gone = self._claims.find(client)
         if gone is not None:
             for lease in list(gone.leases):
                 self.release(client, lease)
             self.abort(client, list(gone.reserved))
-            del self._clients[client]
+            self._claims.forget(client)
 
     def held(self, client: int) -> tuple[int, int]:
         """(leases, reserved slots) of a client."""
-        known = self._clients[client]
+        known = self._claims.known(client)
         return len(known.leases), len(known.reserved)
 
     def grow(self, ready_pages: int) -> None:
@@ -127,7 +99,7 @@ class Index:
         self._stats.lookups += 1
         self._stats.looked_up_units += total - start
         self._now += 1
-        shapes = here.shapes if here else self._clients[client].shapes
+        shapes = here.shapes if here else self._claims.known(client).shapes
         if here is None:
             return Found(0, start, [[] for _ in shapes])
         units, found, skipped = here.match(chain, start, pages_limit)
@@ -142,25 +114,18 @@ class Index:
                 fresh += 1
             entry.leases += 1
         self._stats.leased_entries += fresh
-        self._last_lease += 1
-        lease = _Lease(self._last_lease, client, self._clock() + self._lease_seconds, entries)
-        self._leases.append(lease)
-        self._clients[client].leases[self._last_lease] = lease
         slots = [[0] * zeros + [entry.slot for entry in row] for zeros, row in zip(skipped, found, strict=True)]
-        return Found(self._last_lease, units, slots)
+        return Found(self._claims.lease(client, entries), units, slots)
 
     def release(self, client: int, lease: int) -> bool:
         """False: no such lease (released, expired)."""
-        ended = self._known(client).leases.pop(lease, None)
-        if ended is None:
-            return False
-        entries, ended.entries = ended.entries, []
+        entries = self._claims.end_lease(client, lease)
         for entry in entries:
             entry.leases -= 1
             if not entry.leases:
                 self._stats.leased_entries -= 1
                 self._settle(entry)
-        return True
+        return bool(entries)
 
     def touch(self, client: int, space: bytes, chain: bytes) -> int:
         """The chain is in use: how many of its blocks are here."""
@@ -198,7 +163,7 @@ class Index:
         groups have no parent rule. Slots end at or below page ``pages_limit``.
         """
         self.tick()
-        known = self._known(client)
+        known = self._claims.known(client)
         count = len(groups)
         if len(hashes) != count * HASH or len(parents) != count * HASH:
             raise BadRequest(f"{count} items to reserve with {len(hashes)} bytes of hashes, {len(parents)} of parents")
@@ -233,13 +198,12 @@ class Index:
             n = self._room.take(entries, pages_limit)
             for i, entry in items[:n]:
                 answer[i] = entry.slot
-                known.reserved[entry.slot] = entry
             for i, entry in reversed(items[n:]):
                 answer[i] = NO_ROOM
                 here.remove(entry)
             got += entries[:n]
         if got:
-            self._reservations.append(_Reservation(self._clock() + self._reserve_seconds, got))
+            self._claims.reserve(client, got)
         if here.empty:
             self._spaces.pop(space, None)
         stats = self._stats
@@ -326,21 +290,15 @@ class Index:
 
     def tick(self) -> None:
         """Ends leases and reservations whose deadline has passed. Call when ``next_deadline`` comes."""
-        now = self._clock()
-        while self._leases and (self._leases[0].deadline <= now or not self._leases[0].entries):
-            lease = self._leases.popleft()
-            if lease.entries:
-                self.release(lease.client, lease.name)
-                self._stats.expired_leases += 1
-        while self._reservations and self._reservations[0].deadline <= now:
-            for entry in reversed(self._reservations.popleft().entries):
-                if entry.client is not None:
-                    self._stats.expired_reservations += self.abort(entry.client, (entry.slot,))
+        while lease := self._claims.expired_lease():
+            self.release(lease.client, lease.name)
+            self._stats.expired_leases += 1
+        for entry in reversed(self._claims.expired_reservations()):
+            self._stats.expired_reservations += self.abort(entry.client, (entry.slot,))
 
     def next_deadline(self) -> float | None:
         """Clock time at which ``tick`` may have something to do; None: nothing is leased or reserved."""
-        heads = [queue[0].deadline for queue in (self._leases, self._reservations) if queue]
-        return min(heads, default=None)
+        return self._claims.next_deadline()
 
     def stats(self) -> IndexStats:
         """Cheap (no walk over the entries)."""
@@ -349,7 +307,7 @@ class Index:
             pool_pages=self._pool.pages,
             ready_pages=self._pool.ready,
             used_pages=self._pool.used,
-            leases=sum(len(client.leases) for client in self._clients.values()),
+            leases=self._claims.leases(),
             spaces=len(self._spaces),
             tenants=self._room.tenants,
             evictions=self._room.evictions,
@@ -357,14 +315,8 @@ class Index:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _known(self, client: int) -> _Client:
-        known = self._clients.get(client)
-        if known is None:
-            raise BadRequest(f"client {client} has not said hello")
-        return known
-
     def _space(self, client: int, name: bytes, make: bool = False) -> Space | None:
-        known = self._known(client)
+        known = self._claims.known(client)
         here = self._spaces.get(name)
         if here is None:
             if make:
@@ -394,15 +346,10 @@ class Index:
         return count
 
     def _end_reservations(self, client: int, slots: Sequence[int]) -> list[Entry]:
-        reserved = self._known(client).reserved
-        ended = []
-        for slot in slots:
-            entry = reserved.pop(slot, None)
-            if entry is not None:
-                entry.client = None
-                ended.append(entry)
-                self._settle(entry)
+        ended = self._claims.end_reservations(client, slots)
         self._stats.reservations -= len(ended)
+        for entry in ended:
+            self._settle(entry)
         return ended
 
     def _settle(self, entry: Entry) -> None:

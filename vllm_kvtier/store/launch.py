@@ -52,11 +52,12 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
 
 
 def serves(path: str, timeout: float = 2.0) -> bool:
-    """Does a store serve there, of whatever version? One that hangs or refuses serves: a second could not take over."""
+    """Does a store serve there, of whatever version? One that hangs or refuses serves: a second could not take over.
+    One that hangs up without a word is about to end."""
     try:
         _, fd = shake_hands(path, m.Hello("launch", os.getpid(), "tool"), timeout)
     except KVTierError as error:
-        return not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
+        return not isinstance(error.__cause__, FileNotFoundError | ConnectionError | EOFError)
     os.close(fd)
     return True
 

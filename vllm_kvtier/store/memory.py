@@ -3,8 +3,8 @@
 Nothing is named, so nothing can collide or be left behind: the memory lives as long as a process holds or maps
 it. It is sealed at its size, because a client that truncated it would kill everybody else with SIGBUS.
 
-Touching memory costs more than serving may wait (about a second for 4 GiB), so a thread of low priority does it,
-from the start of the pool on, and reports how far it is. It faults pages in through a mapping
+Touching memory costs more than serving may wait (about a second for 2 GiB), so threads of low priority do it, from
+the start of the pool on, and one reports how far they are. They fault pages in through a mapping
 (MADV_POPULATE_WRITE), not with fallocate alone: that would leave clearing them to the first copy or to CUDA's
 registration. The mapping is as short as a piece; each call covers little, because it holds up every other change
 of this process's address space.
@@ -19,6 +19,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
@@ -30,10 +31,11 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE = 2 << 20  # bytes
 FIRST_STEPS = (16 << 20, 64 << 20)  # bytes that are ready before the first whole piece, so that serving starts
 CALL = 8 << 20  # bytes touched in one system call: a few milliseconds
+MOST_HANDS = 4  # threads at it, one for eight cores: each touches 1 to 3 GB/s, less than an engine fills
 _NICENESS = 5
 _MFD_HUGE_2MB = 21 << 26
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-_MPOL_INTERLEAVE = 3
+_MPOL_DEFAULT, _MPOL_INTERLEAVE = 0, 3
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -112,29 +114,34 @@ class PoolMemory:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        if len(self._nodes) > 1:
-            interleave_this_thread(self._nodes)
-        while self.ready < self.usable and not self._stop.is_set():
-            end = self.ready + next_step(self.ready, self.usable)
-            try:
-                self._make_usable(self.ready, end)
-            except OSError as error:
+        hands = ThreadPoolExecutor(
+            min(MOST_HANDS, max(1, len(os.sched_getaffinity(0)) // 8)), "kvtier-memory", self._prepare_thread
+        )
+        with hands:
+            while self.ready < self.usable and not self._stop.is_set():
+                end = self.ready + next_step(self.ready, self.usable)
+                try:
+                    self._make_usable(self.ready, end, hands)
+                except OSError as error:
+                    if not self._stop.is_set():
+                        self._give_up(error)
+                    return
                 if not self._stop.is_set():
-                    self._give_up(error)
-                return
-            if not self._stop.is_set():
-                self.ready = end
-                self._on_progress()
+                    self.ready = end
+                    self._on_progress()
 
-    def _make_usable(self, start: int, end: int) -> None:
+    def _prepare_thread(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        place_this_thread(self._nodes if len(self._nodes) > 1 else [])
+
+    def _make_usable(self, start: int, end: int, hands: ThreadPoolExecutor) -> None:
         if not self.huge_pages:  # those are reserved already
             limits = self._limits()
             if limits.fits < end - start:
                 # Asking the kernel instead would wake the OOM killer.
                 raise OSError(errno.ENOMEM, f"{limits.source} has only {in_words(limits.free)} left")
         if not self._populates:
-            os.posix_fallocate(self.fd, start, end - start)
+            hands.submit(os.posix_fallocate, self.fd, start, end - start).result()
             return
         mapping = mmap.mmap(self.fd, end - start, offset=start)
         try:
@@ -143,14 +150,19 @@ class PoolMemory:
             del view
             if self._transparent:
                 _libc.madvise(address, end - start, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
-            for offset in range(0, end - start, CALL):
-                self._populate(address + offset, start + offset, min(CALL, end - start - offset))
-                if self._stop.is_set():
-                    return
+            jobs = [
+                hands.submit(self._populate, address + offset, start + offset, min(CALL, end - start - offset))
+                for offset in range(0, end - start, CALL)
+            ]
+            wait(jobs)  # all of them, or one would touch what is no longer mapped
+            for job in jobs:
+                job.result()
         finally:
             mapping.close()
 
     def _populate(self, address: int, offset: int, length: int) -> None:
+        if self._stop.is_set():
+            return
         while self._populates and _libc.madvise(address, length, _MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             if code == errno.EINVAL:  # before Linux 5.14
@@ -211,18 +223,25 @@ def memory_nodes() -> list[int]:
     return nodes
 
 
-def interleave_this_thread(nodes: list[int]) -> None:
-    """What this thread touches first is spread over the nodes. Only logged where the kernel refuses."""
+def place_this_thread(nodes: list[int]) -> None:
+    """Spread what this thread touches first over the nodes; [] lets the kernel decide, whatever policy was inherited.
+
+    Only logged where the kernel refuses.
+    """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
-        logger.warning("kvtier: numa=interleave is not known for %s; memory lies where it does", platform.machine())
+        if nodes:
+            logger.warning("kvtier: numa=interleave is not known for %s; it has no effect", platform.machine())
         return
-    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    words = (ctypes.c_ulong * (max(nodes, default=0) // 64 + 1))()
     for node in nodes:
         words[node // 64] |= 1 << (node % 64)
-    arguments = (ctypes.c_long(number), ctypes.c_int(_MPOL_INTERLEAVE), words, ctypes.c_ulong(len(words) * 64 + 1))
+    mode, size = (_MPOL_INTERLEAVE, len(words) * 64 + 1) if nodes else (_MPOL_DEFAULT, 0)
+    arguments = (ctypes.c_long(number), ctypes.c_int(mode), words if nodes else None, ctypes.c_ulong(size))
     if _libc.syscall(*arguments):
-        logger.warning("kvtier: numa=interleave was refused: %s", os.strerror(ctypes.get_errno()))
+        # A container may forbid the call altogether; then there is no inherited policy to undo either.
+        level = logging.WARNING if nodes else logging.DEBUG
+        logger.log(level, "kvtier: the memory's place could not be set: %s", os.strerror(ctypes.get_errno()))
 
 
 def _make(nbytes: int, flags: int) -> int:

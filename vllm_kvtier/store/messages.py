@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from vllm_kvtier import __version__
 from vllm_kvtier.store.records import IndexStats
 
 PROTOCOL = 1
@@ -69,7 +70,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     unit_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     groups: Annotated[list[GroupShape], msgspec.Meta(max_length=MAX_GROUPS)] = []
     protocol: int = PROTOCOL
-    version: Name = ""
+    version: Name = __version__
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):

@@ -6,7 +6,7 @@ from vllm_kvtier.store.entries import READY, Entry
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.policies import Lru, Policy
 
-STEPS = 4096  # entries looked at in vain before a reservation gives up: bounds its time where much is leased
+STEPS = 16384  # entries looked at in vain before a reservation gives up: bounds its time where much is leased
 STEAL_TRIES = 4
 STEAL_ENTRIES = 16384  # most blocks that may go for one slab
 
@@ -119,30 +119,40 @@ class Room:
     def _evict(self, policy: Policy, n: int, limit: int, tenant: bytes | None = None) -> None:
         """Up to ``n`` blocks that ``policy`` calls coldest, each by way of its leaves; of ``tenant`` only, if given.
 
-        What is found in use (a leaf that is leased, written, pinned or out of the asker's reach, and so all of the
-        path to it) is deferred, so that it is not walked again for each victim.
+        A victim that may not go itself (leased, written, pinned, out of the asker's reach), or under which such a
+        block is found, is deferred, and everything above it too: so a long chain in use is walked once, not once
+        for each of its blocks.
         """
 
-        def may_go(entry: Entry) -> bool:
-            return entry.evictable and entry.slot + entry.size <= limit and (tenant is None or entry.tenant == tenant)
+        def mine(entry: Entry) -> bool:
+            return tenant is None or entry.tenant == tenant
 
-        steps = STEPS + 8 * n
-        while n > 0 and steps > 0:
-            victim = policy.coldest()
-            if victim is None:
+        def may_go(entry: Entry) -> bool:
+            return entry.evictable and entry.slot + entry.size <= limit and mine(entry)
+
+        in_use: set[Entry] = set()  # found so, and deferred; ``left``: blocks that are neither so nor gone
+        steps, left = STEPS + n, len(policy)
+        while n > 0 and steps > 0 and left > 0:
+            path = _path_to_victim(policy.coldest(), in_use)
+            if not path:
                 return
-            path = victim.path_to_leaf()
             steps -= len(path)
-            if not may_go(path[-1]):
-                path.reverse()
-                policy.defer(
-                    e for e in path if e.state is READY and not e.pinned and (tenant is None or e.tenant == tenant)
-                )
+            if may_go(path[-1]):
+                # Upwards while there is need: the next coldest is the rest of this path anyway.
+                while path and n > 0 and may_go(path[-1]):
+                    self._drop(path.pop())
+                    n, left = n - 1, left - 1
                 continue
-            # Upwards while there is need: the next coldest is the rest of this path anyway.
-            while path and n > 0 and may_go(path[-1]):
-                self._drop(path.pop())
-                n -= 1
+            path.reverse()
+            above = path[-1].parent
+            while above is not None and above not in in_use:
+                path.append(above)
+                above = above.parent
+            steps -= len(path)
+            held = [e for e in path if e.state is READY and not e.pinned and mine(e)]
+            left -= sum(e not in in_use for e in held)
+            in_use.update(path)
+            policy.defer(held)
 
     def _steal(self, size: int, limit: int, force: bool) -> bool:
         """Empty a slab (or neighbours) of another size for a slot of ``size``; False: nothing was done.
@@ -164,7 +174,7 @@ class Room:
                 continue
             roots = [self._at[slot] for slab in slabs for slot in slab.slots()]
             going = _with_descendants(roots)
-            if going is None or any(e.state is not READY or e.leases or e.pinned for e in going):
+            if going is None or any(e.in_use for e in going):
                 policy.defer((victim,))
                 continue
             if mine is not None and not force and sum(e.used for e in going) >= mine.used * len(going):
@@ -173,6 +183,15 @@ class Room:
                 self._drop(entry)
             return True
         return False
+
+
+def _path_to_victim(entry: Entry | None, in_use: set[Entry]) -> list[Entry]:
+    """From the entry along the oldest children to a leaf, or to the first block that is in use."""
+    path = []
+    while entry is not None:
+        path.append(entry)
+        entry = None if entry.in_use or entry in in_use else entry.first
+    return path
 
 
 def _with_descendants(roots: list[Entry]) -> list[Entry] | None:

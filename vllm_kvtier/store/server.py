@@ -5,14 +5,11 @@ client should is disconnected, and nobody else notices.
 """
 
 import errno
-import fcntl
 import gc
 import logging
 import os
-import select
 import signal
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -23,7 +20,8 @@ import msgspec
 import zmq
 
 from vllm_kvtier import __version__
-from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store import address
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import Index
@@ -39,13 +37,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MAX_CLIENTS = 512
-END_SECONDS = 10.0  # how long a new store waits for an old one that is ending
 TICK_SECONDS = 0.02, 5.0  # least and most between two looks at deadlines; they are a matter of minutes
 _ENGINE_ONLY = (m.Lookup, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard)
-
-
-class ServedAlready(KVTierError):
-    """Another process serves this path."""
 
 
 @dataclass(eq=False)
@@ -63,7 +56,7 @@ class StoreServer:
     """Serves ``path`` from ``start`` to ``stop``. ``on_idle`` is called, on the reactor's thread, when no engine or
     worker has been connected for ``idle_seconds``; new ones are refused from then on.
 
-    Raises ServedAlready if the path is taken, ConfigError if the pool does not fit, KVTierError otherwise.
+    Raises address.ServedAlready if the path is taken, ConfigError if the pool does not fit, KVTierError otherwise.
     """
 
     def __init__(self, path: str, options: StoreOptions, on_idle: Callable[[], None] = lambda: None):
@@ -71,7 +64,7 @@ class StoreServer:
             raise ConfigError(f"store option policy={options.policy!r}: choose one of {', '.join(POLICIES)}")
         self.path, self.options, self.instance = path, options, uuid.uuid4().hex
         self._on_idle = on_idle
-        self._lock = _take(path)
+        self._lock = address.take(path)
         try:
             self.memory = PoolMemory(
                 pool_bytes(options.size, memory_limits()),
@@ -82,12 +75,12 @@ class StoreServer:
             os.close(self._lock)
             raise
         try:
-            self._listener = _listen(path)
+            self._listener = address.listen(path)
         except BaseException:
             self.memory.close()
             os.close(self._lock)
             raise
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        address.sign(self._lock)
         self.policy = options.policy or DEFAULT_POLICY
         self.index = Index(
             SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
@@ -346,68 +339,3 @@ def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = l
     os.read(read_end, 1)
     server.stop()
     logger.info("kvtier: the store %s ended", server.instance[:8])
-
-
-def _take(path: str) -> int:
-    """The lock that says who serves; held for life, and freed by the kernel however that ends. The file stays: who
-    removed it could remove another's."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise KVTierError(f"{folder} is no directory, so no store can listen at {path}")
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if not _locked(fd):
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            if not (_wait_end(path, owner) and _locked(fd)):
-                raise ServedAlready(f"a store serves {path} already (pid {owner or 'unknown'})")
-    except BaseException:
-        os.close(fd)
-        raise
-    os.ftruncate(fd, 0)
-    return fd
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _wait_end(path: str, owner: str) -> bool:
-    """True once the owner ended, if it no longer listens: giving gigabytes back takes it a moment."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        if probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT) or not owner.isdigit():
-            return False
-    try:
-        pidfd = os.pidfd_open(int(owner))
-    except OSError:
-        return True  # it is gone, or is not to be seen from here: the lock says which
-    try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        return bool(poller.poll(END_SECONDS * 1000))
-    finally:
-        os.close(pidfd)
-
-
-def _listen(path: str) -> socket.socket:
-    """The lock is ours, so a socket that is there already is a dead store's; anything else is not touched."""
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise KVTierError(f"{path} is there and is no socket; choose another path or remove it")
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    previous = os.umask(0o177)  # from the moment it exists nobody else may connect
-    try:
-        listener.bind(path)
-        listener.listen(MAX_CLIENTS)
-    except OSError as error:
-        listener.close()
-        raise KVTierError(f"cannot listen at {path}: {error.strerror or error}") from error
-    finally:
-        os.umask(previous)
-    return listener

@@ -16,6 +16,10 @@ class BlockPool:
         self._pool.touch(blocks)
         return [block.block_id for block in blocks]
 
+    def held_once(self, ids: Iterable[int]) -> int:
+        """How many of these blocks have a single reference: giving that back frees them."""
+        return sum(1 for i in ids if self._pool.blocks[i].ref_cnt == 1)
+
     def free(self, ids: list[int]) -> None:
         """Give the references back; the end of a sequence is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(ids)])

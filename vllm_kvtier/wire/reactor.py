@@ -36,6 +36,8 @@ class Reactor:
         self.context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # or what is written to could be closed, or somebody else's by then
+        self._wake_closed = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._fds: dict[int, Callable[[int], None]] = {}
@@ -54,8 +56,9 @@ class Reactor:
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` on the reactor's thread; after ``stop`` it is silently not run."""
         self._soon.append(callback)
-        if not self._stopping:
-            os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if not self._wake_closed:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Run the ``on_stop`` callbacks, close every socket and join the thread. Idempotent."""
@@ -148,7 +151,9 @@ class Reactor:
         self._handlers.clear()
         self._fds.clear()  # their owners close them, in ``on_stop``
         self.context.destroy(linger=0)  # whatever was never registered here
-        os.close(self._wake)
+        with self._wake_lock:
+            self._wake_closed = True
+            os.close(self._wake)
 
     def _guard(self, callback: Callable[[], None]) -> None:
         """A fault in one handler must not stop the others: the engine lives on, without this one event."""

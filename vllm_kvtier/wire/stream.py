@@ -21,7 +21,7 @@ import zmq
 from vllm_kvtier.wire.reactor import Reactor
 
 _LENGTH = struct.Struct("<I")
-_READ = 256 << 10  # bytes a system call
+_READ = 64 << 10  # bytes a system call
 _TURN = 64  # frames handled before other sockets get their turn
 _CREDENTIALS = struct.Struct("3i")
 
@@ -55,6 +55,8 @@ class Stream:
         self._unsent_bytes = 0
         self._write_watched = False
 
+        # Kept: a fresh buffer of this size for each call would cost more than the call.
+        self._chunk = memoryview(bytearray(_READ))
         self._input = bytearray()
         self._fds: list[int] = []
         self._more_queued = False
@@ -175,21 +177,21 @@ class Stream:
             return  # frames that came earlier are handled first, and what is not read holds the sender back
         try:
             if self._max_fds:
-                data = _receive(self._socket, _READ, self._max_fds, self._fds)
+                size = _receive_into(self._socket, self._chunk, self._max_fds, self._fds)
                 if len(self._fds) > self._max_fds:
                     self.close("the peer sends descriptors that nobody asked for")
                     return
             else:
-                data = self._socket.recv(_READ)
+                size = self._socket.recv_into(self._chunk)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(f"the connection broke: {error.strerror}")
             return
-        if not data:
+        if not size:
             self.close("the peer closed the connection")
             return
-        self._input += data
+        self._input += self._chunk[:size]
         self._handle()
 
     def _handle(self) -> None:
@@ -220,15 +222,16 @@ class Stream:
         del buffer[:offset]
 
 
-def _receive(sock: socket.socket, size: int, max_fds: int, fds: list[int]) -> bytes:
-    """What socket.recv_fds does, but descriptors are not inherited by children (it ignores its flags)."""
-    data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC)
+def _receive_into(sock: socket.socket, buffer: memoryview, max_fds: int, fds: list[int]) -> int:
+    """Bytes received; descriptors with them go to ``fds`` and are not inherited by children, as they would be from
+    socket.recv_fds (it ignores its flags)."""
+    size, ancillary, _, _ = sock.recvmsg_into([buffer], socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             received = array("i")
             received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
             fds += received
-    return data
+    return size
 
 
 # -- the same frames on a blocking socket, for tools and tests ----------------------------------------------------
@@ -250,14 +253,15 @@ def read_frame(sock: socket.socket, deadline: float, fds: list[int], max_frame: 
 
 
 def _read_exactly(sock: socket.socket, length: int, deadline: float, fds: list[int]) -> bytes:
-    data = b""
-    while len(data) < length:
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("no answer in time")
         sock.settimeout(left)
-        more = _receive(sock, length - len(data), 1, fds)
-        if not more:
+        size = _receive_into(sock, view, 1, fds)
+        if not size:
             raise EOFError("the peer closed the connection")
-        data += more
-    return data
+        view = view[size:]
+    return bytes(data)

@@ -19,46 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvtier.kernels import checksum, pages
-from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.kernels import pages
 from vllm_kvtier.wire.slots import PAGE, PartLayout
 from vllm_kvtier.worker import tuning as tunings
+from vllm_kvtier.worker.copier_parts import MAX_ROWS, ROW_ALIGN, Part, adjacent
 from vllm_kvtier.worker.cuda import ANY_ORDER, ORDERED, Driver
 from vllm_kvtier.worker.tuning import Choice, Tuning
 from vllm_kvtier.worker.views import CacheView
-
-# Rows in the ring begin at multiples of this: the DMA engines are fast where both ends are aligned alike.
-_ROW_ALIGN = 512
-# Blocks of one launch at most; the scratch on the device is made for so many.
-_MAX_ROWS = 4096
-# Adjacent slots are one copy of lines if they are no further apart than so many parts (the ranks of a slot).
-_MAX_SPREAD = 16
-
-
-class _Group:
-    """What the kernels need to know of one group, on the device."""
-
-    def __init__(self, group: GroupView, layout: PartLayout, part_offset: int, device: torch.device):
-        if len(layout.region_offsets) != len(group.regions):
-            raise ValueError(f"a layout of {len(layout.region_offsets)} regions for {len(group.regions)}")
-        table, self.words = region_table(group, layout)
-        self.nbytes, self.sum_offset, self.part_offset = layout.nbytes, layout.sum_offset, part_offset
-        self.pitch = -(-layout.nbytes // _ROW_ALIGN) * _ROW_ALIGN
-        self.regions = torch.from_numpy(table).to(device)
-        self.launches = [(flags, torch.from_numpy(tiles).to(device)) for flags, tiles in pages.plan(table)]
-
-
-def region_table(group: GroupView, layout: PartLayout) -> tuple[np.ndarray, int]:
-    """int64 [regions, 12] as in ``pages.REGION_FIELDS``, and the words of a block."""
-    rows, first = [], 0
-    for r, offset in zip(group.regions, layout.region_offsets, strict=True):
-        word = checksum.word_bytes(r.inner)
-        words = r.block_bytes // word
-        strides = (r.block_stride, r.outer_stride, r.token_stride)
-        cells = (words, r.inner // word, r.tokens, first, r.first_token, r.cell_tokens)
-        rows.append((r.base, *strides, *cells, word, offset))
-        first += words
-    return np.array(rows, dtype=np.int64), first
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -75,6 +42,7 @@ class _Sheet:
         flat = self._memory.numpy()
         self.table = flat[: rows * 32].view(np.int64).reshape(rows, 4)
         self.verdicts = flat[rows * 32 :]
+        self.table[:, 3] = self.address + rows * 32 + np.arange(rows)
 
 
 class CudaCopy:
@@ -112,8 +80,16 @@ class CudaCopy:
 class _Lane:
     """One direction's streams and memory."""
 
-    def __init__(self, device: torch.device, driver: Driver, gather: bool, groups: Sequence[_Group], tuning: Tuning):
-        self._device, self._driver, self._gather = device, driver, gather
+    def __init__(
+        self,
+        device: torch.device,
+        driver: Driver,
+        gather: bool,
+        groups: Sequence[Part],
+        tuning: Tuning,
+        checked: bool,
+    ):
+        self._driver, self._gather = driver, gather
         self.choices = [tuning.choose(gather, g.nbytes) for g in groups]
         # A request waits for loads; stores only have to keep up.
         priority = 0 if gather else -1
@@ -123,8 +99,8 @@ class _Lane:
         self._dma = [torch.cuda.Stream(device, priority=priority) for _ in range(dmas)]
         self._buffer_bytes = max((max(c.piece_bytes, g.pitch) for c, g in staged), default=0)
         self._buffers = max((c.ring for c, _ in staged), default=0)
-        self._ring = torch.empty(self._buffers * self._buffer_bytes + _ROW_ALIGN, dtype=torch.uint8, device=device)
-        self._ring_base = -(-self._ring.data_ptr() // _ROW_ALIGN) * _ROW_ALIGN
+        self._ring = torch.empty(self._buffers * self._buffer_bytes + ROW_ALIGN, dtype=torch.uint8, device=device)
+        self._ring_base = -(-self._ring.data_ptr() // ROW_ALIGN) * ROW_ALIGN
         # Per buffer: recorded where its bytes have arrived, and where they are needed no more.
         self._filled = [self._events(1 if gather else dmas) for _ in range(self._buffers)]
         self._drained = [self._events(dmas if gather else 1) for _ in range(self._buffers)]
@@ -132,12 +108,19 @@ class _Lane:
         # Scratch (rows, sums) for each of the two kernel streams, whose launches follow one another.
         self._scratch = [
             (
-                torch.empty((_MAX_ROWS, 4), dtype=torch.int64, device=device),
-                torch.empty(_MAX_ROWS, dtype=torch.int64, device=device),
+                torch.empty((MAX_ROWS, 4), dtype=torch.int64, device=device),
+                torch.empty(MAX_ROWS, dtype=torch.int64, device=device),
             )
             for _ in range(2)
         ]
-        self.checked = True
+        # (through the ring, directly) for each group.
+        self._movers = [
+            [
+                pages.Mover(gather, g.table, g.sum_offset, device, programs, c.warps, checked)
+                for programs in _split(c)
+            ]
+            for c, g in zip(self.choices, groups, strict=True)
+        ]
 
     @staticmethod
     def _events(n: int) -> list[torch.cuda.Event]:
@@ -145,55 +128,36 @@ class _Lane:
 
     def copy(
         self,
-        choice: Choice,
-        group: _Group,
+        number: int,
+        group: Part,
         sheet: _Sheet,
         slots: np.ndarray,  # int64 [n] addresses of the parts
         edges: np.ndarray,  # int64 [n] registration that each lies in
         after: torch.cuda.Event | None,
     ) -> list[torch.cuda.Event]:
         """Enqueues the copy of a filled sheet (all but the addresses of rows); events that mark its end."""
-        n = len(slots)
+        choice, n = self.choices[number], len(slots)
         direct = {"direct": n, "staged": 0, "mixed": round(n * choice.direct_share)}[choice.way]
         ends: list[torch.cuda.Stream] = []
         if direct < n:
-            programs = choice.programs - (choice.direct_programs if direct else 0)
-            self._staged(choice, programs, group, sheet, slots, edges, after, direct)
+            self._staged(number, group, sheet, slots, edges, after, direct)
             ends += self._dma[: choice.dma_streams] if self._gather else [self._kernels]
         if direct:
-            programs = choice.programs if direct == n else choice.direct_programs
             sheet.table[:direct, 2] = slots[:direct]
             if after is not None:
                 self._direct.wait_event(after)
-            for a in range(0, direct, _MAX_ROWS):
-                b = min(direct, a + _MAX_ROWS)
-                self._launch(self._direct, 1, programs, choice.warps, group, sheet, a, b)
+            for a in range(0, direct, MAX_ROWS):
+                b = min(direct, a + MAX_ROWS)
+                self._movers[number][1].launch(sheet.address + a * 32, b - a, *self._scratch[1], self._direct)
             ends.append(self._direct)
         events = self._events(len(ends))
         for event, stream in zip(events, ends, strict=True):
             event.record(stream)
         return events
 
-    def _launch(self, stream, scratch: int, programs: int, warps: int, group: _Group, sheet: _Sheet, a: int, b: int):
-        rows, acc = self._scratch[scratch]
-        with torch.cuda.stream(stream):
-            pages.launch(
-                self._gather,
-                sheet.address + a * 32,
-                b - a,
-                rows,
-                acc,
-                group.regions,
-                group.launches,
-                group.words,
-                group.sum_offset,
-                programs,
-                warps,
-                self.checked,
-            )
-
-    def _staged(self, choice, programs, group, sheet, slots, edges, after, start) -> None:
-        step = min(_MAX_ROWS, max(1, min(choice.piece_bytes, self._buffer_bytes) // group.pitch))
+    def _staged(self, number, group, sheet, slots, edges, after, start) -> None:
+        choice, mover = self.choices[number], self._movers[number][0]
+        step = min(MAX_ROWS, max(1, min(choice.piece_bytes, self._buffer_bytes) // group.pitch))
         n = len(slots)
         # Pieces of equal size: a last one of a few blocks would be all latency.
         count = -(-(n - start) // step)
@@ -214,7 +178,7 @@ class _Lane:
                     self._kernels.wait_event(event)
                 if after is not None and a == start:
                     self._kernels.wait_event(after)
-                self._launch(self._kernels, 0, programs, choice.warps, group, sheet, a, b)
+                mover.launch(sheet.address + a * 32, b - a, *self._scratch[0], self._kernels)
                 filled[0].record(self._kernels)
                 for i, s, e in parts:
                     self._dma[i].wait_event(filled[0])
@@ -228,10 +192,10 @@ class _Lane:
                     self._kernels.wait_event(filled[i])
                 if after is not None and a == start:
                     self._kernels.wait_event(after)
-                self._launch(self._kernels, 0, programs, choice.warps, group, sheet, a, b)
+                mover.launch(sheet.address + a * 32, b - a, *self._scratch[0], self._kernels)
                 drained[0].record(self._kernels)
 
-    def _move(self, stream: torch.cuda.Stream, group: _Group, slots, edges, rows) -> None:
+    def _move(self, stream: torch.cuda.Stream, group: Part, slots, edges, rows) -> None:
         """Enqueues the copies between slots and rows of the ring: adjacent slots in one."""
         handle = stream.cuda_stream
         single, runs, distance = adjacent(slots, edges, group.nbytes)
@@ -241,44 +205,28 @@ class _Lane:
                 self._driver.copy_lines(slot, distance, row, group.pitch, group.nbytes, count, handle)
             else:
                 self._driver.copy_lines(row, group.pitch, slot, distance, group.nbytes, count, handle)
-        if len(single):
-            there, here = slots[single].astype(np.uint64), rows[single].astype(np.uint64)
-            sizes = np.full(len(single), group.nbytes, dtype=np.uint64)
-            if self._gather:
-                self._driver.copy_batch(there, here, sizes, handle, ORDERED)
-            else:
-                # What a slot holds was written long ago: nothing on this stream, and nothing under way, writes it.
-                self._driver.copy_batch(here, there, sizes, handle, ANY_ORDER)
+        there, here = slots.view(np.uint64), rows.view(np.uint64)
+        if single is not None:
+            there, here = there[single], here[single]
+        sizes = group.sizes[: len(there)]
+        if self._gather:
+            self._driver.copy_batch(there, here, sizes, handle, ORDERED)
+        else:
+            # What a slot holds was written long ago: nothing on this stream, and nothing under way, writes it.
+            self._driver.copy_batch(here, there, sizes, handle, ANY_ORDER)
 
-    def warm_up(self, group: int, target: _Group, sheet: _Sheet) -> None:
-        """Compiles this lane's kernels for a group, copying nothing (a table of no rows)."""
-        choice = self.choices[group]
-        with torch.cuda.stream(self._kernels):
-            rows, acc = self._scratch[0]
-            pages.launch(
-                self._gather, sheet.address, 0, rows, acc, target.regions, target.launches, target.words,
-                target.sum_offset, choice.programs, choice.warps, self.checked,
-            )  # fmt: skip
+    def warm_up(self, sheet: _Sheet) -> None:
+        """Compiles this lane's kernels, copying nothing (tables of no rows)."""
+        for movers in self._movers:
+            for mover, stream, scratch in zip(movers, (self._kernels, self._direct), self._scratch, strict=True):
+                mover.launch(sheet.address, 0, *scratch, stream)
 
 
-def adjacent(slots: np.ndarray, edges: np.ndarray, nbytes: int) -> tuple[np.ndarray, list[tuple[int, int]], int]:
-    """Splits parts at addresses ``slots`` (int64 [n], in the order of their rows) into what one copy can take.
-
-    Returns (indices of parts on their own, [(first, count)] of runs at equal distances, that distance). A run stays
-    within one registration (``edges`` int64 [n]: which).
-    """
-    n = len(slots)
-    steps = np.diff(slots)
-    near = steps[(steps >= nbytes) & (steps <= _MAX_SPREAD * nbytes + PAGE)]
-    if not len(near):
-        return np.arange(n), [], 0
-    distance = int(near.min())
-    broken = np.flatnonzero((steps != distance) | (edges[1:] != edges[:-1])) + 1
-    firsts = np.concatenate(([0], broken))
-    counts = np.diff(np.concatenate((firsts, [n])))
-    together = counts > 1
-    runs = list(zip(firsts[together].tolist(), counts[together].tolist(), strict=True))
-    return firsts[~together], runs, distance
+def _split(choice: Choice) -> tuple[int, int]:
+    """Programs of a kernel to or from the ring, and of one to or from slots, where there are such."""
+    if choice.way == "mixed":
+        return choice.programs - choice.direct_programs, choice.direct_programs
+    return choice.programs, choice.programs
 
 
 class CudaCopier:
@@ -291,33 +239,35 @@ class CudaCopier:
         layouts: Sequence[PartLayout],
         part_offsets: Sequence[int],
         tuning: Tuning | None = None,
+        checked: bool = True,
+        driver: Driver | None = None,
     ):
+        """``checked``: False leaves the checksums out, for measurements: all loads are then reported bad.
+        ``driver``: in place of the device's own, closed with the copier.
+        """
         self._pool, self._pool_bytes, self._keep = pool
         self._blocks = view.num_blocks
         self._device = view.device
         if self._device.index is None:
             self._device = torch.device(self._device.type, torch.cuda.current_device())
-        self._driver = Driver(self._device.index)
+        self._driver = driver or Driver(self._device.index)
         self.tuning = tuning or tunings.for_device(torch.cuda.get_device_name(self._device))
         self._view = view
         with torch.cuda.device(self._device):
             self._groups = [
-                _Group(g, layout, offset, self._device)
+                Part(g, layout, offset)
                 for g, layout, offset in zip(view.groups, layouts, part_offsets, strict=True)
             ]
             self._stores, self._loads = (
-                _Lane(self._device, self._driver, gather, self._groups, self.tuning) for gather in (True, False)
+                _Lane(self._device, self._driver, gather, self._groups, self.tuning, checked)
+                for gather in (True, False)
             )
         self.piece_bytes = max(c.piece_bytes for lane in (self._stores, self._loads) for c in lane.choices)
-        self._starts: list[int] = []  # addresses of the registrations
+        self._starts = np.zeros(0, dtype=np.int64)  # addresses of the registrations, ascending
         self._registered = 0  # bytes from the pool's start
         self._sheets: list[_Sheet] = []
         self._under_way: list[CudaCopy] = []
         self._closed = False
-
-    def check_sums(self, on: bool) -> None:
-        """Off for measurements only: loads are then reported bad."""
-        self._stores.checked = self._loads.checked = on
 
     def register(self, start: int, nbytes: int) -> None:
         if start != self._registered or start % PAGE or nbytes <= 0 or start + nbytes > self._pool_bytes:
@@ -325,7 +275,7 @@ class CudaCopier:
                 f"registering {nbytes} bytes at {start} of a pool of {self._pool_bytes}, after {self._registered}"
             )
         self._driver.register(self._pool + start, nbytes)
-        self._starts.append(self._pool + start)
+        self._starts = np.append(self._starts, self._pool + start)
         self._registered += nbytes
 
     def store(self, group, blocks, keys, slots, after=None) -> CudaCopy:
@@ -348,24 +298,22 @@ class CudaCopier:
             return copy
         if blocks.min() < 0 or blocks.max() >= self._blocks:
             raise ValueError(f"blocks {blocks.min()}..{blocks.max()} outside 0..{self._blocks - 1}")
-        offsets = slots * PAGE + target.part_offset
-        if slots.min() <= 0 or offsets.max() + target.nbytes > self._registered:
+        last = int(slots.max()) * PAGE + target.part_offset + target.nbytes
+        if slots.min() <= 0 or last > self._registered:
             raise ValueError(
                 f"slots {slots.min()}..{slots.max()} of {target.nbytes} bytes outside the "
                 f"{self._registered} bytes that are registered"
             )
-        addresses = offsets + self._pool
-        edges = np.searchsorted(self._starts, addresses, side="right")
-        if (np.searchsorted(self._starts, addresses + (target.nbytes - 1), side="right") != edges).any():
+        addresses = slots * PAGE + (self._pool + target.part_offset)
+        edges = self._starts.searchsorted(addresses, side="right")
+        if (self._starts.searchsorted(addresses + (target.nbytes - 1), side="right") != edges).any():
             raise ValueError("a slot lies in two registrations")
         sheet = self._sheet(n)
         sheet.table[:n, 0] = blocks
         sheet.table[:n, 1] = keys.view(np.int64)
-        sheet.table[:n, 3] = sheet.address + sheet.capacity * 32 + np.arange(n)
         sheet.verdicts[:n] = pages.BAD
         self._driver.enter()
-        with torch.cuda.device(self._device):
-            events = lane.copy(lane.choices[group], target, sheet, addresses, edges, after)
+        events = lane.copy(group, target, sheet, addresses, edges, after)
         copy.begun(events, sheet, self._sheets)
         self._under_way.append(copy)
         return copy
@@ -380,9 +328,8 @@ class CudaCopier:
         self._driver.enter()
         sheet = self._sheet(1)
         with torch.cuda.device(self._device):
-            for number, group in enumerate(self._groups):
-                for lane in (self._stores, self._loads):
-                    lane.warm_up(number, group, sheet)
+            for lane in (self._stores, self._loads):
+                lane.warm_up(sheet)
             torch.cuda.synchronize(self._device)
         self._sheets.append(sheet)
 
@@ -397,9 +344,9 @@ class CudaCopier:
         for copy in self._under_way:
             copy.wait()
         self._under_way.clear()
-        for address in self._starts:
+        for address in self._starts.tolist():
             self._driver.unregister(address)
-        self._starts.clear()
+        self._starts = self._starts[:0]
         self._registered = 0
         self._driver.close()
         self._keep = None

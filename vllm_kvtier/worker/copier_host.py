@@ -1,19 +1,29 @@
-"""Copies between a KV cache in host memory and slots of the node store: plain copies, done when the call returns."""
+"""Copies between a KV cache in host memory and slots of the node store: plain copies, done when the call returns.
 
-from collections.abc import Sequence
+Tiles of blocks go through a buffer that stays in the core's L2 cache: into it from one side, out of it to the other,
+and its words are summed there. So memory is read and written once, and what a load checks is what it wrote, whatever
+another process does to the slot meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.kernels import checksum
+from vllm_kvtier.kernels.checksum_reference import multipliers
+from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout
-from vllm_kvtier.worker.sums import BlockSums
 from vllm_kvtier.worker.views import CacheView
 
 # Work worth one call: some milliseconds, after which the thread that copies looks after its other business.
 PIECE_BYTES = 8 << 20
+# Words of 8 bytes in the buffer: with a second one for shifted words and the multipliers this stays within an L2
+# cache of 1 MiB. Allocated once: the allocator would map buffers of this size afresh each time.
+_TILE_WORDS = 16 << 10
+_SHIFT = np.uint64(32)
 
 
 class HostCopy:
@@ -38,50 +48,35 @@ class HostCopier:
         layouts: Sequence[PartLayout],
         part_offsets: Sequence[int],
     ):
+        """``pool[2].buffer``: the pool's bytes. Raises ValueError if a region's cells are no multiple of 4 bytes."""
         address, nbytes, mapping = pool
         self._bytes, self._registered = nbytes, 0
         memory = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
-        self._words = memory.numpy().view(np.uint64)
-        groups = [
+        self._words = memory.numpy()[: nbytes // 8 * 8].view(np.uint64)
+        slots = [
             _slots(group, layout, address + offset)
             for group, layout, offset in zip(view.groups, layouts, part_offsets, strict=True)
         ]
         # A slot view: "block" ids are page numbers, so that all that knows views knows slots.
         whole = max(offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True))
-        self._slots = CacheView(groups, max(0, nbytes - whole) // PAGE + 1, "cpu", [memory.untyped_storage()])
+        self._slots = CacheView(slots, max(0, nbytes - whole) // PAGE + 1, "cpu", [memory.untyped_storage()])
         self._ends = [offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True)]
         self._part_bytes = [layout.nbytes for layout in layouts]
         self._sum_words = [(o + layout.sum_offset) // 8 for layout, o in zip(layouts, part_offsets, strict=True)]
-        self._sums = BlockSums(self._slots)
         self._blocks = view.num_blocks
-        self._pages = [
-            [(view.pages(a).numpy(), self._slots.pages(b).numpy()) for a, b in zip(g.regions, s.regions, strict=True)]
-            for g, s in zip(view.groups, groups, strict=True)
-        ]
-        self._tokens = [g.block_tokens for g in view.groups]
+        self._groups = [_Group(view, g, self._slots, s) for g, s in zip(view.groups, slots, strict=True)]
 
     def store(self, group, blocks, keys, slots, after=None) -> HostCopy:
         self._check(group, blocks, keys, slots)
-        for cache, pool in self._pages[group]:
-            for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
-                np.copyto(pool[slot], cache[block])
-        self._words[self._sum_index(group, slots)] = self._make_sums(group, keys, slots)
+        sums = self._groups[group].copy(blocks, slots, keys, to_slots=True)
+        self._words[slots * (PAGE // 8) + self._sum_words[group]] = sums
         return HostCopy(len(blocks) * self._part_bytes[group], None)
 
     def load(self, group, blocks, keys, slots, after=None) -> HostCopy:
         self._check(group, blocks, keys, slots)
-        for cache, pool in self._pages[group]:
-            for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
-                np.copyto(cache[block], pool[slot])
-        bad = self._words[self._sum_index(group, slots)] != self._make_sums(group, keys, slots)
+        sums = self._groups[group].copy(blocks, slots, keys, to_slots=False)
+        bad = self._words[slots * (PAGE // 8) + self._sum_words[group]] != sums
         return HostCopy(len(blocks) * self._part_bytes[group], bad)
-
-    def _sum_index(self, group: int, slots: np.ndarray) -> np.ndarray:
-        return slots * (PAGE // 8) + self._sum_words[group]
-
-    def _make_sums(self, group: int, keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        valid = np.full(len(slots), self._tokens[group], dtype=np.int32)
-        return self._sums.compute(group, slots, keys, valid).numpy().view(np.uint64)
 
     def _check(self, group: int, blocks: np.ndarray, keys: np.ndarray, slots: np.ndarray) -> None:
         if not blocks.shape == keys.shape == slots.shape == (len(blocks),):
@@ -106,12 +101,93 @@ class HostCopier:
 
     def close(self) -> None:
         """Drops every view of the pool, so that it can be unmapped."""
-        self._pages, self._slots, self._sums, self._words = [], None, None, None
+        self._groups, self._slots, self._words = [], None, None
+        self._registered = 0
+
+
+class _Group:
+    def __init__(self, view: CacheView, group: GroupView, slots: CacheView, slot_group: GroupView):
+        first = 0
+        # (cache, pool, multipliers): arrays [blocks or pages, outer, cells, words of a cell], [outer, cells, words]
+        self._regions: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for region, slot in zip(group.regions, slot_group.regions, strict=True):
+            word = np.dtype(f"<u{checksum.word_bytes(region.inner)}")
+            cache, pool = (v.pages(r).numpy().view(word) for v, r in ((view, region), (slots, slot)))
+            count = region.block_bytes // word.itemsize
+            if cache[0].flags.c_contiguous and pool[0].flags.c_contiguous:
+                # One long line is copied and cut into tiles with less ado than many cells.
+                cache, pool = (_flat(a, count) for a in (cache, pool))
+            self._regions.append((cache, pool, multipliers(first, count).reshape(cache.shape[1:])))
+            first += count
+        self._count = first
+        self._buffers = [np.empty(_TILE_WORDS, dtype=np.uint64) for _ in range(2)]
+
+    def copy(self, blocks: np.ndarray, slots: np.ndarray, keys: np.ndarray, to_slots: bool) -> np.ndarray:
+        """Copies blocks to slots or back; uint64 [n], the checksums of what was copied."""
+        total = np.zeros(len(blocks), dtype=np.uint64)
+        blocks, slots = blocks.tolist(), slots.tolist()
+        for cache, pool, r in self._regions:
+            source, target = (cache, pool) if to_slots else (pool, cache)
+            froms, tos = (blocks, slots) if to_slots else (slots, blocks)
+            for outer, cells, rows in _tiles(len(blocks), r.shape):
+                factor = r[outer, cells]
+                shape = (rows.stop - rows.start, *factor.shape)
+                words = shape[0] * factor.size
+                wide, spare = (b[: max(words, 1)] for b in self._wide(words))
+                narrow = spare.view(source.dtype)[:words].reshape(shape)
+                tile = wide.reshape(shape) if source.dtype.itemsize == 8 else narrow
+                for i, block in enumerate(froms[rows]):
+                    np.copyto(tile[i], source[block, outer, cells])
+                for i, block in enumerate(tos[rows]):
+                    np.copyto(target[block, outer, cells], tile[i])
+                if tile is narrow:
+                    np.copyto(wide.reshape(shape), narrow)
+                total[rows] += _terms(wide.reshape(shape[0], -1), factor.reshape(-1), spare.reshape(shape[0], -1))
+        h = (total + np.uint64(self._count * checksum.M1 & (1 << 64) - 1)) ^ keys
+        for factor in (checksum.F1, checksum.F2):
+            h = (h ^ (h >> np.uint64(33))) * np.uint64(factor)
+        return h ^ (h >> np.uint64(33))
+
+    def _wide(self, words: int) -> list[np.ndarray]:
+        # A cell larger than a tile is a tile of its own.
+        if words > len(self._buffers[0]):
+            self._buffers = [np.empty(words, dtype=np.uint64) for _ in range(2)]
+        return self._buffers
+
+
+def _terms(words: np.ndarray, factor: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """uint64 [n]: the sum of the terms of each row of ``words`` [n, m], which are overwritten."""
+    np.multiply(words, factor, out=words)
+    np.right_shift(words, _SHIFT, out=spare)
+    np.bitwise_xor(words, spare, out=words)
+    return words @ factor
+
+
+def _tiles(n: int, shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
+    """(outer, cells, blocks) slices that cover n pages of this shape, each within a tile if cells are."""
+    outer, cells, words = shape
+    step_cells = max(1, min(cells, _TILE_WORDS // words))
+    step_outer = max(1, min(outer, _TILE_WORDS // (cells * words)))
+    step = max(1, _TILE_WORDS // (step_outer * step_cells * words))
+    for o in range(0, outer, step_outer):
+        for c in range(0, cells, step_cells):
+            for a in range(0, n, step):
+                yield (
+                    slice(o, min(outer, o + step_outer)),
+                    slice(c, min(cells, c + step_cells)),
+                    slice(a, min(n, a + step)),
+                )
+
+
+def _flat(pages: np.ndarray, count: int) -> np.ndarray:
+    """[blocks, outer, cells, words] of dense pages as [blocks, 1, count, 1]: each word a cell."""
+    strides = (pages.strides[0], 0, pages.itemsize, pages.itemsize)
+    return np.lib.stride_tricks.as_strided(pages, (pages.shape[0], 1, count, 1), strides)
 
 
 def _slots(group: GroupView, layout: PartLayout, base: int) -> GroupView:
     """The group's regions as they lie in slots: dense, in logical order, a "block" at each page of the pool."""
-    regions = [
+    regions: list[Region] = [
         msgspec.structs.replace(
             region,
             base=base + offset,

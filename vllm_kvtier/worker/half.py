@@ -82,6 +82,17 @@ class WorkerHalf:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reactor.call_soon(lambda: self._register(describe, host_buffer, shards, device))
 
+    def sleep(self) -> None:
+        """vLLM is about to take the KV cache's memory away; nothing is under way. The addresses come back with other
+        memory behind them: our kernels do not mind, but what NIXL registered, and peers mapped, is gone for good."""
+        if self._pulls is None:
+            return
+        with self._nixl:
+            self._pulls = None
+            self._transport.deregister()
+        self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
+        self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
+
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it)."""
         memory, tier = self._memory, self._tier

@@ -49,8 +49,9 @@ AHEAD_MORE, AHEAD_LESS = 1.5, 0.97
 LOADS_PAUSE = 0.5e-3
 STORES_PAUSE = 5e-3
 SHORTEST_PAUSE = 50e-6
-# A copy that takes longer than estimated (its fence has not passed) is looked after less and less often.
-LATE_SHARE = 0.25
+# A copy that takes longer than estimated (its fence has not passed) is polled less and less often: after so large a
+# share of the time that it is late by, and of the time that it should have taken.
+LATE_SHARE, FINENESS = 0.25, 0.03
 # A decode step fills few blocks. They wait so long for those of the next steps: a call costs the interpreter as much
 # for one block as for a piece, and nobody waits for stores.
 STORES_LINGER = 20e-3
@@ -58,7 +59,7 @@ STORES_LINGER = 20e-3
 MOST_CALLS = 16
 # Longest stretch of making calls: where copies run on this very thread, sockets and pulls get their turn.
 STRETCH = 2e-3
-# Bytes a second before anything was measured: less than any GPU's link and about what a CPU core copies.
+# Less than any GPU's link and about what a CPU core copies.
 FIRST_RATE = 4e9
 # Fences kept. Any later one than a store's own step serves too: the engine's stream runs in order.
 FENCES = 16
@@ -97,14 +98,15 @@ class _Call:
 class _Lane:
     """One direction: the copier's calls that have not ended, how fast they end, and when to look again."""
 
-    def __init__(self, ahead: tuple[float, float], longest_pause: float):
+    def __init__(self, ahead: tuple[float, float], longest_pause: float, first_rate: float):
         self._least, self._most = ahead
         self._ahead, self._longest = self._least, longest_pause
-        self.rate = Rate(FIRST_RATE)
+        self.rate = Rate(first_rate)
         self.calls: list[_Call] = []  # oldest first
         self.nbytes = 0  # of them
         self.total = 0  # bytes of all calls that ended
-        self._since = 0.0  # when the oldest call's turn came, as far as is known
+        self._looked = 0.0  # when calls were last seen to end, or the first one began
+        self._turn = 0.0  # when the oldest call's turn came, as far as the rate tells
 
     def room(self, piece_bytes: int) -> bool:
         window = max(2 * piece_bytes, self._ahead * self.rate.value)
@@ -112,19 +114,22 @@ class _Lane:
 
     def add(self, call: _Call, began: float) -> None:
         if not self.calls:
-            self._since = began
+            self._looked = self._turn = began
         self.calls.append(call)
         self.nbytes += call.piece.nbytes
 
     def remove(self, calls: Sequence[_Call], more: bool, now: float) -> None:
         """These ended, as was seen ``now``; ``more``: there was work that could have been given ahead."""
         nbytes = sum(call.piece.nbytes for call in calls)
-        self.rate.add(nbytes, now - self._since)
-        self._since = now
+        self.rate.add(nbytes, now - self._looked)
+        self._looked = now
         self.nbytes -= nbytes
         self.total += nbytes
         self.calls = [call for call in self.calls if call not in calls]
+        self._turn += nbytes / self.rate.value
         if self.calls:
+            # What has not ended yet cannot have begun earlier than so.
+            self._turn = min(now, max(self._turn, now - self.calls[0].piece.nbytes / self.rate.value))
             self._ahead = max(self._least, self._ahead * AHEAD_LESS)
         elif more:
             self._ahead = min(self._most, self._ahead * AHEAD_MORE)
@@ -138,8 +143,9 @@ class _Lane:
             nbytes += call.piece.nbytes
             if call.piece.final or nbytes >= enough:
                 break
-        left = nbytes / self.rate.value - (now - self._since)
-        return min(self._longest, max(SHORTEST_PAUSE, left if left > 0 else -left * LATE_SHARE))
+        whole, passed = nbytes / self.rate.value, now - self._turn
+        left = whole - passed if passed < whole else max((passed - whole) * LATE_SHARE, whole * FINENESS)
+        return min(self._longest, max(SHORTEST_PAUSE, left))
 
 
 class Offload:
@@ -152,16 +158,18 @@ class Offload:
         *,
         store_limit: int = 4 << 30,
         store_timeout: float = 30.0,
+        first_rate: float = FIRST_RATE,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``store_limit``: most bytes of stores that have not ended; beyond it the newest is dropped.
         ``store_timeout``: seconds after which a store that has not begun is dropped; less than the store's
-        reserve_seconds, or its slots may be somebody else's by then."""
+        reserve_seconds, or its slots may be somebody else's by then. ``first_rate``: bytes a second of either
+        direction before any was measured."""
         self._pool, self._clock = pool, clock
         self._loads = LoadQueue(block_bytes)
         self._stores = StoreQueue(block_bytes, store_limit, STORES_LINGER, store_timeout)
-        self._loading = _Lane(LOADS_AHEAD, LOADS_PAUSE)
-        self._storing = _Lane(STORES_AHEAD, STORES_PAUSE)
+        self._loading = _Lane(LOADS_AHEAD, LOADS_PAUSE, first_rate)
+        self._storing = _Lane(STORES_AHEAD, STORES_PAUSE, first_rate)
         self._backing: Backing | None = None  # that of the orders in the queues
         self._launched = -1
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)

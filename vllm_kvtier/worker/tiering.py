@@ -23,7 +23,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.slots import PAGE, part_layout
 from vllm_kvtier.worker.copier import make_copier
-from vllm_kvtier.worker.offload import Ended, Offload
+from vllm_kvtier.worker.offload import FIRST_RATE, Ended, Offload
 from vllm_kvtier.worker.pool import Pool
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.views import CacheView
@@ -34,6 +34,10 @@ logger = logging.getLogger("vllm.kvtier.tiering")
 FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
 SOON = 5e-3  # seconds
+# A model runner that has ended a step so lately will end the next one soon, and look after the copies then.
+STEPPING = 10e-3
+# A device's link, before it was measured: about half of PCIe 5.
+DEVICE_RATE = 30e9
 
 
 class TierWorker:
@@ -58,6 +62,7 @@ class TierWorker:
         self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
+        self._advanced = -math.inf  # when anybody last looked after the copies
         self._nbytes = 0
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
@@ -73,7 +78,12 @@ class TierWorker:
         self._pool = Pool(
             reactor, connect, copier, self._pool_changed, busy=lambda: self._offload.loading, lock=self._lock
         )
-        self._offload = Offload(self._pool, [layout.nbytes for layout in layouts], store_limit=setup.queue)
+        self._offload = Offload(
+            self._pool,
+            [layout.nbytes for layout in layouts],
+            store_limit=setup.queue,
+            first_rate=DEVICE_RATE if self.on_device else FIRST_RATE,
+        )
         self._pool.start()
         reactor.on_stop(self._close)
 
@@ -89,16 +99,16 @@ class TierWorker:
             fence.record()
         self._latest = fence
         self._fences.append((step, fence))
-        if self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
+        if not self.on_device and self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
             self._reactor.call_soon(self._drive)
 
     def load(self, loads: list[LoadOrder]) -> None:
         """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
         after = self._latest
-        if self.on_device and self._lock.acquire(blocking=False):
+        if self.on_device and self._lock.acquire(timeout=SOON):
             try:
                 self._start(loads, after)
-                ended = self._offload.drive()
+                ended = self._advance()
             finally:
                 self._lock.release()
             self._ended(ended)
@@ -107,10 +117,15 @@ class TierWorker:
             self._reactor.call_soon(lambda: self._load(loads, after))
 
     def collect(self) -> None:
-        """Look whether loads ended; the results go to ``finish``."""
-        if self.on_device and self._offload.loading and self._lock.acquire(blocking=False):
+        """Look what ended and begin more; results of loads go to ``finish``. Call after each step's launch.
+
+        A device copies by itself, so that this costs some calls. On the reactor's thread they would cost more: each
+        of them gives the interpreter up, and gets it back when the launches of the next step let it go.
+        """
+        busy = self.on_device and (self._offload.loading or self._offload.queued_store_bytes)
+        if busy and self._lock.acquire(blocking=False):
             try:
-                ended = self._offload.drive()
+                ended = self._advance()
             finally:
                 self._lock.release()
             self._ended(ended)
@@ -131,12 +146,12 @@ class TierWorker:
         )
         with self._lock:
             self._offload.submit_store(order)
-        self._drive()
+        self._drive_unless_stepping()
 
     def cancel(self, message: m.CancelStores) -> None:
         with self._lock:
             self._offload.cancel(message.orders)
-        self._drive()
+        self._drive_unless_stepping()
 
     def _load(self, loads: list[LoadOrder], after: Any) -> None:
         with self._lock:
@@ -147,11 +162,25 @@ class TierWorker:
         for order in loads:
             self._offload.submit_load(order, after)
 
+    def _advance(self) -> Ended:
+        """Under the lock, on either thread."""
+        while self._fences:
+            self._offload.step_launched(*self._fences.popleft())
+        self._advanced = time.monotonic()
+        return self._offload.drive()
+
+    def _drive_unless_stepping(self) -> None:
+        """The model runner's thread does it after each step; this one only while no step ends, as in a long prefill
+        (the interpreter is free then) or when the engine is idle."""
+        wait = self._advanced + STEPPING - time.monotonic() if self.on_device else 0.0
+        if wait > 0:
+            self._look_again(wait)
+        else:
+            self._drive()
+
     def _drive(self) -> None:
         with self._lock:
-            while self._fences:
-                self._offload.step_launched(*self._fences.popleft())
-            ended = self._offload.drive()
+            ended = self._advance()
         self._ended(ended)
         self._schedule()
 
@@ -159,7 +188,11 @@ class TierWorker:
         """Look again when that makes sense: sooner than was thought, if something came meanwhile."""
         with self._lock:
             delay = self._offload.next_poll()
-        if delay is None or time.monotonic() + delay >= self._due:
+        if delay is not None:
+            self._look_again(delay)
+
+    def _look_again(self, delay: float) -> None:
+        if time.monotonic() + delay >= self._due:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -168,7 +201,7 @@ class TierWorker:
 
     def _again(self) -> None:
         self._timer, self._due = None, math.inf
-        self._drive()
+        self._drive_unless_stepping()
 
     def _ended(self, ended: Ended) -> None:
         """Any thread."""

@@ -67,6 +67,11 @@ class NixlTransport:
         self._agent.register_memory(descriptors)
         self._registered.append(descriptors)
 
+    def deregister(self) -> None:
+        """Give up every span; call when no transfer is under way. Peers that still read get errors."""
+        while self._registered:
+            self._agent.deregister_memory(self._registered.pop())
+
     def metadata(self) -> bytes:
         """What a peer needs for ``add_peer``; made after everything is registered."""
         return self._agent.get_agent_metadata()

@@ -5,11 +5,14 @@ defaults here.
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+logger = logging.getLogger("vllm.kvtier.tuning")
 
 Way = Literal["direct", "staged", "mixed"]
 
@@ -29,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True):
     warps: int = 8
     piece_bytes: int = 32 << 20  # of one buffer of the ring, and about what one call should bring
     ring: int = 3
-    dma_streams: int = 2
+    dma_streams: int = 1
     direct_share: float = 0.3  # mixed: of the blocks
     direct_programs: int = 8  # mixed: of the programs
 
@@ -73,19 +76,18 @@ def cache_file(device: str) -> Path:
 def for_device(device: str) -> Tuning:
     """Measured on this machine, else measured on such a device, else the default.
 
-    A file that cannot be read is an error (ValueError): it would silently cost speed otherwise.
+    A file that cannot be used costs speed and no more: a warning says so.
     """
     file = cache_file(device)
     try:
-        data = file.read_bytes()
-    except OSError:
-        return MEASURED.get(device, DEFAULT)
-    try:
-        return _checked(msgspec.json.decode(data, type=Tuning))
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ValueError(
-            f"{file} does not say how to copy ({error}): delete it, or run benchmarks/copy --tune"
-        ) from error
+        return _checked(msgspec.json.decode(file.read_bytes(), type=Tuning))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        logger.warning(
+            "kvtier: %s does not say how to copy (%s) and is not used: delete it, or run benchmarks/copy --tune", file, error
+        )
+    return MEASURED.get(device, DEFAULT)
 
 
 def save(tuning: Tuning) -> Path:

@@ -1,0 +1,326 @@
+"""What ttft.py and overhead.py share: engines with one connector each that offloads to host memory, and asking them.
+
+A connector is named by a word:
+
+  none           vLLM alone
+  kvtier         ours
+  offloading     vLLM's OffloadingConnector with its defaults
+  offloading256  the same, its chunks 256 tokens long as LMCache's are
+  lmcache        LMCacheConnectorV1 in the engine's process, defaults but for the memory
+
+All engines share the one GPU and are up together; only one is asked at a time, so that they take turns under the same
+conditions. Each gets its KV cache by size, and host memory by size.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import ServiceFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+# Counters of bytes that reached host memory, where there are any: how to know that offloading is through.
+STORED = {
+    "kvtier": r"vllm:kvtier_stored_bytes_total",
+    "offloading": r"vllm:kv_offload_store_bytes_total",
+    "offloading256": r"vllm:kv_offload_store_bytes_total",
+}
+LOCAL_HITS = r"vllm:prefix_cache_hits_total"
+HOST_HITS = r"vllm:external_prefix_cache_hits_total"
+
+PINNED = """
+import json, statistics, torch
+n = 2 << 30
+host, device = torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.empty(n, dtype=torch.uint8, device="cuda")
+def rate(into, out_of):
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(); into.copy_(out_of, non_blocking=True); end.record(); end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return n / statistics.median(times[1:]) / 1e6
+print(json.dumps({"h2d": rate(device, host), "d2h": rate(host, device), "device": torch.cuda.get_device_name()}))
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="directory with a config.json")
+    parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("--gpu", type=int, help="the device; none: CPU")
+    parser.add_argument("--connectors", nargs="+", default=["kvtier", "offloading"])
+    parser.add_argument("--kvtier-options", type=json.loads, default={}, help="JSON, beside store_size")
+    parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
+    parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    parser.add_argument("--ready", type=float, default=240, help="seconds an engine may take to start")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--logs", default=tempfile.mkdtemp(prefix="kvtier-bench-"))
+    parser.add_argument("--out", type=Path, help="JSON, written anew after every row")
+
+
+def bytes_per_token(model: Path) -> int:
+    """Of keys and values in 16 bits, all layers."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    return config["num_hidden_layers"] * 2 * (config.get("num_key_value_heads") or heads) * head * 2
+
+
+def vocabulary(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["vocab_size"]
+
+
+def prepare(model: Path, max_tokens: int) -> Path:
+    """A copy with a tokenizer (any will do for prompts given as ids) whose positions reach ``max_tokens``."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-model-"))
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], max_tokens)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = model if (model / "tokenizer.json").exists() else ROOT / "models" / "recall-6m"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    for weights in model.glob("*.safetensors"):
+        (folder / weights.name).symlink_to(weights.resolve())
+    return folder
+
+
+class PeerFailed(RuntimeError):
+    """This engine is of no use any more; the others are."""
+
+
+class Peer:
+    """One engine with one connector, and a connection to it."""
+
+    def __init__(self, connector: str, args: argparse.Namespace, model: Path, gpu_tokens: int, host_tokens: int):
+        per_token = bytes_per_token(model)
+        host = int(args.host_gib * GIB) if args.host_gib else int(1.2 * host_tokens * per_token)
+        host = max(math.ceil(host / GIB), 1) * GIB
+        kv, env = self._transfer(connector, host, args)
+        flags = ["--max-num-batched-tokens", str(args.step_tokens), "--no-enable-log-requests"]
+        flags += ["--load-format", "dummy"] if args.dummy else []
+        if args.gpu is not None:
+            flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
+        self.connector, self.host_bytes, self.per_token = connector, host, per_token
+        self.engine = Engine(
+            model, name=connector, kv=kv, gpus=[] if args.gpu is None else [args.gpu], log_dir=args.logs, args=flags,
+            env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
+            kv_cache_bytes=(gpu_tokens + 2048) * per_token, ready_seconds=args.ready,
+        )
+        self.client = httpx.Client(
+            base_url=self.engine.base_url, timeout=300, limits=httpx.Limits(max_connections=256)
+        )
+
+    @staticmethod
+    def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:
+        if connector == "none":
+            return None, {}
+        if connector == "kvtier":
+            # A store of its own: sockets are looked for below this directory.
+            run = Path(args.logs) / "run"
+            run.mkdir(parents=True, exist_ok=True)
+            options = {"store_size": str(host), "store_idle_seconds": 20, **args.kvtier_options}
+            return kvtier(options), {"XDG_RUNTIME_DIR": str(run)}
+        if connector in ("offloading", "offloading256"):
+            extra: dict = {"cpu_bytes_to_use": host}
+            if connector == "offloading256":
+                extra["block_size"] = 256
+            return {
+                "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
+            }, {}
+        if connector == "lmcache":
+            return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, {
+                "LMCACHE_LOCAL_CPU": "True",
+                "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / 1e9 if host < GIB else host / GIB),
+                "LMCACHE_TRACK_USAGE": "false",
+            }
+        raise SystemExit(f"unknown connector {connector!r}: none, kvtier, offloading, offloading256 or lmcache")
+
+    def body(self, prompt: list[int], tokens: int, stream: bool = True) -> bytes:
+        """A request, encoded before the clock starts."""
+        return json.dumps({
+            "model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "stream": stream,
+        }).encode()  # fmt: skip
+
+    def first_token(self, prompt: list[int], tokens: int = 1) -> float:
+        """Seconds to the first chunk of the answer."""
+        body, first = self.body(prompt, tokens), None
+        start = time.perf_counter()
+        with self.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - start
+        if first is None:
+            raise PeerFailed(f"{self.connector} answered nothing; its log is {self.engine.log_path}")
+        return first
+
+    def answer(self, prompt: list[int], tokens: int) -> None:
+        self.client.post(
+            "/v1/completions", content=self.body(prompt, tokens, False), headers=JSON
+        ).raise_for_status()
+
+    def metrics(self) -> dict[str, float]:
+        """Sample with its labels -> value."""
+        samples = {}
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith("vllm:"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+    def total(self, pattern: str) -> float:
+        """Sum of all samples whose name matches."""
+        return sum(value for name, value in self.metrics().items() if re.match(pattern, name))
+
+    def counters(self) -> dict[str, float]:
+        """The connector's own, without buckets and with their distinguishing labels only."""
+        found = {}
+        for name, value in self.metrics().items():
+            if value and re.match(r"vllm:(kvtier|kv_offload|external_prefix|lmcache)", name) and "_bucket" not in name:
+                if not re.search(r"_created|config_info", name):
+                    found[re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace("{}", "")] = round(value, 4)
+        return found
+
+    def nudge(self) -> None:
+        """A request of a few tokens: connectors report, and some only work, in an engine's steps."""
+        self.answer([random.randrange(1000, 2000) for _ in range(4)], 2)
+
+    def settle(self, before: float, tokens: int, seconds: float = 15.0) -> None:
+        """Until what ``tokens`` take is offloaded since the counter said ``before``, or nothing moves for a second."""
+        pattern = STORED.get(self.connector)
+        wanted, last, moved = 0.97 * tokens * self.per_token, -1.0, time.monotonic()
+        deadline = moved + seconds
+        while time.monotonic() < deadline:
+            self.nudge()
+            stored = self.total(pattern) - before if pattern else 0.0
+            if stored != last:
+                last, moved = stored, time.monotonic()
+            if (pattern and stored >= wanted) or time.monotonic() - moved > 1.0:
+                return
+            time.sleep(0.05)  # there is nothing to wait for but the counter
+
+    def stored(self) -> float:
+        pattern = STORED.get(self.connector)
+        return self.total(pattern) if pattern else 0.0
+
+    def forget(self) -> None:
+        """Empty the GPU's prefix cache, and that alone. It refuses while blocks are held, by copies for example."""
+        deadline = time.monotonic() + 15
+        while True:
+            if self.client.post("/reset_prefix_cache").raise_for_status().json()["success"]:
+                return
+            if time.monotonic() > deadline:
+                raise PeerFailed(f"{self.connector} holds GPU blocks for more than 15 s: prefix cache not reset")
+            self.nudge()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def start(args: argparse.Namespace, gpu_tokens: int, host_tokens: int) -> list[Peer]:
+    """Engines of all connectors, with a KV cache for ``gpu_tokens`` and host memory for ``host_tokens`` each.
+
+    One that does not come up is left out, with its story printed.
+    """
+    model = prepare(args.model, gpu_tokens)
+    peers = [Peer(connector, args, model, gpu_tokens, host_tokens) for connector in args.connectors]
+    begin = time.monotonic()
+    up = []
+    try:
+        # At once: with the KV cache given by size vLLM does not go by the memory that happens to be free meanwhile.
+        # (Without a GPU one after the other: they would share few cores.)
+        for peer in peers if args.gpu is not None else []:
+            peer.engine.start()
+        for peer in peers:
+            try:
+                if args.gpu is None:
+                    peer.engine.start()
+                peer.engine.wait_ready()
+                peer.first_token([1000] * 64)
+                up.append(peer)
+            except (ServiceFailed, PeerFailed, httpx.HTTPError) as error:
+                print(f"LEFT OUT: {peer.connector}: {error}", flush=True)
+                stop([peer])
+    except BaseException:
+        stop(peers)
+        raise
+    if not up:
+        raise SystemExit("no engine came up")
+    print(f"{len(up)} engines up after {time.monotonic() - begin:.0f} s", flush=True)
+    return up
+
+
+def guarded(peers: list[Peer], peer: Peer, measure: Callable[[], Any]) -> Any:
+    """What ``measure`` returns; if the engine fails meanwhile it is taken from ``peers``, and the answer is None."""
+    try:
+        return measure()
+    except (PeerFailed, httpx.HTTPError) as error:
+        print(f"LEFT OUT from here: {peer.connector}: {error!r}\n{peer.engine.log_tail(20)}", flush=True)
+        peers.remove(peer)
+        stop([peer])
+        return None
+
+
+def stop(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.client.close()
+        peer.engine.terminate()
+
+
+def pinned_rate(args: argparse.Namespace) -> dict:
+    """GB/s of a pinned copy of 2 GiB each way; empty without a GPU."""
+    if args.gpu is None:
+        return {}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(args.gpu)}
+    done = subprocess.run([args.python, "-c", PINNED], capture_output=True, text=True, env=env, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def facts(args: argparse.Namespace, peers: list[Peer]) -> dict:
+    version = peers[0].client.get("/version").json().get("version")
+    return {
+        "model": args.model.name, "vllm": version, "bytes_per_token": bytes_per_token(args.model),
+        "host_gib": {peer.connector: round(peer.host_bytes / GIB, 2) for peer in peers},
+        "start_seconds": {peer.connector: round(peer.engine.ready_after or 0, 1) for peer in peers},
+        "step_tokens": args.step_tokens,
+    }  # fmt: skip
+
+
+def random_prompt(rng: random.Random, vocab: int, tokens: int) -> list[int]:
+    return rng.choices(range(min(1000, vocab // 2), vocab), k=tokens)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def table(rows: list[dict]) -> str:
+    if not rows:
+        return "(nothing measured)"
+    columns = list(rows[0])
+    widths = [max(len(c), *(len(str(row[c])) for row in rows)) + 2 for c in columns]
+    lines = ["".join(c.rjust(w) for c, w in zip(columns, widths, strict=True))]
+    lines += ["".join(str(row[c]).rjust(w) for c, w in zip(columns, widths, strict=True)) for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""Time to first token computed, from the GPU's prefix cache and from host memory; decode latency while loads run.
+
+    python benchmarks/ttft.py run --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 \\
+        --connectors kvtier offloading lmcache --out qwen.json
+    python benchmarks/ttft.py run --model models/recall-6m --connectors none kvtier --lengths 512 1024   # without GPU
+    python benchmarks/ttft.py plot docs/host_hit.png qwen.json llama.json
+
+The engines of all connectors (see tiers.py) are up together and are asked in turn. For each length and repetition a
+fresh random prompt is asked three times of each:
+
+  computed   nothing is known of it
+  hit        again: it is in the GPU's prefix cache
+  host       again, after offloading was through and the GPU's prefix cache alone was emptied
+
+in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's KV
+takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
+the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
+what remains is reported as it was.
+
+Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
+the gaps between their tokens in ms, all (p50, p99, max), outside and inside the time such a prompt waits for its first
+token.
+"""
+
+import argparse
+import functools
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tiers import (
+    HOST_HITS,
+    JSON,
+    Peer,
+    PeerFailed,
+    add_arguments,
+    facts,
+    guarded,
+    median,
+    percentile,
+    pinned_rate,
+    random_prompt,
+    start,
+    stop,
+    table,
+    vocabulary,
+)
+
+DECODES = 8
+
+
+class Results:
+    """Rows by kind, on disk after each."""
+
+    def __init__(self, path: Path | None, meta: dict):
+        self._path, self.data = path, {"meta": meta, "ttft": [], "itl": []}
+
+    def add(self, kind: str, row: dict) -> None:
+        self.data[kind].append(row)
+        print(json.dumps(row), flush=True)
+        self._write()
+
+    def counters(self, peers: list[Peer]) -> None:
+        """What each connector counted: the first place to look when a row is odd."""
+        self.data["counters"] = {peer.connector: peer.counters() for peer in peers}
+        self._write()
+
+    def _write(self) -> None:
+        if self._path:
+            self._path.write_text(json.dumps(self.data, indent=1))
+
+
+def host_hit(peer: Peer, prompt: list[int], before: float) -> tuple[float, float]:
+    """Seconds to the first token and the share of the prompt that came from host memory."""
+    seconds = share = 0.0
+    for _ in range(3):
+        peer.settle(before, len(prompt))
+        peer.forget()
+        hits, before = peer.total(HOST_HITS), peer.stored()
+        seconds = peer.first_token(prompt)
+        share = (peer.total(HOST_HITS) - hits) / len(prompt)
+        if share >= 0.9:
+            break
+    return seconds, share
+
+
+def sample(peer: Peer, prompt: list[int]) -> dict:
+    before = peer.stored()
+    computed = peer.first_token(prompt)
+    hit = peer.first_token(prompt)
+    if peer.connector == "none":
+        return {"computed": computed, "hit": hit, "host": None, "beyond": None, "share": 0.0}
+    host, share = host_hit(peer, prompt, before)
+    return {"computed": computed, "hit": hit, "host": host, "beyond": host - hit, "share": share}
+
+
+def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
+    def ms(name: str, of=median) -> float | None:
+        values = [t[name] for t in taken if t[name] is not None]
+        return round(of(values) * 1000, 1) if values else None
+
+    moving = tokens * peer.per_token / h2d / 1e6 if h2d else None
+    beyond = ms("beyond")
+    return {
+        "connector": peer.connector, "tokens": tokens, "n": len(taken), "computed": ms("computed"), "hit": ms("hit"),
+        "host": ms("host"), "host_best": ms("host", min), "beyond": beyond,
+        "bytes": moving and round(moving, 1), "ratio": round(beyond / moving, 2) if moving and beyond else None,
+        "from_host": round(median([t["share"] for t in taken]), 3),
+    }  # fmt: skip
+
+
+def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
+    rng, vocab = random.Random(11), vocabulary(args.model)
+    for length in args.lengths:
+        repeats = args.repeats if length <= 16384 else max(2, args.repeats * 16384 // length)
+        warm = 1 if length <= 32768 else 0
+        taken: dict[Peer, list[dict]] = {peer: [] for peer in peers}
+        for i in range(repeats + warm):
+            if time.monotonic() > deadline and all(taken[peer] for peer in peers):
+                break
+            prompt = random_prompt(rng, vocab, length)
+            for peer in list(peers):
+                values = guarded(peers, peer, functools.partial(sample, peer, prompt))
+                if values and i >= warm:
+                    taken[peer].append(values)
+        h2d = results.data["meta"].get("pinned", {}).get("h2d", 0.0)
+        for peer, values in taken.items():
+            if values:
+                results.add("ttft", summary(peer, length, values, h2d))
+        if time.monotonic() > deadline:
+            print("out of time: longer prompts are left out", flush=True)
+            return
+
+
+class Decodes:
+    """Requests that decode until told to stop; when each of their tokens came."""
+
+    def __init__(self, peer: Peer, vocab: int, tokens: int):
+        self._peer, self._stop = peer, threading.Event()
+        self.times: list[list[float]] = [[] for _ in range(DECODES)]
+        rng = random.Random()  # never hits
+        self._pool = ThreadPoolExecutor(DECODES)
+        self._done = [
+            self._pool.submit(self._read, times, peer.body(random_prompt(rng, vocab, 64), tokens))
+            for times in self.times
+        ]
+
+    def _read(self, times: list[float], body: bytes) -> None:
+        with self._peer.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.perf_counter())
+                if self._stop.is_set():
+                    return  # closes the connection: vLLM aborts the request
+
+    def flowing(self) -> None:
+        """Until each has given a few tokens."""
+        while min(map(len, self.times)) < 8:
+            for done in self._done:
+                if done.done():
+                    done.result()
+                    raise PeerFailed("a decode ended early; is --decode-tokens too small?")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._stop.set()
+        for done in self._done:
+            done.result()
+        self._pool.shutdown()
+
+    def gaps(self, inside: list[tuple[float, float]] | None = None, outside: bool = False) -> list[float]:
+        """Between consecutive tokens; only those that touch one of the spans, or none of them."""
+        found = []
+        for times in self.times:
+            for a, b in zip(times[4:], times[5:], strict=False):
+                touches = any(a < end and b > begin for begin, end in inside or [])
+                if inside is None or touches != outside:
+                    found.append((b - a) * 1000)
+        return found
+
+
+def itl(peers: list[Peer], args: argparse.Namespace, results: Results) -> None:
+    for peer in list(peers):
+        for source in ("host", "fresh"):
+            if peer in peers and (peer.connector, source) != ("none", "host"):
+                row = guarded(peers, peer, functools.partial(decode_latency, peer, source, args))
+                if row:
+                    results.add("itl", row)
+
+
+def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
+    vocab, rng = vocabulary(args.model), random.Random()
+    prompts = [random_prompt(rng, vocab, args.itl_tokens) for _ in range(3)]
+    if source == "host":
+        for prompt in prompts:
+            before = peer.stored()
+            peer.first_token(prompt)
+            peer.settle(before, len(prompt))
+        peer.forget()
+    hits = peer.total(HOST_HITS)
+    decodes = Decodes(peer, vocab, args.decode_tokens)
+    spans = []
+    try:
+        decodes.flowing()
+        time.sleep(args.quiet)
+        for prompt in prompts:
+            begin = time.perf_counter()
+            peer.first_token(prompt)
+            spans.append((begin, time.perf_counter()))
+            time.sleep(args.quiet / 4)
+    finally:
+        decodes.stop()
+    quiet, busy = decodes.gaps(spans, outside=True), decodes.gaps(spans)
+    share = (peer.total(HOST_HITS) - hits) / (len(prompts) * args.itl_tokens)
+    return {
+        "connector": peer.connector, "source": source, "tokens": args.itl_tokens,
+        "ttft": round(1000 * statistics.median(b - a for a, b in spans), 1), "from_host": round(share, 3),
+        **{f"quiet_p{p}": round(percentile(quiet, p / 100), 2) for p in (50, 99)},
+        **{f"busy_p{p}": round(percentile(busy, p / 100), 2) for p in (50, 99)},
+        "busy_max": round(max(busy, default=0.0), 2), "n_busy": len(busy),
+    }  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    pinned = pinned_rate(args)
+    most = max(*args.lengths, args.itl_tokens)
+    # On the GPU the longest prompt and the decodes; in host memory that, or the prompts of one decode measurement.
+    peers = start(args, most + DECODES * (64 + args.decode_tokens), max(most, 3 * args.itl_tokens))
+    try:
+        results = Results(args.out, {**facts(args, peers), "pinned": pinned})
+        print(json.dumps(results.data["meta"]), flush=True)
+        if "ttft" in args.phases:
+            ttft(peers, args, results, begin + args.seconds)
+        if "itl" in args.phases and time.monotonic() < begin + args.seconds + 60:
+            itl(peers, args, results)
+        results.counters(peers)
+    finally:
+        stop(peers)
+    print(table(results.data["ttft"]))
+    print(table(results.data["itl"]))
+    print(f"{time.monotonic() - begin:.0f} s in all")
+
+
+NAMES = {"kvtier": "vllm-kvtier", "offloading": "OffloadingConnector", "offloading256": "OffloadingConnector, 256",
+         "lmcache": "LMCache", "none": "vLLM"}  # fmt: skip
+COLORS = {"kvtier": "#1b7837", "offloading": "#998ec3", "offloading256": "#542788", "lmcache": "#e08214",
+          "none": "#bbbbbb"}  # fmt: skip
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Left to right, one file each: what a host hit costs beyond a GPU hit, by length, beside its bytes' time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import matplotlib.ticker
+
+    figure, axes = plt.subplots(1, len(args.results), figsize=(4.8 * len(args.results), 3.5), squeeze=False)
+    for axis, file in zip(axes[0], args.results, strict=True):
+        data = json.loads(file.read_text())
+        rows = [row for row in data["ttft"] if row["connector"] != "none"]
+        lengths = sorted({row["tokens"] for row in rows})
+        for connector in dict.fromkeys(row["connector"] for row in rows):
+            mine = [row for row in rows if row["connector"] == connector]
+            places, values = [row["tokens"] for row in mine], [row["beyond"] for row in mine]
+            axis.plot(places, values, "o-", label=NAMES[connector], color=COLORS[connector])
+        first = [row for row in rows if row["connector"] == rows[0]["connector"]]
+        places = [row["tokens"] for row in first]
+        axis.plot(places, [row["computed"] - row["hit"] for row in first], "s--", label="computed", color="#bbbbbb")
+        if first[0]["bytes"]:
+            axis.plot(places, [row["bytes"] for row in first], "k:", label="its bytes, pinned copy")
+        axis.set(xscale="log", yscale="log", xlabel="prompt tokens", title=data["meta"]["model"])
+        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("first token later than on a GPU hit, ms")
+    axes[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(args.png, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("run")
+    add_arguments(one)
+    one.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    one.add_argument("--repeats", type=int, default=8, help="up to 8k tokens; fewer of longer prompts, at least two")
+    one.add_argument("--phases", nargs="+", default=["ttft", "itl"], choices=["ttft", "itl"])
+    one.add_argument("--itl-tokens", type=int, default=32768, help="length of the prompts that come in meanwhile")
+    one.add_argument("--decode-tokens", type=int, default=800, help="most tokens of each decode")
+    one.add_argument("--quiet", type=float, default=2.0, help="seconds of decoding alone")
+    one.set_defaults(run=run)
+    two = commands.add_parser("plot")
+    two.add_argument("png", type=Path)
+    two.add_argument("results", type=Path, nargs="+")
+    two.set_defaults(run=plot)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

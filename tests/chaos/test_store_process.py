@@ -1,0 +1,275 @@
+"""The node store as processes: who dies, hangs or comes back, and when, costs the others nothing and leaks nothing."""
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, tool_hello
+from support import eventually
+
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.client import Failed, StoreClient
+from vllm_kvtier.store.launch import serves, start_store
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.wire.reactor import Reactor
+
+CHAIN = chain_of((20, "a"))
+CLIENTS = 4
+BUSY_SECONDS = 1.2  # until a busy client ends by itself
+LIFE_SECONDS = 0.05, 2.0  # until it is killed, if it still lives
+
+
+class Store:
+    """A server process at a path of its own."""
+
+    def __init__(self, path: Path, *options: str):
+        self.path, self.options = str(path), options
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> "Store":
+        command = [sys.executable, "-m", "vllm_kvtier.store", "--socket", self.path, "--log-level=warning"]
+        self.process = subprocess.Popen([*command, *self.options])
+        eventually(lambda: serves(self.path), 30)
+        eventually(lambda: self.counts().ready_bytes == self.counts().pool_bytes)
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def counts(self) -> m.Counts:
+        with RawClient(self.path, tool_hello()) as tool:
+            return tool.stat()
+
+
+@pytest.fixture
+def store(tmp_path):
+    # 300 slots of 4 pages for far more blocks than that, so that eviction is always at work.
+    store = Store(tmp_path / "s.sock", f"--size={1200 * m.PAGE}").start()
+    yield store
+    store.kill()
+
+
+@pytest.fixture
+def client(store):
+    reactor = Reactor("test")
+    reactor.start()
+    client = StoreClient(reactor, store.path, engine_hello(), ask_timeout=0.5)
+    client.start()
+    eventually(lambda: client.connected)
+    yield client
+    reactor.stop()
+
+
+def outcome(pending):
+    assert pending.wait(10)
+    return pending.outcome
+
+
+HOLDER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from store_support import RawClient, chain_of, engine_hello
+client = RawClient(sys.argv[1], engine_hello("holder"))
+assert client.lookup(chain_of((20, "a"))).units == 20
+assert min(client.reserve(chain_of((50, "b")))) > 0
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_client_held_is_free_at_once(store, root):
+    with RawClient(store.path, engine_hello()) as client:
+        client.store(CHAIN)
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, store.path, str(root / "tests")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=root,
+        )
+        assert holder.stdout.readline() == b"holds\n"
+        index = client.stat().index
+        assert (index.leases, index.leased_entries, index.reservations) == (1, 20, 50)
+        holder.kill()
+        holder.communicate()
+        started = time.monotonic()
+        eventually(lambda: client.stat().index.reservations == 0, 1.0)
+        index = client.stat().index
+        assert (index.leases, index.leased_entries) == (0, 0) and time.monotonic() - started < 0.5
+        assert index.used_pages == 20 * 4
+        client.ask(m.Clear(1))
+        assert client.stat().index.used_pages == 0
+
+
+def test_a_killed_server_is_replaced_and_old_memory_stays_valid(store, client):
+    pool = client.open_pool()
+    pool.buffer[m.PAGE : m.PAGE + 4] = b"data"
+    first = client.instance
+    store.kill()
+    eventually(lambda: not client.connected)
+    assert isinstance(client.lookup(SPACE, CHAIN, 0, EVERYTHING).outcome, Failed)
+    pool.buffer[-4:] = b"late"
+    assert bytes(pool.buffer[m.PAGE : m.PAGE + 4]) == b"data"
+    store.start()
+    eventually(lambda: client.connected)
+    assert client.instance != first
+    fresh = client.open_pool()
+    assert fresh.instance != pool.instance and bytes(fresh.buffer[-4:]) == bytes(4)
+    pool.close()
+    fresh.close()
+
+
+def test_a_server_that_hangs_costs_one_timeout_and_its_leases(store, client):
+    with RawClient(store.path, engine_hello("writer")) as writer:
+        writer.store(CHAIN)
+    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20
+    os.kill(store.process.pid, signal.SIGSTOP)
+    status = Path(f"/proc/{store.process.pid}/stat")
+    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    started = time.monotonic()
+    asked = [client.lookup(SPACE, CHAIN, 0, EVERYTHING) for _ in range(50)]
+    assert time.monotonic() - started < 0.4, "asking never waits"
+    assert all(isinstance(outcome(pending), Failed) for pending in asked)
+    assert time.monotonic() - started < 1.5
+    assert isinstance(client.stat().outcome, Failed), "later questions fail at once"
+    time.sleep(1.0)  # long enough for an attempt to greet it in vain
+    os.kill(store.process.pid, signal.SIGCONT)
+    eventually(lambda: client.connected)
+    eventually(lambda: store.counts().index.leases == 0)
+    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20, "nothing was lost"
+
+
+def test_clients_bring_a_killed_store_back_and_only_one(tmp_path):
+    path, options = str(tmp_path / "s.sock"), StoreOptions(size="1MiB", idle_seconds=20)
+    reactors = [Reactor(f"test{number}") for number in range(6)]
+    clients = []
+    for reactor in reactors:
+        reactor.start()
+        client = StoreClient(reactor, path, engine_hello(), launch=lambda: start_store(path, options))
+        client.start()
+        clients.append(client)
+    try:
+        seen = set()
+        for _ in range(3):
+            eventually(lambda: all(client.connected for client in clients), 30)
+            (instance,) = {client.instance for client in clients}
+            assert instance not in seen
+            seen.add(instance)
+            os.kill(outcome(clients[0].stat()).pid, signal.SIGKILL)
+            eventually(lambda: not any(client.instance in seen for client in clients))
+        assert Path(path).with_suffix(".log").read_text().count(" serves 1 MiB") in (3, 4)
+    finally:
+        for reactor in reactors:
+            reactor.stop()
+        eventually(lambda: not serves(path) or os.kill(pid_of(path), signal.SIGKILL))
+
+
+def pid_of(path: str) -> int:
+    with RawClient(path, tool_hello()) as tool:
+        return tool.welcome.pid
+
+
+class Member:
+    """A busy process, to be killed when it has lived long enough; its life begins when it is connected."""
+
+    def __init__(self, path: str, root: Path, number: int, life: float):
+        command = [sys.executable, "tests/store_support.py", path, str(BUSY_SECONDS), str(number)]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        self.process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.life, self.until = life, 0.0
+
+    def overdue(self) -> bool:
+        if not self.until and select.select([self.process.stdout], [], [], 0)[0]:
+            self.process.stdout.readline()
+            self.until = time.monotonic() + self.life
+        return bool(self.until) and time.monotonic() > self.until
+
+
+class Crowd:
+    """Busy client processes, killed at random and replaced."""
+
+    def __init__(self, path: str, root: Path, seed: int):
+        self.random, self.path, self.root, self.number = random.Random(seed), path, root, seed * 1000
+        self.members: list[Member] = []
+        self.killed = self.done = self.loaded = 0
+
+    def look_after(self) -> None:
+        for member in list(self.members):
+            if member.overdue() and member.process.poll() is None:
+                member.process.kill()
+                member.process.wait()
+                self.killed += 1
+            if member.process.poll() is not None:
+                self.members.remove(member)
+                out, err = member.process.communicate()
+                assert member.process.returncode in (0, -signal.SIGKILL), err
+                assert "Traceback" not in err, err
+                if member.process.returncode == 0:
+                    self.done += 1
+                    self.loaded += int(out.split()[-2])
+        while len(self.members) < CLIENTS:
+            self.number += 1
+            self.members.append(Member(self.path, self.root, self.number, self.random.uniform(*LIFE_SECONDS)))
+
+    def end(self) -> None:
+        for member in self.members:
+            member.process.kill()
+            member.process.communicate()
+
+
+def run_crowd(store: Store, root: Path, seconds: float, seed: int, restarts: bool) -> Crowd:
+    crowd = Crowd(store.path, root, seed)
+    deadline = time.monotonic() + seconds
+    restart = time.monotonic() + 4
+    try:
+        while time.monotonic() < deadline:
+            crowd.look_after()
+            if restarts and time.monotonic() > restart:
+                store.kill()
+                store.start()
+                restart = time.monotonic() + crowd.random.uniform(1, 4)
+            time.sleep(0.02)  # nothing to wait for: this is the clock of the test
+    finally:
+        crowd.end()
+    return crowd
+
+
+def assert_nothing_leaked(store: Store) -> None:
+    eventually(lambda: len(store.counts().clients) == 1)
+    counts = store.counts()
+    assert (counts.index.leases, counts.index.leased_entries, counts.index.reservations) == (0, 0, 0)
+    assert counts.index.used_pages == counts.index.entries * 4
+    with RawClient(store.path, engine_hello(pages=1)) as client:
+        client.ask(m.Clear(1))
+        index = client.stat().index
+        assert (index.used_pages, index.entries, index.pinned_entries) == (0, 0, 0)
+        pages = counts.pool_bytes // m.PAGE
+        whole = client.store(chain_of((pages - 1, "whole")))
+        assert sorted(whole) == list(range(1, pages)), "every page can be had again"
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["clients die", "the server dies too"])
+def test_a_busy_crowd_sees_no_wrong_byte_and_leaks_nothing(store, root, restarts):
+    crowd = run_crowd(store, root, 20, seed=1 + restarts, restarts=restarts)
+    counts = store.counts().index
+    print(f"{crowd.done} ended, {crowd.killed} killed, {crowd.loaded} blocks checked; {counts}")
+    assert crowd.killed > 3 and crowd.done > 3 and crowd.loaded > 500
+    if not restarts:
+        assert counts.evictions > 100
+    assert_nothing_leaked(store)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_busy_crowd_for_minutes(store, root):
+    for seed in range(10, 16):
+        run_crowd(store, root, 60, seed, restarts=seed % 2 == 1)
+        assert_nothing_leaked(store)

@@ -1,0 +1,190 @@
+"""``CudaCopier``: its streams and events on fakes and in the interpreter, and the whole of it on a GPU."""
+
+from types import SimpleNamespace
+
+import copier_fakes as fakes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import WITHOUT_SHRINKING
+
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.slots import PAGE, part_layout, slot_layout
+from vllm_kvtier.worker import copier_cuda
+from vllm_kvtier.worker.copier_parts import adjacent
+from vllm_kvtier.worker.tuning import Choice, fixed
+from vllm_kvtier.worker.views import CacheView
+
+
+def make_view(device, blocks=12, layers=3, heads=2, tokens=4, inner=48, seed=0) -> CacheView:
+    page = heads * tokens * inner
+    rng = np.random.default_rng(seed)
+    memory = torch.from_numpy(rng.integers(0, 256, layers * blocks * page + 64, dtype=np.uint8)).to(device)
+    base = -(-memory.data_ptr() // 64) * 64
+    regions = tuple(
+        Region(f"l{i}", base + i * blocks * page, page, heads, tokens * inner, 0, tokens, inner, inner)
+        for i in range(layers)
+    )
+    return CacheView([GroupView(0, tokens, "full", None, regions)], blocks, device, [memory.untyped_storage()])
+
+
+def content(view: CacheView, block: int) -> bytes:
+    return b"".join(view.pages(r)[block].cpu().numpy().tobytes() for r in view.groups[0].regions)
+
+
+def make_pool(pages: int):
+    memory = np.zeros((pages + 1) * PAGE, dtype=np.uint8)
+    address = -(-memory.ctypes.data // PAGE) * PAGE
+    start = address - memory.ctypes.data
+    return memory[start : start + pages * PAGE], (address, pages * PAGE, memory)
+
+
+CHOICES = st.builds(
+    Choice,
+    way=st.sampled_from(["direct", "staged", "mixed"]),
+    programs=st.integers(3, 5),
+    warps=st.just(4),
+    piece_bytes=st.sampled_from([1, 2000, 4096, 100_000]),
+    ring=st.integers(1, 3),
+    dma_streams=st.integers(1, 3),
+    direct_share=st.sampled_from([0, 0.3, 1]),
+    direct_programs=st.integers(1, 2),
+)
+
+
+@given(CHOICES, CHOICES, st.integers(0, 2**32), st.data())
+@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+def test_streams_and_events(store_choice, load_choice, seed, data):
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is not in use here")
+    world = fakes.World(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(copier_cuda, "Driver", fakes.FakeDriver)
+        real = copier_cuda.torch
+        names = ("device", "from_numpy", "empty", "zeros", "uint8", "int64", "Tensor")
+        patch.setattr(
+            copier_cuda, "torch", SimpleNamespace(cuda=fakes.FakeCuda(world), **{n: getattr(real, n) for n in names})
+        )
+        patch.setattr(copier_cuda, "pinned", lambda n: real.empty(n, dtype=real.uint8))
+        patch.setattr(copier_cuda.pages, "Mover", fakes.later(copier_cuda.pages.Mover))
+        check_round_trip(world, data, store_choice, load_choice)
+
+
+def check_round_trip(world, data, store_choice, load_choice) -> None:
+    view = make_view("cpu")
+    layout = part_layout(view.groups[0])
+    slots = slot_layout([layout, layout])
+    pool, handle = make_pool(40)
+    copier = copier_cuda.CudaCopier(view, handle, [layout], [slots.part_offsets[1]], fixed(store_choice, load_choice))
+    copier.register(0, 24 * PAGE)
+    copier.register(24 * PAGE, 16 * PAGE)
+    places = data.draw(st.permutations(range(1, 40 // slots.pages)))
+    places = [p * slots.pages for p in places if (p * slots.pages < 24) == ((p + 1) * slots.pages <= 24)]
+    n = data.draw(st.integers(1, 6))
+    if data.draw(st.booleans()):
+        places = sorted(places)
+    sources = np.array(data.draw(st.lists(st.integers(0, 11), min_size=n, max_size=n, unique=True)))
+    before = [content(view, b) for b in range(12)]
+    keys = np.arange(n, dtype=np.uint64) + 3
+    where = np.array(places[:n])
+    after = fakes.Event()
+    ahead = fakes.Stream()
+    after.record(ahead)
+    cut = data.draw(st.integers(0, n))
+    stores = [
+        copier.store(0, sources[:cut], keys[:cut], where[:cut], after),
+        copier.store(0, sources[cut:], keys[cut:], where[cut:]),
+    ]
+    for copy in stores:
+        copy.wait()
+    assert copier.idle() and all(c.bad is None for c in stores)
+    targets = np.array(data.draw(st.permutations(range(12)))[:n])
+    flipped = data.draw(st.integers(0, n - 1)) if data.draw(st.booleans()) else None
+    if flipped is not None:
+        at = where[flipped] * PAGE + slots.part_offsets[1] + data.draw(st.integers(0, layout.sum_offset + 7))
+        pool[at] ^= 1 << data.draw(st.integers(0, 7))
+    load = copier.load(0, targets, keys, where, after)
+    assert not load.done() and load.bad is None
+    load.wait()
+    assert load.done() and load.nbytes == n * layout.nbytes
+    assert np.flatnonzero(load.bad).tolist() == ([] if flipped is None else [flipped])
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if i != flipped:
+            assert content(view, target) == before[source]
+    untouched = set(range(12)) - set(targets.tolist())
+    assert all(content(view, b) == before[b] for b in untouched)
+    copier.close()
+    copier.close()
+
+
+def test_adjacent_slots_are_one_copy():
+    edges = np.zeros(6, dtype=np.int64)
+    slots = np.array([4096, 8192, 12288, 40960, 45056, 90112])
+    single, runs, distance = adjacent(slots, edges, 4000)
+    assert (single.tolist(), runs, distance) == ([5], [(0, 3), (3, 2)], 4096)
+    edges[1:] = 1
+    single, runs, _ = adjacent(slots, edges, 4000)
+    assert (single.tolist(), runs) == ([0, 5], [(1, 2), (3, 2)])
+    assert adjacent(slots[::-1], edges, 4000) == (None, [], 0)
+    assert adjacent(slots[:1], edges[:1], 4000) == (None, [], 0)
+
+
+GPU_CHOICES = [
+    Choice("direct", 4),
+    Choice("staged", 16, dma_streams=1, ring=2, piece_bytes=1 << 20),
+    Choice("staged", 8, dma_streams=2, ring=3, piece_bytes=1 << 20),
+    Choice("mixed", 16, dma_streams=4, ring=1, piece_bytes=2 << 20, direct_share=0.5),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", GPU_CHOICES, ids=lambda c: f"{c.way}-{c.dma_streams}")
+@pytest.mark.parametrize("inner, tokens", [(12, 4), (24, 4), (256, 16), (4096, 16)])
+@pytest.mark.parametrize("together", [False, True], ids=["scattered", "adjacent"])
+def test_round_trip_on_a_gpu(choice, inner, tokens, together):
+    device = torch.device("cuda", 0)
+    view = make_view(device, blocks=200, layers=5, heads=2, tokens=tokens, inner=inner)
+    layout = part_layout(view.groups[0])
+    parts = slot_layout([layout, layout])
+    pool, handle = make_pool(parts.pages * 200)
+    copier = copier_cuda.CudaCopier(view, handle, [layout], [parts.part_offsets[1]], fixed(choice, choice))
+    half = len(pool) // PAGE // 2 // parts.pages * parts.pages * PAGE
+    copier.register(0, half)
+    copier.register(half, len(pool) - half)
+    copier.warm_up()
+    rng = np.random.default_rng(3)
+    n = 90
+    blocks = rng.permutation(200)
+    places = np.arange(1, 200) if together else rng.permutation(np.arange(1, 200))
+    slots, keys = places[:n] * parts.pages, rng.integers(0, 1 << 63, n, dtype=np.uint64)
+    before = [content(view, b) for b in blocks[:n]]
+    after = torch.cuda.Event()
+    after.record()
+    stores = [copier.store(0, blocks[a : a + 30], keys[a : a + 30], slots[a : a + 30], after) for a in (0, 30, 60)]
+    for copy in stores:
+        copy.wait()
+    pages = [view.pages(r).cpu().numpy() for r in view.groups[0].regions]
+    for i in (0, n - 1):
+        row = pool[slots[i] * PAGE + parts.part_offsets[1] :][: layout.nbytes]
+        expected = np.zeros_like(row)
+        from vllm_kvtier.kernels import pages_reference
+
+        pages_reference.encode(
+            [p[blocks[i]] for p in pages], int(keys[i]), expected, layout.region_offsets, layout.sum_offset
+        )
+        for r, offset in zip(view.groups[0].regions, layout.region_offsets, strict=True):
+            assert (row[offset : offset + r.block_bytes] == expected[offset : offset + r.block_bytes]).all()
+        assert (row[layout.sum_offset : layout.sum_offset + 8] == expected[layout.sum_offset :][:8]).all()
+    at = slots[40] * PAGE + parts.part_offsets[1] + layout.region_offsets[-1] + 5
+    pool[at] ^= 64
+    load = copier.load(0, blocks[n : 2 * n], keys, slots, after)
+    load.wait()
+    assert np.flatnonzero(load.bad).tolist() == [40]
+    for i in range(n):
+        if i != 40:
+            assert content(view, blocks[n + i]) == before[i], i
+    assert copier.idle()
+    copier.close()

@@ -1,0 +1,269 @@
+"""Engines of one node that share a store: A and B with the connector, S without, started together once.
+
+The store is A's and B's own: whoever of them comes first starts it, in a runtime directory of this session's. Its
+process is nobody's child; ``NodeStore`` finds it by asking it, and does to it what its tests want.
+"""
+
+import asyncio
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from drive import Driver, Reply, assert_same, driving, random_tokens
+from fleet import ENGINE_FLAGS
+from store_support import RawClient, tool_hello
+from support import eventually
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.launch import serves, store_path
+from vllm_kvtier.store.mapping import PoolMapping
+
+STEP_TOKENS = 512  # long prompts are computed in several steps
+ASK_TIMEOUT = 1.0
+TRANSFER_TIMEOUT = 10.0
+RETAIN_SECONDS = 3.0
+# A token's KV of the demo model in float32 takes 12 KiB, so a block of 32 tokens 97 pages of the store.
+SLOT_PAGES = 97
+STORE_SIZE = 384 << 20  # more than one PIECE; four times the engines' own caches
+OPTIONS = {
+    "store_size": STORE_SIZE,
+    "store_idle_seconds": 60,
+    "ask_timeout": ASK_TIMEOUT,
+    "handshake_timeout": 2.0,
+    "transfer_timeout": TRANSFER_TIMEOUT,
+    "bidirectional": True,
+    "pull_threshold": 16,
+    "handoff_seconds": 6.0,
+    "retain_seconds": RETAIN_SECONDS,
+    "retain_share": 0.2,
+}
+ASKED = {"kvtier": {}}  # params of a request that only wants to know where its KV came from
+
+
+class NodeStore:
+    """The store at ``path``, whoever started it."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._own: list[subprocess.Popen] = []
+
+    def counts(self) -> m.Counts:
+        with RawClient(self.path, tool_hello()) as tool:
+            return tool.stat()
+
+    def log(self) -> str:
+        """Of the stores that engines started."""
+        return Path(self.path).with_suffix(".log").read_text()
+
+    def until_up(self, seconds: float = 30.0) -> m.Counts:
+        """Serving, with all of its memory usable."""
+
+        def up() -> m.Counts | None:
+            with suppress(OSError, EOFError):
+                counts = self.counts()
+                return counts if counts.ready_bytes == counts.pool_bytes else None
+
+        return eventually(up, seconds, f"a store serves {self.path}")
+
+    def serve(self, *options: str, code: str = "") -> None:
+        """Start one of this test's own; ``code`` runs before it. While ``alone``, no engine starts another."""
+        run = f"import sys; {code}; from vllm_kvtier.store.__main__ import main; sys.exit(main())"
+        always = ["--socket", self.path, "--log-level=warning", "--idle-seconds=0"]
+        self._own.append(subprocess.Popen([sys.executable, "-c", run, *always, *options]))
+        eventually(lambda: Path(self.path).exists() and serves(self.path), 30)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No engine starts a store meanwhile: each thinks that another is about to."""
+        fd = os.open(f"{self.path}.start", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds the store's lock, whatever it does; 0 if none lives."""
+        with suppress(FileNotFoundError, ValueError):
+            pid = int(Path(f"{self.path}.lock").read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            return pid if b"vllm_kvtier.store" in command else 0
+        return 0
+
+    def kill(self) -> None:
+        """SIGKILL whoever serves; returns when it is gone."""
+        pid = self.pid
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            for process in self._own:
+                if process.pid == pid:
+                    process.wait()
+            eventually(lambda: self.pid != pid, 10)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @contextmanager
+    def memory(self) -> Iterator[np.ndarray]:
+        """uint8[pages, PAGE]: the pool itself. What is written there, engines read."""
+        mapping = PoolMapping.connect(self.path)
+        try:
+            yield np.frombuffer(mapping.buffer, np.uint8).reshape(-1, m.PAGE)
+        finally:
+            mapping.close()
+
+
+class Node(NamedTuple):
+    first: Engine  # "A": loads whatever the store has
+    second: Engine  # "B": loads what is expected to arrive before it could be computed
+    single: Engine  # "S", without a connector: what it answers greedily is right
+    store: NodeStore
+    truths: dict
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.first, self.second]
+
+
+@contextmanager
+def runtime_dir() -> Iterator[Path]:
+    """Short, because the path of a Unix socket is; and killed with it is the store that serves in it."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-"))
+    store = store_in(folder)
+    try:
+        yield folder
+    finally:
+        store.kill()
+        shutil.rmtree(folder)
+
+
+def store_in(folder: Path) -> NodeStore:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        return NodeStore(store_path())
+
+
+def store_env(folder: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.fixture(scope="session")
+def node(model_path, log_dir) -> Iterator[Node]:
+    """Tests leave it as they found it: engines running, and a store serving that they use."""
+    with runtime_dir() as folder:
+        flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--max-num-batched-tokens", str(STEP_TOKENS))}
+
+        def engine(name: str, extra: dict | None) -> Engine:
+            kv = None if extra is None else kvtier({**OPTIONS, "endpoint_port": free_port(), **extra})
+            return Engine(model_path, name=f"node-{name}", kv=kv, log_dir=log_dir, env=store_env(folder), **flags)
+
+        engines = [engine("A", {"load_policy": "always"}), engine("B", {}), engine("S", None)]
+        start_all(engines)
+        yield Node(*engines, store_in(folder), {})
+        kill_all(engines)
+
+
+class NodeDriver(Driver):
+    """Requests to engines that use a store; truths are asked for once."""
+
+    node: Node
+
+    async def truth(self, prompt, max_tokens: int = 8, **body) -> Reply:
+        key = tuple(prompt), max_tokens
+        if key not in self.node.truths:
+            self.node.truths[key] = await super().truth(prompt, max_tokens)
+        return self.node.truths[key]
+
+    async def asked(self, engine: Engine, prompt: list[int], max_tokens: int = 8, **body) -> Reply:
+        """A right answer, with a report of where its KV came from."""
+        reply = await self.ask(engine, prompt, max_tokens, ASKED, **body)
+        assert_same(reply, await self.truth(prompt, max_tokens), f"{engine.name}, {len(prompt)} tokens, {reply.report}")
+        return reply
+
+    async def reset(self, engine: Engine, external: bool = False) -> None:
+        """Empty vLLM's own prefix cache; ``external``: the connector is told to forget as well.
+
+        vLLM refuses while a block is held (an export, a copy that is ending), and says so.
+        """
+        url = f"{engine.base_url}/reset_prefix_cache"
+
+        async def done() -> bool:
+            response = await self._http.post(url, params={"reset_external": external})
+            return response.raise_for_status().json()["success"]
+
+        await self.until(done, RETAIN_SECONDS + 5, f"{engine.name} resets its prefix cache")
+
+    async def stored(self, engine: Engine, prompt: list[int], tokens: int | None = None, salt: str = "") -> None:
+        """The store has the prompt's whole blocks (or these ``tokens``), as this engine says."""
+        tokens = len(prompt) // 32 * 32 if tokens is None else tokens
+
+        async def enough() -> bool:
+            return (await self.query(engine, prompt, salt)).stored >= tokens
+
+        await self.until(enough, 10, f"{tokens} of {len(prompt)} tokens are in the store")
+
+    async def uses_store(self, engine: Engine, seconds: float = 20.0) -> None:
+        """The engine stores and loads: after whatever happened, it is well again."""
+        store, seen = self.node.store, 0
+
+        async def again() -> bool:
+            nonlocal seen
+            seen += 1
+            prompt = random_tokens(seeded(f"uses {engine.name} {seen} {store.pid}"), 100)
+            await self.ask(engine, prompt, 1)
+            await self.reset(engine)
+            return (await self.asked(engine, prompt, 1)).pulled > 0
+
+        await self.until(again, seconds, f"{engine.name} uses the store again")
+
+    async def kvtier(self, engine: Engine, name: str, kind: str = "") -> float:
+        return await self.metric(engine, f"vllm:kvtier_{name}_total", f'kind="{kind}"' if kind else "")
+
+    async def flushed(self, engine: Engine) -> None:
+        """What was counted until now is in the metrics: counters leave with the next step."""
+        await self.ask(engine, [300, 301], 1)
+
+    async def nothing_left(self, *engines: Engine) -> m.Counts:
+        """No block held, no copy under way, no lease, no reservation, and no slot that belongs to nothing."""
+        await self.until_idle(*engines, seconds=RETAIN_SECONDS + 10)
+        for engine in engines:
+            assert (await self.inspect(engine)).copying_blocks == 0
+
+        async def quiet() -> m.Counts | None:
+            counts = await asyncio.to_thread(self.node.store.counts)
+            held = sum(c.leases + c.reservations for c in counts.clients)
+            return counts if held == 0 else None
+
+        counts = await self.until(quiet, 5, "no lease and no reservation in the store")
+        index = counts.index
+        assert (index.leases, index.leased_entries, index.reservations, index.pinned_entries) == (0, 0, 0, 0), index
+        assert index.used_pages == index.entries * SLOT_PAGES, index
+        return counts
+
+
+def seeded(what: object) -> random.Random:
+    return random.Random(f"node store {what}")
+
+
+@pytest.fixture
+async def nodes(node) -> AsyncIterator[NodeDriver]:
+    async with driving(node.single, NodeDriver) as driver:
+        driver.node = node
+        yield driver

@@ -1,0 +1,480 @@
+"""The store's index against a plain model: what is found, what gets a slot, what is evicted, and who still holds it."""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support import WITHOUT_SHRINKING, Clock
+
+from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT, NO_ROOM, BadRequest, Index
+from vllm_kvtier.store.messages import GroupShape
+from vllm_kvtier.store.policies import POLICIES
+
+UNIT = 4  # tokens
+PIECE = 32  # pages
+PAGES = 96
+CLIENTS = (1, 2, 3)
+TOOL = 9  # never says which groups it has
+LEASE, RESERVE = 30.0, 50.0
+NOWHERE = 1 << 30  # a pages_limit that limits nothing
+
+SHAPES = [
+    [GroupShape(units=1, slot_pages=3)],
+    [GroupShape(units=2, slot_pages=5)],
+    [GroupShape(units=1, slot_pages=3), GroupShape(units=1, slot_pages=3, window=6)],
+    [GroupShape(units=2, slot_pages=5), GroupShape(units=1, slot_pages=2, window=9)],
+    [GroupShape(units=1, slot_pages=2), GroupShape(units=3, slot_pages=7)],
+    [GroupShape(units=1, slot_pages=4, window=5)],
+]
+
+
+def chain_of(tokens: list[int]) -> list[bytes]:
+    """Chained hashes of units, readable in failures: which prefix it is."""
+    return [bytes(tokens[: n + 1]).ljust(HASH, b"\xff") for n in range(len(tokens))]
+
+
+@dataclass(eq=False)
+class Block:
+    key: tuple[bytes, int, bytes]  # space, group, hash
+    parent: bytes | None
+    slot: int
+    size: int
+    writer: int | None
+    deadline: float
+    tenant: bytes
+    ready: bool = False
+    pinned: bool = False
+    leases: set[int] = field(default_factory=set)
+
+    @property
+    def held(self) -> bool:
+        return bool(self.leases) or self.writer is not None
+
+
+class Store(RuleBasedStateMachine):
+    @initialize(
+        shapes=st.sampled_from(SHAPES),
+        policy=st.sampled_from(sorted(POLICIES)),
+        tenant_share=st.sampled_from([1.0, 1.0, 0.4]),
+        ready=st.integers(0, PAGES),
+    )
+    def start(self, shapes, policy, tenant_share, ready):
+        self.shapes, self.tenant_share = shapes, tenant_share
+        self.align = {1: 1, 2: 2, 3: 3}[max(s.units for s in shapes)]
+        self.clock = Clock()
+        self.pool = SlotPool(PAGES, PIECE, slab_pages=12)
+        self.index = Index(
+            self.pool,
+            POLICIES[policy],
+            self.clock,
+            lease_seconds=LEASE,
+            reserve_seconds=RESERVE,
+            pin_share=0.3,
+            tenant_share=tenant_share,
+        )
+        for client in CLIENTS:
+            self.index.connect(client, UNIT, shapes)
+        self.index.connect(TOOL, 1, [])
+        self.index.grow(ready)
+        self.listed: dict[tuple, Block] = {}
+        self.limbo: set[Block] = set()  # forgotten, but somebody still reads or writes the slot
+        self.leases: dict[int, tuple[int, float, list[Block]]] = {}
+        self.evicted = 0
+
+    # -- the model's side of each event --------------------------------------------------------------------------
+
+    def forget(self, block: Block) -> None:
+        del self.listed[block.key]
+        block.pinned = False
+        if block.held:
+            self.limbo.add(block)
+
+    def settle(self, block: Block) -> None:
+        if not block.held:
+            self.limbo.discard(block)
+
+    def end_lease(self, lease: int) -> None:
+        for block in self.leases.pop(lease)[2]:
+            block.leases.discard(lease)
+            self.settle(block)
+
+    def end_write(self, block: Block, ready: bool) -> None:
+        block.writer = None
+        if block in self.limbo:
+            self.settle(block)
+        elif ready:
+            block.ready = True
+        else:
+            self.forget(block)
+
+    def written_by(self, client: int) -> dict[int, Block]:
+        return {b.slot: b for b in [*self.listed.values(), *self.limbo] if b.writer == client}
+
+    def children(self, block: Block) -> list[Block]:
+        space, group, block_hash = block.key
+        return [b for b in self.listed.values() if b.key[:2] == (space, group) and b.parent == block_hash]
+
+    def usable(self, space: bytes, group: int, hashes: list[bytes], place: int, limit: int) -> Block | None:
+        block = self.listed.get((space, group, hashes[(place + 1) * self.shapes[group].units - 1]))
+        return block if block and block.ready and block.slot + block.size <= limit else None
+
+    def covers(self, space: bytes, hashes: list[bytes], start: int, end: int, limit: int) -> list[list[Block | None]]:
+        """Per group the blocks of tokens [start, end) that are needed, spelled out token by token; [] if any lacks."""
+        rows = []
+        for group, shape in enumerate(self.shapes):
+            size = shape.units * UNIT
+            row: list[Block | None] = [None] * (end * UNIT // size - start * UNIT // size)
+            for token in range(start * UNIT, end * UNIT):
+                if shape.window is not None and token < end * UNIT - shape.window:
+                    continue
+                block = self.usable(space, group, hashes, token // size, limit)
+                if block is None:
+                    return []
+                row[token // size - start * UNIT // size] = block
+            rows.append(row)
+        return rows
+
+    def longest(self, space: bytes, hashes: list[bytes], start: int, limit: int) -> tuple[int, list]:
+        for end in range(len(hashes) // self.align * self.align, start, -self.align):
+            rows = self.covers(space, hashes, start, end, limit)
+            if rows:
+                return end, rows
+        return start, [[] for _ in self.shapes]
+
+    def evictable(self, limit: int, parents: set[tuple]) -> int:
+        """How many blocks could go, one after the other, when nothing but one size is stored."""
+
+        def may(block: Block) -> bool:
+            free = block.ready and not block.held and not block.pinned and block.key not in parents
+            return free and block.slot + block.size <= limit and all(map(may, self.children(block)))
+
+        return sum(map(may, self.listed.values()))
+
+    # -- rules -----------------------------------------------------------------------------------------------------
+
+    def items(self, hashes: list[bytes], first: int, last: int) -> list[tuple[int, bytes, bytes | None]]:
+        out = []
+        for group, shape in enumerate(self.shapes):
+            u = shape.units
+            for place in range(first // u, last // u):
+                parent = hashes[place * u - 1] if place else None
+                out.append((group, hashes[(place + 1) * u - 1], parent))
+        return out
+
+    @rule(
+        client=st.sampled_from(CLIENTS),
+        space=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        first=st.sampled_from([0, 0, 0, 1, 2, 4]),
+        tenant=st.sampled_from([b"", b"t", b"u"]),
+        limit=st.sampled_from([NOWHERE, NOWHERE, NOWHERE, 40, 64, 3]),
+        shuffle=st.none() | st.randoms(use_true_random=False),
+        commit=st.booleans(),
+    )
+    def reserve(self, client, space, tokens, first, tenant, limit, shuffle, commit):
+        items = self.items(chain_of(tokens), first, len(tokens))
+        if shuffle:
+            shuffle.shuffle(items)
+        hashes = b"".join(h for _, h, _ in items)
+        parents = b"".join(p or bytes(HASH) for _, _, p in items)
+        before = dict(self.listed)
+        answer = self.index.reserve(client, space, tenant, [g for g, _, _ in items], hashes, parents, limit)
+        assert len(answer) == len(items)
+        self.find_evicted(before)
+
+        wanted: dict[tuple, tuple[Block, int]] = {}
+        for (group, block_hash, parent), got in zip(items, answer, strict=True):
+            key, shape = (space, group, block_hash), self.shapes[group]
+            linked = shape.window is None
+            if key in before or key in wanted:
+                assert got == EXISTS
+            elif linked and parent and (space, group, parent) not in before and (space, group, parent) not in wanted:
+                assert got == NO_PARENT
+            else:
+                assert got > 0 or got == NO_ROOM
+                block = Block(
+                    key, parent if linked else None, got, shape.slot_pages, client, self.clock.now + RESERVE, tenant
+                )
+                wanted[key] = (block, got)
+        for size in {s.slot_pages for s in self.shapes}:
+            codes = [got for block, got in wanted.values() if block.size == size]
+            granted = [got for got in codes if got > 0]
+            assert codes == granted + [NO_ROOM] * (len(codes) - len(granted)), "room for a block but not for its parent"
+            assert granted == sorted(granted)
+            if len(granted) < len(codes):
+                self.really_full(size, limit, len(granted), {(space, b.key[1], b.parent) for b, _ in wanted.values()})
+        for key, (block, got) in wanted.items():
+            if got > 0:
+                assert got + block.size <= min(limit, self.pool.ready)
+                self.listed[key] = block
+        self.no_overlap()
+        if commit:  # most often written at once, or too little would ever be ready
+            self.commit(client, [got for _, got in wanted.values() if got > 0])
+
+    def really_full(self, size, limit, granted, parents):
+        """NO_ROOM: every slot of the only size is taken, and nothing that could go is left."""
+        if self.tenant_share < 1 or len({s.slot_pages for s in self.shapes}) > 1:
+            return
+        top = min(limit, self.pool.ready)
+        pieces = [(max(1, at), min(at + PIECE, top)) for at in range(0, PAGES, PIECE)]
+        slots = sum(max(0, end - begin) // size for begin, end in pieces)
+        busy = [b for b in [*self.listed.values(), *self.limbo] if b.slot + b.size <= top]
+        assert granted + len(busy) == slots and self.evictable(limit, parents) == 0
+
+    def find_evicted(self, before) -> None:
+        """What the index no longer lists, and nobody took away by force: all of it may go, and no prefix broke."""
+        now = {
+            (space.name, g, h) for space in self.index._spaces.values() for g, t in enumerate(space.tables) for h in t
+        }
+        gone = [block for key, block in before.items() if key not in now]
+        for block in gone:
+            assert block.ready and not block.held and not block.pinned, f"evicted although in use: {block}"
+            del self.listed[block.key]
+        for block in gone:
+            assert not self.children(block), f"evicted under its children: {block}"
+        self.evicted += len(gone)
+
+    @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False), ready=st.booleans())
+    def some_written(self, client, pick, ready):
+        mine = list(self.written_by(client))
+        slots = pick.sample(mine, pick.randint(0, len(mine))) + [pick.randint(1, PAGES)]
+        if ready:
+            self.commit(client, slots)
+        else:
+            blocks = [b for slot in dict.fromkeys(slots) if (b := self.written_by(client).get(slot))]
+            assert self.index.abort(client, slots) == len(blocks)
+            for block in blocks:
+                self.end_write(block, False)
+
+    def commit(self, client, slots):
+        blocks = [b for slot in dict.fromkeys(slots) if (b := self.written_by(client).get(slot))]
+        assert self.index.commit(client, slots) == sum(b not in self.limbo for b in blocks)
+        for block in blocks:
+            self.end_write(block, True)
+
+    @rule(
+        client=st.sampled_from(CLIENTS),
+        space=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        tokens=st.lists(st.integers(0, 1), max_size=9),
+        start=st.sampled_from([0, 0, 1, 2]),
+        limit=st.sampled_from([NOWHERE, NOWHERE, 40]),
+    )
+    def lookup(self, client, space, tokens, start, limit):
+        hashes, start = chain_of(tokens), start * self.align
+        if start > len(hashes):
+            try:
+                self.index.lookup(client, space, b"".join(hashes), start, limit)
+            except BadRequest:
+                return
+            raise AssertionError("a start beyond the chain")
+        found = self.index.lookup(client, space, b"".join(hashes), start, limit)
+        end, rows = self.longest(space, hashes, start, limit)
+        assert found.units == end
+        assert found.slots == [[block.slot if block else 0 for block in row] for row in rows]
+        assert bool(found.lease) == (end > start)
+        if found.lease:
+            assert found.lease not in self.leases
+            blocks = [block for row in rows for block in row if block]
+            self.leases[found.lease] = (client, self.clock.now + LEASE, blocks)
+            for block in blocks:
+                block.leases.add(found.lease)
+
+    @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False))
+    def release(self, client, pick):
+        lease = pick.choice([*self.leases, 12345])
+        mine = lease in self.leases and self.leases[lease][0] == client
+        assert self.index.release(client, lease) == mine
+        if mine:
+            self.end_lease(lease)
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def reconnect(self, client):
+        self.index.disconnect(client)
+        for lease in [name for name, (who, _, _) in self.leases.items() if who == client]:
+            self.end_lease(lease)
+        for block in self.written_by(client).values():
+            self.end_write(block, False)
+        self.index.connect(client, UNIT, self.shapes)
+        assert self.index.held(client) == (0, 0)
+
+    @rule(seconds=st.integers(0, 40))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+        self.index.tick()
+        for lease in [name for name, (_, deadline, _) in self.leases.items() if deadline <= self.clock.now]:
+            self.end_lease(lease)
+        for block in [*self.listed.values(), *self.limbo]:
+            if block.writer is not None and block.deadline <= self.clock.now:
+                self.end_write(block, False)
+        until = self.index.next_deadline()
+        due = [deadline for _, deadline, _ in self.leases.values()]
+        due += [b.deadline for b in [*self.listed.values(), *self.limbo] if b.writer is not None]
+        assert not due or (until is not None and self.clock.now < until <= min(due))
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), pinned=st.booleans(), tool=st.booleans())
+    def pin(self, tokens, pinned, tool):
+        space, hashes = b"A" * HASH, chain_of(tokens)
+        count = self.index.pin(TOOL if tool else 1, space, b"".join(hashes), pinned)
+        blocks = []
+        for group, shape in enumerate(self.shapes):
+            for place in range(len(hashes) // shape.units):
+                block = self.listed.get((space, group, hashes[(place + 1) * shape.units - 1]))
+                if block and block.ready and block.pinned != pinned:
+                    blocks.append(((place + 1) * shape.units, group, block))
+        blocks = [block for _, _, block in sorted(blocks, key=lambda b: b[:2])]
+        if pinned:
+            room, fits = int(0.3 * PAGES) - sum(b.size for b in self.listed.values() if b.pinned), []
+            for block in blocks:
+                room -= block.size
+                if room < 0:
+                    break
+                fits.append(block)
+            blocks = fits
+        assert count == len(blocks)
+        for block in blocks:
+            block.pinned = pinned
+
+    @rule(space=st.sampled_from([None, b"A" * HASH, b"B" * HASH]), really=st.integers(0, 5))
+    def clear(self, space, really):
+        if really:  # seldom, or nothing ever grows
+            return
+        mine = [block for block in self.listed.values() if space in (None, block.key[0])]
+        assert self.index.clear(space) == len(mine)
+        for block in mine:
+            self.forget(block)
+
+    @rule(pick=st.randoms(use_true_random=False), right=st.booleans())
+    def discard(self, pick, right):
+        ready = [block for block in self.listed.values() if block.ready]
+        if ready:
+            block = pick.choice(ready)
+            assert self.index.discard(1, *block.key, block.slot if right else block.slot + 1) == right
+            if right:
+                self.forget(block)
+
+    @rule(
+        client=st.sampled_from(CLIENTS), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), tool=st.booleans()
+    )
+    def touch_and_inspect(self, client, tokens, tool):
+        space, hashes = b"A" * HASH, chain_of(tokens)
+        self.index.touch(client, space, b"".join(hashes))
+        holding = self.index.inspect(TOOL if tool else client, space, b"".join(hashes))
+        assert holding.units == self.longest(space, hashes, 0, NOWHERE)[0]
+        if holding.blocks:
+            for group, shape in enumerate(self.shapes):
+                places = range(len(hashes) // shape.units)
+                there = [self.listed.get((space, group, hashes[(p + 1) * shape.units - 1])) for p in places]
+                assert holding.blocks[group] == sum(b is not None and b.ready for b in there)
+        else:
+            assert not any(key[0] == space for key in self.listed)
+
+    @rule(pages=st.integers(0, 2 * PAGES))
+    def grow(self, pages):
+        ready = max(min(pages, PAGES), self.pool.ready)
+        self.index.grow(pages)
+        assert self.pool.ready == ready
+
+    # -- what always holds ---------------------------------------------------------------------------------------
+
+    def no_overlap(self):
+        """Slots in use are apart, within a piece and ready memory; with what is free they are the pool."""
+        spans = sorted((b.slot, b.slot + b.size) for b in [*self.listed.values(), *self.limbo])
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "two blocks share a page"
+        assert all(0 < a and b <= self.pool.ready and a // PIECE == (b - 1) // PIECE for a, b in spans)
+        assert sorted(slot for slab in self.pool.slabs() for slot in slab.slots()) == [a for a, _ in spans]
+        pages = sorted(self.pool.free_extents()) + [(s.start, s.end) for s in self.pool.slabs()]
+        assert sum(b - a for a, b in pages) == max(0, self.pool.ready - 1), "pages lost or counted twice"
+
+    @invariant()
+    def numbers_agree(self):
+        if not hasattr(self, "index"):
+            return
+        self.no_overlap()
+        blocks, stats = [*self.listed.values(), *self.limbo], self.index.stats()
+        assert stats.used_pages == sum(b.size for b in blocks)
+        assert stats.entries == sum(b.ready for b in self.listed.values())
+        assert stats.leases == len(self.leases)
+        assert stats.leased_entries == sum(bool(b.leases) for b in blocks)
+        assert stats.reservations == sum(b.writer is not None for b in blocks)
+        assert stats.pinned_entries == sum(b.pinned for b in self.listed.values())
+        assert stats.pinned_pages == sum(b.size for b in blocks if b.pinned) <= 0.3 * PAGES
+        assert stats.spaces == len({key[0] for key in self.listed})
+        assert stats.tenants == len({b.tenant for b in blocks})
+        assert stats.evictions == self.evicted
+        if self.tenant_share < 1:
+            for tenant in (b"t", b"u"):
+                assert sum(b.size for b in blocks if b.tenant == tenant) <= self.tenant_share * PAGES
+
+    def teardown(self):
+        """Everybody goes, everything is cleared: nothing is left anywhere."""
+        if not hasattr(self, "index"):
+            return
+        for client in CLIENTS:
+            self.index.disconnect(client)
+        stats = self.index.stats()
+        assert not (stats.leases or stats.leased_entries or stats.reservations)
+        self.index.clear(None)
+        stats = self.index.stats()
+        assert not (stats.used_pages or stats.entries or stats.pinned_entries or stats.spaces or stats.tenants)
+        assert not self.pool.slabs()
+        assert not any(len(policy) for policy in self.index._room._policies.values())
+
+
+Store.TestCase.settings = settings(settings.default, stateful_step_count=40)
+TestStore = Store.TestCase
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=40, phases=WITHOUT_SHRINKING, deadline=None)
+def test_long_random_lives(seed):
+    """The machine's own rules in long walks under pressure; hypothesis alone seldom fills the pool."""
+    rng = random.Random(seed)
+    machine = Store()
+    machine.start(
+        shapes=rng.choice(SHAPES),
+        policy=rng.choice(sorted(POLICIES)),
+        tenant_share=rng.choice([1.0, 1.0, 0.4]),
+        ready=rng.randint(0, PAGES),
+    )
+
+    def tokens():
+        return [rng.randint(0, 1) for _ in range(rng.randint(1, 9))]
+
+    def reserve():
+        limit = rng.choice([NOWHERE] * 4 + [40, 3])
+        machine.reserve(
+            client=rng.choice(CLIENTS),
+            space=rng.choice([b"A" * HASH] * 3 + [b"B" * HASH]),
+            tokens=tokens(),
+            first=rng.choice([0, 0, 0, 1, 3]),
+            tenant=rng.choice([b"", b"t", b"u"]),
+            limit=limit,
+            shuffle=rng if rng.random() < 0.1 else None,
+            commit=rng.random() < 0.8,
+        )
+
+    def lookup():
+        machine.lookup(
+            client=rng.choice(CLIENTS), space=b"A" * HASH, tokens=tokens(), start=rng.choice([0, 0, 1]), limit=NOWHERE
+        )
+
+    events = [
+        (12, reserve),
+        (6, lookup),
+        (4, lambda: machine.release(client=rng.choice(CLIENTS), pick=rng)),
+        (3, lambda: machine.some_written(client=rng.choice(CLIENTS), pick=rng, ready=rng.random() < 0.7)),
+        (1, lambda: machine.reconnect(client=rng.choice(CLIENTS))),
+        (1, lambda: machine.time_passes(seconds=rng.randint(0, 40))),
+        (1, lambda: machine.pin(tokens=tokens(), pinned=rng.random() < 0.5, tool=rng.random() < 0.5)),
+        (1, lambda: machine.discard(pick=rng, right=rng.random() < 0.7)),
+        (1, lambda: machine.touch_and_inspect(client=rng.choice(CLIENTS), tokens=tokens(), tool=rng.random() < 0.5)),
+        (1, lambda: machine.grow(pages=rng.randint(0, 2 * PAGES))),
+        (0.1, lambda: machine.clear(space=rng.choice([None, b"A" * HASH]), really=0)),
+    ]
+    for _ in range(250):
+        rng.choices([event for _, event in events], [weight for weight, _ in events])[0]()
+        machine.numbers_agree()
+    machine.teardown()

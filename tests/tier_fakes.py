@@ -1,0 +1,135 @@
+"""Stand-ins for the node store's client and an engine's ranks, under a real HostTier."""
+
+from types import SimpleNamespace
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler import tier as tier_module
+from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.messages import HASH, PAGE, Found
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.geometry import GroupView, Region
+
+NAMESPACE = m.Namespace("model", "auto", "sha256", "seed", 4, 1, 1)
+POOL = 1 << 20  # pages that all workers reach
+
+
+class FakePending:
+    """``store.client.Pending`` as far as it is used here."""
+
+    def __init__(self, session, asked=None):
+        self.session, self.outcome, self.asked, self._callbacks = session, None, asked, []
+
+    def then(self, callback):
+        if self.outcome is None:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    def wait(self, seconds):
+        return self.outcome is not None
+
+    def resolve(self, outcome):
+        assert self.outcome is None
+        self.outcome = outcome
+        for callback in self._callbacks:
+            callback(self)
+
+
+class FakeClient:
+    """``StoreClient``; what it is told and asked stays here. Leases must come back exactly once while it lives."""
+
+    def __init__(self, reactor, path, hello, *, launch=None, ask_timeout=2.0, on_change=None):
+        self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
+        self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
+        self.started = False
+        self.open = []  # lookups without an answer
+        self.held = set()
+        self.leases = 0
+        self.told = []
+
+    def start(self):
+        self.started = True
+
+    def connect(self, instance):
+        self.connected, self.instance, self.reason = True, instance, ""
+        self.session += 1
+        self.on_change()
+
+    def lose(self):
+        self.connected, self.instance, self.reason = False, "", "gone"
+        self.held.clear()
+        asked, self.open = self.open, []
+        for pending in asked:
+            pending.resolve(Failed("gone"))
+        self.on_change()
+
+    def lookup(self, space, chain, start, pages_limit):
+        assert len(space) == HASH and len(chain) % HASH == 0 and start <= len(chain) // HASH and pages_limit
+        pending = FakePending(self.session, SimpleNamespace(space=space, chain=chain, start=start, limit=pages_limit))
+        if self.connected:
+            self.open.append(pending)
+        else:
+            pending.resolve(Failed(self.reason))
+        return pending
+
+    def answer(self, pending, units, slots):
+        """With a lease, as the store does if it found something."""
+        self.open.remove(pending)
+        self.leases += 1
+        self.held.add(self.leases)
+        pending.resolve(Found(1, self.leases, units, slots))
+
+    def refuse(self, pending, outcome=None):
+        self.open.remove(pending)
+        pending.resolve(outcome or Found(1, 0, pending.asked.start, []))
+
+    def release(self, lease, session=None):
+        if self.connected and session == self.session:
+            assert lease in self.held, f"lease {lease} is given back twice"
+            self.held.discard(lease)
+
+    def __getattr__(self, name):
+        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "inspect"):
+            raise AttributeError(name)
+        return lambda *args: self.told.append((name, *args))
+
+
+def group_view(g, tokens, window=None, *, kind="full", layers=2, heads=2, inner=512, base=0, heads_first=True, gap=0):
+    """One group of a rank; ``heads_first`` and ``gap`` change only where bytes lie in memory."""
+    regions = []
+    for layer in range(layers):
+        page = heads * tokens * inner + gap
+        outer, token = (tokens * inner, inner) if heads_first else (inner, heads * inner)
+        regions.append(
+            Region(
+                layer=f"g{g}.l{layer}", base=base + layer * (1 << 24), block_stride=page, outer=heads,
+                outer_stride=outer, first_token=0, tokens=tokens, token_stride=token, inner=inner, dtype="bfloat16",
+            )
+        )  # fmt: skip
+    return GroupView(g, tokens, kind, window, tuple(regions))
+
+
+def described(rank, groups, shards, **view):
+    return m.Described(rank, tuple(group_view(g, n, w, **view) for g, (n, w) in enumerate(groups)), tuple(shards))
+
+
+def make_tier(groups, ranks=None, *, unit=4, namespace=NAMESPACE, reached=POOL, connect=True, **options):
+    """A HostTier with its fake client; ``ranks``: Described messages, one rank with everything if not given."""
+    ranks = ranks or [described(0, groups, [0] * len(groups))]
+    facts = SimpleNamespace(groups=groups, world_size=len(ranks), engine_id="engine")
+    later, setups, lost = [], [], []
+    reactor = SimpleNamespace(call_later=lambda delay, callback: later.append(callback))
+    config = KVTierConfig(store="/nowhere/store.sock", **options)
+    tier = HostTier(config, facts, unit, reactor, setups.append, lambda: lost.append(1))
+    real, tier_module.StoreClient = tier_module.StoreClient, FakeClient
+    try:
+        tier.open(namespace, {rank.rank: rank for rank in ranks})
+    finally:
+        tier_module.StoreClient = real
+    client = tier._client
+    if connect:
+        client.connect("life 1")
+        for rank in ranks:
+            tier.reached(m.PoolReady(rank.rank, "life 1", reached * PAGE))
+    return SimpleNamespace(tier=tier, client=client, setup=setups[0], lost=lost, later=later)

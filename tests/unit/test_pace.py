@@ -1,0 +1,89 @@
+"""Pace: which seconds are counted as whose step."""
+
+from types import SimpleNamespace
+
+import pytest
+from support import Clock
+
+from vllm_kvtier.scheduler.pace import LEAST_TOKENS, MOST_AHEAD, Pace
+
+
+class Engine:
+    """Steps that are scheduled and read; ``seen`` is what the planner was told."""
+
+    def __init__(self):
+        self.clock, self.seen = Clock(), []
+        planner = SimpleNamespace(observe_step=lambda *step: self.seen.append(step))
+        self.pace = Pace(planner, self.clock)
+        self.requests = {}
+
+    def schedule(self, **tokens):
+        """Request name -> new tokens."""
+        for name in tokens:
+            self.requests.setdefault(name, SimpleNamespace(request=SimpleNamespace(num_computed_tokens=0)))
+        total = sum(tokens.values())
+        output = SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
+        self.pace.begin_step(output, self.requests.get)
+        for name, n in tokens.items():
+            self.requests[name].request.num_computed_tokens += n
+
+    def read(self, after):
+        self.clock.now += after
+        self.pace.end_step()
+        return self.seen[-1] if self.seen else None
+
+
+def test_steps_one_by_one():
+    engine = Engine()
+    engine.schedule(a=100)
+    assert engine.read(0.5) == (0.5, [(100, 0)], 0)
+    engine.schedule(a=60)
+    assert engine.read(0.25) == (0.25, [(60, 100)], 0), "its context is what was computed before"
+
+
+def test_a_step_scheduled_ahead_begins_when_the_one_before_it_ends():
+    engine = Engine()
+    engine.schedule(a=100)
+    engine.schedule(b=200)
+    assert engine.read(0.5) == (0.5, [(100, 0)], 0)
+    assert engine.read(0.75) == (0.75, [(200, 0)], 0)
+    engine.clock.now += 100  # idle
+    engine.schedule(c=50)
+    assert engine.read(0.125) == (0.125, [(50, 0)], 0)
+
+
+@pytest.mark.parametrize("tokens", [{"a": 1, "b": 1}, {}, {"a": LEAST_TOKENS}, {"a": LEAST_TOKENS // 2 + 1, "b": 17}])
+def test_steps_that_say_nothing_about_prefills(tokens):
+    """The last: two small ones together are over the least, and neither is one alone."""
+    engine = Engine()
+    engine.schedule(**tokens)
+    assert engine.read(0.5) is None
+    engine.schedule(c=100)
+    assert engine.read(0.5) == (0.5, [(100, 0)], 0), "and they take their own time with them"
+
+
+def test_decodes_beside_a_prefill_are_counted():
+    engine = Engine()
+    engine.schedule(a=1, b=1, c=300, d=LEAST_TOKENS)
+    assert engine.read(0.5) == (0.5, [(300, 0), (LEAST_TOKENS, 0)], 2)
+
+
+def test_requests_that_nobody_follows_are_no_work():
+    engine = Engine()
+    output = SimpleNamespace(num_scheduled_tokens={"x": 100}, total_num_scheduled_tokens=100)
+    engine.pace.begin_step(output, lambda name: None)
+    assert engine.read(0.5) is None
+
+
+def test_an_output_without_a_step_is_ignored():
+    engine = Engine()
+    assert engine.read(1.0) is None
+    engine.schedule(a=100)
+    assert engine.read(0.5) == (0.5, [(100, 0)], 0)
+
+
+def test_steps_that_are_never_read_are_not_kept_for_ever():
+    engine = Engine()
+    for _ in range(10 * MOST_AHEAD):
+        engine.schedule(a=100)
+    assert len(engine.pace._ahead) <= MOST_AHEAD

@@ -1,0 +1,241 @@
+"""Load or compute: the fits of both rates, the decision, and what is forgotten when."""
+
+import random
+
+import pytest
+from support import Clock
+
+from vllm_kvtier.scheduler import planner as p
+from vllm_kvtier.scheduler.planner import Planner, Queue
+
+GB = 1e9
+KV = 147_456  # bytes a token of Qwen3-8B shapes
+
+
+def h200_step(work: list[tuple[int, int]], decodes: int = 0) -> float:
+    """Seconds of a step like those of an H200 (2k: 51 ms, 8k: 217 ms, 32k in 8k chunks: 1.28 s), eager."""
+    tokens = sum(new for new, _ in work)
+    pairs = sum(new * before + new * new / 2 for new, before in work)
+    return 0.008 + 2.3e-5 * tokens + 9e-10 * pairs + 3e-5 * decodes
+
+
+def h200_prefill(start: int, end: int, chunk: int = 8192) -> float:
+    return sum(h200_step([(min(chunk, end - at), at)]) for at in range(start, end, chunk))
+
+
+def taught(clock: Clock | None = None, lengths=(2048, 8192, 32768), noise: float = 0.0, **options) -> Planner:
+    """A planner that has seen a few prefills of these lengths, in chunks, and many decode steps."""
+    planner = Planner({"store": 50 * GB}, clock or Clock(), **options)
+    rng = random.Random(1)
+    for _ in range(4):
+        for length in lengths:
+            for at in range(0, length, 8192):
+                work = [(min(8192, length - at), at)]
+                planner.observe_step(h200_step(work, 3) * (1 + rng.uniform(-noise, noise)), work, 3)
+        for _ in range(50):
+            decodes = rng.randrange(1, 64)
+            planner.observe_step(h200_step([], decodes) * (1 + rng.uniform(-noise, noise)), [], decodes)
+    return planner
+
+
+def decide(planner: Planner, tokens: int, start: int = 0, source: str = "store", prompt: int | None = None):
+    return planner.decide(source, start, tokens, (tokens - start) * KV, prompt or tokens + 1)
+
+
+def load(planner: Planner, clock: Clock, nbytes: int, seconds: float, source: str = "store") -> None:
+    planner.started(source, nbytes)
+    clock.now += seconds
+    planner.ended(source, nbytes)
+    planner.observe_load(source, nbytes, 0, seconds)
+
+
+def test_what_is_not_known_is_loaded():
+    planner = Planner({"store": 50 * GB}, Clock())
+    decision = decide(planner, 32768)
+    assert decision.load and decision.reason == p.UNMEASURED and decision.compute_seconds is None
+    assert decision.load_seconds == pytest.approx(32768 * KV / (50 * GB) + 0.002)
+    assert decide(planner, 16, source="never heard of").load
+    assert planner.decisions[p.UNMEASURED] == 2
+
+
+def test_nothing_to_load_is_not_loaded():
+    planner = taught()
+    assert planner.decide("store", 64, 64, 0, 128).reason == p.NOTHING
+    assert planner.decide("store", 64, 32, 100, 128).reason == p.NOTHING
+    assert not planner.decide("store", 0, 64, 0, 128).load
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+@pytest.mark.parametrize(("start", "end"), [(0, 2048), (0, 8192), (0, 32768), (8192, 32768), (0, 131072)])
+def test_prefill_is_predicted_from_steps(start, end, noise):
+    """Within 10 % (20 with noise), also four times as long as anything seen."""
+    planner = taught(noise=noise)
+    compute = planner.decide("store", start, end, 1, end + 8192).compute_seconds
+    assert compute == pytest.approx(h200_prefill(start, end) + 0.00009 * 4, rel=0.2 if noise else 0.1)
+
+
+def test_only_the_tokens_loaded_are_counted_and_one_step_is_needed_anyway():
+    """A prompt that needs one step in any case saves no step by loading half of it."""
+    planner = taught()
+    whole = planner.decide("store", 0, 4096, 1, 8192).compute_seconds
+    assert whole == pytest.approx(h200_step([(4096, 0)]) - 0.008, rel=0.1)
+    assert planner.decide("store", 0, 4096, 1, 4096).compute_seconds == pytest.approx(whole)
+
+
+def test_a_slow_source_is_declined_and_a_fast_one_used():
+    planner = taught()
+    assert decide(planner, 32768).reason == p.FASTER
+    slow = Planner({"disk": 1 * GB}, Clock())
+    for length in (2048, 8192, 8192, 8192):
+        slow.observe_step(h200_step([(length, 0)]), [(length, 0)], 0)
+    decision = decide(slow, 8192, source="disk")
+    assert not decision.load and decision.reason == p.SLOWER
+    assert decision.load_seconds > decision.compute_seconds
+    assert "compute (slower)" in str(decision)
+
+
+def test_short_prompts_are_computed_where_latency_is_high():
+    planner = taught(latency=0.05)
+    assert decide(planner, 64).reason == p.SLOWER
+    assert decide(planner, 32768).load
+
+
+def test_latency_and_bandwidth_are_told_apart():
+    clock = Clock()
+    planner = Planner({"store": 10 * GB}, clock)
+    rng = random.Random(2)
+    for _ in range(60):
+        nbytes = rng.choice([1 << 20, 300 << 20, 4 << 30])
+        load(planner, clock, nbytes, (0.006 + nbytes / (48 * GB)) * rng.uniform(0.95, 1.05))
+    report = planner.report()
+    assert report["store_bandwidth"] == pytest.approx(48 * GB, rel=0.1)
+    assert report["store_latency"] == pytest.approx(0.006, rel=0.15)
+    assert report["store_error"] < 0.1
+
+
+def test_one_hiccup_changes_little():
+    clock = Clock()
+    planner = Planner({"store": 50 * GB}, clock)
+    for _ in range(20):
+        load(planner, clock, 1 << 30, (1 << 30) / (50 * GB))
+    before = decide(planner, 8192).load_seconds
+    load(planner, clock, 1 << 30, 60.0)
+    assert decide(planner, 8192).load_seconds < 1.15 * before
+
+
+def test_a_change_that_lasts_is_followed_within_a_few_loads():
+    clock = Clock()
+    planner = Planner({"store": 50 * GB}, clock)
+    for _ in range(50):
+        load(planner, clock, 1 << 30, (1 << 30) / (50 * GB))
+    for _ in range(8):
+        load(planner, clock, 1 << 30, (1 << 30) / (2 * GB))
+    assert decide(planner, 7281).load_seconds == pytest.approx((1 << 30) / (2 * GB), rel=0.2)
+
+
+def test_a_bad_minute_is_forgotten_and_only_one_load_tries_again():
+    clock = Clock()
+    planner = taught(clock)
+    for _ in range(30):
+        load(planner, clock, 1 << 30, 2.0)  # ten times slower than computing the same
+    assert decide(planner, 8192).reason == p.SLOWER
+    clock.now += 60
+    assert decide(planner, 8192).reason == p.SLOWER, "a minute is not enough"
+    clock.now += 10 * 60
+    decision = decide(planner, 8192)
+    assert decision.reason == p.FASTER
+    planner.started("store", 8192 * KV)
+    assert not decide(planner, 8192).load, "the others wait for what that one finds"
+    planner.ended("store", 8192 * KV)
+    planner.observe_load("store", 8192 * KV, decision.queued_bytes, 0.025)
+    for _ in range(8):
+        load(planner, clock, 8192 * KV, 0.025)
+    assert decide(planner, 8192).load
+    planner.started("store", 8192 * KV)
+    assert decide(planner, 8192).load
+
+
+def test_the_queue_counts():
+    planner = taught()
+    alone = decide(planner, 8192)
+    for _ in range(100):
+        planner.started("store", 8192 * KV)
+    queued = decide(planner, 8192)
+    assert queued.reason == p.QUEUED and queued.queued_bytes == 100 * 8192 * KV
+    assert queued.load_seconds > 50 * alone.load_seconds
+    short = decide(planner, 256)
+    assert short.queued_bytes == 100 * 256 * KV, "a short load passes the long ones by"
+    for _ in range(100):
+        planner.ended("store", 8192 * KV)
+    assert decide(planner, 8192) == alone
+    with pytest.raises(ValueError, match="store"):
+        planner.ended("store", 8192 * KV)
+
+
+def test_queued_bytes_are_part_of_what_a_load_took():
+    """A load that waited behind nine others does not make the link look slow."""
+    clock = Clock()
+    planner = Planner({"store": 50 * GB}, clock)
+    for _ in range(20):
+        planner.observe_load("store", 1 << 30, 9 << 30, (10 << 30) / (50 * GB))
+        clock.now += 1
+    assert planner.report()["store_bandwidth"] == pytest.approx(50 * GB, rel=0.1)
+
+
+def test_decode_steps_do_not_erase_prefills():
+    planner = taught()
+    before = decide(planner, 32768).compute_seconds
+    for n in range(5000):
+        planner.observe_step(h200_step([], n % 60), [], n % 60)
+    assert decide(planner, 32768).compute_seconds == pytest.approx(before, rel=0.05)
+
+
+def test_small_tails_after_hits_say_nothing_about_long_prefills():
+    """An engine that only ever hits sees steps of a few tokens: too little to refuse a load by."""
+    planner = Planner({"store": 50 * GB}, Clock())
+    for _ in range(100):
+        planner.observe_step(0.02, [(16, 32768)], 1)
+    assert decide(planner, 32768).reason == p.UNMEASURED
+
+
+def test_prefill_is_not_extrapolated_wildly():
+    """From 2k prompts alone, 128k are expected between linear growth and that of the last doubling seen."""
+    planner = taught(lengths=(2048,), noise=0.3)
+    compute = planner.decide("store", 0, 131072, 1, 131073).compute_seconds
+    assert 2.3e-5 * 131072 * 0.5 < compute < h200_prefill(0, 131072) * 3
+
+
+def test_an_engine_that_got_slower_is_noticed():
+    planner = taught()
+    fast = decide(planner, 8192).compute_seconds
+    for _ in range(12):
+        planner.observe_step(4 * h200_step([(8192, 0)]), [(8192, 0)], 0)
+    assert decide(planner, 8192).compute_seconds == pytest.approx(4 * fast, rel=0.35)
+
+
+def test_odd_observations_are_left_out():
+    clock = Clock()
+    planner = taught(clock)
+    before = planner.report()
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        planner.observe_step(seconds, [(100, 0)], 0)
+        planner.observe_load("store", 100, 0, seconds)
+    planner.observe_load("store", 0, 0, 1.0)
+    assert planner.report() == before
+
+
+def test_report_has_the_model_and_the_choices():
+    planner = taught()
+    decide(planner, 8192)
+    report = planner.report()
+    assert report["prefill_seconds_per_token"] == pytest.approx(2.3e-5, rel=0.1)
+    assert report["store_loads"] == 1 and report["store_declined"] == 0
+    assert report["step_error"] < 0.05 and report["store_queued_bytes"] == 0
+
+
+def test_queue_by_size():
+    queue = Queue()
+    for nbytes in (10, 1000, 1 << 30):
+        queue.add(nbytes)
+    assert queue.before(1000) == 10 + 1000 + 1000 and queue.before(1) == 3 and queue.loads == 3
+    assert queue.remove(1000) and not queue.remove(1000) and queue.nbytes == 10 + (1 << 30)

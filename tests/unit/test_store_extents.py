@@ -1,0 +1,140 @@
+"""Slots of the pool: apart, within pieces, side by side, nothing lost, and memory that moves between sizes."""
+
+import random
+
+import pytest
+
+from vllm_kvtier.store.extents import SLAB_PAGES, SlotPool
+
+ALL = 1 << 60
+
+
+def pool_of(pages: int, piece: int, **kwargs) -> SlotPool:
+    pool = SlotPool(pages, piece, **kwargs)
+    pool.grow(pages)
+    return pool
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 31, 64])
+def test_one_size_wastes_nothing_beyond_a_pieces_end(size):
+    pool = pool_of(300, 64)
+    pieces = [(1, 64), (64, 128), (128, 192), (192, 256), (256, 300)]
+    slots = pool.alloc(size, 10_000, ALL)
+    expected = sum((end - start) // size for start, end in pieces)
+    assert len(slots) == expected == len(set(slots))
+    assert all(slot // 64 == (slot + size - 1) // 64 for slot in slots), "a slot straddles two pieces"
+    assert pool.used == expected * size
+    for slot in slots:
+        pool.free(slot)
+    assert pool.free_extents() == tuple(pieces) and not pool.slabs() and pool.used == 0
+
+
+def test_page_0_and_what_is_not_ready_are_never_given():
+    pool = SlotPool(256, 64)
+    assert pool.alloc(1, 5, ALL) == []
+    pool.grow(10)
+    assert pool.alloc(1, 100, ALL) == list(range(1, 10))
+    pool.grow(5)  # never shrinks
+    assert pool.ready == 10
+    pool.grow(1000)
+    assert pool.ready == 256 and pool.alloc(1, 3, ALL) == [10, 11, 12]
+
+
+def test_memory_that_grows_in_odd_steps_is_cut_like_memory_that_was_there():
+    stepwise = SlotPool(256, 64)
+    got = []
+    for ready in range(0, 257, 5):
+        stepwise.grow(ready)
+        got += stepwise.alloc(7, 100, ALL)
+    assert sorted(got) == pool_of(256, 64).alloc(7, 1000, ALL)
+
+
+def test_limit_bounds_where_slots_end():
+    pool = pool_of(256, 64)
+    assert pool.alloc(8, 100, 40) == [1, 9, 17, 25]
+    assert pool.alloc(8, 1, 40) == []
+    assert pool.alloc(8, 1, ALL) == [33]
+
+
+def test_slots_of_one_request_lie_side_by_side():
+    pool = pool_of(1 << 20, 1 << 16)
+    slots = pool.alloc(576, 512, ALL)
+    breaks = sum(b - a != 576 for a, b in zip(slots, slots[1:], strict=False))
+    assert slots == sorted(slots) and breaks == 512 // (65536 // 576)  # only at the ends of pieces
+    # In a full pool: what was freed side by side is given side by side again, crumbs only when need be.
+    full = pool_of(1 << 16, 1 << 16)
+    everything = full.alloc(16, 1 << 16, ALL)
+    for slot in everything[::9]:
+        full.free(slot)
+    for slot in everything[1000:1032]:
+        if slot not in everything[::9]:
+            full.free(slot)
+    assert full.alloc(16, 32, ALL) == everything[999:1031]  # 999 is one of the crumbs
+
+
+def test_the_smallest_run_that_fits_is_taken():
+    pool = pool_of(1 << 16, 1 << 16, slab_pages=1 << 15)
+    slots = pool.alloc(4, 100, ALL)
+    for i in [*range(10, 18), *range(40, 43), *range(60, 80)]:
+        pool.free(slots[i])
+    assert pool.alloc(4, 3, ALL) == slots[40:43]
+
+
+def test_slabs_are_bounded_so_that_sizes_can_share_a_pool():
+    pool = pool_of(1 << 16, 1 << 16)
+    pool.alloc(8, 1, ALL)
+    pool.alloc(9, 1, ALL)
+    first, second = pool.slabs()
+    assert first.end - first.start <= SLAB_PAGES and second.start == first.end
+    giant = SlotPool(1 << 18, 1 << 16)
+    giant.grow(1 << 18)
+    assert len(giant.alloc(40_000, 9, ALL)) == 4  # larger than a slab: one a piece
+
+
+def test_around_says_which_slabs_make_room():
+    pool = pool_of(128, 64, slab_pages=8)
+    small = pool.alloc(4, 100, ALL)
+    assert pool.alloc(20, 1, ALL) == []
+    slabs = pool.around(small[8], 20, ALL)
+    assert any(small[8] in slab.slots() for slab in slabs)
+    for slab in slabs:
+        for slot in slab.slots():
+            pool.free(slot)
+    assert len(slabs) <= 4 and len(pool.alloc(20, 1, ALL)) == 1
+    assert pool.around(small[0], 64, ALL) is None, "page 0 is not to be had, so this piece never holds 64"
+    assert pool.around(small[0], 20, 10) is None, "beyond the limit"
+    assert pool.around(small[-1], 60, ALL) is not None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_lives_lose_and_duplicate_nothing(seed):
+    rng = random.Random(seed)
+    pool = SlotPool(1000, 128, slab_pages=rng.choice([8, 32, 200]))
+    sizes = rng.sample([1, 2, 3, 5, 8, 13, 40], rng.randint(1, 3))
+    held: dict[int, int] = {}
+    for _ in range(300):
+        event = rng.random()
+        if event < 0.1:
+            pool.grow(pool.ready + rng.randint(0, 200))
+        elif event < 0.6 or not held:
+            size, limit = rng.choice(sizes), rng.choice([ALL, ALL, rng.randint(0, 1000)])
+            slots = pool.alloc(size, rng.randint(1, 20), limit)
+            assert slots == sorted(slots) and all(slot + size <= min(limit, pool.ready) for slot in slots)
+            assert not held.keys() & set(slots)
+            held |= dict.fromkeys(slots, size)
+        else:
+            for slot in rng.sample(sorted(held), rng.randint(1, len(held))):
+                del held[slot]
+                pool.free(slot)
+        spans = sorted((slot, slot + size) for slot, size in held.items())
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a > 0 and a // 128 == (b - 1) // 128 for a, b in spans)
+        assert pool.used == sum(held.values())
+        free = list(pool.free_extents())
+        covered = sorted(free + [(slab.start, slab.end) for slab in pool.slabs()])
+        assert sum(b - a for a, b in covered) == max(0, pool.ready - 1)
+        assert all(a[1] <= b[0] for a, b in zip(covered, covered[1:], strict=False))
+        assert all(a[1] < b[0] or b[0] % 128 == 0 for a, b in zip(free, free[1:], strict=False)), "not merged"
+    for slot in held:
+        pool.free(slot)
+    assert not pool.slabs()

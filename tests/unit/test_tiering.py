@@ -1,0 +1,134 @@
+"""TierWorker: when it looks after copies, and behind which step they are begun."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import eventually
+from tier_fakes import group_view
+
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker import tiering
+from vllm_kvtier.worker.tiering import TierWorker
+from vllm_kvtier.worker.work import GroupLoad, LoadOrder
+
+
+class FakeCopier:
+    """Copies end after ``polls`` looks."""
+
+    piece_bytes = 1 << 20
+
+    def __init__(self):
+        self.calls, self.polls = [], 3
+
+    def _copy(self, way, group, blocks, keys, slots, after):
+        self.calls.append((way, blocks.tolist(), after))
+        left = [self.polls]
+
+        def done():
+            left[0] -= 1
+            return left[0] < 0
+
+        return SimpleNamespace(done=done, bad=np.zeros(len(blocks), bool), nbytes=len(blocks))
+
+    def store(self, *args):
+        return self._copy("store", *args)
+
+    def load(self, *args):
+        return self._copy("load", *args)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    copier = FakeCopier()
+    backing = SimpleNamespace(instance="life", copier=copier, take=lambda: None, give=lambda: None)
+
+    class FakePool:
+        def __init__(self, *args, **options):
+            self.current, self.instance, self.registered_pages = backing, "life", 1000
+
+        def start(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(tiering, "Pool", FakePool)
+    reactor = Reactor("test-tiering")
+    told, finished = [], []
+    view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
+    setup = m.PoolSetup("/nowhere", [[0]], [[True]], 1 << 30)
+    made = TierWorker(reactor, 0, view, setup, told.append, finished.append)
+    reactor.start()
+    yield SimpleNamespace(tier=made, reactor=reactor, copier=copier, told=told, finished=finished)
+    reactor.stop()
+
+
+def blocks(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def store(worker, order, step):
+    array = blocks(1, 2).tobytes()
+    message = m.StoreBlocks(order, "life", 0, step, array, array, array)
+    done = threading.Event()
+    worker.reactor.call_soon(lambda: (worker.tier.store(message), done.set()))
+    assert done.wait(5)
+
+
+def load(name):
+    group = GroupLoad(0, blocks(3, 4), blocks(7, 8).astype(np.uint64), blocks(5, 6))
+    return LoadOrder(name, [group], 60.0, "life")
+
+
+def test_a_store_that_was_ordered_before_its_step_is_copied_soon_after_it(worker):
+    """The order overtakes the step that writes the blocks; nothing else comes to remind us."""
+    store(worker, 1, step=5)
+    time.sleep(0.02)
+    assert not worker.copier.calls
+    worker.tier.step(5, "fence 5")
+    eventually(lambda: worker.told, 5.0, "stored")
+    assert worker.copier.calls == [("store", [1, 2], "fence 5")]
+    assert (worker.told[0].done, worker.told[0].dropped) == ([1], [])
+
+
+def test_loads_are_looked_after_while_a_store_waits_for_its_step(worker):
+    worker.tier.step(1, None)
+    store(worker, 1, step=9)
+    worker.tier.load([load("r")])
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    assert worker.finished[0].request_id == "r" and not worker.finished[0].failed
+    assert not worker.told
+
+
+def test_loads_begin_behind_the_last_step(worker):
+    """Whether or not the reactor has seen that step yet."""
+    for number in range(20):
+        worker.tier.step(number, f"fence {number}")
+        if number % 3 == 0:
+            store(worker, number, step=number)
+        worker.tier.load([load(f"r{number}")])
+    eventually(lambda: len(worker.finished) == 20, 5.0)
+    loads = [after for way, _, after in worker.copier.calls if way == "load"]
+    assert loads == [f"fence {number}" for number in range(20)]
+
+
+def test_calls_without_a_step_are_ignored(worker):
+    worker.tier.step(3, "fence 3")
+    worker.tier.step(-1, None)
+    store(worker, 1, step=3)
+    eventually(lambda: worker.told, 5.0)
+    worker.tier.load([load("r")])
+    eventually(lambda: worker.finished, 5.0)
+    assert [after for *_, after in worker.copier.calls] == ["fence 3", "fence 3"]
+
+
+def test_a_part_that_another_rank_writes_is_left_to_it(worker):
+    worker.tier._writes = [False]
+    store(worker, 1, step=0)
+    worker.tier.step(0, None)
+    time.sleep(0.02)
+    assert not worker.copier.calls and not worker.told

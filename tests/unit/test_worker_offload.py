@@ -1,0 +1,909 @@
+"""The offload engine against a modelled link, and the pool's life: mapping, registering, changing stores."""
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support import Clock, eventually
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.client import StoreClient
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.server import StoreServer
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import PAGE, PIECE, part_layout, slot_layout
+from vllm_kvtier.worker import offload as module
+from vllm_kvtier.worker.copier import make_copier
+from vllm_kvtier.worker.offload import Offload
+from vllm_kvtier.worker.pool import PATIENCE, Pool
+from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StoreOrder
+
+MIB = 1 << 20
+LIFE = "life 1"
+
+
+class Link:
+    """A copier whose lanes move ``rate`` bytes a second each, one call after another, behind its fence's time."""
+
+    def __init__(self, clock, rate=50e9, piece_bytes=32 * MIB, block_bytes=MIB):
+        self.clock, self.rate, self.piece_bytes, self.block_bytes = clock, rate, piece_bytes, block_bytes
+        self.free = {"load": 0.0, "store": 0.0}
+        self.busy = {"load": 0.0, "store": 0.0}
+        self.calls, self.bad, self.polls = [], set(), 0
+        self.instance, self.copier, self.users = LIFE, self, 0
+
+    def take(self):
+        self.users += 1
+
+    def give(self):
+        self.users -= 1
+
+    def _call(self, kind, group, blocks, keys, slots, after):
+        nbytes = len(blocks) * self.block_bytes
+        start = max(self.clock(), self.free[kind], after or 0.0)
+        self.free[kind] = start + nbytes / self.rate
+        self.busy[kind] += nbytes / self.rate
+        call = SimpleNamespace(kind=kind, group=group, blocks=blocks.tolist(), nbytes=nbytes, over=self.free[kind])
+        call.bad = np.isin(blocks, list(self.bad)) if kind == "load" else None
+        call.done = lambda: self._done(call)
+        self.calls.append(call)
+        return call
+
+    def _done(self, call):
+        self.polls += 1
+        return self.clock() >= call.over
+
+    def store(self, *arguments):
+        return self._call("store", *arguments)
+
+    def load(self, *arguments):
+        return self._call("load", *arguments)
+
+
+class CpuLink(Link):
+    """Copies on the calling thread, as plain copies do."""
+
+    def _call(self, *arguments):
+        call = super()._call(*arguments)
+        self.clock.now = call.over
+        return call
+
+
+def arrays(count, first=1):
+    blocks = np.arange(first, first + count)
+    return dict(blocks=blocks, keys=blocks.astype(np.uint64), slots=blocks * 256)
+
+
+ids = itertools.count()
+
+
+def store(count, step=0, group=0, first=1, instance=LIFE):
+    return StoreOrder(next(ids), group, **arrays(count, first), after_step=step, instance=instance)
+
+
+def load(name, *counts, timeout=10.0, first=1, instance=LIFE):
+    return LoadOrder(name, [GroupLoad(g, **arrays(n, first)) for g, n in enumerate(counts)], timeout, instance)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def link(clock):
+    return Link(clock)
+
+
+def engine(link, clock, **options):
+    return Offload(SimpleNamespace(current=link), [link.block_bytes] * 2, clock=clock, **options)
+
+
+def run(offload, clock, seconds, step=lambda: None):
+    """Drive whenever the engine asks for it; what ended, in all, and how often it was driven."""
+    end, drives = clock.now + seconds, 0
+    loads, stored, dropped = [], [], []
+    while clock.now < end:
+        step()
+        ended = offload.drive()
+        drives += 1
+        loads += ended.loads
+        stored += ended.stored
+        dropped += ended.dropped
+        pause = offload.next_poll()
+        if pause is None:
+            break
+        clock.now += max(pause, 10e-6)  # what a drive takes
+    return SimpleNamespace(loads=loads, stored=stored, dropped=dropped, drives=drives)
+
+
+# -- stores ----------------------------------------------------------------------------------------------------------
+
+
+def test_stores_wait_for_their_forward_and_behind_its_fence(link, clock):
+    offload = engine(link, clock)
+    order = store(40, step=3)
+    offload.submit_store(order)
+    offload.step_launched(2, clock.now)
+    offload.drive()
+    assert not link.calls and not offload.active
+    offload.step_launched(3, fence := clock.now + 0.05)
+    offload.drive()
+    assert link.calls and link.calls[0].over > fence
+    assert run(offload, clock, 1).stored == [order.id] and clock.now > fence
+
+
+def test_the_fence_of_a_later_step_does_for_one_that_is_not_kept(link, clock):
+    offload = engine(link, clock)
+    offload.submit_store(store(40, step=5))
+    for step in range(5, 8 + module.FENCES):
+        offload.step_launched(step, clock.now + step)
+    offload.drive()
+    # The oldest that is kept.
+    assert link.calls[0].over == pytest.approx(clock.now + 8 + link.piece_bytes / link.rate)
+    with pytest.raises(ValueError, match="step 4 was launched after step 23"):
+        offload.step_launched(4, None)
+
+
+def test_small_stores_wait_for_company_and_no_longer(link, clock):
+    offload = engine(link, clock)
+    for step in range(4):
+        offload.step_launched(step, None)
+        offload.submit_store(store(1, step, first=1 + step))
+        offload.drive()
+    assert not link.calls and not offload.active
+    assert offload.next_poll() == pytest.approx(module.STORES_LINGER)
+    clock.now += module.STORES_LINGER
+    offload.drive()
+    assert [call.blocks for call in link.calls] == [[1, 2, 3, 4]]
+    offload.submit_store(store(31, step=3, first=10))
+    offload.drive()
+    assert len(link.calls) == 1
+    offload.submit_store(store(1, step=3, first=50))  # now it is a piece
+    offload.drive()
+    assert len(link.calls) == 2
+
+
+def test_a_cancelled_store_is_no_company(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    gone = store(31)
+    offload.submit_store(gone)
+    offload.cancel([gone.id])
+    offload.submit_store(store(1, first=100))
+    offload.drive()
+    assert not link.calls and offload.next_poll() == pytest.approx(module.STORES_LINGER)
+
+
+def test_the_newest_store_is_dropped_when_too_many_wait(link, clock):
+    offload = engine(link, clock, store_limit=100 * MIB)
+    offload.step_launched(0, clock.now + 1.0)  # a long forward: nothing ends meanwhile
+    orders = [store(40, first=1 + 40 * n) for n in range(4)]
+    for order in orders:
+        offload.submit_store(order)
+    assert offload.queued_store_bytes == 80 * MIB
+    ended = run(offload, clock, 3)
+    assert ended.stored == [o.id for o in orders[:2]] and ended.dropped == [o.id for o in orders[2:]]
+    large = store(400)  # alone it may be larger than the limit
+    offload.submit_store(large)
+    assert run(offload, clock, 3).stored == [large.id]
+
+
+def test_cancelled_stores_end_when_what_runs_has_ended(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, clock.now + 0.1)
+    small, large, waiting = store(32), store(4000, first=100), store(40, first=5000)
+    for order in (small, large, waiting):
+        offload.submit_store(order)
+    assert offload.drive() == ([], [], [])
+    begun = len(link.calls)
+    assert begun > 1
+    offload.cancel([small.id, large.id, waiting.id])
+    assert offload.drive() == ([], [], [waiting.id])
+    ended = run(offload, clock, 3)
+    assert ended.stored == [small.id] and ended.dropped == [large.id]
+    assert len(link.calls) == begun  # nothing more began
+
+
+def test_stores_that_never_begin_are_dropped_in_time(link, clock):
+    offload = engine(link, clock, store_timeout=5.0)
+    order = store(40, step=7)
+    offload.submit_store(order)
+    assert offload.next_poll() == pytest.approx(5.0) and not offload.active
+    assert run(offload, clock, 10).dropped == [order.id] and not link.calls
+
+
+# -- loads -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_does_not_wait_behind_stores(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    for n in range(20):
+        offload.submit_store(store(100, first=1 + 100 * n))
+    offload.drive()
+    clock.now += 0.001
+    before = len(link.calls)
+    offload.submit_load(load("r", 64), None)
+    offload.drive()
+    assert [c.kind for c in link.calls[before:]].count("load") == 2
+    result, = run(offload, clock, 0.003).loads
+    assert not result.failed and result.bytes == 64 * MIB
+    assert result.seconds < 64 * MIB / link.rate + 2 * module.LOADS_PAUSE and result.queued == 0.0
+
+
+def test_on_one_thread_loads_and_stores_take_turns(clock):
+    link = CpuLink(clock, rate=2e9, piece_bytes=4 * MIB)
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    offload.submit_store(store(400))
+    began = clock.now
+    offload.drive()
+    assert clock.now - began < module.STRETCH + 2 * link.piece_bytes / link.rate  # sockets have their turn
+    assert offload.active and offload.next_poll() == 0.0
+    offload.submit_load(load("r", 100), None)
+    before = len(link.calls)
+    loads = run(offload, clock, 10).loads
+    kinds = [c.kind for c in link.calls[before:]]
+    last = max(i for i, kind in enumerate(kinds) if kind == "load")
+    assert not loads[0].failed and kinds.count("load") == 25
+    assert 20 <= kinds[: last + 1].count("store") <= 25
+
+
+def test_a_short_load_passes_a_long_one(link, clock):
+    offload = engine(link, clock)
+    offload.submit_load(load("long", 10_000), None)
+    run(offload, clock, 0.02)
+    offload.submit_load(load("short", 64), None)
+    first, = run(offload, clock, 0.02).loads
+    assert first.request_id == "short"
+    # What was given ahead, itself, and a poll.
+    assert first.seconds < module.LOADS_AHEAD[1] + 2 * 64 * MIB / link.rate + 2 * module.LOADS_PAUSE
+    second, = run(offload, clock, 1).loads
+    assert second.request_id == "long" and second.seconds < 1.02 * 10_064 * MIB / link.rate + 0.002
+
+
+def test_the_end_of_a_load_is_seen_at_once_whatever_else_is_loaded(link, clock):
+    offload = engine(link, clock)
+    offload.submit_load(load("long", 19_000), None)
+    run(offload, clock, 0.05)
+    for n in range(10):
+        run(offload, clock, 0.0013 * n)
+        began, loads = clock.now, []
+        offload.submit_load(load("short", 10 + n, first=20_000), None)
+        while not loads:
+            loads = run(offload, clock, 1e-9).loads
+        over = max(c.over for c in link.calls if c.blocks[0] >= 20_000)
+        assert began + loads[0].seconds - over < 0.15e-3
+
+
+def test_loads_of_one_step_share_calls(link, clock):
+    offload = engine(link, clock)
+    fence = clock.now + 0.01
+    for n in range(6):
+        offload.submit_load(load(f"r{n}", 3, 2, first=1 + 10 * n), fence)
+    offload.submit_load(load("later", 3, first=100), clock.now + 0.02)
+    ended = run(offload, clock, 1)
+    assert len(ended.loads) == 7 and not any(r.failed for r in ended.loads)
+    sizes = [(c.group, len(c.blocks)) for c in link.calls]
+    assert sorted(sizes) == [(0, 3), (0, 18), (1, 12)]
+
+
+def test_calls_that_run_are_few_however_small(link, clock):
+    offload = engine(link, clock)
+    for n in range(40):
+        offload.submit_load(load(f"r{n}", 1, first=1 + n), clock.now + 0.01 + 1e-6 * n)
+    for _ in range(3):
+        offload.drive()
+    assert len(link.calls) == module.MOST_CALLS == link.users
+    assert len(run(offload, clock, 1).loads) == 40
+
+
+def test_what_is_bad_in_a_shared_call_costs_only_its_request(link, clock):
+    offload = engine(link, clock)
+    link.bad = {12, 21}
+    for n in range(3):
+        offload.submit_load(load(f"r{n}", 3, first=1 + 10 * n), None)
+    results = {r.request_id: r for r in run(offload, clock, 1).loads}
+    assert len(link.calls) == 1
+    assert [results[f"r{n}"].bad_blocks for n in range(3)] == [set(), {12}, {21}]
+    assert [results[f"r{n}"].corrupt for n in range(3)] == [[], [(0, 12 * 256)], [(0, 21 * 256)]]
+
+
+def test_time_in_the_queue_ends_with_the_first_copy(clock):
+    link = CpuLink(clock, rate=2e9, piece_bytes=4 * MIB)
+    offload = engine(link, clock)
+    for name, fence in (("first", 1.0), ("second", 2.0)):
+        offload.submit_load(load(name, 100), fence)
+    first, second = run(offload, clock, 10).loads
+    alone = 100 * MIB / link.rate
+    assert first.queued == 0.0 and first.seconds == pytest.approx(alone, rel=0.01)
+    assert second.queued == pytest.approx(alone, rel=0.01) and second.seconds == pytest.approx(2 * alone, rel=0.01)
+
+
+def test_behind_a_bad_block_the_group_is_not_loaded_but_others_are(link, clock):
+    offload = engine(link, clock)
+    link.bad = {11}
+    offload.submit_load(load("r", 2000, 0), None)
+    order = LoadOrder(
+        "two", [GroupLoad(0, **arrays(2000)), GroupLoad(1, **arrays(64, first=5000))], 10.0, LIFE
+    )
+    offload.submit_load(order, None)
+    one, two = run(offload, clock, 1).loads
+    for result in (one, two):
+        copied = result.bytes // MIB - (64 if result is two else 0)
+        assert copied < 500  # what was given ahead of the first check
+        assert result.bad_blocks == {11, *range(copied + 1, 2001)} and result.corrupt == [(0, 11 * 256)]
+        assert result.failed and result.checksum
+        total = 2064 if result is two else 2000
+        assert result.reason == f"1 of {total} blocks from the node store have a wrong checksum"
+
+
+def test_a_late_load_fails_then_and_is_reported_when_its_copies_ended(link, clock):
+    offload = engine(link, clock)
+    stuck = clock.now + 5.0
+    offload.submit_load(load("late", 1000, timeout=0.5), stuck)
+    assert run(offload, clock, 3).loads == []
+    begun = sum(len(c.blocks) for c in link.calls)
+    assert 0 < begun < 1000 and offload.next_poll() > 0.0
+    result, = run(offload, clock, 10).loads
+    assert clock.now > stuck and sum(len(c.blocks) for c in link.calls) == begun
+    assert result.bad_blocks == set(range(begun + 1, 1001))
+    assert result.reason == "the load did not end within 0.5 s" and not result.checksum
+    # All of it under way in time and right in the end is no failure.
+    offload.submit_load(load("slow", 10, timeout=0.5), clock.now + 1.0)
+    result, = run(offload, clock, 10).loads
+    assert result.seconds > 1.0 and not result.failed and result.reason == ""
+
+
+def test_one_late_load_does_not_keep_the_thread_awake(link, clock):
+    offload = engine(link, clock)
+    stuck = clock.now + 5.0
+    for name, timeout in (("late", 0.5), ("patient", 10.0)):
+        offload.submit_load(load(name, 1000, timeout=timeout), stuck)
+    run(offload, clock, 1.0)
+    assert offload.next_poll() > 0.0 and link.polls < 10_000
+
+
+def test_an_aborted_request_loads_no_more(link, clock):
+    offload = engine(link, clock)
+    offload.submit_load(load("gone", 10_000), None)
+    offload.drive()
+    offload.cancel_loads(["gone", "never seen"])
+    result, = run(offload, clock, 1).loads
+    assert result.failed and "aborted" in result.reason and result.bytes < 1000 * MIB
+    assert clock.now < 1000.05
+
+
+def test_nothing_to_load_is_loaded_at_once(link, clock):
+    offload = engine(link, clock)
+    offload.submit_load(load("empty", 0, 0), None)
+    assert offload.active and offload.next_poll() == 0.0
+    result, = offload.drive().loads
+    assert not result.failed and not offload.active and offload.next_poll() is None
+
+
+# -- pace ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+@pytest.mark.parametrize("rate", [2e9, 25e9, 55e9, 200e9])
+def test_the_link_stays_busy_with_few_polls(clock, kind, rate):
+    link = Link(clock, rate=rate)
+    offload = engine(link, clock, store_limit=1 << 50)
+    offload.step_launched(0, None)
+    count = int(rate * 0.5 / link.block_bytes)
+    if kind == "load":
+        offload.submit_load(load("r", count, timeout=100.0), None)
+    else:
+        offload.submit_store(store(count))
+    began = clock.now
+    drives = run(offload, clock, 10).drives
+    seconds = clock.now - began
+    assert seconds < 0.51 + 0.02  # of which it takes a moment to learn the rate
+    assert drives < seconds / (0.25e-3 if kind == "load" else 1e-3)
+
+
+def test_a_thread_that_rarely_gets_the_interpreter_keeps_the_link_busy(clock):
+    link = Link(clock, rate=55e9)
+    offload = engine(link, clock, store_limit=1 << 50)
+    offload.step_launched(0, None)
+    offload.submit_store(store(55_000))
+
+    def stall():
+        clock.now += 5e-3
+
+    began = clock.now
+    run(offload, clock, 10, stall)
+    assert 55_000 * MIB / link.rate / (clock.now - began) > 0.7
+
+
+def test_waiting_for_a_long_forward_costs_few_polls(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, clock.now + 0.3)
+    offload.submit_store(store(40))
+    assert run(offload, clock, 10).drives < 100
+
+
+# -- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copier_that_refuses_costs_these_orders_only(link, clock, caplog):
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    call, link._call = link._call, lambda *a: (_ for _ in ()).throw(ValueError("slot 9 outside the memory"))
+    for n in range(2):
+        offload.submit_load(load(f"r{n}", 3, 2), None)
+    order = store(40)
+    offload.submit_store(order)
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.offload"):
+        ended = offload.drive()
+    assert ended.dropped == [order.id] and len(ended.loads) == 2
+    for result in ended.loads:
+        assert result.bad_blocks == {1, 2, 3} and "slot 9 outside the memory" in result.reason
+        assert not result.checksum
+    assert len(caplog.records) == 2  # once each way
+    link._call = call
+    offload.submit_load(load("fine", 3), None)
+    assert not run(offload, clock, 1).loads[0].failed
+
+
+def test_a_device_that_failed_ends_everything(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    offload.submit_load(load("r", 100), None)
+    offload.submit_store(store(64))
+    offload.drive()
+
+    def broken(call):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    link._done = broken
+    ended = run(offload, clock, 1)
+    assert ended.loads[0].failed and "unspecified launch failure" in ended.loads[0].reason
+    assert len(ended.dropped) == 1 and link.users == 0
+
+
+def test_another_store_ends_what_waits_and_leaves_what_runs(link, clock):
+    pool = SimpleNamespace(current=link)
+    offload = Offload(pool, [MIB, MIB], clock=clock)
+    offload.step_launched(0, clock.now + 0.05)
+    offload.submit_load(load("r", 1000), clock.now + 0.05)
+    begun_store, waiting_store = store(32), store(1000, first=100)
+    offload.submit_store(begun_store)
+    offload.submit_store(waiting_store)
+    offload.drive()
+    begun, old = len(link.calls), link.users
+    assert old == begun > 2
+    pool.current = new = Link(clock)
+    new.instance = "life 2"
+    assert offload.drive() == ([], [], [])
+    loads = sum(len(c.blocks) for c in link.calls if c.kind == "load")
+    other = load("new", 5, instance="life 2")
+    offload.submit_load(other, None)
+    for wrong in ("", LIFE):
+        offload.submit_load(load("stale", 5, instance=wrong), None)
+    stale = store(5)
+    offload.submit_store(stale)
+    ended = run(offload, clock, 1)
+    results = {r.request_id: r for r in ended.loads}
+    assert results["r"].bad_blocks == set(range(loads + 1, 1001)) and "restarted" in results["r"].reason
+    assert not results["new"].failed and "another instance" in results["stale"].reason
+    assert sorted(ended.dropped) == [begun_store.id, waiting_store.id, stale.id] and not ended.stored
+    assert len(link.calls) == begun and link.users == 0 and new.users == 0
+    pool.current = None
+    offload.submit_load(load("unmapped", 5), None)
+    assert "not mapped" in offload.drive().loads[0].reason
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """A reactor that runs when told to."""
+
+    def __init__(self, clock):
+        self.clock, self.soon, self.timers, self.order = clock, [], [], itertools.count()
+
+    def call_soon(self, callback):
+        self.soon.append(callback)
+
+    def call_later(self, delay, callback):
+        heapq.heappush(self.timers, (self.clock.now + delay, next(self.order), callback))
+
+    def turn(self):
+        """One turn; False when nothing is due."""
+        now, self.soon = self.soon, []
+        if not now and self.timers:
+            when, _, callback = heapq.heappop(self.timers)
+            self.clock.now = max(self.clock.now, when)
+            now = [callback]
+        for callback in now:
+            callback()
+        return bool(now)
+
+    def all(self):
+        while self.turn():
+            pass
+
+
+class FakeMapping:
+    def __init__(self, instance, nbytes):
+        self.instance, self.nbytes, self.address, self.closed = instance, nbytes, 0, False
+
+    def close(self):
+        assert not self.closed
+        self.closed = True
+
+
+class FakeCopier(Link):
+    def __init__(self, clock, mapping):
+        super().__init__(clock)
+        self.mapping, self.registered, self.closed, self.most = mapping, [], False, None
+
+    def register(self, start, nbytes):
+        assert not self.closed and not self.mapping.closed
+        assert start == sum(n for _, n in self.registered)
+        assert start // PIECE == (start + nbytes - 1) // PIECE, "no registration across a multiple of PIECE"
+        if self.most is not None and start + nbytes > self.most:
+            raise RuntimeError("the limit on locked memory (ulimit -l) is reached")
+        self.registered.append((start, nbytes))
+
+    def close(self):
+        assert not self.mapping.closed, "unmapped under the copier"
+        self.closed = True
+
+
+class FakeClient:
+    connected, instance, ready_pages, pool_pages, mappable, closed = False, "", 0, 0, True, False
+
+    def __init__(self, changed):
+        self.changed, self.mappings = changed, []
+
+    def start(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+    def open_pool(self):
+        if not self.mappable:
+            return None
+        self.mappings.append(FakeMapping(self.instance, self.pool_pages * PAGE))
+        return self.mappings[-1]
+
+    def tell(self, instance, ready, pool):
+        self.connected, self.instance = bool(instance), instance
+        self.ready_pages, self.pool_pages = ready // PAGE, pool // PAGE
+        self.changed()
+
+
+@pytest.fixture
+def world(clock):
+    made = SimpleNamespace(changes=[], copiers=[], busy=False, refuse=None, clock=clock, most=None)
+
+    def make(mapping):
+        if made.refuse is not None:
+            raise made.refuse
+        made.copiers.append(FakeCopier(clock, mapping))
+        made.copiers[-1].most = made.most
+        return made.copiers[-1]
+
+    def connect(changed):
+        made.client = FakeClient(changed)
+        return made.client
+
+    made.turns = Turns(clock)
+    made.pool = Pool(
+        made.turns, connect, make, lambda: made.changes.append((made.pool.instance, made.pool.registered_pages)),
+        busy=lambda: made.busy, clock=clock,
+    )
+    made.pool.start()
+    return made
+
+
+def test_memory_is_registered_in_pieces_as_it_becomes_ready(world):
+    pool, size = world.pool, 2 * PIECE + 3 * MIB
+    world.client.tell("a", 0, size)
+    world.turns.all()
+    assert pool.instance == "a" and pool.registered_pages == 0 and pool.reason == ""
+    world.client.tell("a", PIECE - PAGE, size)
+    world.turns.all()
+    assert not world.changes  # a slot may end in the last page of the piece
+    world.client.tell("a", size - MIB, size)
+    assert pool.registered_pages == 0  # nothing on the turn that heard of it
+    world.turns.turn()
+    assert world.changes == [("a", PIECE // PAGE)]  # and one piece a turn
+    world.turns.all()
+    assert pool.registered_pages == 2 * PIECE // PAGE
+    world.client.tell("a", size, size)
+    world.turns.all()
+    assert pool.registered_pages == size // PAGE == world.changes[-1][1] and len(world.changes) == 3
+
+
+def test_a_pool_that_ran_out_of_memory_is_used_as_far_as_it_goes(world):
+    world.client.tell("a", PIECE, 4 * PIECE)
+    world.client.tell("a", PIECE + 5 * MIB, PIECE + 5 * MIB)
+    world.turns.all()
+    assert world.pool.registered_pages == (PIECE + 5 * MIB) // PAGE
+
+
+def test_waiting_loads_go_before_registering_but_not_for_ever(world):
+    world.busy = True
+    world.client.tell("a", 4 * PIECE, 4 * PIECE)
+    began = world.clock.now
+    world.turns.all()
+    assert world.pool.registered_pages == 4 * PIECE // PAGE
+    assert 3 * PATIENCE <= world.clock.now - began < 4 * PATIENCE
+
+
+def test_what_the_driver_refuses_leaves_the_rest_in_use(world, caplog):
+    world.most = 2 * PIECE
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.pool"):
+        world.client.tell("a", 4 * PIECE, 4 * PIECE)
+        world.turns.all()
+        world.client.tell("a", 4 * PIECE, 4 * PIECE)
+        world.turns.all()
+    assert world.pool.registered_pages == 2 * PIECE // PAGE
+    assert "only 512 MiB" in world.pool.reason and "ulimit -l" in world.pool.reason
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("error", [KVTierError("no layout"), RuntimeError("out of memory")])
+def test_memory_that_cannot_be_used_is_not_tried_again_until_another_store_serves(world, error):
+    world.refuse = error
+    world.client.tell("a", PIECE, PIECE)
+    world.client.tell("a", PIECE, PIECE)
+    world.turns.all()
+    assert world.pool.current is None and str(error) in world.pool.reason
+    assert [m.closed for m in world.client.mappings] == [True]
+    world.refuse = None
+    world.client.tell("b", PIECE, PIECE)
+    world.turns.all()
+    assert world.pool.instance == "b" and world.pool.registered_pages == PIECE // PAGE and world.pool.reason == ""
+
+
+def test_the_old_memory_stays_while_nobody_serves_and_while_copies_use_it(world, clock):
+    pool, client = world.pool, world.client
+    client.tell("a", PIECE, PIECE)
+    world.turns.all()
+    offload = Offload(pool, [MIB, MIB], clock=clock)
+    offload.submit_load(load("r", 1000, instance="a"), clock.now + 0.1)
+    offload.drive()
+    client.tell("", 0, 0)
+    world.turns.all()
+    assert pool.instance == "a" and pool.registered_pages == PIECE // PAGE
+    client.tell("a", PIECE, PIECE)  # only the connection was lost
+    world.turns.all()
+    assert len(client.mappings) == 1
+
+    client.tell("b", PIECE, PIECE)
+    world.turns.all()
+    assert world.changes[-1] == ("", 0) and not client.mappings[0].closed and len(client.mappings) == 1
+    offload.submit_load(load("too early", 5, instance="b"), None)
+    assert offload.drive().loads[0].request_id == "too early"
+    client.tell("c", PIECE, PIECE)  # and once more before the copies on the first one ended
+    clock.now += 0.2
+    result, = offload.drive().loads
+    assert result.request_id == "r" and result.failed and not result.checksum
+    assert client.mappings[0].closed and world.copiers[0].closed
+    world.turns.all()
+    assert pool.instance == "c" and pool.registered_pages == PIECE // PAGE and len(client.mappings) == 2
+    offload.submit_load(load("again", 5, instance="c"), None)
+    assert not run(offload, clock, 1).loads[0].failed
+
+
+def test_disconnected_between_hearing_and_mapping(world):
+    world.client.mappable = False
+    world.client.tell("a", PIECE, PIECE)
+    assert world.pool.current is None
+    world.client.mappable = True
+    world.client.tell("a", PIECE, PIECE)
+    world.turns.all()
+    assert world.pool.registered_pages == PIECE // PAGE
+
+
+def test_closing_unmaps_whatever_runs(world, clock):
+    world.client.tell("a", 2 * PIECE, 2 * PIECE)
+    world.turns.all()
+    offload = Offload(world.pool, [MIB, MIB], clock=clock)
+    offload.submit_load(load("r", 100, instance="a"), None)
+    offload.drive()
+    world.pool.close()
+    world.pool.close()
+    assert world.client.closed and world.copiers[0].closed and world.client.mappings[0].closed
+    clock.now += 1
+    assert offload.drive().loads[0].failed  # what had not begun
+    world.turns.all()
+    world.client.tell("b", PIECE, PIECE)
+    world.turns.all()
+    assert world.pool.current is None and len(world.client.mappings) == 1
+
+
+# -- with the real copier --------------------------------------------------------------------------------------------
+
+
+def cache(blocks, seed):
+    """Two groups of three and two layers over their own memory."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, tokens, inner = 2, 4, 16
+    page = heads * tokens * inner
+    memory = torch.randint(0, 256, (5, blocks, page), dtype=torch.uint8, generator=generator)
+    groups, layer = [], 0
+    for g, layers in enumerate((3, 2)):
+        regions = []
+        for _ in range(layers):
+            base = memory[layer].data_ptr()
+            regions.append(
+                Region(f"l{layer}", base, page, heads, tokens * inner, 0, tokens, inner, inner, dtype="uint8")
+            )
+            layer += 1
+        groups.append(GroupView(g, tokens, "full", None, tuple(regions)))
+    return CacheView(groups, blocks, "cpu", [memory.untyped_storage()]), memory
+
+
+def test_blocks_come_back_as_they_were_and_wrong_ones_are_named():
+    view, memory = cache(64, 1)
+    layouts = [part_layout(g) for g in view.groups]
+    pages = [slot_layout([part]).pages for part in layouts]
+    pool = torch.zeros(200 * PAGE + PAGE, dtype=torch.uint8)
+    address = -(-pool.data_ptr() // PAGE) * PAGE
+    base = address - pool.data_ptr()
+    buffer = pool[base : base + 200 * PAGE].numpy()
+    mapping = SimpleNamespace(buffer=memoryview(buffer))
+    copier = make_copier(view, (address, 200 * PAGE, mapping), layouts, [0, 0])
+    copier.register(0, 200 * PAGE)
+    backing = SimpleNamespace(instance=LIFE, copier=copier, take=lambda: None, give=lambda: None)
+    offload = Offload(SimpleNamespace(current=backing), [part.nbytes for part in layouts])
+
+    slot, orders = 1, []
+    for group in (0, 1):
+        blocks = np.arange(1 + 30 * group, 26 + 30 * group)
+        slots = slot + pages[group] * np.arange(25)
+        slot = int(slots[-1]) + pages[group]
+        keys = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        orders.append(StoreOrder(100 + group, group, blocks, keys, slots, 0, LIFE))
+        offload.submit_store(orders[-1])
+    offload.step_launched(0, None)
+    real = run_real(offload, lambda ended: len(ended.stored) == 2)
+    assert sorted(real.stored) == [100, 101]
+
+    before = memory.clone()
+    memory.zero_()
+    groups = [GroupLoad(o.group, o.blocks, o.keys, o.slots) for o in orders]
+    offload.submit_load(LoadOrder("r", groups, 10.0, LIFE), None)
+    result, = run_real(offload, lambda ended: ended.loads).loads
+    assert not result.failed and result.bytes == sum(25 * part.nbytes for part in layouts)
+    for layer in range(5):
+        group = 0 if layer < 3 else 1
+        assert torch.equal(memory[layer, orders[group].blocks], before[layer, orders[group].blocks])
+
+    buffer[int(orders[1].slots[20]) * PAGE + 77] ^= 4
+    offload.submit_load(LoadOrder("r", groups, 10.0, LIFE), None)
+    result, = run_real(offload, lambda ended: ended.loads).loads
+    assert int(orders[1].blocks[20]) in result.bad_blocks <= set(orders[1].blocks[20:].tolist())
+    assert result.corrupt == [(1, int(orders[1].slots[20]))] and result.checksum
+
+    outside = LoadOrder("r", [GroupLoad(0, orders[0].blocks, orders[0].keys, orders[0].slots + 10_000)], 10.0, LIFE)
+    offload.submit_load(outside, None)
+    result, = run_real(offload, lambda ended: ended.loads).loads
+    assert result.bad_blocks == set(orders[0].blocks.tolist())
+    copier.close()
+
+
+@pytest.fixture
+def reactor():
+    reactor = Reactor("test")
+    reactor.start()
+    yield reactor
+    reactor.stop()
+
+
+def serve(path):
+    server = StoreServer(path, StoreOptions(size="4MiB"))
+    server.start()
+    return server
+
+
+def on(reactor, function):
+    """What ``function`` returns on the reactor's thread."""
+    answer = []
+    reactor.call_soon(lambda: answer.append(function()))
+    return eventually(lambda: answer)[0]
+
+
+def test_with_a_real_store_that_is_restarted(reactor, tmp_path):
+    path = str(tmp_path / "store.sock")
+    server = serve(path)
+    view, memory = cache(64, 2)
+    layouts = [part_layout(g) for g in view.groups]
+    hello = m.Hello("rank 0", os.getpid(), "worker")
+    pool = Pool(
+        reactor,
+        lambda changed: StoreClient(reactor, path, hello, on_change=changed),
+        lambda mapping: make_copier(view, (mapping.address, mapping.nbytes, mapping), layouts, [0, 0]),
+        lambda: None,
+    )
+    reactor.on_stop(pool.close)
+    pool.start()
+    offload = Offload(pool, [part.nbytes for part in layouts])
+    whole = (4 << 20) // PAGE
+    eventually(lambda: pool.registered_pages == whole)
+    first = pool.instance
+    assert first == server.instance
+    blocks = np.arange(1, 33)
+    before = memory.clone()
+
+    def order(instance):
+        return StoreOrder(next(ids), 0, blocks, blocks.astype(np.uint64), blocks, -1, instance)
+
+    def back(name, instance):
+        return LoadOrder(name, [GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)], 10.0, instance)
+
+    def copied(submit, enough):
+        on(reactor, submit)
+        total = SimpleNamespace(loads=[], stored=[], dropped=[])
+
+        def look():
+            ended = on(reactor, offload.drive)
+            for name in ("loads", "stored", "dropped"):
+                getattr(total, name).extend(getattr(ended, name))
+            return enough(total)
+
+        eventually(look)
+        return total
+
+    kept = order(first)
+    assert copied(lambda: offload.submit_store(kept), lambda t: t.stored).stored == [kept.id]
+    server.stop()
+    # Nobody serves; what is there can still be loaded.
+    result, = copied(lambda: offload.submit_load(back("r", first), None), lambda t: t.loads).loads
+    assert not result.failed
+
+    server = serve(path)
+    try:
+        eventually(lambda: pool.instance == server.instance and pool.registered_pages == whole)
+        stale = order(first)
+        ended = copied(
+            lambda: (offload.submit_store(stale), offload.submit_load(back("old", first), None)),
+            lambda t: t.loads and t.dropped,
+        )
+        assert ended.dropped == [stale.id] and ended.loads[0].bad_blocks == set(blocks.tolist())
+        # The new memory holds nothing under these keys.
+        result, = copied(lambda: offload.submit_load(back("none", pool.instance), None), lambda t: t.loads).loads
+        assert result.checksum and 1 in result.bad_blocks
+        memory.copy_(before)
+        fresh = order(pool.instance)
+        assert copied(lambda: offload.submit_store(fresh), lambda t: t.stored).stored == [fresh.id]
+        memory.zero_()
+        result, = copied(lambda: offload.submit_load(back("r", pool.instance), None), lambda t: t.loads).loads
+        assert not result.failed and torch.equal(memory[:3, 1:33], before[:3, 1:33])
+        mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+        assert len([line for line in mappings if "kvtier" in line]) <= 2  # the server's own, and ours
+    finally:
+        server.stop()
+
+
+def run_real(offload, enough):
+    """With the real clock, waiting as long as the engine says."""
+    total = SimpleNamespace(loads=[], stored=[], dropped=[])
+    pause = threading.Event()
+    for _ in range(10_000):
+        ended = offload.drive()
+        total.loads += ended.loads
+        total.stored += ended.stored
+        total.dropped += ended.dropped
+        if enough(total):
+            return total
+        pause.wait(offload.next_poll())
+    raise AssertionError(f"not within 10000 polls: {total}")

@@ -1,0 +1,61 @@
+"""What copies on a GPU need to know of a group's parts: the kernels' tables, and which parts make one DMA copy."""
+
+import numpy as np
+
+from vllm_kvtier.kernels import checksum
+from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.wire.slots import PAGE, PartLayout
+
+# Rows in the ring begin at multiples of this: the DMA engines are fast where both ends are aligned alike.
+ROW_ALIGN = 512
+# Blocks of one launch at most; the scratch on the device is made for so many.
+MAX_ROWS = 4096
+# Adjacent slots are one copy of lines if they are no further apart than so many parts (the ranks of a slot).
+_MAX_SPREAD = 16
+
+
+class Part:
+    """Sizes and offsets of one group's parts."""
+
+    def __init__(self, group: GroupView, layout: PartLayout, part_offset: int):
+        if len(layout.region_offsets) != len(group.regions):
+            raise ValueError(f"a layout of {len(layout.region_offsets)} regions for {len(group.regions)}")
+        self.table = region_table(group, layout)
+        self.nbytes, self.sum_offset, self.part_offset = layout.nbytes, layout.sum_offset, part_offset
+        self.pitch = -(-layout.nbytes // ROW_ALIGN) * ROW_ALIGN
+        self.sizes = np.full(MAX_ROWS, layout.nbytes, dtype=np.uint64)
+
+
+def region_table(group: GroupView, layout: PartLayout) -> np.ndarray:
+    """int64 [regions, 12] as in ``pages.REGION_FIELDS``."""
+    rows, first = [], 0
+    for r, offset in zip(group.regions, layout.region_offsets, strict=True):
+        word = checksum.word_bytes(r.inner)
+        words = r.block_bytes // word
+        strides = (r.block_stride, r.outer_stride, r.token_stride)
+        cells = (words, r.inner // word, r.tokens, first, r.first_token, r.cell_tokens)
+        rows.append((r.base, *strides, *cells, word, offset))
+        first += words
+    return np.array(rows, dtype=np.int64)
+
+
+def adjacent(
+    slots: np.ndarray, edges: np.ndarray, nbytes: int
+) -> tuple[np.ndarray | None, list[tuple[int, int]], int]:
+    """Splits parts at addresses ``slots`` (int64 [n], in the order of their rows) into what one copy can take.
+
+    Returns (indices of parts on their own, None if all are; [(first, count)] of runs at equal distances; that
+    distance). A run stays within one registration (``edges`` int64 [n]: which).
+    """
+    n = len(slots)
+    steps = slots[1:] - slots[:-1]
+    near = (steps >= nbytes) & (steps <= _MAX_SPREAD * nbytes + PAGE)
+    if not near.any():
+        return None, [], 0
+    distance = int(steps[near].min())
+    broken = np.flatnonzero((steps != distance) | (edges[1:] != edges[:-1])) + 1
+    firsts = np.concatenate(([0], broken))
+    counts = np.diff(np.concatenate((firsts, [n])))
+    together = counts > 1
+    runs = list(zip(firsts[together].tolist(), counts[together].tolist(), strict=True))
+    return firsts[~together], runs, distance
