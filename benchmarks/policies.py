@@ -1,6 +1,6 @@
 """Hit rates of the store's eviction policies on a recorded request trace, through the real index.
 
-    python benchmarks/policies.py TRACE.jsonl.xz -o benchmarks/results/policies.json     # the plot: benchmarks/plot.py
+    python benchmarks/policies.py TRACE.jsonl.xz -o benchmarks/results/policies.json --plot docs/policies.png
 
 A line of the trace is a request; its ``hash_ids`` name its prompt's blocks (512 tokens each in Mooncake's), equal
 ids for equal prefixes. Each request looks its chain up, stores what it did not find, and lets go; a slot holds one
@@ -129,10 +129,35 @@ def _evict_later(due, heap, parent, children, use: int, here: set[int]) -> bool:
     return False
 
 
+def plot(result: dict, file: Path) -> None:
+    """Hit rate by size of the store, a line a policy (needs matplotlib)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {"lru": "#bbbbbb", "arc": "#998ec3", "s3fifo": "#d8862b", "aging": "#1b7837"}
+    figure, axis = plt.subplots(figsize=(5, 3.4))
+    for name, rows in result["policies"].items():
+        label = f"{name} (default)" if name == result["default"] else name
+        axis.plot(result["sizes"], [100 * row["hit_rate"] for row in rows], "o-", label=label, color=colors.get(name))
+    axis.plot(result["sizes"], [100 * rate for rate in result["belady"]], "^:", label="future known", color="black")
+    axis.axhline(100 * result["ideal"], ls="--", lw=1, label="infinite", color="black")
+    axis.set(xscale="log", xlabel="blocks of 512 tokens", ylabel="prompt blocks found, %", title=result["trace"])
+    axis.title.set_size(9)
+    axis.set_xticks(result["sizes"], [f"{n / 1000:g}k" for n in result["sizes"]])
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("trace", type=Path, help="JSON lines, .xz or plain")
     parser.add_argument("-o", "--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--plot", type=Path, help="PNG file")
     parser.add_argument("--blocks", type=int, nargs="+", default=[5000, 10000, 20000, 50000])
     parser.add_argument("--policies", nargs="+", default=["lru", "arc", "s3fifo", "aging"], choices=sorted(POLICIES))
     args = parser.parse_args()
@@ -159,6 +184,8 @@ def main() -> None:
     print("infinite".ljust(18) + f"{100 * result['ideal']:9.2f}" * len(args.blocks))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        plot(result, args.plot)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ Three launches make a copy:
 Addition modulo 2^64 commutes, so neither the number of programs nor their order shows in the result.
 """
 
+import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -217,8 +219,8 @@ def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
 class Mover:
     """Copies of one group's blocks in one direction, with all that does not change from call to call.
 
-    The first launch of a kind compiles (a second or so); later ones hand the compiled kernel and bare numbers to the
-    driver, which takes some 5 us instead of the 30 that Triton needs to look at its arguments. For one device.
+    The first launch compiles (a second or so); later ones hand the compiled kernels and prepared arguments to the
+    driver, some 3 us each instead of the 30 that Triton needs to look at its arguments. For one device.
     """
 
     def __init__(
@@ -226,14 +228,18 @@ class Mover:
         gather: bool,
         table: np.ndarray,
         sum_offset: int,
-        device: "torch.device",
+        scratch: "tuple[torch.Tensor, torch.Tensor]",
         programs: int,
         warps: int,
         checked: bool = True,
+        start: "Callable[[int, int, int, int, int, ctypes.Array], None] | None" = None,
     ):
         """``gather``: cache to rows, else the reverse. ``table``: int64 [regions, 12] as in REGION_FIELDS.
-        ``sum_offset``: bytes within a row. ``programs``: SMs that a copy may take. ``checked``: False leaves the
-        checksum out, for measurements.
+        ``sum_offset``: bytes within a row. ``scratch``: int64 [m, 4] and [m] on the device, for copies of up to m
+        blocks; only launches that follow one another on a stream may share it. ``programs``: SMs that a copy may
+        take. ``checked``: False leaves the checksum out, for measurements. ``start``: launches a compiled kernel:
+        (function, programs, threads, bytes of shared memory, stream, array of addresses of its arguments); None:
+        every launch goes through Triton.
 
         Raises RuntimeError without Triton, ValueError for regions that :func:`plan` refuses.
         """
@@ -243,47 +249,99 @@ class Mover:
 
         self._gather, self._programs, self._warps, self._checked = gather, programs, warps, checked
         self._sum_offset, self._words = sum_offset, int(table[:, 4].sum())
-        self._regions = torch.from_numpy(table).to(device)
-        self.launches = [(flags, torch.from_numpy(tiles).to(device)) for flags, tiles in plan(table)]
-        self._device = device
-        # The constants of each kernel in the order of its signature, which the compiled kernel is called with.
-        self._constants = [
-            (gather, checked, len(REGION_FIELDS), *(flags[name] for name in _FLAGS)) for flags, _ in self.launches
-        ]
-        self._compiled: dict[object, object] = {}
+        self._rows, self._acc = scratch
+        self._device = self._rows.device
+        self._regions = torch.from_numpy(table).to(self._device)
+        self.launches = [(flags, torch.from_numpy(tiles).to(self._device)) for flags, tiles in plan(table)]
+        self._start = start
+        self._ready: list[_Prepared] = []
+        # What changes from launch to launch, where the prepared arguments point to.
+        self._n, self._table = ctypes.c_int32(), ctypes.c_int64()
 
-    def launch(
-        self, table: int, n: int, rows: "torch.Tensor", acc: "torch.Tensor", stream: "torch.cuda.Stream | None"
-    ) -> None:
+    def launch(self, table: int, n: int, stream: "torch.cuda.Stream | None") -> None:
         """Enqueues the copy of n blocks on ``stream`` (None: the current one); does not wait for the device.
 
         ``table``: address of int64 [n, 4] as in ROW_FIELDS, readable by the device: ``address`` of each row a
         multiple of 16, ``verdict`` the address of a byte that scattering sets to GOOD or BAD (else not used); it
-        must stay until the work is done. ``rows``, ``acc``: int64 [>= n, 4] and [>= n] on the device, scratch until
-        the work is done.
+        must stay until the work is done. n = 0 only compiles.
         """
-        self._start(0, _begin, -(-n * 4 // 1024), stream, (rows, acc, table, n), (1024,), 4)
-        for number, (flags, tiles) in enumerate(self.launches):
+        if not self._ready:
+            self._first(table, n, stream)
+        elif n:
+            self._n.value, self._table.value = n, table
+            handle = stream.cuda_stream
+            for kernel in self._ready:
+                kernel.programs.value = programs = min(kernel.most, kernel.items * -(-n // kernel.rows))
+                self._start(kernel.function, programs, kernel.threads, kernel.shared, handle, kernel.arguments)
+
+    def _first(self, table: int, n: int, stream: "torch.cuda.Stream | None") -> None:
+        """Launches through Triton, and prepares what it compiled."""
+        if stream is None:
+            self._by_triton(table, n)
+            return
+        import torch
+
+        # The pointers' alignment is compiled in; torch aligns what it allocates.
+        if (self._rows.data_ptr() | self._acc.data_ptr()) % 16:
+            raise ValueError("the scratch of a copy must begin at a multiple of 16 bytes")
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            compiled = self._by_triton(table, n)
+        if self._start is not None and all(_plain(c) for c, *_ in compiled):
+            self._ready = [_Prepared(*kernel) for kernel in compiled]
+
+    def _by_triton(self, table: int, n: int) -> list[tuple]:
+        """The compiled kernels, in the order of launches, each with what :class:`_Prepared` wants."""
+        rows, acc, regions = self._rows, self._acc, self._regions
+        grid = (-(-n // _BEGIN_ROWS),)
+        begin = _begin[grid](rows, acc, table, n, SIZE=4 * _BEGIN_ROWS, num_warps=4)
+        done = [(begin, (rows, acc, self._table, self._n), 1, _BEGIN_ROWS, _UNBOUNDED)]
+        for flags, tiles in self.launches:
             m = tiles.shape[0]
             grid = min(self._programs, m * -(-n // flags["ROWS"]))
-            arguments = (rows, acc, self._regions, tiles, n, m, max(grid, 1))
-            self._start(number + 2, _move, grid, stream, arguments, self._constants[number], self._warps)
+            move = _move[(grid,)](
+                rows, acc, regions, tiles, n, m, max(grid, 1),
+                GATHER=self._gather, SUM=self._checked, FIELDS=len(REGION_FIELDS), num_warps=self._warps, **flags,
+            )  # fmt: skip
+            pointers = (rows, acc, regions, tiles, self._n, ctypes.c_int32(m), _PROGRAMS)
+            done.append((move, pointers, m, flags["ROWS"], self._programs))
         if self._checked:
-            arguments = (rows, acc, n, self._words, self._sum_offset)
-            self._start(1, _finish, -(-n // 128), stream, arguments, (self._gather, 128), 4)
+            grid = (-(-n // _FINISH_ROWS),)
+            finish = _finish[grid](
+                rows, acc, n, self._words, self._sum_offset, GATHER=self._gather, SIZE=_FINISH_ROWS, num_warps=4
+            )
+            numbers = (ctypes.c_int32(self._words), ctypes.c_int32(self._sum_offset))
+            done.append((finish, (rows, acc, self._n, *numbers), 1, _FINISH_ROWS, _UNBOUNDED))
+        return done
 
-    def _start(self, key: int, kernel, grid: int, stream, arguments: tuple, constants: tuple, warps: int) -> None:
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            numbers = [a if isinstance(a, int) else a.data_ptr() for a in arguments]
-            compiled[(grid, 1, 1)](*numbers, *constants, stream=stream.cuda_stream)
-        elif stream is None:
-            kernel[(grid,)](*arguments, *constants, num_warps=warps)
-        else:
-            import torch
 
-            # The pointers' alignment is compiled in: whatever comes later must be aligned as well.
-            if any(not isinstance(a, int) and a.data_ptr() % 16 for a in arguments):
-                raise ValueError("tables and scratch of a copy must begin at multiples of 16 bytes")
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                self._compiled[key] = kernel[(grid,)](*arguments, *constants, num_warps=warps)
+_BEGIN_ROWS, _FINISH_ROWS = 256, 128
+_UNBOUNDED = 1 << 30
+_PROGRAMS = object()  # stands for the number of programs among a kernel's arguments
+
+
+def _plain(compiled) -> bool:
+    """Whether a kernel takes what its signature says and nothing else of any use: no scratch from Triton."""
+    meta = compiled.metadata
+    return not (getattr(meta, "global_scratch_size", 0) or getattr(meta, "profile_scratch_size", 0))
+
+
+class _Prepared:
+    """A compiled kernel and its arguments in the driver's form.
+
+    ``items`` tiles by blocks in groups of ``rows``, by ``most`` programs at most.
+    """
+
+    def __init__(self, compiled, arguments: tuple, items: int, rows: int, most: int):
+        compiled._init_handles()
+        self.function, self.shared = compiled.function, compiled.metadata.shared
+        self.threads = 32 * compiled.metadata.num_warps
+        self.items, self.rows, self.most = items, rows, most
+        self.programs = ctypes.c_int32()
+        self._keep = []  # the array holds addresses only
+        for a in arguments:
+            if a is _PROGRAMS:
+                a = self.programs
+            self._keep.append(ctypes.c_uint64(a.data_ptr()) if hasattr(a, "data_ptr") else a)
+        # Triton adds pointers to its own scratch behind a kernel's arguments; a kernel without them ignores these.
+        self._keep += [ctypes.c_uint64(0)] * 2
+        self.arguments = (ctypes.c_void_p * len(self._keep))(*(ctypes.addressof(a) for a in self._keep))

@@ -8,6 +8,7 @@ import asyncio
 import fcntl
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -64,10 +65,6 @@ class NodeStore:
         with RawClient(self.path, tool_hello()) as tool:
             return tool.stat()
 
-    def log(self) -> str:
-        """Of the stores that engines started."""
-        return Path(self.path).with_suffix(".log").read_text()
-
     def until_up(self, seconds: float = 30.0) -> m.Counts:
         """Serving, with all of its memory usable."""
 
@@ -80,7 +77,7 @@ class NodeStore:
 
     def serve(self, *options: str, code: str = "") -> None:
         """Start one of this test's own; ``code`` runs before it. While ``alone``, no engine starts another."""
-        run = f"import sys; {code}; from vllm_kvtier.store.__main__ import main; sys.exit(main())"
+        run = f"import sys; {code or 'pass'}; from vllm_kvtier.store.__main__ import main; sys.exit(main())"
         always = ["--socket", self.path, "--log-level=warning", "--idle-seconds=0"]
         self._own.append(subprocess.Popen([sys.executable, "-c", run, *always, *options]))
         eventually(lambda: Path(self.path).exists() and serves(self.path), 30)
@@ -120,14 +117,36 @@ class NodeStore:
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def clear(self) -> None:
+        with RawClient(self.path, tool_hello()) as tool:
+            tool.ask(m.Clear(1))
+
     @contextmanager
-    def memory(self) -> Iterator[np.ndarray]:
-        """uint8[pages, PAGE]: the pool itself. What is written there, engines read."""
+    def memory(self) -> Iterator["Memory"]:
         mapping = PoolMapping.connect(self.path)
+        memory = Memory(mapping)
         try:
-            yield np.frombuffer(mapping.buffer, np.uint8).reshape(-1, m.PAGE)
+            yield memory
         finally:
+            del memory.pages  # a view of it keeps the mapping
             mapping.close()
+
+
+class Memory:
+    """The pool itself: what is written there, engines read. ``pages``: uint8[pages, PAGE]."""
+
+    def __init__(self, mapping: PoolMapping):
+        self.instance = mapping.instance
+        self.pages = np.frombuffer(mapping.buffer, np.uint8).reshape(-1, m.PAGE)
+
+    def written(self) -> set[int]:
+        """Pages that hold anything, in a pool that was new: memory comes zeroed."""
+        return set(np.flatnonzero(self.pages.any(axis=1)).tolist())
+
+    def flip(self, rng: random.Random, page: int) -> None:
+        """One bit of a byte that is not zero: no padding, which nobody would miss."""
+        at = rng.choice(np.flatnonzero(self.pages[page]).tolist() or [0])
+        self.pages[page, at] ^= 1 << rng.randrange(8)
 
 
 class Node(NamedTuple):
@@ -210,14 +229,16 @@ class NodeDriver(Driver):
 
         await self.until(done, RETAIN_SECONDS + 5, f"{engine.name} resets its prefix cache")
 
-    async def stored(self, engine: Engine, prompt: list[int], tokens: int | None = None, salt: str = "") -> None:
+    async def stored(
+        self, engine: Engine, prompt: list[int], tokens: int | None = None, salt: str = "", seconds: float = 10.0
+    ) -> None:
         """The store has the prompt's whole blocks (or these ``tokens``), as this engine says."""
         tokens = len(prompt) // 32 * 32 if tokens is None else tokens
 
         async def enough() -> bool:
             return (await self.query(engine, prompt, salt)).stored >= tokens
 
-        await self.until(enough, 10, f"{tokens} of {len(prompt)} tokens are in the store")
+        await self.until(enough, seconds, f"{tokens} of {len(prompt)} tokens are in the store")
 
     async def uses_store(self, engine: Engine, seconds: float = 20.0) -> None:
         """The engine stores and loads: after whatever happened, it is well again."""
@@ -228,6 +249,8 @@ class NodeDriver(Driver):
             seen += 1
             prompt = random_tokens(seeded(f"uses {engine.name} {seen} {store.pid}"), 100)
             await self.ask(engine, prompt, 1)
+            with suppress(AssertionError):
+                await self.stored(engine, prompt, seconds=1.0)  # a reset gives up what is not copied yet
             await self.reset(engine)
             return (await self.asked(engine, prompt, 1)).pulled > 0
 
@@ -235,6 +258,12 @@ class NodeDriver(Driver):
 
     async def kvtier(self, engine: Engine, name: str, kind: str = "") -> float:
         return await self.metric(engine, f"vllm:kvtier_{name}_total", f'kind="{kind}"' if kind else "")
+
+    async def counters(self, engine: Engine) -> dict[str, float]:
+        """All of ours that are not 0, for stories of what went wrong."""
+        text = (await self._http.get(f"{engine.base_url}/metrics")).text
+        found = re.findall(r'^vllm:kvtier_(\w+)_total\{.*?kind="(.*?)".*?\} ([\d.e+-]+)$', text, re.M)
+        return {f"{name} {kind}".strip(): float(value) for name, kind, value in found}
 
     async def flushed(self, engine: Engine) -> None:
         """What was counted until now is in the metrics: counters leave with the next step."""

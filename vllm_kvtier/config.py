@@ -132,7 +132,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.5
     store_queue_gib: Annotated[
         float,
-        _doc("Most GiB a rank may have waiting to be copied to the node store; the newest beyond are not stored.", gt=0),
+        _doc("Most GiB a rank may have waiting to go to the node store; the newest beyond are not stored.", gt=0),
     ] = 4.0
     load_policy: Annotated[
         Literal["measured", "always"],

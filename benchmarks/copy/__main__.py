@@ -51,13 +51,11 @@ def ways(quick: bool) -> dict[str, tuple[Choice, Choice]]:
     found = {}
     for programs in (8,) if quick else (4, 8, 16):
         found[f"direct p{programs}"] = (Choice("direct", programs),) * 2
-    for streams, piece, ring in [(1, 32, 3), (1, 64, 2), (1, 64, 3), (2, 64, 2)] + ([] if quick else [(1, 16, 4)]):
-        choice = Choice("staged", 16, piece_bytes=piece * MIB, ring=ring, dma_streams=streams)
-        found[f"staged s{streams} {piece}x{ring}"] = (choice, choice)
-    found["staged s1 32x3 p8"] = (Choice("staged", 8),) * 2
-    for share in (0.5,) if quick else (0.3, 0.5, 0.7):
-        mixed = Choice("mixed", 16, direct_share=share, direct_programs=8)
-        found[f"mixed {share} / staged"] = (mixed, Choice("staged", 8))
+    for programs, piece, ring in [(8, 64, 2), (8, 32, 3)] + ([] if quick else [(4, 64, 2), (16, 64, 2), (8, 16, 4)]):
+        choice = Choice("staged", programs, piece_bytes=piece * MIB, ring=ring)
+        found[f"staged {piece}x{ring} p{programs}"] = (choice, choice)
+    for share in (0.6,) if quick else (0.4, 0.6, 0.8):
+        found[f"mixed {share} / staged"] = (Choice("mixed", 16, direct_share=share), Choice("staged"))
     return found
 
 

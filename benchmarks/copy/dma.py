@@ -6,6 +6,7 @@ import time
 import numpy as np
 import torch
 
+from vllm_kvtier.wire.slots import PIECE
 from vllm_kvtier.worker.cuda import ANY_ORDER, ORDERED, Driver
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -37,8 +38,10 @@ def measure(pool: torch.Tensor, cache: torch.Tensor, repeats: int = 3) -> list[d
             nbytes = size + tail
             distance = -(-(nbytes + 1) // unit) * unit
             n = TOTAL // nbytes
-            places = np.random.default_rng(0).permutation(pool.numel() // distance - 1)[:n]
-            host = (pool.data_ptr() + places * distance).astype(np.uint64)
+            places = np.random.default_rng(0).permutation(pool.numel() // distance - 1) * distance
+            places = places[places % PIECE + nbytes <= PIECE][:n]  # a copy across two registrations is refused
+            n = len(places)
+            host = (pool.data_ptr() + places).astype(np.uint64)
             pitch = -(-nbytes // align) * align
             here = (cache.data_ptr() + np.arange(n) * pitch).astype(np.uint64)
             sizes = np.full(n, nbytes, dtype=np.uint64)

@@ -12,19 +12,13 @@ import numpy as np
 
 
 class Event:
-    def __init__(self, **_):
-        self.token = None  # of the latest record
+    """``torch.cuda.Event`` as far as copiers look at it: its handle."""
+
+    def __init__(self, driver):
+        self._driver, self.cuda_event = driver, driver.new_event()
 
     def record(self, stream):
-        self.token = object()
-        token = self.token
-        stream.world.enqueue(stream, ("record", token))
-
-    def query(self):
-        return self.token is None or self.token in World.current.reached
-
-    def synchronize(self):
-        World.current.run(self)
+        self._driver.record(self.cuda_event, stream.cuda_stream)
 
 
 class Stream:
@@ -32,10 +26,6 @@ class Stream:
         self.world, self.queue = World.current, []
         self.world.streams.append(self)
         self.cuda_stream = len(self.world.streams)
-
-    def wait_event(self, event):
-        if event.token is not None:
-            self.world.enqueue(self, ("wait", event.token))
 
 
 class World:
@@ -53,12 +43,12 @@ class World:
     def _ready(self):
         return [s for s in self.streams if s.queue and (s.queue[0][0] != "wait" or s.queue[0][1] in self.reached)]
 
-    def run(self, until=None):
-        while until is None or not until.query():
+    def run(self, until=lambda: False):
+        while not until():
             ready = self._ready()
             if not ready:
                 left = [s.cuda_stream for s in self.streams if s.queue]
-                assert not left and until is None, f"streams {left} wait for each other or for nothing"
+                assert not left and not until(), f"streams {left} wait for each other or for nothing"
                 return
             kind, what = self.random.choice(ready).queue.pop(0)
             if kind == "record":
@@ -70,7 +60,7 @@ class World:
 class FakeCuda:
     """In place of ``torch.cuda`` in the module under test."""
 
-    Event, Stream = Event, Stream
+    Stream = Stream
 
     def __init__(self, world):
         self.world = world
@@ -91,9 +81,9 @@ class FakeCuda:
 class FakeDriver:
     """In place of ``worker.cuda.Driver``: the DMA engine is memmove."""
 
-    def __init__(self, index):
-        self.registered = {}
-        self.batches = []
+    def __init__(self, device=0):
+        self.registered, self.batches = {}, []
+        self.events, self._number = {}, 0  # handle -> what marks its latest record
 
     def enter(self):
         pass
@@ -106,6 +96,31 @@ class FakeDriver:
 
     def unregister(self, address):
         del self.registered[address]
+
+    def new_event(self):
+        self._number += 1
+        self.events[self._number] = None
+        return self._number
+
+    def destroy_event(self, event):
+        del self.events[event]
+
+    def record(self, event, stream):
+        self.events[event] = token = object()
+        World.current.enqueue(World.current.streams[stream - 1], ("record", token))
+
+    def wait(self, stream, event):
+        if self.events[event] is not None:
+            World.current.enqueue(World.current.streams[stream - 1], ("wait", self.events[event]))
+
+    def reached(self, event):
+        return self.events[event] is None or self.events[event] in World.current.reached
+
+    def synchronize(self, event):
+        World.current.run(lambda: self.reached(event))
+
+    def launch(self, *_):
+        raise AssertionError("the interpreter compiles nothing")
 
     def _enqueue(self, handle, work):
         World.current.enqueue(World.current.streams[handle - 1], ("work", work))
@@ -130,8 +145,8 @@ def later(mover):
     """``pages.Mover`` whose launches are work of their stream, done when the stream comes to it."""
 
     class Later(mover):
-        def launch(self, table, n, rows, acc, stream):
+        def launch(self, table, n, stream):
             work = super().launch
-            World.current.enqueue(stream, ("work", lambda: work(table, n, rows, acc, None)))
+            World.current.enqueue(stream, ("work", lambda: work(table, n, None)))
 
     return Later

@@ -1,4 +1,10 @@
-"""``CudaCopier``: its streams and events on fakes and in the interpreter, and the whole of it on a GPU."""
+"""``CudaCopier``: its streams and events on fakes and in the interpreter, and the whole of it on a GPU.
+
+Under compute-sanitizer, which then sees each tensor as an allocation of its own:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 python -m pytest -q \\
+        tests/kernels -m gpu -k "every_size or alignment or (round_trip and 4096)"
+"""
 
 from types import SimpleNamespace
 
@@ -62,13 +68,13 @@ def test_streams_and_events(store_choice, load_choice, seed, data):
     world = fakes.World(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(copier_cuda, "Driver", fakes.FakeDriver)
         real = copier_cuda.torch
-        names = ("device", "from_numpy", "empty", "zeros", "uint8", "int64", "Tensor")
+        names = ("device", "empty", "uint8", "int64", "Tensor")
         patch.setattr(
             copier_cuda, "torch", SimpleNamespace(cuda=fakes.FakeCuda(world), **{n: getattr(real, n) for n in names})
         )
         patch.setattr(copier_cuda, "pinned", lambda n: real.empty(n, dtype=real.uint8))
+        patch.setattr(copier_cuda, "PIECE", 24 * PAGE)
         patch.setattr(copier_cuda.pages, "Mover", fakes.later(copier_cuda.pages.Mover))
         check_round_trip(world, data, store_choice, load_choice)
 
@@ -78,7 +84,8 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     layout = part_layout(view.groups[0])
     slots = slot_layout([layout, layout])
     pool, handle = make_pool(40)
-    copier = copier_cuda.CudaCopier(view, handle, [layout], [slots.part_offsets[1]], fixed(store_choice, load_choice))
+    tuning, driver = fixed(store_choice, load_choice), fakes.FakeDriver()
+    copier = copier_cuda.CudaCopier(view, handle, [layout], [slots.part_offsets[1]], tuning, driver=driver)
     copier.register(0, 24 * PAGE)
     copier.register(24 * PAGE, 16 * PAGE)
     places = data.draw(st.permutations(range(1, 40 // slots.pages)))
@@ -90,7 +97,7 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     before = [content(view, b) for b in range(12)]
     keys = np.arange(n, dtype=np.uint64) + 3
     where = np.array(places[:n])
-    after = fakes.Event()
+    after = fakes.Event(driver)
     ahead = fakes.Stream()
     after.record(ahead)
     cut = data.draw(st.integers(0, n))
@@ -118,6 +125,7 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     assert all(content(view, b) == before[b] for b in untouched)
     copier.close()
     copier.close()
+    assert list(driver.events) == [after.cuda_event] and not driver.registered
 
 
 def test_adjacent_slots_are_one_copy():
@@ -144,7 +152,7 @@ GPU_CHOICES = [
 @pytest.mark.parametrize("choice", GPU_CHOICES, ids=lambda c: f"{c.way}-{c.dma_streams}")
 @pytest.mark.parametrize("inner, tokens", [(12, 4), (24, 4), (256, 16), (4096, 16)])
 @pytest.mark.parametrize("together", [False, True], ids=["scattered", "adjacent"])
-def test_round_trip_on_a_gpu(choice, inner, tokens, together):
+def test_round_trip_on_a_gpu(choice, inner, tokens, together, monkeypatch):
     device = torch.device("cuda", 0)
     view = make_view(device, blocks=200, layers=5, heads=2, tokens=tokens, inner=inner)
     layout = part_layout(view.groups[0])
@@ -152,6 +160,7 @@ def test_round_trip_on_a_gpu(choice, inner, tokens, together):
     pool, handle = make_pool(parts.pages * 200)
     copier = copier_cuda.CudaCopier(view, handle, [layout], [parts.part_offsets[1]], fixed(choice, choice))
     half = len(pool) // PAGE // 2 // parts.pages * parts.pages * PAGE
+    monkeypatch.setattr(copier_cuda, "PIECE", half)
     copier.register(0, half)
     copier.register(half, len(pool) - half)
     copier.warm_up()

@@ -11,6 +11,7 @@ from vllm_kvtier.kernels import pages, pages_reference
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import part_layout
 from vllm_kvtier.worker.copier_parts import region_table
+from vllm_kvtier.worker.cuda import Driver
 from vllm_kvtier.worker.views import CacheView
 
 SPACE = 0xA5  # what rows hold where nothing is written
@@ -42,10 +43,12 @@ class Rows:
             torch.full((n + 3,), -1, dtype=torch.int64, device=device),
         )
         self.programs, self.warps = programs, warps
+        self.stream = torch.cuda.Stream() if pin else None
 
     def mover(self, gather: bool, checked: bool = True) -> pages.Mover:
-        layout, device = self.layout, self.view.device
-        return pages.Mover(gather, self.regions, layout.sum_offset, device, self.programs, self.warps, checked)
+        start = Driver(self.view.device.index).launch if self.view.device.type == "cuda" else None
+        sizes = (self.programs, self.warps, checked, start)
+        return pages.Mover(gather, self.regions, self.layout.sum_offset, self.scratch, *sizes)
 
     def launch(self, gather: bool, blocks, keys, checked: bool = True) -> list[bool]:
         self.table[:, 0] = torch.tensor(blocks)
@@ -59,10 +62,11 @@ class Rows:
             for _ in range(2):
                 torch.cuda.synchronize()
                 self.verdicts.fill_(pages.BAD)
-                mover.launch(self.table.data_ptr(), self.n, *self.scratch, torch.cuda.current_stream())
+                mover.launch(self.table.data_ptr(), self.n, self.stream)
+            assert mover._ready
             torch.cuda.synchronize()
         else:
-            mover.launch(self.table.data_ptr(), self.n, *self.scratch, None)
+            mover.launch(self.table.data_ptr(), self.n, None)
         return [v == pages.GOOD for v in self.verdicts.tolist()]
 
     def bytes(self) -> np.ndarray:
@@ -188,7 +192,9 @@ def test_no_rows(kernel_device):
     rows = Rows(view, 1, [0], programs=2)
     if kernel_device.type == "cpu":
         pytest.skip("the interpreter takes no empty grid")
-    rows.mover(True).launch(rows.table.data_ptr(), 0, *rows.scratch, torch.cuda.current_stream())
+    mover = rows.mover(True)
+    for _ in range(2):
+        mover.launch(rows.table.data_ptr(), 0, rows.stream)
     torch.cuda.synchronize()
     assert (rows.bytes() == SPACE).all()
 
@@ -203,4 +209,4 @@ def test_what_cannot_be_copied_by_words_is_refused():
 def test_no_triton_says_so(monkeypatch):
     monkeypatch.setattr(pages, "triton", None)
     with pytest.raises(RuntimeError, match="need Triton"):
-        pages.Mover(True, np.zeros((1, 12), np.int64), 0, torch.device("cpu"), 1, 1)
+        pages.Mover(True, np.zeros((1, 12), np.int64), 0, (None, None), 1, 1)

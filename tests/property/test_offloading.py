@@ -649,8 +649,11 @@ def test_relieve_gives_up_no_more_than_is_needed():
 
 def test_settle_waits_for_copies_and_returns_with_nothing_pinned():
     """vLLM resets its prefix cache right after, which fails if a block is held."""
-    for seed in range(30):
+    for seed in range(5):
         engine = Engine(GROUPS["full"], seed, 0)
+        commit = engine.tier.commit
+        # The other thread may lose the interpreter at any moment, here too.
+        engine.tier.commit = lambda *args, commit=commit: (time.sleep(0.02), commit(*args))
         r = engine.new_request([i % 7 for i in range(40)], 40)
         run(engine, r)
         flush(engine, r)

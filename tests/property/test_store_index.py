@@ -27,6 +27,7 @@ SHAPES = [
     [GroupShape(units=1, slot_pages=3), GroupShape(units=1, slot_pages=3, window=6)],
     [GroupShape(units=2, slot_pages=5), GroupShape(units=1, slot_pages=2, window=9)],
     [GroupShape(units=1, slot_pages=2), GroupShape(units=3, slot_pages=7)],
+    [GroupShape(units=2, slot_pages=3), GroupShape(units=1, slot_pages=3)],
     [GroupShape(units=1, slot_pages=4, window=5)],
 ]
 
@@ -173,9 +174,11 @@ class Store(RuleBasedStateMachine):
         limit=st.sampled_from([NOWHERE, NOWHERE, NOWHERE, 40, 64, 3]),
         shuffle=st.none() | st.randoms(use_true_random=False),
         commit=st.booleans(),
+        only=st.sampled_from([None, None, None, 0, 1]),
     )
-    def reserve(self, client, space, tokens, first, tenant, limit, shuffle, commit):
-        items = self.items(chain_of(tokens), first, len(tokens))
+    def reserve(self, client, space, tokens, first, tenant, limit, shuffle, commit, only):
+        items = [i for i in self.items(chain_of(tokens), first, len(tokens)) if only is None or i[0] == only]
+        self.expire()  # a reservation never waits for the timer
         if shuffle:
             shuffle.shuffle(items)
         hashes = b"".join(h for _, h, _ in items)
@@ -300,19 +303,23 @@ class Store(RuleBasedStateMachine):
         self.index.connect(client, UNIT, self.shapes)
         assert self.index.held(client) == (0, 0)
 
-    @rule(seconds=st.integers(0, 40))
-    def time_passes(self, seconds):
+    @rule(seconds=st.integers(0, 40), tick=st.booleans())
+    def time_passes(self, seconds, tick):
         self.clock.now += seconds
-        self.index.tick()
+        if tick:
+            self.index.tick()
+            self.expire()
+            until = self.index.next_deadline()
+            due = [deadline for _, deadline, _ in self.leases.values()]
+            due += [b.deadline for b in [*self.listed.values(), *self.limbo] if b.writer is not None]
+            assert not due or (until is not None and self.clock.now < until <= min(due))
+
+    def expire(self) -> None:
         for lease in [name for name, (_, deadline, _) in self.leases.items() if deadline <= self.clock.now]:
             self.end_lease(lease)
         for block in [*self.listed.values(), *self.limbo]:
             if block.writer is not None and block.deadline <= self.clock.now:
                 self.end_write(block, False)
-        until = self.index.next_deadline()
-        due = [deadline for _, deadline, _ in self.leases.values()]
-        due += [b.deadline for b in [*self.listed.values(), *self.limbo] if b.writer is not None]
-        assert not due or (until is not None and self.clock.now < until <= min(due))
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), pinned=st.booleans(), tool=st.booleans())
     def pin(self, tokens, pinned, tool):
@@ -428,7 +435,7 @@ TestStore = Store.TestCase
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=40, phases=WITHOUT_SHRINKING, deadline=None)
+@settings(max_examples=60, phases=WITHOUT_SHRINKING, deadline=None)
 def test_long_random_lives(seed):
     """The machine's own rules in long walks under pressure; hypothesis alone seldom fills the pool."""
     rng = random.Random(seed)
@@ -454,11 +461,16 @@ def test_long_random_lives(seed):
             limit=limit,
             shuffle=rng if rng.random() < 0.1 else None,
             commit=rng.random() < 0.8,
+            only=rng.choice([None, None, None, 0, 1]),
         )
 
     def lookup():
         machine.lookup(
-            client=rng.choice(CLIENTS), space=b"A" * HASH, tokens=tokens(), start=rng.choice([0, 0, 1]), limit=NOWHERE
+            client=rng.choice(CLIENTS),
+            space=b"A" * HASH,
+            tokens=tokens(),
+            start=rng.choice([0, 0, 1]),
+            limit=rng.choice([NOWHERE, NOWHERE, 40, 50, 65]),
         )
 
     events = [
@@ -467,7 +479,7 @@ def test_long_random_lives(seed):
         (4, lambda: machine.release(client=rng.choice(CLIENTS), pick=rng)),
         (3, lambda: machine.some_written(client=rng.choice(CLIENTS), pick=rng, ready=rng.random() < 0.7)),
         (1, lambda: machine.reconnect(client=rng.choice(CLIENTS))),
-        (1, lambda: machine.time_passes(seconds=rng.randint(0, 40))),
+        (1, lambda: machine.time_passes(seconds=rng.randint(0, 40), tick=rng.random() < 0.6)),
         (1, lambda: machine.pin(tokens=tokens(), pinned=rng.random() < 0.5, tool=rng.random() < 0.5)),
         (1, lambda: machine.discard(pick=rng, right=rng.random() < 0.7)),
         (1, lambda: machine.touch_and_inspect(client=rng.choice(CLIENTS), tokens=tokens(), tool=rng.random() < 0.5)),

@@ -239,3 +239,21 @@ def test_queue_by_size():
         queue.add(nbytes)
     assert queue.before(1000) == 10 + 1000 + 1000 and queue.before(1) == 3 and queue.loads == 3
     assert queue.remove(1000) and not queue.remove(1000) and queue.nbytes == 10 + (1 << 30)
+
+
+def test_a_source_declined_for_slowness_is_tried_now_and_then():
+    planner = Planner({"host": 1e6})
+    for _ in range(8):
+        planner.observe_step(0.01, [(1024, 0)], 0)
+    reasons = [planner.decide("host", 0, 1024, 10**8, 1024) for _ in range(2 * p.TRIAL_EVERY)]
+    assert [d.reason for d in reasons].count("trial") == 2 and reasons[p.TRIAL_EVERY - 1].load
+    assert all(d.reason == "slower" and not d.load for d in reasons[: p.TRIAL_EVERY - 1])
+
+
+def test_the_first_load_of_a_source_says_nothing():
+    planner = Planner({"host": 10e9})
+    before = planner.report()["host_bandwidth"]
+    planner.observe_load("host", 10**8, 0, 5.0)
+    assert planner.report()["host_bandwidth"] == before
+    planner.observe_load("host", 10**8, 0, 5.0)
+    assert planner.report()["host_bandwidth"] < before

@@ -230,6 +230,18 @@ def test_cold_memory_of_another_size_is_taken_and_hot_memory_is_not():
     assert index.inspect(1, SPACE, hot).blocks[0] < left.blocks[0] / 2, "cold blocks kept their memory"
 
 
+def test_one_cold_block_does_not_give_a_hot_slab_away():
+    shapes = [GroupShape(units=1, slot_pages=1), GroupShape(units=1, slot_pages=8, window=16)]
+    index = make(pages=65, shapes=shapes)
+    store(index, chain("cold", 1))
+    store(index, chain("hot", 7))  # the rest of that slab
+    assert all(slot > 0 for i in range(6) for slot in store(index, chain(f"b{i}.", 1), group=1))
+    index.touch(1, SPACE, chain("hot", 7))
+    assert store(index, chain("c", 1), group=1)[0] > 0
+    assert index.inspect(1, SPACE, chain("hot", 7)).blocks[0] == 7
+    assert index.inspect(1, SPACE, chain("b0.", 1)).blocks[1] == 0, "its own coldest went"
+
+
 def test_a_tenant_over_its_share_pays_with_its_own():
     index = make(pages=101, tenant_share=0.3)
     store(index, chain("x", 60), tenant=b"")  # names no tenant: no share

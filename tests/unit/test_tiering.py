@@ -132,3 +132,16 @@ def test_a_part_that_another_rank_writes_is_left_to_it(worker):
     worker.tier.step(0, None)
     time.sleep(0.02)
     assert not worker.copier.calls and not worker.told
+
+
+def test_a_device_s_copies_are_looked_after_when_no_step_follows(worker):
+    """Their order came before its step was launched, and that step was the last one."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    worker.tier.collect()
+    time.sleep(2 * tiering.STEPPING)  # nobody steps: the reactor looks itself, and finds that it is too soon
+    store(worker, 1, step=2)
+    worker.tier.step(2, "fence 2")
+    worker.tier.collect()
+    eventually(lambda: worker.told, 5.0, "stored")
+    assert worker.copier.calls == [("store", [1, 2], "fence 2")]

@@ -678,10 +678,9 @@ def test_the_old_memory_stays_while_nobody_serves_and_while_copies_use_it(world,
     client.tell("a", PIECE, PIECE)
     world.turns.all()
     offload = Offload(pool, [MIB, MIB], clock=clock)
-    offload.submit_load(load("r", 1000, instance="a"), clock.now + 0.1)
+    offload.submit_load(load("r", 1000, instance="a"), clock.now + 20)
     offload.drive()
     client.tell("", 0, 0)
-    world.turns.all()
     assert pool.instance == "a" and pool.registered_pages == PIECE // PAGE
     client.tell("a", PIECE, PIECE)  # only the connection was lost
     world.turns.all()
@@ -693,7 +692,7 @@ def test_the_old_memory_stays_while_nobody_serves_and_while_copies_use_it(world,
     offload.submit_load(load("too early", 5, instance="b"), None)
     assert offload.drive().loads[0].request_id == "too early"
     client.tell("c", PIECE, PIECE)  # and once more before the copies on the first one ended
-    clock.now += 0.2
+    clock.now += 20
     result, = offload.drive().loads
     assert result.request_id == "r" and result.failed and not result.checksum
     assert client.mappings[0].closed and world.copiers[0].closed
@@ -701,6 +700,18 @@ def test_the_old_memory_stays_while_nobody_serves_and_while_copies_use_it(world,
     assert pool.instance == "c" and pool.registered_pages == PIECE // PAGE and len(client.mappings) == 2
     offload.submit_load(load("again", 5, instance="c"), None)
     assert not run(offload, clock, 1).loads[0].failed
+
+
+def test_memory_of_a_store_that_is_gone_is_let_go_in_the_end(world):
+    world.client.tell("a", PIECE, PIECE)
+    world.turns.all()
+    world.client.tell("", 0, 0)
+    assert world.pool.instance == "a"
+    world.turns.all()  # until nothing is due: the grace is over
+    assert world.pool.instance == "" and world.client.mappings[0].closed and world.changes[-1] == ("", 0)
+    world.client.tell("b", PIECE, PIECE)
+    world.turns.all()
+    assert world.pool.instance == "b"
 
 
 def test_disconnected_between_hearing_and_mapping(world):

@@ -91,7 +91,7 @@ class SchedulerHalf:
         self._tier = self._offloader = None
         if config.store != "off" and not facts.unsupported:
             self._tier = HostTier(
-                config, facts, unit, self._reactor, self._link.tell, on_lost=lambda: self.counters.count("store_lost")
+                config, facts, unit, self._reactor, self._link.tell, on_lost=self._store_lost
             )
             self._offloader = Offloader(
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
@@ -379,6 +379,11 @@ class SchedulerHalf:
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
             logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)
+
+    def _store_lost(self) -> None:
+        """What was reserved there is nobody's now, or somebody else's: what has not been copied is not to be."""
+        self.counters.count("store_lost")
+        self._offloader.lost()
 
     def _hello(self) -> m.Hello | None:
         if self._endpoint.unusable or self._namespace is None:

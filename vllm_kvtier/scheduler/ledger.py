@@ -22,8 +22,15 @@ class Keys:
         self._salt = namespace_digest
 
     def key(self, block_hash: bytes, group: int, variant: bytes) -> int:
+        return int.from_bytes(block_hash[:8], "little") ^ self._mix(group, variant)
+
+    def keys(self, heads: np.ndarray, group: int, variant: bytes) -> np.ndarray:
+        """The same of many: ``heads`` uint64 [n], the first 8 bytes of each hash, little-endian."""
+        return heads ^ np.uint64(self._mix(group, variant))
+
+    def _mix(self, group: int, variant: bytes) -> int:
         salt = self._salt ^ int.from_bytes(variant[:8].ljust(8, b"\0"), "little")
-        return (int.from_bytes(block_hash[:8], "little") ^ salt ^ ((group + 1) * _GROUP_SALT)) & _MASK
+        return (salt ^ ((group + 1) * _GROUP_SALT)) & _MASK
 
 
 @dataclass

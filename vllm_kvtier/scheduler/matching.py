@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.kvtier.matching")
 
 # The store answers in a fraction of a millisecond. When nobody else is being served, waiting for it that long holds
 # nobody up and is shorter than the empty step that vLLM makes when we have no answer yet.
-STORE_PATIENCE = 1e-3  # seconds
+STORE_PATIENCE = 3e-3  # seconds
 
 
 class Matcher:
@@ -86,6 +86,7 @@ class Matcher:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that an offer covers; None: ask again."""
         t = self.track(request)
         self._notice_preemption(t)
+        self._notice_eviction(t, computed)
         t.local = computed
         while True:
             match t.life.state:
@@ -117,6 +118,24 @@ class Matcher:
             t.pulled, t.offer, t.plan = 0, None, None
             t.sources = deque([HOST] if self._tier else [])
         t.preemptions = preemptions
+
+    def _notice_eviction(self, t: Tracked, computed: int) -> None:
+        """While a request waits for room, vLLM's cache loses what it had of it: the store is asked again, from there.
+
+        An offer that begins behind that is of no use any more, nor is it right any more that the store had nothing.
+        """
+        if self._tier is None or self._asks_nobody(t):
+            return
+        if t.life.state is State.OFFERED and isinstance(t.offer, HostOffer) and t.offer.start > computed:
+            self._counters.count("declined", "evicted here meanwhile")
+            self._act(t, t.life.fire(Event.DECLINE))
+        elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
+            return
+        t.life.fire(Event.PREEMPT)
+        t.offer, t.plan, t.sources = None, None, deque([HOST])
+
+    def _asks_nobody(self, t: Tracked) -> bool:
+        return not self._resumes or getattr(t.request, "skip_reading_prefix_cache", False)
 
     def _awaits(self, t: Tracked, computed: int) -> bool:
         """Whether another request loads what this one needs next, and most of what it loads is of use here.
@@ -188,6 +207,7 @@ class Matcher:
 
     def _ask_store(self, t: Tracked, computed: int, lacking: int, variant: bytes) -> bool:
         hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
+        t.asked_from = computed
         if lacking <= 0 or len(hashes) * self._unit <= computed or computed % self._align:
             if hashes:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
@@ -316,7 +336,10 @@ class Matcher:
         """Whether the store's blocks are expected here before they could be computed."""
         if self._planner is None:
             return True
+        if t.plan is not None and t.planned == (computed, tokens):
+            return True  # vLLM had no room for it then
         t.plan = self._planner.decide("host", computed, tokens, t.offer.nbytes, t.request.num_tokens)
+        t.planned = (computed, tokens)
         load = t.plan.load or self._config.load_policy == "always"
         self._counters.count("planned", t.plan.reason if load == t.plan.load else "always")
         return load
@@ -378,14 +401,16 @@ class Matcher:
             return
         t.life.fire(Event.ALLOCATE)
         tokens = t.local + external
-        rows = orders.rows(t, self._groups, self._unit, self._keys(), block_ids, tokens)
-        self._ledger.forget(e.block for e in t.entries)
+        known = (self._groups, self._unit, self._keys(), block_ids, tokens, self._config.transfer_timeout)
         if isinstance(t.offer, HostOffer):
-            order = orders.load_order(t, rows, self._config.transfer_timeout)
+            order = t.load = orders.load_order(t, *known)
+            for group in order.groups:
+                self._ledger.forget(group.blocks.tolist())
             if self._planner is not None:
                 self._planner.started("host", t.offer.nbytes)
         else:
-            order = orders.pull_order(t, rows, self._config.transfer_timeout)
+            order = orders.pull_order(t, *known)
+            self._ledger.forget(e.block for e in t.entries)
             if t.offer.instance not in self._introduced:
                 self._introduced.add(t.offer.instance)
                 self._introductions[t.offer.instance] = t.offer.ranks
@@ -396,9 +421,9 @@ class Matcher:
 
     def take_orders(self) -> tuple[list[PullOrder | LoadOrder], dict[str, list]]:
         """Pulls and loads for the workers to start in this step, and the engines they name for the first time."""
-        orders, self._orders = self._orders, []
+        taken, self._orders = self._orders, []
         introductions, self._introductions = self._introductions, {}
-        return orders, introductions
+        return taken, introductions
 
     def loaded(self, request_id: str, failed: bool) -> None:
         """All ranks are through with a pull (``failed`` if any of them failed)."""
@@ -419,7 +444,7 @@ class Matcher:
         elif not isinstance(t.offer, HostOffer):  # only a pull enters what it checked into the workers' tables
             for entry in t.entries:
                 self._ledger.mark(entry)
-        t.entries, t.slots, t.hashes = [], [], []
+        t.entries, t.load, t.places = [], None, {}
         if done:
             self._tracked.pop(request_id, None)
 
@@ -428,13 +453,9 @@ class Matcher:
         t = self._tracked.get(request_id)
         if t is None or not isinstance(t.offer, HostOffer):
             return
-        hashes = {
-            (e.group, slot): block_hash for e, slot, block_hash in zip(t.entries, t.slots, t.hashes, strict=True)
-        }
-        for group, slot in corrupt:
-            if (group, slot) in hashes:
-                variant = vr.variant(t.request)
-                self._tier.discard(variant, group, hashes[group, slot], slot, t.offer.session)
+        variant = vr.variant(t.request)
+        for group, slot, block_hash in orders.hashes_of(t, self._groups, self._unit, corrupt):
+            self._tier.discard(variant, group, block_hash, slot, t.offer.session)
 
     def finished(self, request: Any) -> Tracked:
         """The request ended in whatever way; gives back what it held, unless the workers still read."""

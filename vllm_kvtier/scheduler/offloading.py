@@ -353,6 +353,10 @@ class Offloader:
             self._quiet.notify_all()
         self._on_free()
 
+    def lost(self) -> None:
+        """The store went away, and our reservations with it."""
+        self._cancel()
+
     def _cancel(self) -> None:
         self._cancelled = False
         if self._flights:

@@ -1,4 +1,8 @@
-"""What the workers are to bring: an offer and vLLM's blocks as arrays, a row a block."""
+"""What the workers are to bring: an offer and vLLM's blocks as arrays, a row a block.
+
+Blocks of the node store are always whole, so that a load's arrays are made without looking at single blocks: a long
+prompt has thousands, and its request waits for each microsecond spent here. A pull may end in a partial block.
+"""
 
 import numpy as np
 
@@ -8,7 +12,7 @@ from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.worker.work import GroupLoad, GroupPull, LoadOrder, PullOrder
 
-Rows = list[list[tuple[Entry, int]]]  # per group: a block to fill, and the source's block or slot for it
+Groups = list[tuple[int, int | None]]  # (block tokens, window) of each
 
 
 def tail_hash(t: Tracked, tokens: int, unit: int) -> bytes:
@@ -18,22 +22,17 @@ def tail_hash(t: Tracked, tokens: int, unit: int) -> bytes:
     return vr.tail_hash(t.request, tokens, unit)
 
 
-def rows(
-    t: Tracked,
-    groups: list[tuple[int, int | None]],
-    unit: int,
-    keys: Keys,
-    block_ids: tuple[list[int], ...],
-    tokens: int,
-) -> Rows:
-    """The blocks of tokens [t.local, tokens) that vLLM gave the request; noted in ``t`` too."""
+def pull_order(
+    t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int, timeout: float
+) -> PullOrder:
+    """The blocks of tokens [t.local, tokens) that vLLM gave the request; noted in ``t.entries`` too."""
     # Blocks count whole, up to the offer's end, even if the last token is not taken: so the source summed them.
     most = t.offer.tokens
-    hashes, variant, out = vr.chain(t.request, most, unit), vr.variant(t.request), []
-    t.entries, t.slots, t.hashes = [], [], []
+    hashes, variant, pulls = vr.chain(t.request, most, unit), vr.variant(t.request), []
+    t.entries = []
     for g, (size, window) in enumerate(groups):
         theirs = GroupBlocks(size, [0] * (t.offer.start // size) + t.offer.blocks[g], window)
-        of_group = []
+        rows = []
         for place in range(t.local // size, -(-tokens // size)):
             local = block_ids[g][place] if place < len(block_ids[g]) else 0
             if not local:
@@ -41,35 +40,48 @@ def rows(
             end = min((place + 1) * size, most)
             block_hash = hashes[end // unit - 1] if end % unit == 0 else tail_hash(t, end, unit)
             entry = Entry(g, local, keys.key(block_hash, g, variant), end - place * size)
-            of_group.append((entry, theirs.ids[place] if place < len(theirs.ids) else 0))
-            t.hashes.append(block_hash)
-        t.entries += [entry for entry, _ in of_group]
-        t.slots += [remote for _, remote in of_group]
-        out.append(of_group)
-    return out
-
-
-def pull_order(t: Tracked, groups: Rows, timeout: float) -> PullOrder:
-    pulls = [
-        GroupPull(g, *_arrays(of_group), np.array([e.valid for e, _ in of_group], np.int32))
-        for g, of_group in enumerate(groups)
-    ]
+            rows.append((entry, theirs.ids[place] if place < len(theirs.ids) else 0))
+        t.entries += [entry for entry, _ in rows]
+        pulls.append(
+            GroupPull(
+                g,
+                np.array([e.block for e, _ in rows], np.int64),
+                np.array([remote for _, remote in rows], np.int64),
+                np.array([e.key for e, _ in rows], np.uint64),
+                np.array([e.valid for e, _ in rows], np.int32),
+            )
+        )
     return PullOrder(t.request.request_id, t.offer.instance, pulls, timeout, promised=not t.offer.lease)
 
 
-def load_order(t: Tracked, groups: Rows, timeout: float) -> LoadOrder:
-    loads = []
-    for g, of_group in enumerate(groups):
-        if of_group:
-            blocks, slots, keys = _arrays(of_group)
-            loads.append(GroupLoad(g, blocks, keys, slots))
+def load_order(
+    t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int, timeout: float
+) -> LoadOrder:
+    """The same from the node store; ``t.places`` says which block of the chain each row is."""
+    hashes = t.request.block_hashes[: t.offer.tokens // unit]
+    heads = np.frombuffer(b"".join([h[:8] for h in hashes]), "<u8")
+    variant, loads = vr.variant(t.request), []
+    t.places = {}
+    for g, (size, _) in enumerate(groups):
+        first, last, per = t.local // size, -(-tokens // size), size // unit
+        blocks = np.array(block_ids[g][first:last], np.int64)
+        offered = first - t.offer.start // size
+        slots = np.array(t.offer.blocks[g][offered : offered + len(blocks)], np.int64)
+        rows = np.flatnonzero(blocks)  # without what lies outside a sliding window
+        if len(rows):
+            places = first + rows
+            t.places[g] = places
+            loads.append(GroupLoad(g, blocks[rows], keys.keys(heads[(places + 1) * per - 1], g, variant), slots[rows]))
     return LoadOrder(t.request.request_id, loads, timeout, t.offer.instance)
 
 
-def _arrays(of_group: list[tuple[Entry, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Our block ids, the source's, and the keys."""
-    return (
-        np.array([e.block for e, _ in of_group], np.int64),
-        np.array([remote for _, remote in of_group], np.int64),
-        np.array([e.key for e, _ in of_group], np.uint64),
-    )
+def hashes_of(t: Tracked, groups: Groups, unit: int, corrupt: list[tuple[int, int]]) -> list[tuple[int, int, bytes]]:
+    """(group, slot, block hash) of those of ``corrupt`` (group, slot) that ``t.load`` asked for."""
+    found = []
+    for load in t.load.groups if t.load is not None else ():
+        per = groups[load.group][0] // unit
+        slots = {slot for group, slot in corrupt if group == load.group}
+        for row in np.flatnonzero(np.isin(load.slots, list(slots))).tolist():
+            place = int(t.places[load.group][row])
+            found.append((load.group, int(load.slots[row]), bytes(t.request.block_hashes[(place + 1) * per - 1])))
+    return found

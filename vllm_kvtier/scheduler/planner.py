@@ -29,8 +29,12 @@ FASTER = "faster"  # loaded: expected to arrive before it could be computed
 UNMEASURED = "unmeasured"  # loaded: what computing costs is not known yet
 SLOWER = "slower"  # computed: even an idle source would be slower
 QUEUED = "queued"  # computed: the source is fast enough, but has too much to do
+TRIAL = "trial"  # loaded although expected to be slower: it was declined many times, and might be fast again
 NOTHING = "nothing"  # computed: no tokens or no bytes
-REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, NOTHING)
+REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING)
+
+# A source that was found slow is tried once in so many times that it is declined for it.
+TRIAL_EVERY = 16
 
 DEFAULT_BANDWIDTH = 10e9  # of a source without a prior: a PCIe 4 x8 link
 
@@ -95,6 +99,8 @@ class Source:
     queue: Queue
     loads: int = 0  # decisions
     declined: int = 0
+    slow: int = 0  # times in a row
+    warm: bool = False  # its first load has ended
 
 
 class Planner:
@@ -147,8 +153,11 @@ class Planner:
 
         Failed loads are not observed: they say nothing about the link.
         """
-        if 0 < seconds < math.inf and nbytes > 0:
-            self._source(source).rate.observe(nbytes + queued_bytes, seconds, self._clock())
+        place = self._source(source)
+        if not place.warm:
+            place.warm = True  # and not measured: drivers, allocators and kernels were made on the way
+        elif 0 < seconds < math.inf and nbytes > 0:
+            place.rate.observe(nbytes + queued_bytes, seconds, self._clock())
 
     def decide(self, source: str, start_tokens: int, end_tokens: int, nbytes: int, prompt_tokens: int) -> Decision:
         """Whether to load tokens [start_tokens, end_tokens) of a prompt of ``prompt_tokens``.
@@ -171,7 +180,10 @@ class Planner:
             reason = FASTER
         else:
             reason = QUEUED if alone <= compute_seconds else SLOWER
-        load = reason in (FASTER, UNMEASURED)
+        place.slow = place.slow + 1 if reason == SLOWER else 0
+        if place.slow >= TRIAL_EVERY:
+            place.slow, reason = 0, TRIAL
+        load = reason in (FASTER, UNMEASURED, TRIAL)
         place.loads += load
         place.declined += not load
         self.decisions[reason] += 1

@@ -105,7 +105,7 @@ class HostTier:
         ranks = [described[r] for r in sorted(described)]
         digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
         for rank in ranks:
-            digest.update(layout_digest(rank.groups) + bytes(rank.shards))
+            digest.update(layout_digest(rank.groups) + repr(rank.shards).encode())
         self._base = digest.digest()
         offsets: list[list[int]] = [[] for _ in ranks]
         writes: list[list[bool]] = [[] for _ in ranks]

@@ -4,12 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from vllm_kvtier.scheduler.ledger import Entry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.params import Handoff, Hints, Report
 from vllm_kvtier.scheduler.peers import Address, Offer, PendingAsk
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
+from vllm_kvtier.worker.work import LoadOrder
 
 
 @dataclass
@@ -26,14 +29,16 @@ class Tracked:
     offer: Offer | None = None
     offered_at: float = 0.0
     local: int = 0
+    asked_from: int = 0  # what ``local`` was when the store was last asked
     pulled: int = 0
     preemptions: int = 0
     awaited: str = ""  # request that loads what this one needs
     plan: Decision | None = None
+    planned: tuple[int, int] = (0, 0)  # the tokens it was made for
     inbound: list[bytes] = field(default_factory=list)  # block hashes being loaded
-    entries: list[Entry] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # of the store, one an entry
-    hashes: list[bytes] = field(default_factory=list)  # likewise
+    entries: list[Entry] = field(default_factory=list)  # of a pull
+    load: LoadOrder | None = None
+    places: dict[int, np.ndarray] = field(default_factory=dict)  # group -> which block of the chain each row of it is
 
     @property
     def source(self) -> str:

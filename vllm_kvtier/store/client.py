@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05, 5.0  # first and longest pause between two attempts to connect; doubled in between
 LAUNCH_SECONDS = 5.0, 60.0  # the same after a failed start, which costs half a second of a processor each
-REFUSED_SECONDS = 60.0  # a store of another version will not change its mind soon, but may be replaced
+REFUSED_SECONDS = 15.0  # a store of another version stays one until somebody replaces it, as an upgrade does
 _MASK = (1 << 48) - 1  # of question ids
 
 __all__ = ["Failed", "Pending", "StoreClient"]

@@ -42,6 +42,13 @@ def link_path(engine_id: str, instance_id: str) -> str:
     return path
 
 
+def _unbounded(socket: zmq.Socket) -> None:
+    """No message may be dropped, as ZMQ does with those beyond a thousand: somebody waits for each. What is under way
+    is bounded by what both ends have to do with each other."""
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+
+
 class LinkServer:
     """The scheduler half's side: hears every worker, tells all of them."""
 
@@ -52,6 +59,7 @@ class LinkServer:
         Path(path).unlink(missing_ok=True)
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        _unbounded(self._socket)
         self._socket.bind(f"ipc://{path}")
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
         reactor.on_stop(lambda: Path(path).unlink(missing_ok=True))
@@ -73,6 +81,7 @@ class LinkClient:
         self._on_message = on_message
         self._socket = reactor.context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        _unbounded(self._socket)
         self._socket.connect(f"ipc://{path}")
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 

@@ -7,10 +7,9 @@ is ``worker.tuning``'s choice; see ``tuning.Choice`` for the ways.
 Staged, a store goes
 
     kernels' stream    [gather piece 1][gather 2]   ...      waits for ``after``, and for the buffer to be drained
-    DMA streams                        [ piece 1  ][ 2 ...   each a share of the piece's blocks
+    DMA stream                         [ piece 1  ][ 2 ...
 
-and a load the reverse, where only the scatter waits for ``after``. Two DMA streams, so that one engine's setting up
-of a copy falls into the other's copying.
+and a load the reverse, where only the scatter waits for ``after``.
 """
 
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 
 from vllm_kvtier.kernels import pages
-from vllm_kvtier.wire.slots import PAGE, PartLayout
+from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout
 from vllm_kvtier.worker import tuning as tunings
-from vllm_kvtier.worker.copier_parts import MAX_ROWS, ROW_ALIGN, Part, adjacent
+from vllm_kvtier.worker.copier_parts import MAX_ROWS, ROW_ALIGN, Part, adjacent, mostly_adjacent
 from vllm_kvtier.worker.cuda import ANY_ORDER, ORDERED, Driver
 from vllm_kvtier.worker.tuning import Choice, Tuning
 from vllm_kvtier.worker.views import CacheView
@@ -48,32 +47,33 @@ class _Sheet:
 class CudaCopy:
     """See ``copier.Copy``."""
 
-    def __init__(self, nbytes: int, n: int, load: bool):
+    def __init__(self, nbytes: int, n: int, load: bool, lane: "_Lane"):
         self.nbytes = nbytes
         self.bad: np.ndarray | None = None
-        self._n, self._load = n, load
-        self._events: list[torch.cuda.Event] = []
+        self._n, self._load, self._lane = n, load, lane
+        self._events: list[int] = []
         self._sheet: _Sheet | None = None
-        self._sheets: list[_Sheet] = []
 
-    def begun(self, events: list[torch.cuda.Event], sheet: _Sheet, sheets: list[_Sheet]) -> None:
-        self._events, self._sheet, self._sheets = events, sheet, sheets
+    def begun(self, events: list[int], sheet: _Sheet) -> None:
+        self._events, self._sheet = events, sheet
 
     def done(self) -> bool:
+        if self._sheet is None:
+            return True
+        lane = self._lane
         while self._events:
-            if not self._events[-1].query():
+            if not lane.driver.reached(self._events[-1]):
                 return False
-            self._events.pop()
-        if self._sheet is not None:
-            if self._load:
-                self.bad = self._sheet.verdicts[: self._n] != pages.GOOD
-            self._sheets.append(self._sheet)
-            self._sheet = None
+            lane.spare_events.append(self._events.pop())
+        if self._load:
+            self.bad = self._sheet.verdicts[: self._n] != pages.GOOD
+        lane.sheets.append(self._sheet)
+        self._sheet = None
         return True
 
     def wait(self) -> None:
         for event in self._events:
-            event.synchronize()
+            self._lane.driver.synchronize(event)
         self.done()
 
 
@@ -85,141 +85,189 @@ class _Lane:
         device: torch.device,
         driver: Driver,
         gather: bool,
-        groups: Sequence[Part],
+        parts: Sequence[Part],
         tuning: Tuning,
         checked: bool,
     ):
-        self._driver, self._gather = driver, gather
-        self.choices = [tuning.choose(gather, g.nbytes) for g in groups]
-        # A request waits for loads; stores only have to keep up.
-        priority = 0 if gather else -1
-        self._kernels, self._direct = (torch.cuda.Stream(device, priority=priority) for _ in range(2))
-        staged = [(c, g) for c, g in zip(self.choices, groups, strict=True) if c.way != "direct"]
+        self.driver, self._gather = driver, gather
+        self.choices = [tuning.choose(gather, p.nbytes) for p in parts]
+        # Before the model's kernels (0): these take few SMs for a moment, and behind each of a prefill's kernels, which
+        # fill the GPU for milliseconds, they would not keep up (3.4 GB/s were seen on an H200).
+        priority = -1 if gather else -2
+        staged = [(c, p) for c, p in zip(self.choices, parts, strict=True) if c.way != "direct"]
         dmas = max((c.dma_streams for c, _ in staged), default=0)
-        self._dma = [torch.cuda.Stream(device, priority=priority) for _ in range(dmas)]
-        self._buffer_bytes = max((max(c.piece_bytes, g.pitch) for c, g in staged), default=0)
+        # Kept as objects, since a stream lives as long as its object; used by their handles.
+        streams = [torch.cuda.Stream(device, priority=priority) for _ in range(2 + dmas)]
+        self._kernels, self._direct, *self._dma = streams
+        self._handle = self._kernels.cuda_stream
+        self._dma_handles = [s.cuda_stream for s in self._dma]
+        self._buffer_bytes = max((max(c.piece_bytes, p.pitch) for c, p in staged), default=0)
         self._buffers = max((c.ring for c, _ in staged), default=0)
         self._ring = torch.empty(self._buffers * self._buffer_bytes + ROW_ALIGN, dtype=torch.uint8, device=device)
         self._ring_base = -(-self._ring.data_ptr() // ROW_ALIGN) * ROW_ALIGN
         # Per buffer: recorded where its bytes have arrived, and where they are needed no more.
-        self._filled = [self._events(1 if gather else dmas) for _ in range(self._buffers)]
-        self._drained = [self._events(dmas if gather else 1) for _ in range(self._buffers)]
+        self._filled, self._drained = (
+            [[driver.new_event() for _ in range(n)] for _ in range(self._buffers)]
+            for n in ((1, dmas) if gather else (dmas, 1))
+        )
         self._next = 0
-        # Scratch (rows, sums) for each of the two kernel streams, whose launches follow one another.
-        self._scratch = [
+        # (through the ring, directly) for each group. All of one kind share a stream, and so the scratch.
+        scratch = [
             (
                 torch.empty((MAX_ROWS, 4), dtype=torch.int64, device=device),
                 torch.empty(MAX_ROWS, dtype=torch.int64, device=device),
             )
             for _ in range(2)
         ]
-        # (through the ring, directly) for each group.
         self._movers = [
             [
-                pages.Mover(gather, g.table, g.sum_offset, device, programs, c.warps, checked)
-                for programs in _split(c)
+                pages.Mover(gather, p.table, p.sum_offset, where, programs, c.warps, checked, driver.launch)
+                for programs, where in zip(_split(c), scratch, strict=True)
             ]
-            for c, g in zip(self.choices, groups, strict=True)
+            for c, p in zip(self.choices, parts, strict=True)
         ]
+        self.spare_events: list[int] = []
+        self.sheets: list[_Sheet] = []
+        self._under_way: list[CudaCopy] = []
+        self._lost: list[_Sheet] = []  # of calls that failed half way: kernels may read them yet
 
-    @staticmethod
-    def _events(n: int) -> list[torch.cuda.Event]:
-        return [torch.cuda.Event() for _ in range(n)]
+    def busy(self) -> bool:
+        self._under_way = [c for c in self._under_way if not c.done()]
+        return bool(self._under_way)
 
     def copy(
         self,
         number: int,
-        group: Part,
-        sheet: _Sheet,
+        part: Part,
+        blocks: np.ndarray,
+        keys: np.ndarray,
         slots: np.ndarray,  # int64 [n] addresses of the parts
-        edges: np.ndarray,  # int64 [n] registration that each lies in
+        edges: np.ndarray | None,  # int64 [n] registration that each lies in; None: all in one
         after: torch.cuda.Event | None,
-    ) -> list[torch.cuda.Event]:
-        """Enqueues the copy of a filled sheet (all but the addresses of rows); events that mark its end."""
-        choice, n = self.choices[number], len(slots)
-        direct = {"direct": n, "staged": 0, "mixed": round(n * choice.direct_share)}[choice.way]
-        ends: list[torch.cuda.Stream] = []
+        alone: bool,  # nothing is under way in the other direction
+    ) -> CudaCopy:
+        n = len(slots)
+        copy = CudaCopy(n * part.nbytes, n, not self._gather, self)
+        sheet = self._sheet(n)
+        self._lost.append(sheet)
+        sheet.table[:n, 0] = blocks
+        sheet.table[:n, 1] = keys.view(np.int64)
+        if not self._gather:
+            sheet.verdicts[:n] = pages.BAD
+        fence = after.cuda_event if after is not None else 0
+        choice = self.choices[number]
+        direct = n if choice.way == "direct" else 0
+        # Kernels over the link both ways at once reach 0.7 of what DMA does; and adjacent slots need no help.
+        if choice.way == "mixed" and alone and not mostly_adjacent(slots, part.nbytes):
+            direct = round(n * choice.direct_share)
+        ends: list[int] = []
         if direct < n:
-            self._staged(number, group, sheet, slots, edges, after, direct)
-            ends += self._dma[: choice.dma_streams] if self._gather else [self._kernels]
+            self._staged(number, part, sheet, slots, edges, fence, direct)
+            ends += self._dma_handles[: choice.dma_streams] if self._gather else [self._handle]
         if direct:
             sheet.table[:direct, 2] = slots[:direct]
-            if after is not None:
-                self._direct.wait_event(after)
+            if fence:
+                self.driver.wait(self._direct.cuda_stream, fence)
             for a in range(0, direct, MAX_ROWS):
-                b = min(direct, a + MAX_ROWS)
-                self._movers[number][1].launch(sheet.address + a * 32, b - a, *self._scratch[1], self._direct)
-            ends.append(self._direct)
-        events = self._events(len(ends))
+                self._movers[number][1].launch(sheet.address + a * 32, min(direct - a, MAX_ROWS), self._direct)
+            ends.append(self._direct.cuda_stream)
+        events = [self.spare_events.pop() if self.spare_events else self.driver.new_event() for _ in ends]
         for event, stream in zip(events, ends, strict=True):
-            event.record(stream)
-        return events
+            self.driver.record(event, stream)
+        copy.begun(events, sheet)
+        self._lost.pop()
+        self._under_way.append(copy)
+        return copy
 
-    def _staged(self, number, group, sheet, slots, edges, after, start) -> None:
-        choice, mover = self.choices[number], self._movers[number][0]
-        step = min(MAX_ROWS, max(1, min(choice.piece_bytes, self._buffer_bytes) // group.pitch))
-        n = len(slots)
-        # Pieces of equal size: a last one of a few blocks would be all latency.
-        count = -(-(n - start) // step)
-        bounds = [start + (n - start) * i // count for i in range(count + 1)]
-        for a, b in zip(bounds, bounds[1:], strict=False):
+    def _sheet(self, n: int) -> _Sheet:
+        for i, sheet in enumerate(self.sheets):
+            if sheet.capacity >= n:
+                return self.sheets.pop(i)
+        return _Sheet(max(1024, 1 << (n - 1).bit_length()))
+
+    def _staged(self, number, part, sheet, slots, edges, fence, start) -> None:
+        driver, choice, mover = self.driver, self.choices[number], self._movers[number][0]
+        lines = choice.dma_streams
+        for a, b in self._pieces(choice, part, start, len(slots)):
             buffer = self._next
             self._next = (buffer + 1) % self._buffers
             base = self._ring_base + buffer * self._buffer_bytes
-            rows = base + np.arange(b - a, dtype=np.int64) * group.pitch
+            rows = part.row_offsets[: b - a] + base
             sheet.table[a:b, 2] = rows
-            lines = choice.dma_streams
-            shares = [(b - a) * i // lines for i in range(lines + 1)]
-            # Turned by one each time, or pieces of one block would all go to the same stream.
-            parts = [((i + buffer) % lines, *shares[i : i + 2]) for i in range(lines) if shares[i + 1] > shares[i]]
             filled, drained = self._filled[buffer], self._drained[buffer]
+            if lines == 1:
+                shares = [(0, 0, b - a)]
+            else:
+                cuts = [(b - a) * i // lines for i in range(lines + 1)]
+                # Turned by one each time, or pieces of one block would all go to the same stream.
+                shares = [((i + buffer) % lines, *cuts[i : i + 2]) for i in range(lines) if cuts[i + 1] > cuts[i]]
             if self._gather:
                 for event in drained:
-                    self._kernels.wait_event(event)
-                if after is not None and a == start:
-                    self._kernels.wait_event(after)
-                mover.launch(sheet.address + a * 32, b - a, *self._scratch[0], self._kernels)
-                filled[0].record(self._kernels)
-                for i, s, e in parts:
-                    self._dma[i].wait_event(filled[0])
-                    self._move(self._dma[i], group, slots[a + s : a + e], edges[a + s : a + e], rows[s:e])
-                    drained[i].record(self._dma[i])
-            else:
-                for i, s, e in parts:
-                    self._dma[i].wait_event(drained[0])
-                    self._move(self._dma[i], group, slots[a + s : a + e], edges[a + s : a + e], rows[s:e])
-                    filled[i].record(self._dma[i])
-                    self._kernels.wait_event(filled[i])
-                if after is not None and a == start:
-                    self._kernels.wait_event(after)
-                mover.launch(sheet.address + a * 32, b - a, *self._scratch[0], self._kernels)
-                drained[0].record(self._kernels)
+                    driver.wait(self._handle, event)
+                if fence and a == start:
+                    driver.wait(self._handle, fence)
+                mover.launch(sheet.address + a * 32, b - a, self._kernels)
+                driver.record(filled[0], self._handle)
+            for i, first, last in shares:
+                stream = self._dma_handles[i]
+                driver.wait(stream, filled[0] if self._gather else drained[0])
+                there, where = slots[a + first : a + last], edges[a + first : a + last] if edges is not None else None
+                self._move(stream, part, there, where, rows[first:last])
+                driver.record(drained[i] if self._gather else filled[i], stream)
+            if not self._gather:
+                for i, _, _ in shares:
+                    driver.wait(self._handle, filled[i])
+                if fence and a == start:
+                    driver.wait(self._handle, fence)
+                mover.launch(sheet.address + a * 32, b - a, self._kernels)
+                driver.record(drained[0], self._handle)
 
-    def _move(self, stream: torch.cuda.Stream, group: Part, slots, edges, rows) -> None:
+    def _pieces(self, choice: Choice, part: Part, start: int, end: int) -> list[tuple[int, int]]:
+        """(first, last + 1) blocks of each turn of the ring."""
+        step = min(MAX_ROWS, max(1, min(choice.piece_bytes, self._buffer_bytes) // part.pitch))
+        # Loads end with a small piece: a request waits until the last one is scattered.
+        tail = 0 if self._gather else min(step // 4, (end - start) // 4)
+        count = -(-(end - start - tail) // step)
+        bounds = [start + (end - start - tail) * i // count for i in range(count + 1)]
+        return list(zip(bounds, bounds[1:], strict=False)) + ([(end - tail, end)] if tail else [])
+
+    def _move(self, stream: int, part: Part, slots: np.ndarray, edges: np.ndarray | None, rows: np.ndarray) -> None:
         """Enqueues the copies between slots and rows of the ring: adjacent slots in one."""
-        handle = stream.cuda_stream
-        single, runs, distance = adjacent(slots, edges, group.nbytes)
+        driver, nbytes = self.driver, part.nbytes
+        single, runs, distance = adjacent(slots, edges, nbytes)
         for first, count in runs:
             slot, row = int(slots[first]), int(rows[first])
             if self._gather:
-                self._driver.copy_lines(slot, distance, row, group.pitch, group.nbytes, count, handle)
+                driver.copy_lines(slot, distance, row, part.pitch, nbytes, count, stream)
             else:
-                self._driver.copy_lines(row, group.pitch, slot, distance, group.nbytes, count, handle)
+                driver.copy_lines(row, part.pitch, slot, distance, nbytes, count, stream)
         there, here = slots.view(np.uint64), rows.view(np.uint64)
         if single is not None:
             there, here = there[single], here[single]
-        sizes = group.sizes[: len(there)]
+        if not len(there):
+            return
+        sizes = part.sizes[: len(there)]
         if self._gather:
-            self._driver.copy_batch(there, here, sizes, handle, ORDERED)
+            driver.copy_batch(there, here, sizes, stream, ORDERED)
         else:
             # What a slot holds was written long ago: nothing on this stream, and nothing under way, writes it.
-            self._driver.copy_batch(here, there, sizes, handle, ANY_ORDER)
+            driver.copy_batch(here, there, sizes, stream, ANY_ORDER)
 
-    def warm_up(self, sheet: _Sheet) -> None:
+    def warm_up(self) -> None:
         """Compiles this lane's kernels, copying nothing (tables of no rows)."""
+        self.sheets.append(_Sheet(1024))
         for movers in self._movers:
-            for mover, stream, scratch in zip(movers, (self._kernels, self._direct), self._scratch, strict=True):
-                mover.launch(sheet.address, 0, *scratch, stream)
+            for mover, stream in zip(movers, (self._kernels, self._direct), strict=True):
+                mover.launch(self.sheets[-1].address, 0, stream)
+
+    def close(self) -> None:
+        for copy in self._under_way:
+            copy.wait()
+        self._under_way.clear()
+        for event in [*self.spare_events, *sum(self._filled + self._drained, [])]:
+            self.driver.destroy_event(event)
+        self.spare_events.clear()
+        self._filled, self._drained = [], []
 
 
 def _split(choice: Choice) -> tuple[int, int]:
@@ -253,100 +301,89 @@ class CudaCopier:
         self._driver = driver or Driver(self._device.index)
         self.tuning = tuning or tunings.for_device(torch.cuda.get_device_name(self._device))
         self._view = view
+        self._driver.enter()
         with torch.cuda.device(self._device):
-            self._groups = [
+            self._parts = [
                 Part(g, layout, offset)
                 for g, layout, offset in zip(view.groups, layouts, part_offsets, strict=True)
             ]
             self._stores, self._loads = (
-                _Lane(self._device, self._driver, gather, self._groups, self.tuning, checked)
+                _Lane(self._device, self._driver, gather, self._parts, self.tuning, checked)
                 for gather in (True, False)
             )
         self.piece_bytes = max(c.piece_bytes for lane in (self._stores, self._loads) for c in lane.choices)
-        self._starts = np.zeros(0, dtype=np.int64)  # addresses of the registrations, ascending
         self._registered = 0  # bytes from the pool's start
-        self._sheets: list[_Sheet] = []
-        self._under_way: list[CudaCopy] = []
+        self._starts: list[int] = []  # addresses of the registrations
         self._closed = False
 
     def register(self, start: int, nbytes: int) -> None:
-        if start != self._registered or start % PAGE or nbytes <= 0 or start + nbytes > self._pool_bytes:
+        if start != self._registered or start % PIECE or nbytes <= 0 or start + nbytes > self._pool_bytes:
             raise ValueError(
-                f"registering {nbytes} bytes at {start} of a pool of {self._pool_bytes}, after {self._registered}"
+                f"registering {nbytes} bytes at {start} of a pool of {self._pool_bytes}, after {self._registered}: "
+                f"pieces begin at multiples of {PIECE}, where no slot lies across"
             )
         self._driver.register(self._pool + start, nbytes)
-        self._starts = np.append(self._starts, self._pool + start)
+        self._starts.append(self._pool + start)
         self._registered += nbytes
 
     def store(self, group, blocks, keys, slots, after=None) -> CudaCopy:
-        return self._copy(self._stores, group, blocks, keys, slots, after)
+        return self._copy(self._stores, self._loads, group, blocks, keys, slots, after)
 
     def load(self, group, blocks, keys, slots, after=None) -> CudaCopy:
-        return self._copy(self._loads, group, blocks, keys, slots, after)
+        return self._copy(self._loads, self._stores, group, blocks, keys, slots, after)
 
-    def _copy(self, lane: _Lane, group: int, blocks, keys, slots, after) -> CudaCopy:
-        target = self._groups[group]
-        blocks, slots = (np.asarray(a, dtype=np.int64) for a in (blocks, slots))
+    def _copy(self, lane: _Lane, other: _Lane, group: int, blocks, keys, slots, after) -> CudaCopy:
+        part = self._parts[group]
+        blocks, slots = np.asarray(blocks, dtype=np.int64), np.asarray(slots, dtype=np.int64)
         keys = np.asarray(keys, dtype=np.uint64)
         n = len(blocks)
-        if not (blocks.shape == keys.shape == slots.shape == (n,)):
+        if not blocks.shape == keys.shape == slots.shape == (n,):
             raise ValueError(f"{blocks.shape} blocks, {keys.shape} keys, {slots.shape} slots")
-        self._under_way = [c for c in self._under_way if not c.done()]
-        copy = CudaCopy(n * target.nbytes, n, lane is self._loads)
         if not n:
+            copy = CudaCopy(0, 0, lane is self._loads, lane)
             copy.bad = np.zeros(0, dtype=bool) if lane is self._loads else None
             return copy
-        if blocks.min() < 0 or blocks.max() >= self._blocks:
+        # As unsigned numbers, negative ones are too large.
+        if blocks.view(np.uint64).max() >= self._blocks:
             raise ValueError(f"blocks {blocks.min()}..{blocks.max()} outside 0..{self._blocks - 1}")
-        last = int(slots.max()) * PAGE + target.part_offset + target.nbytes
-        if slots.min() <= 0 or last > self._registered:
+        offsets = slots * PAGE
+        offsets += part.part_offset
+        if slots.min() <= 0 or int(offsets.max()) + part.nbytes > self._registered:
             raise ValueError(
-                f"slots {slots.min()}..{slots.max()} of {target.nbytes} bytes outside the "
+                f"slots {slots.min()}..{slots.max()} of {part.nbytes} bytes outside the "
                 f"{self._registered} bytes that are registered"
             )
-        addresses = slots * PAGE + (self._pool + target.part_offset)
-        edges = self._starts.searchsorted(addresses, side="right")
-        if (self._starts.searchsorted(addresses + (target.nbytes - 1), side="right") != edges).any():
-            raise ValueError("a slot lies in two registrations")
-        sheet = self._sheet(n)
-        sheet.table[:n, 0] = blocks
-        sheet.table[:n, 1] = keys.view(np.int64)
-        sheet.verdicts[:n] = pages.BAD
+        edges = None
+        if len(self._starts) > 1:
+            edges = offsets // PIECE
+            if int((offsets - edges * PIECE).max()) + part.nbytes > PIECE:
+                raise ValueError(f"a slot lies across a multiple of {PIECE} bytes, where another piece is pinned")
+        offsets += self._pool
         self._driver.enter()
-        events = lane.copy(group, target, sheet, addresses, edges, after)
-        copy.begun(events, sheet, self._sheets)
-        self._under_way.append(copy)
-        return copy
-
-    def _sheet(self, n: int) -> _Sheet:
-        for i, sheet in enumerate(self._sheets):
-            if sheet.capacity >= n:
-                return self._sheets.pop(i)
-        return _Sheet(max(1024, 1 << (n - 1).bit_length()))
+        lane.busy()  # takes back what ended
+        return lane.copy(group, part, blocks, keys, offsets, edges, after, not other.busy())
 
     def warm_up(self) -> None:
         self._driver.enter()
-        sheet = self._sheet(1)
         with torch.cuda.device(self._device):
             for lane in (self._stores, self._loads):
-                lane.warm_up(sheet)
+                lane.warm_up()
             torch.cuda.synchronize(self._device)
-        self._sheets.append(sheet)
 
     def idle(self) -> bool:
-        self._under_way = [c for c in self._under_way if not c.done()]
-        return not self._under_way
+        self._driver.enter()
+        return not (self._stores.busy() | self._loads.busy())
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for copy in self._under_way:
-            copy.wait()
-        self._under_way.clear()
-        for address in self._starts.tolist():
+        self._driver.enter()
+        self._stores.close()
+        self._loads.close()
+        for address in self._starts:
             self._driver.unregister(address)
-        self._starts = self._starts[:0]
+        self._starts.clear()
         self._registered = 0
         self._driver.close()
         self._keep = None

@@ -23,6 +23,7 @@ class Part:
         self.table = region_table(group, layout)
         self.nbytes, self.sum_offset, self.part_offset = layout.nbytes, layout.sum_offset, part_offset
         self.pitch = -(-layout.nbytes // ROW_ALIGN) * ROW_ALIGN
+        self.row_offsets = np.arange(MAX_ROWS, dtype=np.int64) * self.pitch
         self.sizes = np.full(MAX_ROWS, layout.nbytes, dtype=np.uint64)
 
 
@@ -39,23 +40,34 @@ def region_table(group: GroupView, layout: PartLayout) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
+def _near(slots: np.ndarray, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+    steps = slots[1:] - slots[:-1]
+    return steps, (steps >= nbytes) & (steps <= _MAX_SPREAD * nbytes + PAGE)
+
+
+def mostly_adjacent(slots: np.ndarray, nbytes: int) -> bool:
+    """Whether half of the parts, or more, are likely to go in one copy with another."""
+    return 2 * np.count_nonzero(_near(slots, nbytes)[1]) >= len(slots)
+
+
 def adjacent(
-    slots: np.ndarray, edges: np.ndarray, nbytes: int
+    slots: np.ndarray, edges: np.ndarray | None, nbytes: int
 ) -> tuple[np.ndarray | None, list[tuple[int, int]], int]:
     """Splits parts at addresses ``slots`` (int64 [n], in the order of their rows) into what one copy can take.
 
     Returns (indices of parts on their own, None if all are; [(first, count)] of runs at equal distances; that
-    distance). A run stays within one registration (``edges`` int64 [n]: which).
+    distance). A run stays within one registration (``edges`` int64 [n]: which; None: there is one).
     """
     n = len(slots)
-    steps = slots[1:] - slots[:-1]
-    near = (steps >= nbytes) & (steps <= _MAX_SPREAD * nbytes + PAGE)
+    steps, near = _near(slots, nbytes)
     if not near.any():
         return None, [], 0
     distance = int(steps[near].min())
-    broken = np.flatnonzero((steps != distance) | (edges[1:] != edges[:-1])) + 1
-    firsts = np.concatenate(([0], broken))
-    counts = np.diff(np.concatenate((firsts, [n])))
+    apart = steps != distance
+    if edges is not None:
+        apart |= edges[1:] != edges[:-1]
+    firsts = np.concatenate(([0], np.flatnonzero(apart) + 1, [n]))
+    counts = firsts[1:] - firsts[:-1]
     together = counts > 1
-    runs = list(zip(firsts[together].tolist(), counts[together].tolist(), strict=True))
-    return firsts[~together], runs, distance
+    firsts = firsts[:-1]
+    return firsts[~together], list(zip(firsts[together].tolist(), counts[together].tolist(), strict=True)), distance

@@ -1,5 +1,8 @@
-"""The few calls of the CUDA driver that torch does not offer: pinning of memory that is not torch's, and copies in
-batches. ctypes releases the GIL in each call.
+"""The calls of the CUDA driver that copies are made of: pinning, copies in batches, events, launches.
+
+Copies are ordered on the engine's own thread, so that each microsecond counts: torch's objects take some times as long
+as the call beneath. Calls that return at once keep the GIL, since to get it back from another thread can take
+milliseconds; those that may wait (pinning, synchronizing, batches) give it up.
 """
 
 import ctypes
@@ -55,16 +58,27 @@ _SIGNATURES = {
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_ADDRESS), _PTR, _UINT],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _PTR],
     "cuMemcpy2DAsync_v2": [ctypes.POINTER(_Copy2D), _PTR],
+    "cuEventCreate": [ctypes.POINTER(_PTR), _UINT],
+    "cuEventDestroy_v2": [_PTR],
+    "cuEventRecord": [_PTR, _PTR],
+    "cuEventQuery": [_PTR],
+    "cuEventSynchronize": [_PTR],
+    "cuStreamWaitEvent": [_PTR, _PTR, _UINT],
+    # function, grid x 3, block x 3, shared bytes, stream, addresses of the arguments, extra
+    "cuLaunchKernel": [_PTR, *[_UINT] * 7, _PTR, _PTR, _PTR],
 }
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 # The CUDA 12.8 form, which newer drivers keep under this name: (targets, sources, sizes, count, attributes,
 # first copy of each attribute, attributes, index of the copy that failed, stream).
 _BATCH = [_PTR, _PTR, _PTR, _SIZE, ctypes.POINTER(_Attributes), ctypes.POINTER(_SIZE), _SIZE, _PTR, _PTR]
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _library(quick: bool = False) -> ctypes.CDLL:
+    """``quick``: calls keep the GIL."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = (ctypes.PyDLL if quick else ctypes.CDLL)("libcuda.so.1")
     except OSError as error:
         raise CudaError(f"the CUDA driver cannot be loaded ({error}): is the NVIDIA driver visible here?") from error
     for name, arguments in _SIGNATURES.items():
@@ -81,7 +95,9 @@ class Driver:
     """Driver calls in the context that torch uses on one device. For one thread at a time."""
 
     def __init__(self, device: int):
-        self._cuda = _library()
+        self._cuda, quick = _library(), _library(quick=True)
+        self._record, self._wait, self._query = quick.cuEventRecord, quick.cuStreamWaitEvent, quick.cuEventQuery
+        self._launch, self._current, self._lines = quick.cuLaunchKernel, quick.cuCtxGetCurrent, quick.cuMemcpy2DAsync_v2
         self._check("cuInit", self._cuda.cuInit(0))
         number = _INT()
         self._check("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(number), device))
@@ -109,7 +125,7 @@ class Driver:
     def enter(self) -> None:
         """Makes the device's context this thread's, which a thread that torch never used does not have."""
         current = _PTR()
-        self._check("cuCtxGetCurrent", self._cuda.cuCtxGetCurrent(ctypes.byref(current)))
+        self._check("cuCtxGetCurrent", self._current(ctypes.byref(current)))
         if current.value != self._context.value:
             self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(self._context))
 
@@ -165,4 +181,41 @@ class Driver:
             src_type=_UNIFIED, src=source, src_pitch=source_pitch,
             dst_type=_UNIFIED, dst=target, dst_pitch=target_pitch, width=width, height=height,
         )  # fmt: skip
-        self._check("cuMemcpy2DAsync", self._cuda.cuMemcpy2DAsync_v2(ctypes.byref(order), stream))
+        self._check("cuMemcpy2DAsync", self._lines(ctypes.byref(order), stream))
+
+    # -- events and launches, by handle; streams too -------------------------------------------------------------
+
+    def new_event(self) -> int:
+        """An event that has never been recorded: it counts as reached."""
+        event = _PTR()
+        self._check("cuEventCreate", self._cuda.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+        return event.value
+
+    def destroy_event(self, event: int) -> None:
+        self._check("cuEventDestroy", self._cuda.cuEventDestroy_v2(event))
+
+    def record(self, event: int, stream: int) -> None:
+        result = self._record(event, stream)
+        if result:
+            self._check("cuEventRecord", result)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is enqueued on ``stream`` from now on waits for the event as it was recorded last."""
+        result = self._wait(stream, event, 0)
+        if result:
+            self._check("cuStreamWaitEvent", result)
+
+    def reached(self, event: int) -> bool:
+        result = self._query(event)
+        if result and result != _NOT_READY:
+            self._check("cuEventQuery", result, ": the device failed, or an earlier copy or kernel did")
+        return not result
+
+    def synchronize(self, event: int) -> None:
+        self._check("cuEventSynchronize", self._cuda.cuEventSynchronize(event))
+
+    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: ctypes.Array) -> None:
+        """Starts a kernel; ``arguments``: an array of addresses of its arguments."""
+        result = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments, None)
+        if result:
+            self._check("cuLaunchKernel", result)

@@ -58,7 +58,7 @@ STORES_LINGER = 20e-3
 # Calls of the copier at a time, each of which is polled: only pieces far below the copier's size come to this.
 MOST_CALLS = 16
 # Longest stretch of making calls: where copies run on this very thread, sockets and pulls get their turn.
-STRETCH = 2e-3
+STRETCH = 1e-3
 # Less than any GPU's link and about what a CPU core copies.
 FIRST_RATE = 4e9
 # Fences kept. Any later one than a store's own step serves too: the engine's stream runs in order.

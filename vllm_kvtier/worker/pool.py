@@ -3,7 +3,7 @@
 The worker's connection to the store says which instance serves and how much of its memory is ready. One *backing* (a
 mapping and its copier) is in use at a time. When another instance serves, ``current`` is None at once, what runs on
 the old backing ends there, only then is it closed, and then the new memory is mapped. While nobody serves, the last
-backing stays: what is there is still right, and no one else can be given its slots.
+backing stays for a while: pinning it again would take seconds.
 """
 
 import logging
@@ -23,6 +23,8 @@ logger = logging.getLogger("vllm.kvtier.pool")
 # next one is put off, but never longer than PATIENCE, or a busy engine would never get to its memory.
 PUT_OFF = 0.01
 PATIENCE = 0.1
+# A store that is away for less, or a connection that is made anew, finds its memory pinned as before.
+GRACE = 5.0
 
 
 class Mapping(Protocol):
@@ -158,7 +160,11 @@ class Pool:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        if self._closed or not self._client.connected:
+        if self._closed:
+            return
+        if not self._client.connected:
+            if self.current is not None:
+                self._reactor.call_later(GRACE, self._let_go)
             return
         with self._lock:
             if self.current is not None and self.current.instance != self._client.instance:
@@ -169,6 +175,16 @@ class Pool:
             if self.current is None:
                 self._map()
             self._look_at_memory()
+
+    def _let_go(self) -> None:
+        """The store is gone for good, as it seems: nobody can be given its slots any more, and its memory, which only
+        we keep alive, is what a new store needs."""
+        with self._lock:
+            if self._closed or self._client.connected or self.current is None:
+                return
+            self._old, self.current = self.current, None
+            self._on_change()
+            self._old.retire()
 
     def _old_closed(self) -> None:
         self._old = None

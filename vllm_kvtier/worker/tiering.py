@@ -129,6 +129,9 @@ class TierWorker:
             finally:
                 self._lock.release()
             self._ended(ended)
+        if busy and self._due > time.monotonic() + 2 * STEPPING:
+            # This may have been the last step for long; the timer was set when its orders could not begin yet.
+            self._reactor.call_soon(lambda: self._look_again(STEPPING))
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
