@@ -101,6 +101,16 @@ class NodeStore:
             return pid if b"vllm_kvtier.store" in command else 0
         return 0
 
+    def processes(self) -> list[int]:
+        """All that serve, or mean to serve, this path."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                if b"--socket" in words and self.path.encode() in words:
+                    found.append(int(entry.name))
+        return found
+
     def kill(self) -> None:
         """SIGKILL whoever serves; returns when it is gone."""
         pid = self.pid
@@ -143,10 +153,16 @@ class Memory:
         """Pages that hold anything, in a pool that was new: memory comes zeroed."""
         return set(np.flatnonzero(self.pages.any(axis=1)).tolist())
 
-    def flip(self, rng: random.Random, page: int) -> None:
-        """One bit of a byte that is not zero: no padding, which nobody would miss."""
+    def flip(self, rng: random.Random, page: int) -> tuple[int, int, int]:
+        """One bit of a byte that is not zero: no padding, which nobody would miss. Returns it, for ``flip_back``."""
         at = rng.choice(np.flatnonzero(self.pages[page]).tolist() or [0])
-        self.pages[page, at] ^= 1 << rng.randrange(8)
+        bit = 1 << rng.randrange(8)
+        self.pages[page, at] ^= bit
+        return page, at, bit
+
+    def flip_back(self, flipped: tuple[int, int, int]) -> None:
+        page, at, bit = flipped
+        self.pages[page, at] ^= bit
 
 
 class Node(NamedTuple):

@@ -129,7 +129,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_pin_share: Annotated[
         float,
         _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
-    ] = 0.5
+    ] = 0.9
     store_queue_gib: Annotated[
         float,
         _doc("Most GiB a rank may have waiting to go to the node store; the newest beyond are not stored.", gt=0),

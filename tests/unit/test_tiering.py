@@ -139,7 +139,7 @@ def test_a_device_s_copies_are_looked_after_when_no_step_follows(worker):
     worker.tier.on_device = True
     worker.tier.step(1, "fence 1")
     worker.tier.collect()
-    time.sleep(2 * tiering.STEPPING)  # nobody steps: the reactor looks itself, and finds that it is too soon
+    time.sleep(2 * tiering.STEPPING[1])  # nobody steps: the reactor looks itself, and finds that it is too soon
     store(worker, 1, step=2)
     worker.tier.step(2, "fence 2")
     worker.tier.collect()

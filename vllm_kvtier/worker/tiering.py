@@ -34,8 +34,9 @@ logger = logging.getLogger("vllm.kvtier.tiering")
 FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
 SOON = 5e-3  # seconds
-# A model runner that has ended a step so lately will end the next one soon, and look after the copies then.
-STEPPING = 10e-3
+# A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
+# while there are only stores, which nobody waits for.
+STEPPING = (5e-3, 50e-3)
 # A device's link, before it was measured: about half of PCIe 5.
 DEVICE_RATE = 30e9
 
@@ -175,7 +176,8 @@ class TierWorker:
     def _drive_unless_stepping(self) -> None:
         """The model runner's thread does it after each step; this one only while no step ends, as in a long prefill
         (the interpreter is free then) or when the engine is idle."""
-        wait = self._advanced + STEPPING - time.monotonic() if self.on_device else 0.0
+        patience = STEPPING[0 if self._offload.loading else 1]
+        wait = self._advanced + patience - time.monotonic() if self.on_device else 0.0
         if wait > 0:
             self._look_again(wait)
         else:
