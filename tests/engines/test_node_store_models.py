@@ -126,7 +126,8 @@ async def test_cold_and_warm_answers(kinds, pair: Pair):
         whole = len(prompt) // pair.kind.block * pair.kind.block
         assert reply.report["local_tokens"] == 0
         # With windows, the last token of a prompt that the store has whole is left out.
-        assert reply.pulled in (whole, whole - (whole == len(prompt))), (len(prompt), reply.report)
+        said = f"{len(prompt)} tokens: {reply.report}, {await kinds.counters(pair.engine)}"
+        assert reply.pulled in (whole, whole - (whole == len(prompt))), said
         if mla:
             # vLLM's own MLA on CPUs answers otherwise after a decode step: what is the same is another such load.
             cold[i] = await answers(kinds, pair, prompt, params)

@@ -130,9 +130,9 @@ class TierWorker:
             finally:
                 self._lock.release()
             self._ended(ended)
-        if busy and self._due > time.monotonic() + 2 * STEPPING:
+        if busy and self._due > time.monotonic() + 2 * STEPPING[1]:
             # This may have been the last step for long; the timer was set when its orders could not begin yet.
-            self._reactor.call_soon(lambda: self._look_again(STEPPING))
+            self._reactor.call_soon(lambda: self._look_again(STEPPING[1]))
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
