@@ -159,6 +159,7 @@ async def test_every_flipped_bit_is_noticed(node: Node, nodes):
     await asyncio.to_thread(node.store.kill)  # so that the memory is new, and what is written in it known
     await asyncio.gather(*map(nodes.uses_store, node.engines))
     prompts = [random_tokens(rng, 50 + 350 * i) for i in range(1, 5)]
+    await asyncio.gather(*map(nodes.truth, prompts))
     flips = []  # of each prompt
     with node.store.memory() as memory:
         assert memory.instance == (await nodes.inspect(node.first)).store
@@ -210,8 +211,7 @@ class Storm:
     async def run(self) -> None:
         stems = [random_tokens(self.rng, self.rng.randrange(600, 1500)) for _ in range(6)]
         self.prompts = [stem + random_tokens(self.rng, self.rng.randrange(1, 90)) for stem in stems for _ in range(2)]
-        for prompt in self.prompts:
-            await self.nodes.truth(prompt)
+        await asyncio.gather(*map(self.nodes.truth, self.prompts))
         await asyncio.gather(*(self.client(i) for i in range(5)), self.breaker(), self.killer())
 
     async def client(self, number: int) -> None:
@@ -297,7 +297,7 @@ class Storm:
             self.lives[engine.name] += 1
 
 
-@pytest.mark.parametrize("seconds", [60, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("seconds", [60, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 async def test_random_deaths_and_flipped_bits(node: Node, nodes, seconds):
     """Store and engines killed and stopped at random moments under load, bits flipped wherever something is."""
     seed = os.environ.get("KVTIER_SEED", f"storm {seconds}")

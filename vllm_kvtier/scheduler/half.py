@@ -86,7 +86,7 @@ class SchedulerHalf:
         ledger = Ledger()
         self._ledger = ledger
         self._described: dict[int, m.Described] = {}
-        self._planner = Planner({"host": facts.link_bandwidth}, step_tokens=facts.step_tokens)
+        self._planner = Planner({"host": facts.link_bandwidth}, step_tokens=facts.step_tokens, known=2)
         self._pace = Pace(self._planner)
         self._tier = self._offloader = None
         if config.store != "off" and not facts.unsupported:

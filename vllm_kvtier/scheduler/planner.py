@@ -26,7 +26,7 @@ from vllm_kvtier.scheduler.rates import LoadRate, StepCost
 
 # Why a decision was taken: labels for metrics, few and fixed.
 FASTER = "faster"  # loaded: expected to arrive before it could be computed
-UNMEASURED = "unmeasured"  # loaded: what computing costs is not known yet
+UNMEASURED = "unmeasured"  # loaded: what computing or loading costs is not known yet
 SLOWER = "slower"  # computed: even an idle source would be slower
 QUEUED = "queued"  # computed: the source is fast enough, but has too much to do
 TRIAL = "trial"  # loaded although expected to be slower: it was declined many times, and might be fast again
@@ -101,6 +101,7 @@ class Source:
     declined: int = 0
     slow: int = 0  # times in a row
     warm: bool = False  # its first load has ended
+    measured: int = 0
 
 
 class Planner:
@@ -110,6 +111,7 @@ class Planner:
     latency: seconds that the smallest load takes, before anything was measured.
     half_life: seconds without news of an idle source until what was learned counts half, in the logarithm: a source
     found 16 times slower than its prior is expected to be 4 times slower after one, 2 times after two.
+    known: loads measured before a source is judged; until then its prior is no more than a guess.
     """
 
     def __init__(
@@ -120,8 +122,10 @@ class Planner:
         step_tokens: int = 8192,
         latency: float = 0.002,
         half_life: float = 120.0,
+        known: int = 0,
     ):
         self._clock, self._step_tokens, self._latency, self._half_life = clock, step_tokens, latency, half_life
+        self._known = known
         self._sources: dict[str, Source] = {}
         self._steps = StepCost()
         self._decodes = 0.0  # in a step, lately
@@ -158,6 +162,7 @@ class Planner:
             place.warm = True  # and not measured: drivers, allocators and kernels were made on the way
         elif 0 < seconds < math.inf and nbytes > 0:
             place.rate.observe(nbytes + queued_bytes, seconds, self._clock())
+            place.measured += 1
 
     def decide(self, source: str, start_tokens: int, end_tokens: int, nbytes: int, prompt_tokens: int) -> Decision:
         """Whether to load tokens [start_tokens, end_tokens) of a prompt of ``prompt_tokens``.
@@ -174,7 +179,7 @@ class Planner:
         alone = place.rate.seconds(nbytes, now)
         load_seconds = place.rate.seconds(nbytes + queued, now)
         compute_seconds = self._compute_seconds(start_tokens, end_tokens, prompt_tokens)
-        if compute_seconds is None:
+        if compute_seconds is None or place.measured < self._known:
             reason = UNMEASURED
         elif load_seconds <= compute_seconds:
             reason = FASTER

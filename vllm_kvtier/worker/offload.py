@@ -98,7 +98,8 @@ class _Call:
 class _Lane:
     """One direction: the copier's calls that have not ended, how fast they end, and when to look again."""
 
-    def __init__(self, ahead: tuple[float, float], longest_pause: float, first_rate: float):
+    def __init__(self, ahead: tuple[float, float], pieces: int, longest_pause: float, first_rate: float):
+        self._pieces = pieces  # at least so many calls ahead, however slow they seem
         self._least, self._most = ahead
         self._ahead, self._longest = self._least, longest_pause
         self.rate = Rate(first_rate)
@@ -109,7 +110,7 @@ class _Lane:
         self._turn = 0.0  # when the oldest call's turn came, as far as the rate tells
 
     def room(self, piece_bytes: int) -> bool:
-        window = max(2 * piece_bytes, self._ahead * self.rate.value)
+        window = max(self._pieces * piece_bytes, self._ahead * self.rate.value)
         return len(self.calls) < MOST_CALLS and self.nbytes < window
 
     def add(self, call: _Call, began: float) -> None:
@@ -159,17 +160,19 @@ class Offload:
         store_limit: int = 4 << 30,
         store_timeout: float = 30.0,
         first_rate: float = FIRST_RATE,
+        pieces: tuple[int, int] = (2, 2),
         clock: Callable[[], float] = time.monotonic,
     ):
         """``store_limit``: most bytes of stores that have not ended; beyond it the newest is dropped.
         ``store_timeout``: seconds after which a store that has not begun is dropped; less than the store's
         reserve_seconds, or its slots may be somebody else's by then. ``first_rate``: bytes a second of either
-        direction before any was measured."""
+        direction before any was measured. ``pieces``: at least so many of loads, of stores given ahead: what a
+        store waits for (the forward that writes its blocks) is no sign of a slow link."""
         self._pool, self._clock = pool, clock
         self._loads = LoadQueue(block_bytes)
         self._stores = StoreQueue(block_bytes, store_limit, STORES_LINGER, store_timeout)
-        self._loading = _Lane(LOADS_AHEAD, LOADS_PAUSE, first_rate)
-        self._storing = _Lane(STORES_AHEAD, STORES_PAUSE, first_rate)
+        self._loading = _Lane(LOADS_AHEAD, pieces[0], LOADS_PAUSE, first_rate)
+        self._storing = _Lane(STORES_AHEAD, pieces[1], STORES_PAUSE, first_rate)
         self._backing: Backing | None = None  # that of the orders in the queues
         self._launched = -1
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)

@@ -23,7 +23,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.slots import PAGE, part_layout
 from vllm_kvtier.worker.copier import make_copier
-from vllm_kvtier.worker.offload import FIRST_RATE, Ended, Offload
+from vllm_kvtier.worker.offload import Ended, Offload
 from vllm_kvtier.worker.pool import Pool
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.views import CacheView
@@ -35,10 +35,12 @@ FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
 SOON = 5e-3  # seconds
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
-# while there are only stores, which nobody waits for.
-STEPPING = (5e-3, 50e-3)
+# while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
+STEPPING = (5e-3, 30e-3)
 # A device's link, before it was measured: about half of PCIe 5.
 DEVICE_RATE = 30e9
+# Loads and stores given to a device ahead: 5 and 10 ms of such a link, in which nobody need look after them.
+DEVICE_PIECES = (4, 8)
 
 
 class TierWorker:
@@ -63,7 +65,7 @@ class TierWorker:
         self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
-        self._advanced = -math.inf  # when anybody last looked after the copies
+        self._stepped = -math.inf  # when the model runner's thread last looked after the copies
         self._nbytes = 0
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
@@ -83,7 +85,7 @@ class TierWorker:
             self._pool,
             [layout.nbytes for layout in layouts],
             store_limit=setup.queue,
-            first_rate=DEVICE_RATE if self.on_device else FIRST_RATE,
+            **({"first_rate": DEVICE_RATE, "pieces": DEVICE_PIECES} if self.on_device else {}),
         )
         self._pool.start()
         reactor.on_stop(self._close)
@@ -125,6 +127,7 @@ class TierWorker:
         """
         busy = self.on_device and (self._offload.loading or self._offload.queued_store_bytes)
         if busy and self._lock.acquire(blocking=False):
+            self._stepped = time.monotonic()
             try:
                 ended = self._advance()
             finally:
@@ -170,14 +173,13 @@ class TierWorker:
         """Under the lock, on either thread."""
         while self._fences:
             self._offload.step_launched(*self._fences.popleft())
-        self._advanced = time.monotonic()
         return self._offload.drive()
 
     def _drive_unless_stepping(self) -> None:
         """The model runner's thread does it after each step; this one only while no step ends, as in a long prefill
         (the interpreter is free then) or when the engine is idle."""
         patience = STEPPING[0 if self._offload.loading else 1]
-        wait = self._advanced + patience - time.monotonic() if self.on_device else 0.0
+        wait = self._stepped + patience - time.monotonic() if self.on_device else 0.0
         if wait > 0:
             self._look_again(wait)
         else:
