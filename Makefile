@@ -1,4 +1,5 @@
-# make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, checked
+# make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, then a cache that outlives
+#                                           its engine; both checked
 # make test [LEVELS="unit property"]        lint and all tests, quickest level first
 # make venv                                 only the set-up, in .venv
 #
@@ -35,6 +36,7 @@ venv: .venv/.installed
 
 demo: $(SETUP)
 	@$(PY) examples/multiturn_demo.py --model "$(MODEL)"
+	@$(PY) examples/host_cache_demo.py --model "$(MODEL)"
 
 lint: $(SETUP)
 	@$(PY) -m ruff check .

@@ -1,12 +1,15 @@
 """Real engines and a real store: what the GPU-side cache lost comes back, right, and for every engine of the node."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
 from drive import assert_same, driving, random_tokens
 from node_fleet import ASKED, Node, NodeDriver, seeded
 
+from vllm_kvtier.cli import pin
 from vllm_kvtier.devtools.engines import Engine
 
 BLOCK = 32
@@ -294,3 +297,23 @@ async def test_reset_with_the_connector_then_a_restart(node: Node, nodes):
     await nodes.uses_store(node.first)
     assert (await nodes.inspect(node.first)).store == counts.instance
     assert (await nodes.asked(node.first, prompt)).pulled == expected(500), "a restarted engine's cache is warm"
+
+
+async def test_a_prompt_can_be_pinned_by_the_command(node: Node, nodes, single):
+    """With the server's own tokenizer; and let go again."""
+    engine, text = node.engines[0], "def keep(this):\n    return this\n" * 60
+    tokens = await asyncio.to_thread(pin.tokenize, engine.base_url, text)
+    await nodes.ask(engine, tokens, 4)
+    await nodes.flushed(engine)
+    args = ["--server", engine.base_url, "--endpoint", engine.kv_address, "--prompt", text]
+    for command, expected_pins in (("pin", len(tokens) // BLOCK), ("unpin", 0)):
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-m", "vllm_kvtier.cli", command, *args], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and f"{len(tokens) // BLOCK} blocks" in done.stdout, (done.stdout, done.stderr)
+        assert (await asyncio.to_thread(node.store.counts)).index.pinned_entries == expected_pins
+    args[3] = "127.0.0.1:1"
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-m", "vllm_kvtier.cli", "pin", *args], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "127.0.0.1:1" in done.stderr

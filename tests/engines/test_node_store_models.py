@@ -35,7 +35,7 @@ KINDS = {
     "mla": Kind("mla", 16),
     "fp8": Kind("dense", 32, ("--dtype", "float32", "--kv-cache-dtype", "fp8"), tolerance=2e-2),
 }
-SLOW = ("fp8",)
+SLOW = ("fp8", "mla")
 SHAPES = {"hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA, "dense": model_shapes.DENSE}
 PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in KINDS]
 

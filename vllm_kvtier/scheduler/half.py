@@ -41,7 +41,8 @@ from vllm_kvtier.worker.work import LoadOrder, PullOrder, StepWork
 
 logger = logging.getLogger("vllm.kvtier.scheduler")
 
-# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds.
+# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
+# hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
 RESET_PATIENCE = 1.0
 
 
@@ -240,7 +241,7 @@ class SchedulerHalf:
         self._exporter.drain()
         self._ledger.clear()
         if self._offloader is not None:
-            self._offloader.settle(RESET_PATIENCE)
+            self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
 
     def reset(self) -> bool:
         """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""

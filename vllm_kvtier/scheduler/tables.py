@@ -5,6 +5,7 @@ complete, while they are certainly still the request's own. On the scheduler's t
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,6 +54,8 @@ class BlockTables:
         self._groups, self._unit, self._handed_out, self._wanted = groups, unit, handed_out, wanted
         self._smallest = math.gcd(*(size for size, _ in groups))
         self._tables: dict[str, Table] = {}
+        self._step = 0
+        self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -63,31 +66,42 @@ class BlockTables:
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> list[Growth]:
         """Follow a step's scheduling; the followed requests that fill a block in it, or end their prompt.
 
-        Each request that only generates is looked at with one comparison: hundreds of them are in every step.
+        Hundreds of requests that only generate are in every step, and one in sixteen of them fills a block: each is
+        looked at in the step in which it can have filled it at the earliest, a token a step.
         """
+        self._step += 1
+        look = self._calendar.pop(self._step, set())
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
+            look.add(new.req_id)
         cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
-                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
-            elif blocks:
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=False):
+            if blocks and request_id not in cached.resumed_req_ids:
                 self._extend(request_id, blocks)
+        if cached.resumed_req_ids:
+            for i, request_id in enumerate(cached.req_ids):
+                if request_id in cached.resumed_req_ids:
+                    blocks = cached.new_block_ids[i] or ()
+                    self._admit(request_id, blocks, cached.num_computed_tokens[i], tracked(request_id))
+            look |= cached.resumed_req_ids
+        scheduled = output.num_scheduled_tokens
+        look.update([request_id for request_id, tokens in scheduled.items() if tokens > 1])
         out = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            table, t = self._tables.get(request_id), tracked(request_id)
-            if table is None or t is None:
+        for request_id in look:
+            table = self._tables.get(request_id)
+            t = tracked(request_id) if table is not None else None
+            if t is None:
                 continue
             request = t.request
-            computed = request.num_computed_tokens + scheduled
-            if computed >= table.due:
+            computed = request.num_computed_tokens + scheduled.get(request_id, 0)
+            if computed >= table.due and request_id in scheduled:
                 out.append(Growth(t, table, computed))
                 # Hashes may lag behind by a step: then the block is looked at again.
                 full = min(computed, len(request.block_hashes) * self._unit)
                 table.due = (full // self._smallest + 1) * self._smallest
                 if computed < request.num_prompt_tokens < table.due:
                     table.due = request.num_prompt_tokens
+            self._calendar[self._step + max(1, table.due - computed)].add(request_id)
         return out
 
     def forget(self, request_id: str) -> Table | None:
@@ -97,6 +111,7 @@ class BlockTables:
     def clear(self) -> None:
         """Follow none of the present requests any more: what they wrote is not to be kept."""
         self._tables.clear()
+        self._calendar.clear()
 
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: Tracked | None) -> None:
         for g, ids in enumerate(blocks):

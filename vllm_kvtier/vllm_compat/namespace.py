@@ -47,9 +47,13 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str | None)
     """Read once hashing is set up (NONE_HASH is made late in the engine core's start)."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
+    cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
+    if getattr(cache, "calculate_kv_scales", False):
+        # vLLM < 0.30: scales come from the engine's first batch, so its bytes mean something else everywhere else.
+        cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(
         model=fingerprint or model_fingerprint(vllm_config),
-        cache_dtype=f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", ""),
+        cache_dtype=cache_dtype,
         hash_algorithm=hash_algorithm(vllm_config),
         hash_seed=hashlib.blake2b(bytes(kv_cache_utils.NONE_HASH), digest_size=8).hexdigest(),
         hash_block_tokens=hash_block_tokens,

@@ -129,7 +129,17 @@ class _Lane:
         self.spare_events: list[int] = []
         self.sheets: list[_Sheet] = []
         self._under_way: list[CudaCopy] = []
-        self._lost: list[_Sheet] = []  # of calls that failed half way: kernels may read them yet
+        self._lost: list[_Sheet] = []  # of a call that failed half way, until it is settled
+
+    def settle(self) -> None:
+        """Waits for what a call that failed half way has enqueued: once it has raised, its blocks are others'."""
+        for stream in (self._handle, self._direct.cuda_stream, *self._dma_handles):
+            event = self.driver.new_event()
+            self.driver.record(event, stream)
+            self.driver.synchronize(event)
+            self.driver.destroy_event(event)
+        self.sheets += self._lost
+        self._lost.clear()
 
     def busy(self) -> bool:
         self._under_way = [c for c in self._under_way if not c.done()]
@@ -361,7 +371,11 @@ class CudaCopier:
         offsets += self._pool
         self._driver.enter()
         lane.busy()  # takes back what ended
-        return lane.copy(group, part, blocks, keys, offsets, edges, after, not other.busy())
+        try:
+            return lane.copy(group, part, blocks, keys, offsets, edges, after, not other.busy())
+        except Exception:
+            lane.settle()
+            raise
 
     def warm_up(self) -> None:
         self._driver.enter()

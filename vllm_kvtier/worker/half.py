@@ -83,8 +83,11 @@ class WorkerHalf:
         self._reactor.call_soon(lambda: self._register(describe, host_buffer, shards, device))
 
     def sleep(self) -> None:
-        """vLLM is about to take the KV cache's memory away; nothing is under way. The addresses come back with other
-        memory behind them: our kernels do not mind, but what NIXL registered, and peers mapped, is gone for good."""
+        """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
+        come back with other memory behind them: our kernels do not mind, but what NIXL registered, and peers mapped,
+        is gone for good."""
+        if self._tier is not None:
+            self._tier.rest()
         if self._pulls is None:
             return
         with self._nixl:

@@ -215,6 +215,11 @@ class Offload:
         gone = set(request_ids)
         self._loads.cancel(lambda order: order.request_id in gone, "the request was aborted", self._clock())
 
+    def cancel_all(self, reason: str) -> None:
+        """Begin nothing of what waits; stores that run count as dropped."""
+        self._stores.drop(lambda order: True)
+        self._loads.cancel(lambda order: True, reason, self._clock())
+
     # -- work ------------------------------------------------------------------------------------------------------
 
     def drive(self) -> Ended:

@@ -55,8 +55,15 @@ class Client(Protocol):
 class Backing:
     """One instance's memory with the copier on it. ``take`` for each copy, ``give`` when it has ended."""
 
-    def __init__(self, mapping: Mapping, copier: Copier, on_closed: Callable[[], None]):
-        self.instance, self.copier = mapping.instance, copier
+    def __init__(
+        self,
+        mapping: Mapping,
+        copier: Copier,
+        on_closed: Callable[[], None],
+        soon: Callable[[Callable[[], None]], None],
+    ):
+        """``soon`` runs a callback later, on the reactor's thread."""
+        self.instance, self.copier, self._soon = mapping.instance, copier, soon
         self.registered = 0  # bytes from the start that copies may use
         self.limit = 0  # bytes from the start that the store has made ready
         self.nbytes = mapping.nbytes  # of the pool; less where the store ran out of memory on the way
@@ -69,12 +76,15 @@ class Backing:
 
     def give(self) -> None:
         self._users -= 1
-        self._close_if_unused()
+        if self._retired and not self._users:
+            # Not here: unpinning takes seconds, and this may be the model runner's thread.
+            self._soon(self.close)
 
     def retire(self) -> None:
-        """Nothing new begins here; closed when the last copy has ended, at once if there is none."""
+        """Nothing new begins here; closed soon after the last copy has ended, at once if there is none."""
         self._retired = True
-        self._close_if_unused()
+        if not self._users:
+            self.close()
 
     def next_piece(self) -> tuple[int, int] | None:
         """(start, bytes) that can be registered next. Up to a multiple of PIECE: no slot reaches across one."""
@@ -82,10 +92,6 @@ class Backing:
         if not self.registered < end <= self.limit:
             return None
         return self.registered, end - self.registered
-
-    def _close_if_unused(self) -> None:
-        if self._retired and not self._users:
-            self.close()
 
     def close(self) -> None:
         """Now, whoever counts on it; the copier waits for what is under way. Idempotent."""
@@ -186,9 +192,16 @@ class Pool:
             self._on_change()
             self._old.retire()
 
+    def _soon(self, callback: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                callback()
+
+        self._reactor.call_soon(locked)
+
     def _old_closed(self) -> None:
         self._old = None
-        self._reactor.call_soon(self._changed)  # not within the copy that gave the last use back
+        self._reactor.call_soon(self._changed)
 
     def _map(self) -> None:
         if self._old is not None or self._client.instance == self._refused:
@@ -208,7 +221,7 @@ class Pool:
             else:
                 logger.exception("kvtier: the node store's memory cannot be used; KV is computed instead")
             return
-        self.current = Backing(mapping, copier, self._old_closed)
+        self.current = Backing(mapping, copier, self._old_closed, self._soon)
         self._stuck, self.reason = False, ""
 
     def _look_at_memory(self) -> None:

@@ -37,6 +37,8 @@ SOON = 5e-3  # seconds
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
+# After an unforeseen error.
+FAULT_PAUSE = 0.1
 # A device's link, before it was measured: about half of PCIe 5.
 DEVICE_RATE = 30e9
 # Loads and stores given to a device ahead: 5 and 10 ms of such a link, in which nobody need look after them.
@@ -59,7 +61,9 @@ class TierWorker:
         self._writes = setup.writes[rank]
         self._offsets = setup.offsets[rank]
         layouts = [part_layout(group) for group in view.groups]
-        self.on_device = view.device.type == "cuda"
+        self._device, self.on_device = view.device, view.device.type == "cuda"
+        self._resting = False  # the cache has no memory until the next step
+        self._fault = False  # the last drive failed
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
         self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
@@ -96,10 +100,10 @@ class TierWorker:
         """The forward of ``step`` was launched; ``fence`` marks its end."""
         if step < 0:  # a call of vLLM without a step of the scheduler's
             return
-        if fence is None and self.on_device:
+        self._resting = False
+        if fence is None:
             # Nobody made one (checksums for pulls could not be set up): copies must not begin before their time.
-            fence = torch.cuda.Event()
-            fence.record()
+            fence = self._mark()
         self._latest = fence
         self._fences.append((step, fence))
         if not self.on_device and self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
@@ -107,7 +111,9 @@ class TierWorker:
 
     def load(self, loads: list[LoadOrder]) -> None:
         """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
-        after = self._latest
+        self._resting = False
+        # Steps from before there was a store may be running yet: then behind all that was launched.
+        after = self._mark() if self._latest is None else self._latest
         if self.on_device and self._lock.acquire(timeout=SOON):
             try:
                 self._start(loads, after)
@@ -118,6 +124,24 @@ class TierWorker:
             self._reactor.call_soon(self._schedule)
         else:
             self._reactor.call_soon(lambda: self._load(loads, after))
+
+    def _mark(self) -> Any:
+        """Fence of what was launched so far; None without a device."""
+        if not self.on_device:
+            return None
+        fence = torch.cuda.Event()
+        fence.record()
+        return fence
+
+    def rest(self) -> None:
+        """The cache's memory is about to be taken away: nothing touches it until the next step."""
+        with self._lock:
+            self._resting = True
+            self._offload.cancel_all("the engine went to sleep")
+            if self.on_device:
+                torch.cuda.synchronize(self._device)
+            ended = self._advance()
+        self._ended(ended)
 
     def collect(self) -> None:
         """Look what ended and begin more; results of loads go to ``finish``. Call after each step's launch.
@@ -153,6 +177,8 @@ class TierWorker:
         )
         with self._lock:
             self._offload.submit_store(order)
+            if self._resting:
+                self._offload.cancel([order.id])
         self._drive_unless_stepping()
 
     def cancel(self, message: m.CancelStores) -> None:
@@ -168,12 +194,20 @@ class TierWorker:
     def _start(self, loads: list[LoadOrder], after: Any) -> None:
         for order in loads:
             self._offload.submit_load(order, after)
+        if self._resting:
+            self._offload.cancel_all("the engine went to sleep")
 
     def _advance(self) -> Ended:
-        """Under the lock, on either thread."""
-        while self._fences:
-            self._offload.step_launched(*self._fences.popleft())
-        return self._offload.drive()
+        """Under the lock, on either thread. What nobody foresaw must not cost the engine: it is tried again."""
+        try:
+            while self._fences:
+                self._offload.step_launched(*self._fences.popleft())
+            ended, self._fault = self._offload.drive(), False
+        except Exception:
+            if not self._fault:
+                logger.exception("kvtier: looking after copies failed; it is tried again")
+            ended, self._fault = Ended([], [], []), True
+        return ended
 
     def _drive_unless_stepping(self) -> None:
         """The model runner's thread does it after each step; this one only while no step ends, as in a long prefill
@@ -194,7 +228,7 @@ class TierWorker:
     def _schedule(self) -> None:
         """Look again when that makes sense: sooner than was thought, if something came meanwhile."""
         with self._lock:
-            delay = self._offload.next_poll()
+            delay = FAULT_PAUSE if self._fault else self._offload.next_poll()
         if delay is not None:
             self._look_again(delay)
 

@@ -1,0 +1,92 @@
+"""``kvtier pin`` and ``kvtier unpin``: keep a prompt's KV in the node store, whatever else comes.
+
+The engine knows how a prompt becomes blocks (its tokenizer, its hashes); it is asked for both, and tells the store.
+"""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.client import AsyncEndpointClient, PeerRefused
+
+TOKENIZE_SECONDS = 60.0
+
+Server = Annotated[str, typer.Option("--server", help="The vLLM server, as http://HOST:PORT: tokenizes the prompt.")]
+Endpoint = Annotated[
+    str, typer.Option("--endpoint", help="HOST:PORT of the same engine's connector (option endpoint_port, or its log).")
+]
+Prompt = Annotated[str | None, typer.Option("--prompt", help="The text.")]
+File = Annotated[Path | None, typer.Option("--file", help="A file with the text.", exists=True, dir_okay=False)]
+Salt = Annotated[str, typer.Option("--cache-salt", help="The cache_salt that requests with this prompt carry.")]
+Key = Annotated[Path | None, typer.Option("--cluster-key", help="The engines' cluster_key_file, if they have one.")]
+
+
+def tokenize(server: str, text: str) -> list[int]:
+    """Token ids of ``text`` as the server's completions see it. Raises KVTierError with the server's words."""
+    request = urllib.request.Request(
+        f"{server.rstrip('/')}/tokenize",
+        json.dumps({"prompt": text}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TOKENIZE_SECONDS) as answer:
+            return json.load(answer)["tokens"]
+    except urllib.error.HTTPError as error:
+        raise KVTierError(f"{server} does not tokenize: {error} {error.read(500).decode(errors='replace')}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise KVTierError(f"{server} does not tokenize: {error}") from error
+
+
+async def keep(endpoint: str, tokens: list[int], salt: str, pinned: bool, key: Path | None = None) -> int:
+    """Blocks whose state changed. Raises KVTierError if the engine does not answer or has no store."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise KVTierError(f"{endpoint!r} is not HOST:PORT")
+    try:
+        async with AsyncEndpointClient(ClusterKey.load(str(key)) if key else None) as client:
+            kept = await client.keep(host, int(port), tokens, salt, pinned)
+    except (PeerRefused, TimeoutError) as error:
+        raise KVTierError(f"{endpoint} did not do it: {error or 'no answer in time'}") from error
+    if kept.reason:
+        raise KVTierError(f"{endpoint}: {kept.reason}")
+    return kept.blocks
+
+
+def _run(pinned: bool, server: str, endpoint: str, prompt: str | None, file: Path | None, salt: str, key: Path | None):
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give either --prompt or --file")
+    try:
+        tokens = tokenize(server, prompt if prompt is not None else file.read_text())
+        blocks = asyncio.run(keep(endpoint, tokens, salt, pinned, key))
+    except KVTierError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {'pinned' if pinned else 'no longer pinned'}")
+
+
+def pin(
+    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    cluster_key: Key = None,
+) -> None:  # fmt: skip
+    """Keep what the node store has of a prompt from being evicted."""
+    _run(True, server, endpoint, prompt, file, cache_salt, cluster_key)
+
+
+def unpin(
+    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    cluster_key: Key = None,
+) -> None:  # fmt: skip
+    """Let it be evicted again."""
+    _run(False, server, endpoint, prompt, file, cache_salt, cluster_key)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("pin")(pin)
+    app.command("unpin")(unpin)
