@@ -27,6 +27,9 @@ class Stream:
         self.world.streams.append(self)
         self.cuda_stream = len(self.world.streams)
 
+    def synchronize(self):
+        self.world.run(lambda: not self.queue)
+
 
 class World:
     """All streams; ``run`` does the work of a random ready stream until an event is reached, or all of it."""

@@ -6,6 +6,7 @@ Under compute-sanitizer, which then sees each tensor as an allocation of its own
         tests/kernels -m gpu -k "every_size or alignment or (round_trip and 4096)"
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import copier_fakes as fakes
@@ -60,9 +61,9 @@ CHOICES = st.builds(
 )
 
 
-@given(CHOICES, CHOICES, st.integers(0, 2**32), st.data())
-@settings(max_examples=60, phases=WITHOUT_SHRINKING)
-def test_streams_and_events(store_choice, load_choice, seed, data):
+@contextmanager
+def faked(seed):
+    """Fakes in place of torch.cuda in the copier; the world of their streams."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is not in use here")
     world = fakes.World(seed)
@@ -76,7 +77,49 @@ def test_streams_and_events(store_choice, load_choice, seed, data):
         patch.setattr(copier_cuda, "pinned", lambda n: real.empty(n, dtype=real.uint8))
         patch.setattr(copier_cuda, "PIECE", 24 * PAGE)
         patch.setattr(copier_cuda.pages, "Mover", fakes.later(copier_cuda.pages.Mover))
+        yield world
+
+
+@given(CHOICES, CHOICES, st.integers(0, 2**32), st.data())
+@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+def test_streams_and_events(store_choice, load_choice, seed, data):
+    with faked(seed) as world:
         check_round_trip(world, data, store_choice, load_choice)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("load", [False, True])
+def test_a_call_that_fails_half_way_writes_nothing_once_it_has_raised(load, at):
+    """Its blocks are somebody else's then: a scatter that comes later would overwrite what is computed there."""
+    choice = Choice(way="staged", programs=2, warps=4, piece_bytes=1, ring=2, dma_streams=1)
+    with faked(0) as world:
+        view = make_view("cpu")
+        layout = part_layout(view.groups[0])
+        pool, handle = make_pool(40)
+        driver = fakes.FakeDriver()
+        offset = slot_layout([layout]).part_offsets[0]
+        copier = copier_cuda.CudaCopier(view, handle, [layout], [offset], fixed(choice, choice), driver=driver)
+        copier.register(0, 24 * PAGE)
+        blocks, keys, slots = np.array([3, 5, 7]), np.arange(3, dtype=np.uint64), np.array([20, 4, 9])
+        copier.store(0, blocks, keys, slots).wait()
+        copy_batch, left = driver.copy_batch, [at]
+
+        def failing(*arguments):
+            left[0] -= 1
+            if left[0] == -1:
+                raise RuntimeError("cuMemcpyBatchAsync failed")
+            copy_batch(*arguments)
+
+        driver.copy_batch = failing
+        after = fakes.Event(driver)
+        after.record(fakes.Stream())
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync"):
+            (copier.load if load else copier.store)(0, blocks + 1, keys, slots, after)
+        assert not any(stream.queue for stream in world.streams[:-1])
+        again = copier.load(0, blocks, keys, slots)  # the lane works as before
+        again.wait()
+        assert not (load and again.bad.any())
+        copier.close()
 
 
 def check_round_trip(world, data, store_choice, load_choice) -> None:

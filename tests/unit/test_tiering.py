@@ -190,3 +190,63 @@ def test_stores_keep_up_with_long_prefills(worker):
     assert not any(told.dropped for told in worker.told)
     late = time.monotonic() - ends[4]
     assert late < 2 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
+
+
+class FakeEvent:
+    def record(self):
+        self.recorded = True
+
+
+def test_the_first_load_waits_for_what_ran_before_there_was_a_store(worker, monkeypatch):
+    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
+    worker.tier.on_device = True
+    worker.tier.load([load("r")])
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    (way, _, after), = worker.copier.calls
+    assert way == "load" and isinstance(after, FakeEvent) and after.recorded
+
+
+def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
+    """Its memory is unmapped then: a copy would cost the engine its device."""
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("aborted")])
+    assert len(worker.copier.calls) == 1 and not worker.finished
+    ends = []
+
+    def synchronize(device):
+        ends.append(device)
+        worker.copier.polls = 0
+        for call in worker.tier._offload._loading.calls:
+            call.copy.done = lambda: True
+
+    monkeypatch.setattr(tiering.torch.cuda, "synchronize", synchronize)
+    worker.tier.rest()
+    assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
+    store(worker, 7, step=1)
+    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], "fence 1"))  # was on its way to the reactor
+    eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
+    assert worker.told[0].dropped == [7] and worker.finished[1].failed
+    assert len(worker.copier.calls) == 1
+    worker.tier.load([load("awake")])
+    eventually(lambda: len(worker.finished) == 3, 5.0, "loaded")
+    assert not worker.finished[2].failed
+
+
+def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monkeypatch, caplog):
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    drive, left = worker.tier._offload.drive, [3]
+
+    def failing():
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyError("nobody thought of this")
+        return drive()
+
+    monkeypatch.setattr(worker.tier._offload, "drive", failing)
+    worker.tier.load([load("r")])  # on the model runner's thread, as the next
+    worker.tier.collect()
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    assert not worker.finished[0].failed
+    assert caplog.text.count("looking after copies failed") == 1

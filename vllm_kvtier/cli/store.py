@@ -77,7 +77,7 @@ def stats(
     with _errors_in_words():
         counts = _ask(socket or store_path(name), lambda client: client.stat())
     fields = msgspec.to_builtins(counts)
-    del fields["id"]
+    del fields["id"], fields["type"]  # of the message, not of the store
     if as_json:
         print(json.dumps(fields))
         return

@@ -49,7 +49,7 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str | None)
     cache = vllm_config.cache_config
     cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
     if getattr(cache, "calculate_kv_scales", False):
-        # vLLM < 0.30: scales come from the engine's first batch, so its bytes mean something else everywhere else.
+        # An option of older vLLM: scales come from the engine's first batch; nobody else's bytes mean the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(
         model=fingerprint or model_fingerprint(vllm_config),

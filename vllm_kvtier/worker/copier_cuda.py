@@ -97,10 +97,10 @@ class _Lane:
         staged = [(c, p) for c, p in zip(self.choices, parts, strict=True) if c.way != "direct"]
         dmas = max((c.dma_streams for c, _ in staged), default=0)
         # Kept as objects, since a stream lives as long as its object; used by their handles.
-        streams = [torch.cuda.Stream(device, priority=priority) for _ in range(2 + dmas)]
-        self._kernels, self._direct, *self._dma = streams
+        self._streams = [torch.cuda.Stream(device, priority=priority) for _ in range(2 + dmas)]
+        self._kernels, self._direct, *dma_streams = self._streams
         self._handle = self._kernels.cuda_stream
-        self._dma_handles = [s.cuda_stream for s in self._dma]
+        self._dma_handles = [s.cuda_stream for s in dma_streams]
         self._buffer_bytes = max((max(c.piece_bytes, p.pitch) for c, p in staged), default=0)
         self._buffers = max((c.ring for c, _ in staged), default=0)
         self._ring = torch.empty(self._buffers * self._buffer_bytes + ROW_ALIGN, dtype=torch.uint8, device=device)
@@ -133,11 +133,8 @@ class _Lane:
 
     def settle(self) -> None:
         """Waits for what a call that failed half way has enqueued: once it has raised, its blocks are others'."""
-        for stream in (self._handle, self._direct.cuda_stream, *self._dma_handles):
-            event = self.driver.new_event()
-            self.driver.record(event, stream)
-            self.driver.synchronize(event)
-            self.driver.destroy_event(event)
+        for stream in self._streams:
+            stream.synchronize()
         self.sheets += self._lost
         self._lost.clear()
 
@@ -313,10 +310,7 @@ class CudaCopier:
         self._view = view
         self._driver.enter()
         with torch.cuda.device(self._device):
-            self._parts = [
-                Part(g, layout, offset)
-                for g, layout, offset in zip(view.groups, layouts, part_offsets, strict=True)
-            ]
+            self._parts = [Part(*each) for each in zip(view.groups, layouts, part_offsets, strict=True)]
             self._stores, self._loads = (
                 _Lane(self._device, self._driver, gather, self._parts, self.tuning, checked)
                 for gather in (True, False)
