@@ -258,7 +258,7 @@ def assert_nothing_leaked(store: Store) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["clients die", "the server dies too"])
 def test_a_busy_crowd_sees_no_wrong_byte_and_leaks_nothing(store, root, restarts):
-    crowd = run_crowd(store, root, 20, seed=1 + restarts, restarts=restarts)
+    crowd = run_crowd(store, root, 10, seed=1 + restarts, restarts=restarts)
     counts = store.counts().index
     print(f"{crowd.done} ended, {crowd.killed} killed, {crowd.loaded} blocks checked; {counts}")
     assert crowd.killed > 3 and crowd.done > 3 and crowd.loaded > 500

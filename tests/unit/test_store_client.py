@@ -280,13 +280,14 @@ def test_a_refusal_is_in_words_and_not_asked_for_again_soon(server, connect, mon
     client = connect(hello=m.Hello("new", 1, "engine", protocol=7, version="9.9"))
     eventually(lambda: "refuses" in client.reason)
     assert "9.9" in client.reason and not client.connected
-    assert client._retry_timer.when - time.monotonic() > 30
+    assert client._retry_timer.when - time.monotonic() > client_module.REFUSED_SECONDS / 2
 
 
 def test_what_no_correct_client_says_is_not_said_again_and_again(server, client):
     client.lookup(SPACE, CHAIN, 21, EVERYTHING)
     eventually(lambda: "refuses" in client.reason)
-    assert "unit 21" in client.reason and client._retry_timer.when - time.monotonic() > 30
+    assert "unit 21" in client.reason
+    assert client._retry_timer.when - time.monotonic() > client_module.REFUSED_SECONDS / 2
 
 
 def test_a_full_queue_of_connections_is_waited_out(path, connect):
