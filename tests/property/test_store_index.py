@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support import WITHOUT_SHRINKING, Clock
 
 from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT, NO_ROOM, BadRequest, Index
+from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index
 from vllm_kvtier.store.messages import GroupShape
 from vllm_kvtier.store.policies import POLICIES
 
@@ -195,7 +195,7 @@ class Store(RuleBasedStateMachine):
             if key in before or key in wanted:
                 assert got == EXISTS
             elif linked and parent and (space, group, parent) not in before and (space, group, parent) not in wanted:
-                assert got == NO_PARENT
+                assert got == NO_PARENT_STORED
             else:
                 assert got > 0 or got == NO_ROOM
                 block = Block(

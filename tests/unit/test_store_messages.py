@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support import eventually
 
 from vllm_kvtier.store import messages as m
-from vllm_kvtier.store import records
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, read_frame, write_frame
 
@@ -102,15 +101,6 @@ def test_any_bytes_decode_or_raise_decode_error(frame):
             decode(frame)
         except msgspec.DecodeError:
             continue
-
-
-def test_numbers_agree_with_the_index():
-    assert (m.HASH, m.EXISTS, m.NO_ROOM, m.NO_PARENT_STORED) == (
-        records.HASH,
-        records.EXISTS,
-        records.NO_ROOM,
-        records.NO_PARENT,
-    )
 
 
 # -- frames ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from support import Clock
 
 from vllm_kvtier.store.entries import Entry
 from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT, NO_ROOM, BadRequest, Index
+from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index
 from vllm_kvtier.store.messages import GroupShape
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.policies.aging import CLASSES
@@ -273,8 +273,8 @@ def test_blocks_behind_a_gap_come_back_with_the_block_that_is_missing():
 def test_chains_that_lie():
     index = make()
     a, b = (name.ljust(HASH, b".") for name in (b"a", b"b"))
-    assert index.reserve(1, SPACE, b"", [0, 0], a + b, b + a, NOWHERE) == [NO_PARENT, NO_PARENT]
-    assert index.reserve(1, SPACE, b"", [0], a, a, NOWHERE) == [NO_PARENT], "its own parent"
+    assert index.reserve(1, SPACE, b"", [0, 0], a + b, b + a, NOWHERE) == [NO_PARENT_STORED, NO_PARENT_STORED]
+    assert index.reserve(1, SPACE, b"", [0], a, a, NOWHERE) == [NO_PARENT_STORED], "its own parent"
     # A circle: b under a; a is forgotten and comes back under b.
     slots = index.reserve(1, SPACE, b"", [0, 0], a + b, bytes(HASH) + a, NOWHERE)
     index.commit(1, slots)

@@ -1,7 +1,8 @@
 """Scheduler half of the connector: wires matching, exporting, the endpoint and the peers to vLLM's calls.
 
-Two threads: vLLM's scheduler thread, which owns block tables and the pool and never waits, and a reactor with
-all sockets. They meet in ``ExportTable`` (locked), in queued calls, and in ``PendingAsk.outcome``.
+Two threads: vLLM's scheduler thread, which owns block tables and the pool, and a reactor with all sockets. They meet
+in ``ExportTable`` (locked), in queued calls, and in the ``outcome`` of what was asked. The scheduler's thread never
+waits, but for milliseconds for the node store where nobody else is served, and where vLLM resets its prefix cache.
 """
 
 import hashlib

@@ -10,7 +10,9 @@ what is left at a piece's end, less than a slot, is never used.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-PIECE_PAGES = 65536  # 256 MiB, as messages.PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE
+
+PIECE_PAGES = PIECE // PAGE
 SLAB_PAGES = 8192  # 32 MiB: a size takes and returns memory in steps that are long in DMA and small in the pool
 MAX_OPEN = 64  # slabs with free slots looked at for one allocation: bounds its time
 

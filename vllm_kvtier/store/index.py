@@ -22,7 +22,7 @@ from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES, Policy
 from vllm_kvtier.store.records import (
     EXISTS,
     HASH,
-    NO_PARENT,
+    NO_PARENT_STORED,
     NO_ROOM,
     ZERO,
     BadRequest,
@@ -157,7 +157,7 @@ class Index:
         parents: bytes,
         pages_limit: int,
     ) -> list[int]:
-        """A slot (> 0) per item to write into, or EXISTS, NO_ROOM, NO_PARENT. Items of a group: parents first.
+        """A slot (> 0) per item to write into, or EXISTS, NO_ROOM, NO_PARENT_STORED. Items of a group: parents first.
 
         groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Windowed
         groups have no parent rule. Slots end at or below page ``pages_limit``.
@@ -185,7 +185,7 @@ class Index:
             if shape.window is None and (parent_hash := parents[at : at + HASH]) != ZERO:
                 parent = table.get(parent_hash)
                 if parent is None:
-                    answer[i] = NO_PARENT
+                    answer[i] = NO_PARENT_STORED
                     continue
             else:
                 parent_hash = None
@@ -211,7 +211,7 @@ class Index:
         stats.reserved_slots += len(got)
         stats.refused_exists += answer.count(EXISTS)
         stats.refused_room += answer.count(NO_ROOM)
-        stats.refused_parent += answer.count(NO_PARENT)
+        stats.refused_parent += answer.count(NO_PARENT_STORED)
         return answer
 
     def commit(self, client: int, slots: Sequence[int]) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.wire.slots import PAGE
 
-PAGE = 4096
 MIN_POOL = 16 * PAGE  # bytes; page 0 is never used
 AUTO_OF_LIMIT, AUTO_OF_FREE = 4, 0.8  # "auto": a quarter of the limit, and at most this share of what is free
 # Left free for everybody else: going to the very edge wakes the OOM killer, which does not choose us.

@@ -19,22 +19,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from vllm_kvtier import __version__
-from vllm_kvtier.store.records import IndexStats
+from vllm_kvtier.store.records import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, ZERO, IndexStats
+from vllm_kvtier.wire.slots import PAGE, PIECE
+
+# For who speaks to the store: all of its words and numbers are here.
+__all__ = ["EXISTS", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
 
 PROTOCOL = 1
-PAGE = 4096  # bytes
-PIECE = 256 << 20  # bytes; no slot straddles a multiple of it
-HASH = 16  # bytes
 MAX_FRAME = 16 << 20  # bytes
-NO_PARENT = bytes(HASH)  # in ``Reserve.parents``: the block is the first of its chain
+NO_PARENT = ZERO  # in ``Reserve.parents``: the block is the first of its chain
 MAX_UNITS = 1 << 17  # of a chain: 2 MiB
 MAX_ITEMS = 1 << 16  # of one Reserve, Commit or Abort
 MAX_GROUPS = 64
-
-# In ``Reserved.slots``, where no slot was given:
-EXISTS = -1  # it is there already, or somebody is writing it
-NO_ROOM = -2  # nothing more can be evicted for it
-NO_PARENT_STORED = -3  # the block before it is neither there nor being written, so nobody could ever find it
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -6,9 +6,10 @@ from typing import Protocol
 HASH = 16  # bytes of a block hash; also of a space and, at most, of a tenant
 ZERO = bytes(HASH)  # as a parent: none
 
+# In place of a slot, where a reservation got none:
 EXISTS = -1  # the block is there already, or somebody is writing it
 NO_ROOM = -2  # nothing evictable
-NO_PARENT = -3  # the block before it is neither there nor being written
+NO_PARENT_STORED = -3  # the block before it is neither there nor being written, so nobody could ever find it
 
 
 class BadRequest(ValueError):
