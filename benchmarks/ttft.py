@@ -117,7 +117,7 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
 def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
     rng, vocab = random.Random(11), vocabulary(args.model)
     for length in args.lengths:
-        repeats = args.repeats if length <= 16384 else max(2, args.repeats * 16384 // length)
+        repeats = max(2, args.repeats * min(8192, 16384 * 8192 // length) // min(length, 8192))
         warm = 1 if length <= 32768 else 0
         taken: dict[Peer, list[dict]] = {peer: [] for peer in peers}
         for i in range(repeats + warm):
@@ -292,7 +292,7 @@ def main() -> None:
     one = commands.add_parser("run")
     add_arguments(one)
     one.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
-    one.add_argument("--repeats", type=int, default=8, help="up to 8k tokens; fewer of longer prompts, at least two")
+    one.add_argument("--repeats", type=int, default=8, help="of 8k tokens; more of shorter prompts, whose steps vary more; fewer of longer ones, at least two")
     one.add_argument("--phases", nargs="+", default=["ttft", "itl"], choices=["ttft", "itl"])
     one.add_argument("--itl-tokens", type=int, default=32768, help="length of the prompts that come in meanwhile")
     one.add_argument("--decode-tokens", type=int, default=800, help="most tokens of each decode")

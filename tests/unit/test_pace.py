@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support import Clock
 
-from vllm_kvtier.scheduler.pace import LEAST_TOKENS, MOST_AHEAD, Pace
+from vllm_kvtier.scheduler.pace import DECODES_EVERY, LEAST_TOKENS, MOST_AHEAD, WARM_UP, Pace
 
 
 class Engine:
@@ -16,6 +16,9 @@ class Engine:
         planner = SimpleNamespace(observe_step=lambda *step: self.seen.append(step))
         self.pace = Pace(planner, self.clock)
         self.requests = {}
+        for _ in range(WARM_UP):
+            self.schedule(first=100)
+            assert self.read(50.0) is None
 
     def schedule(self, **tokens):
         """Request name -> new tokens."""
@@ -52,7 +55,7 @@ def test_a_step_scheduled_ahead_begins_when_the_one_before_it_ends():
     assert engine.read(0.125) == (0.125, [(50, 0)], 0)
 
 
-@pytest.mark.parametrize("tokens", [{"a": 1, "b": 1}, {}, {"a": LEAST_TOKENS}, {"a": LEAST_TOKENS // 2 + 1, "b": 17}])
+@pytest.mark.parametrize("tokens", [{"a": 1, "b": 2}, {}, {"a": LEAST_TOKENS}, {"a": LEAST_TOKENS // 2 + 1, "b": 17}])
 def test_steps_that_say_nothing_about_prefills(tokens):
     """The last: two small ones together are over the least, and neither is one alone."""
     engine = Engine()
@@ -60,6 +63,14 @@ def test_steps_that_say_nothing_about_prefills(tokens):
     assert engine.read(0.5) is None
     engine.schedule(c=100)
     assert engine.read(0.5) == (0.5, [(100, 0)], 0), "and they take their own time with them"
+
+
+def test_some_decode_steps_say_what_a_step_costs_in_itself():
+    engine = Engine()
+    for _ in range(2 * DECODES_EVERY):
+        engine.schedule(a=1, b=1)
+        engine.read(0.5)
+    assert engine.seen == [(0.5, [], 2)] * 2
 
 
 def test_decodes_beside_a_prefill_are_counted():

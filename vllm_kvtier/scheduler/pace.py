@@ -13,8 +13,13 @@ from typing import Any
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tracked import Tracked
 
-# Decode steps say nothing about prefills; smaller prefills drown in a step's fixed cost.
+# Smaller prefills drown in a step's fixed cost.
 LEAST_TOKENS = 32
+# Decode steps say what a step costs in itself; without them it would be taken for the cost of tokens, or the reverse.
+# There are thousands of them, and all say the same.
+DECODES_EVERY = 8
+# The first prefills of an engine compile kernels and fill caches; nothing later is like them.
+WARM_UP = 2
 # Steps scheduled and not read yet, at most, in vLLM (pipeline stages and a batch queue); beyond, we miscounted.
 MOST_AHEAD = 64
 
@@ -22,27 +27,35 @@ MOST_AHEAD = 64
 class Pace:
     def __init__(self, planner: Planner, clock: Callable[[], float] = time.monotonic):
         self._planner, self._clock = planner, clock
-        self._ahead: deque[tuple[float, list[tuple[int, int]], int]] = deque()
+        # begin, prefills as (new, before), decodes, and whether the planner is to hear of it
+        self._ahead: deque[tuple[float, list[tuple[int, int]], int, bool]] = deque()
         self._last_end = 0.0
+        self._decode_steps = self._prefill_steps = 0
 
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> None:
         work = []
         scheduled = output.num_scheduled_tokens
-        if output.total_num_scheduled_tokens >= len(scheduled) + LEAST_TOKENS:
+        telling = False
+        if output.total_num_scheduled_tokens == len(scheduled) > 0:
+            self._decode_steps += 1
+            telling = self._decode_steps % DECODES_EVERY == 1
+        elif output.total_num_scheduled_tokens >= len(scheduled) + LEAST_TOKENS:
             for request_id, tokens in scheduled.items():
                 t = tracked(request_id) if tokens >= LEAST_TOKENS else None
                 if t is not None:
                     work.append((tokens, t.request.num_computed_tokens))
+            self._prefill_steps += bool(work)
+            telling = bool(work) and self._prefill_steps > WARM_UP
         if len(self._ahead) >= MOST_AHEAD:
             self._ahead.clear()
-        self._ahead.append((self._clock(), work, len(scheduled) - len(work)))
+        self._ahead.append((self._clock(), work, len(scheduled) - len(work), telling))
 
     def end_step(self) -> None:
         """The output of the oldest step was read."""
         if not self._ahead:
             return
         now = self._clock()
-        begin, work, decodes = self._ahead.popleft()
-        if work:
+        begin, work, decodes, telling = self._ahead.popleft()
+        if telling:
             self._planner.observe_step(now - max(begin, self._last_end), work, decodes)
         self._last_end = now

@@ -17,6 +17,7 @@ MEANINGS = {
     "load_seconds": "seconds spent in loads from the node store, from order to verified",
     "planned": "offers of the node store weighed against computing, by the reason of the decision",
     "planned_seconds": "seconds that loads were expected to take, and took",
+    "weighed_seconds": "seconds that loading and computing were expected to take, over all such decisions",
     "awaited": "requests that waited for another one's load of the same blocks, by source",
     "stored_blocks": "blocks copied to the node store",
     "stored_bytes": "bytes copied to the node store, all ranks",
