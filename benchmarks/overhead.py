@@ -23,7 +23,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tiers import (
-    STORED,
     Peer,
     add_arguments,
     facts,
@@ -41,9 +40,9 @@ from tiers import (
 TURNS = {"prefill": (48, 2048, 16, 48), "decode": (64, 128, 192, 64), "ttft": (4, 8192, 1, 1)}
 
 
-def scaled(turn: tuple[int, int, int, int], scale: float) -> tuple[int, int, int, int]:
+def scaled(turn: tuple[int, int, int, int], scale: float, most: int) -> tuple[int, int, int, int]:
     prompts, tokens, generated, at_once = turn
-    return prompts, max(32, int(tokens * scale)), max(1, int(generated * scale)), at_once
+    return min(prompts, most), max(32, int(tokens * scale)), max(1, int(generated * scale)), min(at_once, most)
 
 
 def take(peer: Peer, turn: tuple[int, int, int, int], rng: random.Random, vocab: int, pool) -> float:
@@ -66,7 +65,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 def measure(peers: list[Peer], args: argparse.Namespace, deadline: float) -> list[dict]:
     rng, vocab = random.Random(17), vocabulary(args.model)
-    turns = {name: scaled(turn, args.scale) for name, turn in TURNS.items() if name in args.turns}
+    turns = {name: scaled(turn, args.scale, args.prompts) for name, turn in TURNS.items() if name in args.turns}
     rates: dict[tuple[str, Peer], list[float]] = {(name, peer): [] for name in turns for peer in peers}
     stored = {peer: peer.stored() for peer in peers}
     with ThreadPoolExecutor(max(turn[3] for turn in turns.values())) as pool:
@@ -90,7 +89,7 @@ def measure(peers: list[Peer], args: argparse.Namespace, deadline: float) -> lis
                 "turn": name, "connector": peer.connector, "rounds": len(mine), "median": round(value, 1),
                 "unit": "ms" if name == "ttft" else "tokens/s", "ratio": round(median(ratios), 4),
                 "low": round(low, 4), "high": round(high, 4),
-                "stored_gb": round((peer.stored() - stored[peer]) / 1e9, 2) if peer.connector in STORED else None,
+                "stored_gb": round((peer.stored() - stored[peer]) / 1e9, 2) if peer.offloads else None,
             })  # fmt: skip
     return rows
 
@@ -100,11 +99,12 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turns", nargs="+", default=list(TURNS), choices=list(TURNS))
+    parser.add_argument("--prompts", type=int, default=64, help="most of a turn, where many engines share a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     args = parser.parse_args()
     begin = time.monotonic()
     pinned = pinned_rate(args)
-    turns = [scaled(TURNS[name], args.scale) for name in args.turns]
+    turns = [scaled(TURNS[name], args.scale, args.prompts) for name in args.turns]
     held = max(at_once * (tokens + generated + 32) for _, tokens, generated, at_once in turns)
     peers = start(args, held, held)
     try:

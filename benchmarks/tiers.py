@@ -3,7 +3,7 @@
 A connector is named by a word:
 
   none           vLLM alone
-  kvtier         ours
+  kvtier         ours; kvtier:WORD with the options that --variants gives for this word
   offloading     vLLM's OffloadingConnector with its defaults
   offloading256  the same, its chunks 256 tokens long as LMCache's are
   lmcache        LMCacheConnectorV1 in the engine's process, defaults but for the memory
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=int, help="the device; none: CPU")
     parser.add_argument("--connectors", nargs="+", default=["kvtier", "offloading"])
     parser.add_argument("--kvtier-options", type=json.loads, default={}, help="JSON, beside store_size")
+    parser.add_argument("--variants", type=json.loads, default={}, help="JSON, options by word: kvtier:WORD")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
     parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
@@ -118,6 +119,7 @@ class Peer:
         if args.gpu is not None:
             flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
         self.connector, self.host_bytes, self.per_token = connector, host, per_token
+        self._stored = STORED.get(connector.partition(":")[0])
         self.engine = Engine(
             model, name=connector, kv=kv, gpus=[] if args.gpu is None else [args.gpu], log_dir=args.logs, args=flags,
             env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
@@ -129,13 +131,15 @@ class Peer:
 
     @staticmethod
     def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:
+        kind, _, word = connector.partition(":")
         if connector == "none":
             return None, {}
-        if connector == "kvtier":
+        if kind == "kvtier":
             # A store of its own: sockets are looked for below this directory.
-            run = Path(args.logs) / "run"
+            run = Path(args.logs) / f"run-{word}"
             run.mkdir(parents=True, exist_ok=True)
             options = {"store_size": str(host), "store_idle_seconds": 20, **args.kvtier_options}
+            options |= args.variants[word] if word else {}
             return kvtier(options), {"XDG_RUNTIME_DIR": str(run)}
         if connector in ("offloading", "offloading256"):
             extra: dict = {"cpu_bytes_to_use": host}
@@ -205,7 +209,7 @@ class Peer:
 
     def settle(self, before: float, tokens: int, seconds: float = 15.0) -> None:
         """Until what ``tokens`` take is offloaded since the counter said ``before``, or nothing moves for a second."""
-        pattern = STORED.get(self.connector)
+        pattern = self._stored
         wanted, last, moved = 0.97 * tokens * self.per_token, -1.0, time.monotonic()
         deadline = moved + seconds
         while time.monotonic() < deadline:
@@ -217,9 +221,13 @@ class Peer:
                 return
             time.sleep(0.05)  # there is nothing to wait for but the counter
 
+    @property
+    def offloads(self) -> bool:
+        """Whether it says what it stored."""
+        return self._stored is not None
+
     def stored(self) -> float:
-        pattern = STORED.get(self.connector)
-        return self.total(pattern) if pattern else 0.0
+        return self.total(self._stored) if self._stored else 0.0
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache, and that alone. It refuses while blocks are held, by copies for example."""

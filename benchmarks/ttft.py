@@ -292,7 +292,8 @@ def main() -> None:
     one = commands.add_parser("run")
     add_arguments(one)
     one.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
-    one.add_argument("--repeats", type=int, default=8, help="of 8k tokens; more of shorter prompts, whose steps vary more; fewer of longer ones, at least two")
+    repeats = "of 8k tokens; more of shorter prompts, whose steps vary more; fewer of longer ones, at least two"
+    one.add_argument("--repeats", type=int, default=8, help=repeats)
     one.add_argument("--phases", nargs="+", default=["ttft", "itl"], choices=["ttft", "itl"])
     one.add_argument("--itl-tokens", type=int, default=32768, help="length of the prompts that come in meanwhile")
     one.add_argument("--decode-tokens", type=int, default=800, help="most tokens of each decode")
