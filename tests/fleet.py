@@ -1,4 +1,4 @@
-"""Real engines shared by a whole session's tests: P and D with the connector, S without, started together once.
+"""Real engines shared by a whole session's tests: P and D with the connector, S without, each started once.
 
 All in float32: there the order of additions, which differs between a prefill, a decode step and another batch,
 moves a logprob by about 1e-5, and so a wrong token cannot hide behind rounding (see ``drive.assert_same``).
@@ -6,7 +6,7 @@ Caches are small, so that conversations push each other out and long answers pre
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +14,7 @@ from drive import Driver, driving
 
 from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
 from vllm_kvtier.devtools.faults import VARIABLE, FaultFile
-from vllm_kvtier.devtools.processes import Service, free_port, kill_all, start_all
+from vllm_kvtier.devtools.processes import Service, free_port, kill_all, start_all, wait_all
 
 BLOCK = 32  # the CPU build's kernels want multiples of it
 MAX_LENGTH = 3328  # 104 blocks
@@ -103,28 +103,44 @@ def make_proxy(log_dir, request) -> Iterator[Callable[..., Service]]:
     kill_all(made)
 
 
+def start_missing(engines: Iterable[Engine]) -> None:
+    """Start those that do not run, together; return when all are ready."""
+    engines = list(engines)
+    start_all([engine for engine in engines if not engine.running])
+    wait_all(engines)
+
+
 @pytest.fixture(scope="session")
-def fleet(model_path, log_dir) -> Iterator[Fleet]:
+def plain(model_path, log_dir) -> Iterator[Engine]:
+    """S, not started: whoever needs it first starts it together with its own."""
+    engine = Engine(model_path, name="S", log_dir=log_dir, **ENGINE_FLAGS)
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture(scope="session")
+def single(plain) -> Engine:
+    """S, a plain engine without a connector."""
+    start_missing([plain])
+    return plain
+
+
+@pytest.fixture(scope="session")
+def fleet(model_path, log_dir, plain) -> Iterator[Fleet]:
     """Tests leave these three as they found them: running, and sooner or later holding nothing."""
 
-    def engine(name: str, kv: dict | None) -> Engine:
+    def engine(name: str) -> Engine:
+        kv = kvtier({**EXTRA, "endpoint_port": free_port()})
         return Engine(model_path, name=name, kv=kv, log_dir=log_dir, **ENGINE_FLAGS)
 
-    engines = [engine(name, kvtier({**EXTRA, "endpoint_port": free_port()})) for name in ("P", "D")]
-    engines.append(engine("S", None))
-    start_all(engines)
-    yield Fleet(*engines)
-    kill_all(engines)
+    fleet = Fleet(engine("P"), engine("D"), plain)
+    start_missing(fleet)
+    yield fleet
+    kill_all(fleet[:2])
 
 
 @pytest.fixture(scope="session")
-def single(fleet) -> Engine:
-    """A plain engine without a connector."""
-    return fleet.single
-
-
-@pytest.fixture(scope="session")
-def trio_of_session(model_path, log_dir) -> Iterator[Trio]:
+def trio_of_session(model_path, log_dir, plain) -> Iterator[Trio]:
     faults, engines = {}, []
     for name, policy in (("FP", "recompute"), ("FD", "recompute"), ("FS", "fail")):
         extra = {**SHORT, "endpoint_port": free_port(), "kv_load_failure_policy": policy}
@@ -134,24 +150,26 @@ def trio_of_session(model_path, log_dir) -> Iterator[Trio]:
         faults[name] = FaultFile(plan)
         env = {VARIABLE: str(plan)}
         engines.append(Engine(model_path, name=name, kv=kv, log_dir=log_dir, env=env, **ENGINE_FLAGS))
-    start_all(engines)
+    start_missing([*engines, plain])
     yield Trio(*engines, faults)
     kill_all(engines)
 
 
 @pytest.fixture
-def trio(trio_of_session, trio_is_idle_afterwards) -> Iterator[Trio]:
+async def trio(trio_of_session, trio_is_idle_afterwards, driver) -> AsyncIterator[Trio]:
     """Whole again for each test: nothing is wrong, nobody is stopped, and who died is started anew."""
     trio = trio_of_session
     for faults in trio.faults.values():
         faults.set()
-    start_all([engine for engine in trio[:3] if not engine.running])
+    start_missing(trio[:3])
     yield trio
     for faults in trio.faults.values():
         faults.set()
     for engine in trio[:3]:
         if engine.running:
             engine.resume()
+        if engine.running and engine.ready_after is not None:  # its next life would not know
+            assert (await driver.inspect(engine)).violations == 0
 
 
 @pytest.fixture
@@ -160,18 +178,27 @@ async def driver(single) -> AsyncIterator[Driver]:
         yield driver
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+async def p_holds_nothing_yet(fleet, driver) -> None:
+    """What an earlier test left there would be taken for this one's."""
+    await driver.until_no_exports(fleet.prefill, HANDOFF_SECONDS + RETAIN_SECONDS)
+
+
+# These two wait until the exports' time is over too: once a session, when it mostly is.
+
+
+@pytest.fixture(scope="session")
 def fleet_is_idle_afterwards(fleet) -> Iterator[None]:
-    """When a module's tests are over and the exports' time too, every block of P and D is free."""
+    """When all tests are over, every block of P and D is free."""
     yield
     _until_idle(fleet.single, [fleet.prefill, fleet.decode], RETAIN_SECONDS)
 
 
-@pytest.fixture(scope="module")
-def trio_is_idle_afterwards(fleet, trio_of_session) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def trio_is_idle_afterwards(single, trio_of_session) -> Iterator[None]:
     yield
-    engines = [engine for engine in trio_of_session[:3] if engine.running]
-    _until_idle(fleet.single, engines, SHORT["lease_seconds"] + SHORT["retain_seconds"])
+    engines = wait_all([engine for engine in trio_of_session[:3] if engine.running])
+    _until_idle(single, engines, SHORT["lease_seconds"] + SHORT["retain_seconds"])
 
 
 def _until_idle(single: Engine, engines: list[Engine], seconds: float) -> None:

@@ -36,6 +36,7 @@ class QuietServer(uvicorn.Server):
         self._socket.bind(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self._task: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -45,8 +46,24 @@ class QuietServer(uvicorn.Server):
         self._socket.listen(64)  # from here on connections queue, so nobody has to wait for the start
         self._task = asyncio.create_task(self.serve(sockets=[self._socket]))
 
+    async def main_loop(self) -> None:
+        """As uvicorn's, which looks every 0.1 s whether it is to end."""
+        await self.on_tick(0)
+        await self._ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, without its pauses of 0.1 s."""
+        for server in (*self.servers, *(sockets or ())):
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with anyio.move_on_after(self.config.timeout_graceful_shutdown):
+            while self.server_state.connections or self.server_state.tasks:
+                await asyncio.sleep(0.001)
+        await self.lifespan.shutdown()
+
     async def end(self) -> None:
-        self.should_exit = True
+        self._ending.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=10)
 
@@ -277,7 +294,7 @@ class Cluster:
         self._proxy = QuietServer(self.app, lifespan="on")
         await self._proxy.begin()
         self.url = f"http://127.0.0.1:{self._proxy.port}"
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False, verify=False)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -28,7 +28,7 @@ from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, start_all
 
 GPUS = [int(gpu) for gpu in os.environ.get("KVTIER_TEST_GPUS", "").split(",") if gpu]
-RETAIN_SECONDS = 10.0
+RETAIN_SECONDS = 6.0
 ANSWER = 6  # tokens
 
 

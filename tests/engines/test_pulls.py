@@ -7,13 +7,7 @@ import pytest
 from drive import PREFILL, SYSTEM, facts, known_from, question, random_tokens, told, with_sources
 from fleet import BLOCK, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
 
-pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
-
-
-@pytest.fixture(autouse=True)
-async def p_holds_nothing_yet(fleet, driver):
-    """What an earlier test left there would be taken for this one's."""
-    await driver.until_no_exports(fleet.prefill, HANDOFF_SECONDS + 2.0)
+pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
 
 
 @pytest.mark.parametrize("length", [17, 31, 32, 33, 63, 64, 65, 300, 1024, 1025, 3001])

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from drive import PREFILL, random_tokens
 
-pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
+pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
 
 
 async def one_token(http: httpx.AsyncClient, engine, body: dict, params: dict, request_id: str) -> dict:

@@ -342,6 +342,7 @@ def test_a_launch_that_hangs_does_not_keep_it_from_another_store(path, connect):
 
 def test_a_launch_that_fails_is_told_and_tried_less_and_less(path, connect, monkeypatch):
     monkeypatch.setattr(client_module, "LAUNCH_SECONDS", (0.02, 0.05))
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", (0.05, 0.1))
     calls = []
 
     def launch() -> None:
