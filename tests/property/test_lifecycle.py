@@ -34,6 +34,8 @@ def test_every_path_ends_with_nothing_held():
             if action is Action.RELEASE:
                 assert now_leased, f"{source} {event} releases a lease that is not held"
                 now_leased = False
+            if action is Action.CANCEL_LOAD:
+                assert source is State.LOADING and target is State.ABANDONED, "the workers read nothing"
             if target in (State.GONE, State.LOCAL, State.LOADED, State.NEW):
                 assert not now_asked and not now_leased, f"{source} {event} -> {target} leaves something held"
             if target in (State.OFFERED, State.LOADING, State.ABANDONED):
@@ -54,6 +56,7 @@ def test_every_living_state_can_be_left_by_finish_and_leads_to_gone():
     for event in (Event.LOAD_DONE, Event.LOAD_FAILED):
         assert TRANSITIONS[State.ABANDONED, event] == (State.GONE, Action.RELEASE)
         assert TRANSITIONS[State.LOADING, event][1] is Action.RELEASE
+    assert TRANSITIONS[State.LOADING, Event.FINISH] == (State.ABANDONED, Action.CANCEL_LOAD)
     # While the workers read, nothing may give the lease back but their own report.
     assert {event for state, event in TRANSITIONS if state is State.LOADING} == {
         Event.LOAD_DONE, Event.LOAD_FAILED, Event.FINISH,

@@ -226,6 +226,7 @@ class Machine(RuleBasedStateMachine):
         assert tracked.report().pulled >= 0
         if asked:
             assert len(self.peers.dropped) == drops + 1, "an abort releases the other side at once"
+        assert self.matcher.take_aborted() == [], "a pull is one transfer: it cannot be stopped"
         if loading:
             r.status = "aborted"
             assert self.peers.held, "the source may not reuse what is still being read"

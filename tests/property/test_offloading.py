@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support import WITHOUT_SHRINKING, FakePool, make_request
 from vllm.v1.request import RequestStatus
 
+from vllm_kvtier import codecs
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import offloading
 from vllm_kvtier.scheduler.ledger import Keys
@@ -72,6 +73,8 @@ class FakeTier:
 
     def __init__(self, writers):
         self.writers, self.instance, self.session = writers, "s1", 1
+        self.logical, self.codecs = [100 * (g + 1) for g in range(len(writers))], [codecs.get("raw")] * len(writers)
+        self.codecs, self.logical = [SimpleNamespace(name="none") for _ in writers], [100 for _ in writers]
         self.up = True
         self.asked = []  # (pending, items, limit)
         self.entries = {}  # (space, group, hash) -> slot
@@ -548,6 +551,61 @@ def test_what_the_store_lost_the_beginning_of_is_offered_again():
         engine.step(every=1.1)
         engine.settle_down()
     assert stored(engine, r) == list(range(15))
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+def test_a_store_that_was_started_anew_is_offered_everything(groups):
+    """With the next block that fills, as often as that happens; no refusal is needed for it."""
+    engine = Engine(GROUPS[groups], 1, 0, share=1.0)
+    r = engine.new_request([i % 7 for i in range(60 * UNIT)], 24)
+    align = max(size for size, _ in engine.groups)
+    for life in range(2 + offloading.REWINDS):
+        engine.tier.die(f"s{life + 2}")
+        engine.settle_down()
+        for _ in range(10):
+            engine.step(every=1.1)
+        engine.tier.live()
+        begun = r.request.num_computed_tokens
+        while r.request.num_computed_tokens < begun + 2 * align:
+            engine.step(every=1.1)
+        flush(engine, r)
+        engine.settle_down()
+        for g, (size, window) in enumerate(engine.groups):
+            full = r.request.num_computed_tokens // align * align // size
+            needed = 0 if window is None else max(0, full * size - window + 1) // size
+            assert set(range(needed, full)) <= set(stored(engine, r, g)), f"group {g}: it could not be loaded"
+    assert not any("beginning not stored" in key for key in engine.counters.take())
+    engine.end()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_store_that_hung_never_heard_of_is_offered_again(ends):
+    """It comes back with what it had: no more than that is offered anew, also if the request ends just then."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(64)], 24)
+    for at_least in (24, 36):
+        while r.request.num_computed_tokens < at_least:
+            engine.step(every=1.1)
+        flush(engine, r)
+        if at_least == 24:
+            engine.settle_down()
+    assert engine.tier.asked
+    had = stored(engine, r)
+    engine.tier.die(engine.tier.instance)
+    engine.reactor.run()
+    engine.tier.live()
+    before = len(engine.tier.items)
+    if ends:
+        engine.step(every=1.1)
+        engine.finish(r, True)
+    else:
+        run(engine, r)
+        flush(engine, r)
+    engine.settle_down()
+    last = 9 if ends else 16
+    assert 0 < len(had) < 9 and stored(engine, r) == list(range(last))
+    assert len(engine.tier.items) - before == last - len(had)
+    assert not any("beginning not stored" in key for key in engine.counters.take())
 
 
 def test_a_store_that_keeps_forgetting_is_not_offered_everything_for_ever():

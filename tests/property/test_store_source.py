@@ -328,6 +328,8 @@ class Life(World):
         r.request.status = self.rng.choice([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
         loading = r.status == "loading"
         self.matcher.finished(r.request)
+        stopped = [r.request.request_id] if loading and isinstance(r.order, LoadOrder) else []
+        assert self.matcher.take_aborted() == stopped
         if loading:
             r.status = "aborted"
         else:
@@ -552,7 +554,9 @@ def test_an_abort_while_it_loads(failed):
     world.store(request)
     assert offered(world, request) == (16, True)
     world.matcher.allocated(request, world.tables(0, 16), 16)
+    assert world.matcher.take_aborted() == []
     world.matcher.finished(request)
+    assert world.matcher.take_aborted() == ["r"] and world.matcher.take_aborted() == []
     assert world.client.held and world.planner.open, "the workers still read"
     world.matcher.loaded("r", failed)
     assert not world.client.held and not world.planner.open and not len(world.matcher)

@@ -8,6 +8,7 @@ waits, but for milliseconds for the node store where nobody else is served, and 
 import hashlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from vllm_kvtier.scheduler.endpoint import Answer, Endpoint, Question
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
-from vllm_kvtier.scheduler.lifecycle import Lifecycle
+from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.pace import Pace
@@ -25,7 +26,8 @@ from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tables import BlockTables
-from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.scheduler.tier import HostOffer, HostTier
+from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
@@ -157,7 +159,7 @@ class SchedulerHalf:
         orders, introductions = self._matcher.take_orders()
         pulls = [order for order in orders if isinstance(order, PullOrder)]
         loads = [order for order in orders if isinstance(order, LoadOrder)]
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads)
+        return StepWork(self._exporter.step, sums, pulls, introductions, loads, self._matcher.take_aborted())
 
     def end_step(self) -> None:
         """A step's output was read."""
@@ -167,7 +169,7 @@ class SchedulerHalf:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with."""
         for result in results:
             kind = "load" if isinstance(result, LoadResult) else "pull"
-            self.counters.count(f"{kind}s", "failed" if result.failed else "ok")
+            self.counters.count(f"{kind}s", self._outcome(result))
             self.counters.count(f"{kind}ed_bytes", amount=result.bytes)
             self.counters.count(f"{kind}_seconds", amount=result.seconds)
             if result.failed:
@@ -189,11 +191,26 @@ class SchedulerHalf:
             if tracked is not None and not failed:
                 name = "loaded_tokens" if tracked.source == "host" else "pulled_tokens"
                 self.counters.count(name, tracked.source, tracked.pulled)
+                if isinstance(tracked.offer, HostOffer):
+                    self.counters.count("loaded_logical_bytes", amount=tracked.offer.logical)
                 if seconds is not None and tracked.plan is not None:
                     self._planner.observe_load("host", tracked.offer.nbytes, tracked.plan.queued_bytes, seconds)
                     self.counters.count("planned_seconds", "expected", tracked.plan.load_seconds)
                     self.counters.count("planned_seconds", "taken", seconds)
+                    self._count_stages(tracked)
             self._matcher.loaded(request_id, failed)
+
+    def _count_stages(self, t: Tracked) -> None:
+        """Where the time of a host hit went, until it could be scheduled."""
+        moments = t.begun_at, t.offered_at, t.ordered_at, time.monotonic()
+        for stage, begin, end in zip(("asking", "placing", "loading"), moments, moments[1:], strict=False):
+            self.counters.count("host_hit_seconds", stage, max(0.0, end - begin))
+
+    def _outcome(self, result: PullResult | LoadResult) -> str:
+        """For the metrics: a load that was stopped because its request was aborted is no failure."""
+        tracked = self._matcher.get(result.request_id)
+        aborted = tracked is not None and tracked.life.state is State.ABANDONED and isinstance(result, LoadResult)
+        return "ok" if not result.failed else "aborted" if aborted and not result.checksum else "failed"
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""

@@ -42,6 +42,7 @@ class Action(enum.Enum):
     NONE = "none"
     CANCEL_ASK = "cancel ask"  # a grant that still comes is released on arrival
     RELEASE = "release"  # give the lease back
+    CANCEL_LOAD = "cancel load"  # the workers need begin no more of it; the lease goes back when what runs has ended
 
 
 S, E, A = State, Event, Action
@@ -66,7 +67,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.OFFERED, E.FINISH): (S.GONE, A.RELEASE),
     (S.LOADING, E.LOAD_DONE): (S.LOADED, A.RELEASE),
     (S.LOADING, E.LOAD_FAILED): (S.LOCAL, A.RELEASE),
-    (S.LOADING, E.FINISH): (S.ABANDONED, A.NONE),  # the source may not reuse what is still being read
+    (S.LOADING, E.FINISH): (S.ABANDONED, A.CANCEL_LOAD),  # the source may not reuse what is still being read
     (S.ABANDONED, E.LOAD_DONE): (S.GONE, A.RELEASE),
     (S.ABANDONED, E.LOAD_FAILED): (S.GONE, A.RELEASE),
     (S.LOADED, E.PREEMPT): (S.NEW, A.NONE),  # what was pulled is lost; the node store may have it

@@ -22,6 +22,7 @@ from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.scheduler.weighing import Scales
 from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
@@ -59,10 +60,11 @@ class Matcher:
         self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
         self._resumes, self._tier, self._planner = resumes, tier, planner
         self._align = math.lcm(unit, *(size for size, _ in groups))
-        self._windowed = any(window is not None for _, window in groups)
+        self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
         self.whereabouts = Whereabouts(config.retain_seconds)
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[PullOrder | LoadOrder] = []
+        self._aborted: list[str] = []  # requests whose loads the workers need not go on with
         self._inbound: dict[bytes, str] = {}  # block hash -> request that loads it
         self._introduced: set[str] = set()
         self._introductions: dict[str, list] = {}
@@ -102,7 +104,7 @@ class Matcher:
                 case State.OFFERED:
                     if isinstance(t.offer, HostOffer) and self._awaits(t, computed):
                         return None, False
-                    gain = self._gain(t, computed)
+                    gain = self._scales.gain(t, computed, time.monotonic())
                     if gain:
                         return gain, True
                     self._decline(t)
@@ -163,7 +165,7 @@ class Matcher:
         """Ask the next source that could be worth it; False if none is left."""
         request = t.request
         if t.sources is None:
-            t.sources = deque(self._sources(t))
+            t.sources, t.begun_at = deque(self._sources(t)), time.monotonic()
         # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
         lacking = request.num_tokens - 1 - computed
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -237,7 +239,7 @@ class Matcher:
             return
         blocks = [group.ids[computed // group.block_tokens :] for group in groups]
         offer = Offer(handoff.address, promise.instance, 0, computed, promise.tokens, blocks, ranks)
-        if self._fits(t, offer):
+        if self._scales.fits(t, offer):
             t.offer, t.offered_at = offer, time.monotonic()
             t.life.fire(Event.GRANT)
 
@@ -276,7 +278,7 @@ class Matcher:
         elif isinstance(outcome, HostOffer):
             t.pending, t.held = None, outcome
             t.life.fire(Event.HOLD)
-        elif not self._fits(t, outcome):
+        elif not self._scales.fits(t, outcome):
             self._counters.count("declined", "malformed")
             t.life.fire(Event.REFUSE)
             t.pending = None
@@ -297,62 +299,10 @@ class Matcher:
             self._tier.release(t.held)
             t.held = None
 
-    def _fits(self, t: Tracked, offer: Offer) -> bool:
-        """Whether an offer says what was asked for: another process sent it, and its numbers become indices here."""
-        most = t.request.num_tokens if isinstance(t.asking, Handoff) else len(t.pending.ask.chain) * self._unit
-        if not (t.pending.ask.start <= offer.start < offer.tokens <= most and len(offer.blocks) == len(self._groups)):
-            return False
-        return all(
-            len(ids) == -(-offer.tokens // size) - offer.start // size
-            for ids, (size, _) in zip(offer.blocks, self._groups, strict=True)
-        )
-
     def _give_up(self, t: Tracked) -> None:
         """Tell a prefill that was promised to us that we will not fetch it."""
         if isinstance(t.asking, Handoff):
             self._peers.drop(t.asking.address, t.asking.export)
-
-    def _gain(self, t: Tracked, computed: int) -> int:
-        """Tokens the offer adds to ``computed``; 0 if it is no longer worth it or held for too long."""
-        offer = t.offer
-        if isinstance(offer, HostOffer) and offer.epoch != self._tier.epoch:
-            return 0  # the engine's cache was reset: not ours any more
-        if offer.start > computed or time.monotonic() - t.offered_at > self._config.transfer_timeout:
-            return 0
-        prompt = t.request.num_tokens
-        tokens = min(offer.tokens, prompt)
-        if tokens == prompt and self._windowed:
-            # vLLM would compute the last token again, after it has given up the blocks that only this token's
-            # window reaches (``get_num_skipped_tokens`` is asked for the next token's).
-            tokens -= 1
-        if tokens < prompt - 1 and not self._resumes or not self._reaches(offer, tokens):
-            return 0
-        gain = tokens - computed
-        if isinstance(offer, HostOffer):
-            return gain if gain > 0 and self._worth(t, computed, tokens) else 0
-        return gain if gain >= max(1, self._config.pull_threshold) else 0
-
-    def _worth(self, t: Tracked, computed: int, tokens: int) -> bool:
-        """Whether the store's blocks are expected here before they could be computed."""
-        if self._planner is None:
-            return True
-        if t.plan is not None and t.planned == (computed, tokens):
-            return True  # vLLM had no room for it then
-        t.plan = self._planner.decide("host", computed, tokens, t.offer.nbytes, t.request.num_tokens)
-        t.planned = (computed, tokens)
-        load = t.plan.load or self._config.load_policy == "always"
-        self._counters.count("planned", t.plan.reason if load == t.plan.load else "always")
-        return load
-
-    def _reaches(self, offer: Offer, tokens: int) -> bool:
-        """Whether the offer has all blocks that the windows of the token after ``tokens`` reach."""
-        for ids, (size, window) in zip(offer.blocks, self._groups, strict=True):
-            if window is not None:
-                skipped = offer.start // size
-                first = max(0, tokens - window + 1) // size
-                if not all(ids[max(0, first - skipped) : -(-tokens // size) - skipped]):
-                    return False
-        return True
 
     def _decline(self, t: Tracked) -> None:
         if isinstance(t.offer, HostOffer) and t.offer.tokens > t.local:
@@ -382,6 +332,8 @@ class Matcher:
                 self._give_up(t)
             else:  # refused or not answered, while we read what was promised
                 self._give_up(t)
+        elif action is Action.CANCEL_LOAD and t.load is not None:  # a pull is one transfer: it cannot be stopped
+            self._aborted.append(t.request.request_id)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -400,6 +352,7 @@ class Matcher:
             self._decline(t)
             return
         t.life.fire(Event.ALLOCATE)
+        t.ordered_at = time.monotonic()
         tokens = t.local + external
         known = (self._groups, self._unit, self._keys(), block_ids, tokens, self._config.transfer_timeout)
         if isinstance(t.offer, HostOffer):
@@ -424,6 +377,11 @@ class Matcher:
         taken, self._orders = self._orders, []
         introductions, self._introductions = self._introductions, {}
         return taken, introductions
+
+    def take_aborted(self) -> list[str]:
+        """Requests that nobody waits for any more, whose loads were ordered in earlier steps and have not ended."""
+        taken, self._aborted = self._aborted, []
+        return taken
 
     def loaded(self, request_id: str, failed: bool) -> None:
         """All ranks are through with a pull (``failed`` if any of them failed)."""

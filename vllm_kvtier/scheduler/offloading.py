@@ -72,6 +72,7 @@ class Batch:
 class Flight:
     """One order the workers copy."""
 
+    group: int
     blocks: list[int]
     slots: list[int]
     session: int
@@ -107,6 +108,7 @@ class Offloader:
         self._asked = 0  # batches waiting for the store's answer
         self._free: deque[list[int]] = deque()
         self._lost: deque[Batch] = deque()  # some of their blocks had no parent in the store
+        self._unheard: deque[Batch] = deque()  # the store went away before it answered
         self._quiet = threading.Condition()
         self._cancelled = False
 
@@ -144,6 +146,7 @@ class Offloader:
 
     def _collect(self, t: Tracked, table: Table, full: int, held: tuple[list[int], ...] | None) -> None:
         """Blocks of the first ``full`` tokens not offered yet. ``held``: what the request holds at its end."""
+        self._follow_store(table)
         if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
             return
         request = t.request
@@ -179,6 +182,14 @@ class Offloader:
             batch.step = max(batch.step, self._step)
         batch.chains.setdefault(request.request_id, chain)
 
+    def _follow_store(self, table: Table) -> None:
+        """Another store serves, which has nothing of what the one before was offered: all of it goes again."""
+        instance = self._tier.instance
+        if instance and instance != table.instance:
+            if table.instance:
+                table.offered, table.rewinds = [0] * len(self._groups), 0
+            table.instance = instance
+
     @staticmethod
     def _still_held(before: int, size: int, window: int) -> int:
         """A windowed group's first block that is certainly still the request's own in a step that begins at token
@@ -212,9 +223,11 @@ class Offloader:
             pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
 
     def drain(self) -> None:
-        """Unpin what was copied or refused; begin again what the store lost the beginning of."""
+        """Unpin what was copied or refused; begin again what the store lost the beginning of, or never heard of."""
         while self._lost:
             self._rewind(self._lost.popleft())
+        while self._unheard:
+            self._offer_again(self._unheard.popleft())
         while self._free:
             ids = self._free.popleft()
             self._pinned -= len(ids)
@@ -255,14 +268,17 @@ class Offloader:
             if short <= 0:
                 break
             batch = self._open.pop(key)
-            for chain in batch.chains.values():
-                self._back_to(chain.table, chain.firsts)
+            self._offer_again(batch)
             self._counters.count("not_stored", "room for requests", len(batch.blocks))
             self._free.append(batch.blocks)
             short -= self._pool.held_once(batch.blocks)
         if short > 0 and self._pinned and not self._cancelled:
             self._cancelled = True
             self._reactor.call_soon(self._cancel)
+
+    def _offer_again(self, batch: Batch) -> None:
+        for chain in batch.chains.values():
+            self._back_to(chain.table, chain.firsts)
 
     def _back_to(self, table: Table, firsts: list[int]) -> None:
         """Offer a chain again from these blocks on: without them, what comes after could not be found."""
@@ -289,7 +305,9 @@ class Offloader:
         refused = [i for i, slot in enumerate(slots) if slot <= 0]
         if NO_PARENT_STORED in slots:
             self._lost.append(batch)
-        if isinstance(reserved, Reserved):
+        if not isinstance(reserved, Reserved):
+            self._unheard.append(batch)
+        else:
             for code, reason in _REFUSALS.items():
                 n = sum(1 for i in refused if slots[i] == code)
                 if n:
@@ -311,7 +329,7 @@ class Offloader:
     ) -> None:
         order = next(self._orders)
         self._flights[order] = Flight(
-            [batch.blocks[i] for i in rows], [slots[i] for i in rows], session, set(self._tier.writers[g])
+            g, [batch.blocks[i] for i in rows], [slots[i] for i in rows], session, set(self._tier.writers[g])
         )
         self._tell(
             m.StoreBlocks(
@@ -344,6 +362,8 @@ class Offloader:
         if flight.complete:
             self._tier.commit(flight.slots, flight.session)
             self._counters.count("stored_blocks", amount=len(flight.slots))
+            logical = len(flight.slots) * self._tier.logical[flight.group]
+            self._counters.count("stored_logical_bytes", self._tier.codecs[flight.group].name, logical)
         else:
             self._tier.abort(flight.slots, flight.session)
             self._counters.count("not_stored", "copies too slow", len(flight.slots))

@@ -26,6 +26,7 @@ class Table:
     tailed: bool = False  # the prompt's partial tail is in the ledger
     offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store
     rewinds: int = 0  # how often the store wanted them from the beginning
+    instance: str = ""  # the life of the store they were offered to; "" for none yet
     due: int = 0  # computed tokens at which there is something to look at again
 
     def __post_init__(self) -> None:

@@ -27,7 +27,9 @@ class Tracked:
     asking: Handoff | Address | None = None
     held: HostOffer | None = None  # the store's, while somebody else is asked for more
     offer: Offer | None = None
+    begun_at: float = 0.0  # when it was first matched
     offered_at: float = 0.0
+    ordered_at: float = 0.0  # when vLLM gave it blocks to load into
     local: int = 0
     asked_from: int = 0  # what ``local`` was when the store was last asked
     pulled: int = 0

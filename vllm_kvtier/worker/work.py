@@ -73,4 +73,5 @@ class StepWork:
     pulls: list[PullOrder] = field(default_factory=list)
     sources: dict[str, list[RankInfo]] = field(default_factory=dict)
     loads: list[LoadOrder] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)  # requests whose loads, ordered before, nobody waits for any more
 

@@ -1,0 +1,48 @@
+"""The scheduler half's counters of what the workers report."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.worker.pulls import PullResult
+from vllm_kvtier.worker.queues import LoadResult
+
+
+@pytest.fixture
+def half():
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half.counters, half._failed_loads, half._slowest = Counters(), set(), {}
+    half.ended = []
+    half._matcher = SimpleNamespace(
+        get=lambda name: SimpleNamespace(life=SimpleNamespace(state=State[name])),
+        discard=lambda name, corrupt: None,
+        loaded=lambda name, failed: half.ended.append((name, failed)),
+    )
+    return half
+
+
+@pytest.mark.parametrize(
+    "state, corrupt, outcome",
+    [("LOADING", [], "failed"), ("ABANDONED", [], "aborted"), ("ABANDONED", [(0, 5)], "failed")],
+)
+def test_a_load_that_was_stopped_is_no_failure(half, state, corrupt, outcome):
+    """Unless it had found something wrong before."""
+    half.arrived([LoadResult(state, {1, 2}, "the request was aborted", 10, 0.1, 0.0, corrupt)], {state})
+    counted = half.counters.take()
+    assert [kind for kind in counted if kind.startswith("loads")] == [f"loads|{outcome}"]
+    assert counted.get("integrity_failures", 0) == len(corrupt)
+    assert half.ended == [(state, True)]
+
+
+def test_what_a_load_found_right_counts_also_if_nobody_waits_any_more(half):
+    half._matcher.get = lambda name: None  # gone
+    half.arrived([LoadResult("r", set(), "", 10, 0.1, 0.0)], {"r"})
+    assert half.counters.take()["loads|ok"] == 1 and half.ended == [("r", False)]
+
+
+def test_a_pull_that_failed_failed_whoever_waited(half):
+    half.arrived([PullResult("ABANDONED", {1}, True, "timeout", 0, 0.1)], {"ABANDONED"})
+    assert half.counters.take()["pulls|failed"] == 1 and half.ended == [("ABANDONED", True)]
