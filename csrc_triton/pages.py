@@ -216,8 +216,13 @@ def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
     ]
 
 
-class Mover:
-    """Copies of one group's blocks in one direction, with all that does not change from call to call.
+# Launches a compiled kernel: (function, programs, threads, bytes of shared memory, stream, array of addresses of its
+# arguments).
+Start = Callable[[int, int, int, int, int, ctypes.Array], None]
+
+
+class Launches:
+    """What copies of one group's blocks in one direction launch, with all that does not change from call to call.
 
     The first launch compiles (a second or so); later ones hand the compiled kernels and prepared arguments to the
     driver, some 3 us each instead of the 30 that Triton needs to look at its arguments. For one device.
@@ -226,33 +231,24 @@ class Mover:
     def __init__(
         self,
         gather: bool,
-        table: np.ndarray,
         sum_offset: int,
         scratch: "tuple[torch.Tensor, torch.Tensor]",
         programs: int,
-        warps: int,
-        checked: bool = True,
-        start: "Callable[[int, int, int, int, int, ctypes.Array], None] | None" = None,
+        checked: bool,
+        start: Start | None,
     ):
-        """``gather``: cache to rows, else the reverse. ``table``: int64 [regions, 12] as in REGION_FIELDS.
-        ``sum_offset``: bytes within a row. ``scratch``: int64 [m, 4] and [m] on the device, for copies of up to m
-        blocks; only launches that follow one another on a stream may share it. ``programs``: SMs that a copy may
-        take. ``checked``: False leaves the checksum out, for measurements. ``start``: launches a compiled kernel:
-        (function, programs, threads, bytes of shared memory, stream, array of addresses of its arguments); None:
-        every launch goes through Triton.
+        """``gather``: cache to rows, else the reverse. ``sum_offset``: bytes within a row. ``scratch``: int64 [m, 4]
+        and [m] on the device, for copies of up to m blocks; only launches that follow one another on a stream may
+        share it. ``programs``: SMs that a copy may take. ``checked``: False leaves the checksum out, for
+        measurements. ``start``: None: every launch goes through Triton.
 
-        Raises RuntimeError without Triton, ValueError for regions that :func:`plan` refuses.
+        Raises RuntimeError without Triton.
         """
         if triton is None:
             raise RuntimeError("copies on a GPU need Triton, which vLLM for CUDA brings: pip install triton")
-        import torch
-
-        self._gather, self._programs, self._warps, self._checked = gather, programs, warps, checked
-        self._sum_offset, self._words = sum_offset, int(table[:, 4].sum())
+        self._gather, self._programs, self._checked, self._sum_offset = gather, programs, checked, sum_offset
         self._rows, self._acc = scratch
         self._device = self._rows.device
-        self._regions = torch.from_numpy(table).to(self._device)
-        self.launches = [(flags, torch.from_numpy(tiles).to(self._device)) for flags, tiles in plan(table)]
         self._start = start
         self._ready: list[_Prepared] = []
         # What changes from launch to launch, where the prepared arguments point to.
@@ -291,10 +287,51 @@ class Mover:
 
     def _by_triton(self, table: int, n: int) -> list[tuple]:
         """The compiled kernels, in the order of launches, each with what :class:`_Prepared` wants."""
-        rows, acc, regions = self._rows, self._acc, self._regions
+        raise NotImplementedError
+
+    def _begin(self, table: int, n: int) -> tuple:
         grid = (-(-n // _BEGIN_ROWS),)
-        begin = _begin[grid](rows, acc, table, n, SIZE=4 * _BEGIN_ROWS, num_warps=4)
-        done = [(begin, (rows, acc, self._table, self._n), 1, _BEGIN_ROWS, _UNBOUNDED)]
+        begin = _begin[grid](self._rows, self._acc, table, n, SIZE=4 * _BEGIN_ROWS, num_warps=4)
+        return begin, (self._rows, self._acc, self._table, self._n), 1, _BEGIN_ROWS, _UNBOUNDED
+
+    def _finish(self, words: int, n: int) -> tuple:
+        rows, acc = self._rows, self._acc
+        grid = (-(-n // _FINISH_ROWS),)
+        finish = _finish[grid](
+            rows, acc, n, words, self._sum_offset, GATHER=self._gather, SIZE=_FINISH_ROWS, num_warps=4
+        )
+        numbers = (ctypes.c_int32(words), ctypes.c_int32(self._sum_offset))
+        return finish, (rows, acc, self._n, *numbers), 1, _FINISH_ROWS, _UNBOUNDED
+
+
+class Mover(Launches):
+    """Copies byte for byte."""
+
+    def __init__(
+        self,
+        gather: bool,
+        table: np.ndarray,
+        sum_offset: int,
+        scratch: "tuple[torch.Tensor, torch.Tensor]",
+        programs: int,
+        warps: int,
+        checked: bool = True,
+        start: Start | None = None,
+    ):
+        """As :class:`Launches`; ``table``: int64 [regions, 12] as in REGION_FIELDS.
+
+        Raises RuntimeError without Triton, ValueError for regions that :func:`plan` refuses.
+        """
+        super().__init__(gather, sum_offset, scratch, programs, checked, start)
+        import torch
+
+        self._warps, self._words = warps, int(table[:, 4].sum())
+        self._regions = torch.from_numpy(table).to(self._device)
+        self.launches = [(flags, torch.from_numpy(tiles).to(self._device)) for flags, tiles in plan(table)]
+
+    def _by_triton(self, table: int, n: int) -> list[tuple]:
+        rows, acc, regions = self._rows, self._acc, self._regions
+        done = [self._begin(table, n)]
         for flags, tiles in self.launches:
             m = tiles.shape[0]
             grid = min(self._programs, m * -(-n // flags["ROWS"]))
@@ -302,21 +339,16 @@ class Mover:
                 rows, acc, regions, tiles, n, m, max(grid, 1),
                 GATHER=self._gather, SUM=self._checked, FIELDS=len(REGION_FIELDS), num_warps=self._warps, **flags,
             )  # fmt: skip
-            pointers = (rows, acc, regions, tiles, self._n, ctypes.c_int32(m), _PROGRAMS)
+            pointers = (rows, acc, regions, tiles, self._n, ctypes.c_int32(m), PROGRAMS)
             done.append((move, pointers, m, flags["ROWS"], self._programs))
         if self._checked:
-            grid = (-(-n // _FINISH_ROWS),)
-            finish = _finish[grid](
-                rows, acc, n, self._words, self._sum_offset, GATHER=self._gather, SIZE=_FINISH_ROWS, num_warps=4
-            )
-            numbers = (ctypes.c_int32(self._words), ctypes.c_int32(self._sum_offset))
-            done.append((finish, (rows, acc, self._n, *numbers), 1, _FINISH_ROWS, _UNBOUNDED))
+            done.append(self._finish(self._words, n))
         return done
 
 
 _BEGIN_ROWS, _FINISH_ROWS = 256, 128
 _UNBOUNDED = 1 << 30
-_PROGRAMS = object()  # stands for the number of programs among a kernel's arguments
+PROGRAMS = object()  # stands for the number of programs among a kernel's arguments
 
 
 def _plain(compiled) -> bool:
@@ -339,7 +371,7 @@ class _Prepared:
         self.programs = ctypes.c_int32()
         self._keep = []  # the array holds addresses only
         for a in arguments:
-            if a is _PROGRAMS:
+            if a is PROGRAMS:
                 a = self.programs
             self._keep.append(ctypes.c_uint64(a.data_ptr()) if hasattr(a, "data_ptr") else a)
         # Triton adds pointers to its own scratch behind a kernel's arguments; a kernel without them ignores these.

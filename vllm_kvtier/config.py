@@ -122,6 +122,20 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "the container may use (25%). A store that runs already keeps its size."
         ),
     ] = "10%"
+    codec: Annotated[
+        str | dict[str, str],
+        _doc(
+            "How KV is kept in the node store: raw (as it is), fp8, int8, k8v4, int4, ... (`kvtier quality` lists and "
+            "measures them), auto (the smallest that a quality record for this model admits, else raw), or one by kind "
+            'of attention: {"full": "fp8", "sliding": "int4"}. Quantized caches always stay as they are.'
+        ),
+    ] = "raw"
+    wire_codec: Annotated[
+        str | dict[str, str],
+        _doc(
+            "The same for pulls between engines, equal on both; other than raw, they pass through encoded host memory."
+        ),
+    ] = "raw"
     store_write: Annotated[
         Literal["all", "prompt", "off"],
         _doc("What goes to the node store as blocks fill: prompts and generated text, prompts only, or nothing."),
@@ -265,6 +279,8 @@ def _type_in_words(annotation: Any) -> str:
     if origin is tuple:
         least = "at least one " if meta.min_length else ""
         return f"a list of {least}{_type_in_words(args[0]).removeprefix('a ')}"
+    if origin is dict:
+        return f"an object of {_type_in_words(args[1]).removeprefix('a ')}s"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[base]
     limits = [
         f"{sign} {bound}"

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.vllm_compat import namespace
@@ -27,7 +28,10 @@ from vllm_kvtier.vllm_compat.types import (
 from vllm_kvtier.vllm_compat.version import check_supported
 from vllm_kvtier.vllm_compat.worker import cache_device, rank_in_engine, shards, wants_host_buffer
 from vllm_kvtier.wire.link import link_path
+from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.half import StepResults, WorkerHalf
+from vllm_kvtier.worker.memory import CacheMemory
+from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import StepWork
 
 logger = logging.getLogger("vllm.kvtier")
@@ -39,6 +43,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported()
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = KVTierConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        for option in ("codec", "wire_codec"):
+            choice.check(option, getattr(self._options, option))
         self._facts = engine_facts(vllm_config, kv_cache_config)
         self._link = link_path(self._facts.engine_id, self._facts.instance_id)
         self._scheduler: SchedulerHalf | None = None
@@ -104,9 +110,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._worker.register(
             lambda: cache_view(kv_caches, cache_config, config, device),
-            lambda view: wants_host_buffer(self._options.host_buffer, config, view.device),
+            self._share,
             lambda view: shards(config, [group.kind for group in view.groups], rank),
         )
+
+    def _share(self, view: CacheView) -> CacheMemory | CodedMemory:
+        """The cache as peers read it: itself, its mirror in host memory, or encoded."""
+        options, config = self._options, self._vllm_config
+        if options.wire_codec != Codec.RAW:
+            fingerprint = options.model_fingerprint or namespace.model_fingerprint(config)
+            codecs = choice.by_group(choice.resolve(options.wire_codec, fingerprint), [view.groups])
+            if any(codec.formats for codec in codecs):
+                return CodedMemory(view, codecs)
+        return CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device))
 
     def unregister_kv_caches(self) -> None:
         if self._worker is not None:

@@ -14,7 +14,11 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA and "triton" not in sys.modules:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    import vllm_kvtier.kernels.pages  # noqa: F401  (imports the checksum's)
+    import vllm_kvtier.kernels.coded  # imports all the others
+
+    import vllm_kvtier.codecs
+
+    vllm_kvtier.codecs.names()  # imports every codec
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]

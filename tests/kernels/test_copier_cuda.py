@@ -19,7 +19,7 @@ from support import WITHOUT_SHRINKING
 
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, part_layout, slot_layout
-from vllm_kvtier.worker import copier_cuda
+from vllm_kvtier.worker import copier_cuda, copier_parts, copier_sheets
 from vllm_kvtier.worker.copier_parts import adjacent
 from vllm_kvtier.worker.tuning import Choice, fixed
 from vllm_kvtier.worker.views import CacheView
@@ -74,9 +74,10 @@ def faked(seed):
         patch.setattr(
             copier_cuda, "torch", SimpleNamespace(cuda=fakes.FakeCuda(world), **{n: getattr(real, n) for n in names})
         )
-        patch.setattr(copier_cuda, "pinned", lambda n: real.empty(n, dtype=real.uint8))
+        patch.setattr(copier_sheets, "pinned", lambda n: real.empty(n, dtype=real.uint8))
         patch.setattr(copier_cuda, "PIECE", 24 * PAGE)
-        patch.setattr(copier_cuda.pages, "Mover", fakes.later(copier_cuda.pages.Mover))
+        patch.setattr(copier_parts.pages, "Mover", fakes.later(copier_parts.pages.Mover))
+        patch.setattr(copier_parts.coded, "CodedMover", fakes.later(copier_parts.coded.CodedMover))
         yield world
 
 

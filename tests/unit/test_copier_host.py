@@ -70,7 +70,7 @@ def pages_of(view: CacheView, block: int) -> list[np.ndarray]:
 )
 def test_slots_equal_reference_and_come_back(view, tile, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copier_host, "_TILE_WORDS", tile)
+        patch.setattr(copier_host, "TILE_WORDS", tile)
         copier, pool, layout, slot = make(view)
         n = data.draw(st.integers(1, BLOCKS))
         blocks = np.array(data.draw(st.permutations(range(BLOCKS)))[:n])

@@ -13,8 +13,9 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
 from vllm_kvtier.worker import tiering
+from vllm_kvtier.worker.half import WorkerHalf
 from vllm_kvtier.worker.tiering import TierWorker
-from vllm_kvtier.worker.work import GroupLoad, LoadOrder
+from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StepWork
 
 
 class FakeCopier:
@@ -61,7 +62,7 @@ def worker(monkeypatch):
     reactor = Reactor("test-tiering")
     told, finished = [], []
     view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
-    setup = m.PoolSetup("/nowhere", [[0]], [[True]], 1 << 30)
+    setup = m.PoolSetup("/nowhere", [[0]], [[True]], 1 << 30, ["raw"])
     made = TierWorker(reactor, 0, view, setup, told.append, finished.append)
     reactor.start()
     yield SimpleNamespace(
@@ -204,6 +205,43 @@ def test_the_first_load_waits_for_what_ran_before_there_was_a_store(worker, monk
     eventually(lambda: worker.finished, 5.0, "loaded")
     (way, _, after), = worker.copier.calls
     assert way == "load" and isinstance(after, FakeEvent) and after.recorded
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch, on_device):
+    """Only then are its blocks vLLM's again. Another request's load goes on."""
+    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
+    worker.tier.on_device, worker.copier.polls, worker.copier.piece_bytes = on_device, 1 << 60, BLOCK_BYTES
+    many = np.arange(100, 1100)
+    long = LoadOrder("gone", [GroupLoad(0, many, many.astype(np.uint64), many)], 60.0, "life")
+    offload = worker.tier._offload
+    worker.tier.load([long])
+    eventually(lambda: worker.copier.calls)
+    worker.tier.cancel_loads(["gone", "nobody"])
+    eventually(lambda: not offload._loads.nbytes, 5.0, "nothing waits")
+    begun = [block for _, blocks, _ in worker.copier.calls for block in blocks]
+    assert 0 < len(begun) < 100 and offload.loading and not worker.finished, "copies write into its blocks"
+    worker.tier.load([load("stays")])
+    worker.copier.polls = 0
+    with worker.tier._lock:
+        for call in offload._loading.calls:
+            call.copy.done = lambda: True
+    eventually(lambda: len(worker.finished) == 2, 5.0, "both ended")
+    gone, stays = worker.finished
+    assert gone.request_id == "gone" and gone.failed and "aborted" in gone.reason and not gone.checksum
+    assert gone.bad_blocks == set(many.tolist()) - set(begun)
+    assert not stays.failed and [b for _, blocks, _ in worker.copier.calls for b in blocks] == [*begun, 3, 4]
+
+
+def test_a_step_s_loads_are_known_before_what_it_cancels():
+    done = []
+    half = WorkerHalf.__new__(WorkerHalf)
+    half._memory = None
+    half._tier = SimpleNamespace(
+        load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)
+    )
+    half.submit(StepWork(7, loads=["load"], aborted=["aborted"]))
+    assert done == ["load", "aborted", 7]
 
 
 def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):

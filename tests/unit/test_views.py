@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
-from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region, geometry_mismatch
+from vllm_kvtier.wire.geometry import CacheGeometry, Field, GroupView, Region, geometry_mismatch
 from vllm_kvtier.worker.mirror import copy_blocks, mirror
 from vllm_kvtier.worker.views import CacheView
 
@@ -57,6 +57,46 @@ def test_geometry_crosses_the_wire():
     geometry = cache().geometry()
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(geometry), type=CacheGeometry)
     assert sent == geometry and geometry_mismatch(geometry, sent) is None
+
+
+FIELDS = (Field("k", 4), Field("v", 2))
+
+
+def with_fields(cell_tokens: int, arrangements: dict, fields=FIELDS) -> CacheView:
+    """One group whose cells hold ``cell_tokens`` tokens of six numbers each."""
+    view = cache(groups=1, tokens=4 // cell_tokens, inner=12 * cell_tokens)
+    regions = tuple(
+        msgspec.structs.replace(r, cell_tokens=cell_tokens, packing="p", fields=fields) for r in view.groups[0].regions
+    )
+    group = msgspec.structs.replace(view.groups[0], regions=regions)
+    return CacheView([group], 6, "cpu", view._storages, arrangements)
+
+
+def test_fields_need_an_arrangement_of_cells_of_several_tokens():
+    order = torch.arange(12, dtype=torch.int32)
+    view = with_fields(2, {("p", 2, FIELDS): order})
+    region = view.groups[0].regions[1]
+    assert view.arrangement(region) is order and region.block_tokens == 4
+    assert view.arrangement(msgspec.structs.replace(region, fields=())) is None
+    one = with_fields(1, {})
+    assert one.arrangement(one.groups[0].regions[0]) is None
+    for arrangements in ({}, {("p", 2, FIELDS): order[:6]}, {("q", 2, FIELDS): order}):
+        with pytest.raises(ValueError, match="g0.l0: no arrangement of the 12 numbers"):
+            with_fields(2, arrangements)
+    with pytest.raises(ValueError, match="do not fill cells of 12 bytes"):
+        with_fields(1, {}, FIELDS[:1])
+
+
+def test_fields_cross_the_wire_and_leave_pulls_alone():
+    """Pages that are copied as they lie mean the same whether or not an engine knows what their numbers are."""
+    view = with_fields(1, {})
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(view.groups[0]), type=GroupView)
+    assert sent == view.groups[0]
+    bare = msgspec.structs.replace(
+        sent, regions=tuple(msgspec.structs.replace(r, fields=()) for r in sent.regions)
+    )
+    other = CacheView([bare], 6, "cpu", view._storages)
+    assert geometry_mismatch(view.geometry(), other.geometry()) is None
 
 
 def changed(geometry: CacheGeometry, group: dict | None = None, region: dict | None = None) -> CacheGeometry:

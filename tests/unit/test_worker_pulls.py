@@ -1,6 +1,5 @@
 """Pulls of a worker: with a transport that copies, corrupts, stalls and breaks, and with NIXL itself."""
 
-import ctypes
 import threading
 from types import SimpleNamespace
 
@@ -9,164 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of
 from support import WITHOUT_SHRINKING, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import pulls as pulls_module
 from vllm_kvtier.worker.half import WorkerHalf
 from vllm_kvtier.worker.memory import CacheMemory
 from vllm_kvtier.worker.pulls import Pulls
-from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupPull, PullOrder, StepWork, SumBatch
-
-TOKENS, HEADS, INNER, LAYERS = 4, 2, 16, 3
+from vllm_kvtier.worker.transport import NixlTransport
+from vllm_kvtier.worker.work import PullOrder, StepWork
 
 
-def cache(blocks: int, seed: int, groups: int = 1) -> CacheView:
-    generator = torch.Generator().manual_seed(seed)
-    page = HEADS * TOKENS * INNER
-    memory = torch.randint(0, 256, (groups, LAYERS, blocks, page), dtype=torch.uint8, generator=generator)
-    made = []
-    for g in range(groups):
-        regions = tuple(
-            Region(f"g{g}.l{n}", memory[g, n].data_ptr(), page, HEADS, TOKENS * INNER, 0, TOKENS, INNER, INNER)
-            for n in range(LAYERS)
-        )
-        made.append(GroupView(g, TOKENS, "full", None, regions))
-    return CacheView(made, blocks, "cpu", [memory.untyped_storage()])
-
-
-class FakeTransport:
-    """Copies when a read is polled for the last time; ``faults`` says how a read goes wrong."""
-
-    def __init__(self):
-        self.peers, self.registered = set(), []
-        self.polls, self.fault, self.refuse_release = 0, None, 0
-        self.running = []
-        self.removed = 0
-
-    def register(self, spans, memory, device):
-        self.registered += spans
-
-    def metadata(self):
-        return b"metadata"
-
-    def knows(self, name):
-        return name in self.peers
-
-    def add_peer(self, metadata, name):
-        if metadata != b"metadata":
-            raise KVTierError("not NIXL metadata")
-        self.peers.add(name)
-
-    def remove_peer(self, name):
-        self.removed += 1
-        self.peers.discard(name)
-
-    def prepare(self, peer, rows, memory, *, ours):
-        assert rows.dtype == np.uint64 and rows.shape[1] == 5
-        return rows
-
-    def read(self, peer, local, near, remote, far, size):
-        assert peer in self.peers and len(near) == len(far)
-        if self.fault == "start":
-            raise KVTierError("cannot start")
-
-        def element(rows, i):
-            per_row = int(rows[0, 4])
-            row = rows[i // per_row]
-            return int(row[0]) + int(row[3]) * (i % per_row), int(row[1])
-
-        pairs = [(element(local, int(a)), element(remote, int(b))) for a, b in zip(near, far, strict=True)]
-        assert sum(length for (_, length), _ in pairs) == size
-        transfer = Transfer(SimpleNamespace(pairs=pairs, polls=self.polls, fault=self.fault), peer, size)
-        self.running.append(transfer)
-        return transfer
-
-    def poll(self, transfer):
-        handle = transfer.handle
-        assert transfer in self.running, "polled after its release"
-        if handle.polls:
-            handle.polls -= 1
-            return TransferState.RUNNING
-        if handle.fault == "fails":
-            return TransferState.FAILED
-        if handle.fault == "never":
-            return TransferState.RUNNING
-        for (to, length), (come, other) in handle.pairs:
-            assert length == other
-            ctypes.memmove(to, come, length)
-        if handle.fault == "corrupt":
-            to, _ = handle.pairs[0][0]
-            ctypes.memset(to + 3, ctypes.string_at(to + 3, 1)[0] ^ 0x10, 1)
-        return TransferState.DONE
-
-    def release(self, transfer):
-        if self.refuse_release:
-            self.refuse_release -= 1
-            return False
-        self.running.remove(transfer)
-        return True
-
-    def release_stale(self):
-        assert not self.running
-
-    def progress(self):
-        pass
-
-
-def info(memory: CacheMemory, agent="source", rank=0) -> m.RankInfo:
-    return m.RankInfo(
-        rank, agent, b"metadata", memory.memory_type, 0, memory.view.num_blocks, memory.transfer_view.groups,
-        memory.view.geometry(), memory.table.data_ptr(),
-    )  # fmt: skip
-
-
-def keys_of(ids):
-    return np.array([0x1234567 * (i + 1) for i in ids], np.uint64)
-
-
-def pull_of(local, remote, valid=None, group=0, keys=None) -> GroupPull:
-    valid = [TOKENS] * len(local) if valid is None else valid
-    keys = keys_of(remote) if keys is None else keys
-    return GroupPull(group, np.array(local, np.int64), np.array(remote, np.int64), keys, np.array(valid, np.int32))
-
-
-def batch_of(ids, valid=None, group=0) -> SumBatch:
-    valid = [TOKENS] * len(ids) if valid is None else valid
-    return SumBatch(group, np.array(ids, np.int64), keys_of(ids), np.array(valid, np.int32))
-
-
-class Pair:
-    def __init__(self, host_buffer=False, groups=1, blocks=(12, 16)):
-        self.here = CacheMemory(cache(blocks[0], 1, groups), host_buffer)
-        self.there = CacheMemory(cache(blocks[1], 2, groups), host_buffer)
-        self.transport = FakeTransport()
-        self.pulls = Pulls(self.transport, self.here, 0)
-        self.pulls.introduce("s/1", [info(self.there, rank=1, agent="other"), info(self.there)])
-
-    def order(self, *groups, timeout=5.0, source="s/1", name="r"):
-        return PullOrder(name, source, list(groups), timeout)
-
-    def run(self, order, rounds=50):
-        result = self.pulls.start(order)
-        for _ in range(rounds):
-            if result is not None:
-                return result
-            result = next(iter(self.pulls.drive()), None)
-        return result
-
-    def block(self, memory, block, valid=TOKENS, group=0):
-        return [memory.view.pages(r)[block][:, :valid].clone() for r in memory.view.groups[group].regions]
-
-    def equal(self, here, there, valid=TOKENS, group=0):
-        pairs = zip(self.block(self.here, here, valid, group), self.block(self.there, there, valid, group), strict=True)
-        return all(torch.equal(a, b) for a, b in pairs)
+def whole(view):
+    return CacheMemory(view, host_buffer=False)
 
 
 @pytest.mark.parametrize("host_buffer", [False, True])
@@ -367,7 +225,7 @@ def test_worker_halves_end_to_end(tmp_path):
             servers.append(LinkServer(reactors[i], path, heard[i].append))
             reactors[i].start()
             halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"]))
-            halves[i].register(lambda view=view: view, lambda view: False, lambda view: (0,))
+            halves[i].register(lambda view=view: view, whole, lambda view: (0,))
         for h in heard:
             described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
             assert isinstance(described, m.Described) and described.shards == (0,) and described.rank == 0
@@ -403,7 +261,7 @@ def test_a_cache_that_cannot_be_described_is_said_and_pulls_fail_at_once(tmp_pat
         raise KVTierError("no such layout")
 
     try:
-        half.register(describe, lambda view: False, lambda view: (0,))
+        half.register(describe, whole, lambda view: (0,))
         assert eventually(lambda: heard) == [m.Unusable(0, "no such layout")]
         half.submit(StepWork(0, [batch_of([1])], [PullOrder("r", "s/1", [pull_of([5], [3])], 1.0)]))
         step = eventually(lambda: (s := half.collect()).finished and s)

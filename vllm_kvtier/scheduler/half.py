@@ -159,7 +159,8 @@ class SchedulerHalf:
         orders, introductions = self._matcher.take_orders()
         pulls = [order for order in orders if isinstance(order, PullOrder)]
         loads = [order for order in orders if isinstance(order, LoadOrder)]
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads, self._matcher.take_aborted())
+        aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens
+        return StepWork(self._exporter.step, sums, pulls, introductions, loads, aborted, idle)
 
     def end_step(self) -> None:
         """A step's output was read."""

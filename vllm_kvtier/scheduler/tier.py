@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_kvtier.codecs import Codec, choice
+from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
@@ -21,7 +23,7 @@ from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.slots import layout_digest, part_layout, slot_layout
+from vllm_kvtier.wire.slots import layout_digest, slot_layout
 
 logger = logging.getLogger("vllm.kvtier.tier")
 
@@ -34,10 +36,12 @@ HOST: Address = ("", 0)
 @dataclass(frozen=True)
 class HostOffer(Offer):
     """``blocks`` are slots; ``instance`` is the store's life they belong to, ``session`` the connection the lease is
-    on; ``nbytes`` what one rank would load; ``epoch`` the tier's when it was asked for."""
+    on; ``nbytes`` what one rank would load; ``logical`` the bytes of KV, all ranks, that this becomes; ``epoch`` the
+    tier's when it was asked for."""
 
     session: int
     nbytes: int
+    logical: int = 0
     epoch: int = 0
 
 
@@ -93,6 +97,8 @@ class HostTier:
         self._part_bytes: list[int] = []  # per group, of the largest rank
         self._pages: list[int] = []  # per group, of a slot
         self.writers: list[set[int]] = []  # per group, the ranks that write a part
+        self.codecs: list[Codec] = []  # per group
+        self.logical: list[int] = []  # per group, bytes of KV that a slot stands for
         self._instance = ""
         self._said = ""
         self._waiting = False
@@ -103,17 +109,22 @@ class HostTier:
     def open(self, namespace: m.Namespace, described: dict[int, m.Described]) -> None:
         """All ranks are known: lay out the slots, connect, and tell the workers where their parts are."""
         ranks = [described[r] for r in sorted(described)]
+        option = choice.resolve(self._config.codec, namespace.model)
+        self.codecs = choice.by_group(option, [rank.groups for rank in ranks])
+        layouts = [[part_layout(*each) for each in zip(rank.groups, self.codecs, strict=True)] for rank in ranks]
         digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
-        for rank in ranks:
-            digest.update(layout_digest(rank.groups) + repr(rank.shards).encode())
+        for rank, theirs in zip(ranks, layouts, strict=True):
+            digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
         self._base = digest.digest()
         offsets: list[list[int]] = [[] for _ in ranks]
         writes: list[list[bool]] = [[] for _ in ranks]
         shapes = []
         for g, (size, window) in enumerate(self._facts.groups):
             parts = {}
-            for rank in ranks:
-                parts.setdefault(rank.shards[g], (part_layout(rank.groups[g]).nbytes, rank.rank))
+            logical = {}
+            for rank, theirs in zip(ranks, layouts, strict=True):
+                parts.setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
+                logical.setdefault(rank.shards[g], rank.groups[g].block_bytes)
             layout = slot_layout([nbytes for nbytes, _ in parts.values()])
             at = dict(zip(parts, layout.part_offsets, strict=True))
             for n, rank in enumerate(ranks):
@@ -121,9 +132,11 @@ class HostTier:
                 writes[n].append(parts[rank.shards[g]][1] == rank.rank)
             self._part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
             self._pages.append(layout.pages)
+            self.logical.append(sum(logical.values()))
             self.writers.append({rank for _, rank in parts.values()})
             shapes.append(GroupShape(units=size // self._unit, slot_pages=layout.pages, window=window))
-        self._tell(m.PoolSetup(self._path, offsets, writes, int(self._config.store_queue_gib * (1 << 30))))
+        queue = int(self._config.store_queue_gib * (1 << 30))
+        self._tell(m.PoolSetup(self._path, offsets, writes, queue, [codec.name for codec in self.codecs]))
         hello = Hello(
             name=self._facts.engine_id[:200],
             pid=os.getpid(),
@@ -267,11 +280,21 @@ class HostTier:
             if not limit:
                 return NoOffer("no store", "the store went away")
             return NoOffer("malformed", "slots that this engine cannot reach")
-        nbytes = sum(
-            n * sum(1 for slot in slots if slot) for n, slots in zip(self._part_bytes, found.slots, strict=True)
+        blocks = [sum(1 for slot in slots if slot) for slots in found.slots]
+        nbytes, logical = (
+            sum(n * count for n, count in zip(sizes, blocks, strict=True)) for sizes in (self._part_bytes, self.logical)
         )
         return HostOffer(
-            HOST, instance, found.lease, ask.start, tokens, found.slots, [], session=pending.session, nbytes=nbytes,
+            HOST,
+            instance,
+            found.lease,
+            ask.start,
+            tokens,
+            found.slots,
+            [],
+            session=pending.session,
+            nbytes=nbytes,
+            logical=logical,
             epoch=ask.epoch,
         )
 
@@ -281,7 +304,9 @@ class HostTier:
     def cancel(self, ask: HostAsk) -> None:
         """A lease that still comes goes back at once."""
         ask._pending.then(
-            lambda p: self._client.release(p.outcome.lease, p.session)
-            if isinstance(p.outcome, Found) and p.outcome.lease
-            else None
+            lambda p: (
+                self._client.release(p.outcome.lease, p.session)
+                if isinstance(p.outcome, Found) and p.outcome.lease
+                else None
+            )
         )

@@ -13,12 +13,15 @@ Old shapes (to 0.28): K and V in a dimension of their own, ``[B, 2, N, H, D]`` o
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.vllm_compat.arrangement import cpu_arrangement
+from vllm_kvtier.vllm_compat.fields import token_fields
 from vllm_kvtier.vllm_compat.version import installed_version
-from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.wire.geometry import Field, GroupView, Region
+from vllm_kvtier.worker.views import NUMBER, Arrangement, CacheView
 
 # Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not here:
 # sparse MLA, indexers and NVFP4 keep scales at the end of a page; ROCm shuffles pages under the same names.
@@ -85,6 +88,7 @@ def cache_view(
     _refuse_parallelism(vllm_config)
     old = any(hasattr(t, "shared_by") for t in kv_cache_config.kv_cache_tensors)
     groups, storages, known = [], [], set()
+    arrangements: dict[Arrangement, torch.Tensor] = {}
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         regions: list[Region] = []
         seen: set[tuple] = set()
@@ -103,7 +107,7 @@ def cache_view(
             if identity in seen:
                 continue
             seen.add(identity)
-            regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config)
+            regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config, arrangements)
         if not regions:
             raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
         if len(kinds) > 1 and any(window is not None for _, window in kinds):
@@ -115,7 +119,7 @@ def cache_view(
         tensors = [tensor] if isinstance(tensor, torch.Tensor) else tensor
         if any((t.data_ptr(), tuple(t.shape), t.stride()) not in known for t in tensors):
             raise UnsupportedLayout(f"layer {name} has a KV cache that belongs to no KV cache group")
-    return CacheView(groups, kv_cache_config.num_blocks, device, storages)
+    return CacheView(groups, kv_cache_config.num_blocks, device, storages, arrangements)
 
 
 def _refuse_parallelism(vllm_config: Any) -> None:
@@ -154,7 +158,12 @@ def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
 
 class _Backend(NamedTuple):
     name: str
-    isa: str | None  # how the CPU kernels arrange a page
+    module: Any  # the attention layer, None if unknown
+
+    @property
+    def isa(self) -> str | None:
+        """How the CPU kernels arrange a page, for layers that tell."""
+        return getattr(self.module, "isa", None) or getattr(getattr(self.module, "impl", None), "isa", None)
 
 
 def _backend(vllm_config: Any, layer: str) -> _Backend:
@@ -162,13 +171,19 @@ def _backend(vllm_config: Any, layer: str) -> _Backend:
     module = (getattr(compilation, "static_forward_context", None) or {}).get(layer)
     if module is None:
         return _Backend("unknown", None)
-    isa = getattr(module, "isa", None) or getattr(getattr(module, "impl", None), "isa", None)
-    return _Backend(module.get_attn_backend().get_name(), isa)
+    return _Backend(module.get_attn_backend().get_name(), module)
 
 
 def _regions(
-    layer: str, tensor: torch.Tensor, spec: Any, num_blocks: int, old: bool, vllm_config: Any
+    layer: str,
+    tensor: torch.Tensor,
+    spec: Any,
+    num_blocks: int,
+    old: bool,
+    vllm_config: Any,
+    arrangements: dict[Arrangement, torch.Tensor],
 ) -> list[Region]:
+    """``arrangements`` gets what the regions' fields need."""
     shape = _named(layer, tensor, spec, old)
     ratio, rest = divmod(shape.blocks[0], num_blocks)  # kernel blocks in a block
     if rest or ratio < 1 or spec.block_size % (ratio * shape.tokens[0]):
@@ -176,10 +191,13 @@ def _regions(
             f"layer {layer}: a cache of shape {tuple(tensor.shape)} does not hold {num_blocks} blocks of "
             f"{spec.block_size} tokens"
         )
-    shape, packing = _cells(
-        layer, shape, spec, _backend(vllm_config, layer), _cache_dtype(spec, vllm_config)
-    )
+    backend = _backend(vllm_config, layer)
+    isa = _isa(backend, spec, _cache_dtype(spec, vllm_config))
+    shape, packing = _cells(layer, shape, spec, backend, isa)
     cell_tokens = spec.block_size // (ratio * shape.tokens[0])
+    fields = token_fields(tensor, spec, backend.name, backend.module)
+    if packing:
+        fields = _arranged(fields, packing, isa, tensor.dtype, cell_tokens, arrangements)
     regions = []
     for part in range(ratio):
         for side in (0, 1) if shape.kv_stride is not None else (0,):
@@ -198,8 +216,30 @@ def _regions(
                 dtype=_dtype(tensor, spec, vllm_config),
             )
             _check_words(region)
+            mine = fields if shape.kv_stride is None else fields[side : side + 1]
+            if sum(f.count for f in mine) * cell_tokens * NUMBER == region.inner:
+                region = msgspec.structs.replace(region, fields=mine)
             regions.append(region)
     return regions
+
+
+def _arranged(
+    fields: tuple[Field, ...],
+    packing: str,
+    isa: str | None,
+    dtype: torch.dtype,
+    cell_tokens: int,
+    arrangements: dict[Arrangement, torch.Tensor],
+) -> tuple[Field, ...]:
+    """The fields, if it can be learnt where the numbers of such a cell lie; else ()."""
+    if isa is None or len(fields) != 2 or fields[0].count != fields[1].count:
+        return ()
+    found = cpu_arrangement(isa, dtype, cell_tokens, fields[0].count)
+    if found is None:
+        return ()
+    # Layers of two dtypes might differ under one name: then the first keeps it.
+    known = arrangements.setdefault((packing, cell_tokens, fields), found)
+    return fields if torch.equal(known, found) else ()
 
 
 def _named(layer: str, tensor: torch.Tensor, spec: Any, old: bool) -> _Shape:
@@ -235,15 +275,15 @@ def _named(layer: str, tensor: torch.Tensor, spec: Any, old: bool) -> _Shape:
     return _Shape(tensor.data_ptr(), blocks, kv[1] if kv else None, head, tokens, content)
 
 
-def _cells(layer: str, shape: _Shape, spec: Any, backend: _Backend, cache_dtype: str) -> tuple[_Shape, str]:
+def _cells(layer: str, shape: _Shape, spec: Any, backend: _Backend, isa: str | None) -> tuple[_Shape, str]:
     """The shape with what a backend packs in its own way folded into opaque cells, and the packing's name."""
-    if backend.name == "CPU_ATTN":
+    if isa is not None:
         # Per head [K page | V page], each arranged for the vector unit: tokens are not separable.
         folded = _fold_tokens(shape)
         if folded is None:
             raise UnsupportedLayout(f"layer {layer}: a head's page of the CPU cache is not contiguous")
         # The arrangement belongs to the kernels, which change between versions without a word.
-        return folded, f"cpu-{backend.isa or _cpu_isa(spec, cache_dtype)}-{installed_version()}"
+        return folded, f"cpu-{isa}-{installed_version()}"
     rocm = getattr(torch.version, "hip", None) is not None
     if backend.name in _TOKEN_ADDRESSED and "NVFP4" not in _quant(spec) and not rocm:
         return shape, ""
@@ -281,8 +321,12 @@ def _fold_page(shape: _Shape) -> tuple[_Shape, str] | None:
     return folded, "HN" if heads_first else "NH"
 
 
-def _cpu_isa(spec: Any, cache_dtype: str) -> str:
-    """The name of the arrangement that vLLM's CPU kernels choose, for layers that do not tell."""
+def _isa(backend: _Backend, spec: Any, cache_dtype: str) -> str | None:
+    """The name of the arrangement that vLLM's CPU kernels choose; None for other backends."""
+    if backend.name != "CPU_ATTN":
+        return None
+    if backend.isa:
+        return backend.isa
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError as e:

@@ -7,6 +7,16 @@ the handshake; ``worker.views`` makes both from the engine's tensors.
 import msgspec
 
 
+class Field(msgspec.Struct, frozen=True):
+    """Numbers of one meaning in the cells of a region, ``count`` of them for each token and head.
+
+    ``name`` is "k" or "v" (attention), "latent" or "rope" (MLA): what a codec chooses its format by.
+    """
+
+    name: str
+    count: int
+
+
 class Region(msgspec.Struct, frozen=True):
     """Pages of one layer, or of a part of it; all addresses and strides are in bytes.
 
@@ -19,6 +29,11 @@ class Region(msgspec.Struct, frozen=True):
     page in an order of its own, which is then one opaque cell). Cell ``t`` begins with the block's token
     ``first_token + t * cell_tokens``. ``packing`` names how bytes lie within a cell; regions of two
     engines hold the same thing only where it is equal. Strides of dimensions of size one are 0.
+
+    ``fields`` says what the numbers of a cell mean, in their logical order: for cells of one token, where each
+    field's numbers lie together, one field after another; for cells of several, field by field the numbers of all
+    tokens, [token, count], and ``CacheView.arrangements`` says where each of them really lies. Together they fill
+    the cell. () where the meaning is not known: such a region can only be kept byte for byte.
     """
 
     layer: str
@@ -33,11 +48,17 @@ class Region(msgspec.Struct, frozen=True):
     cell_tokens: int = 1
     packing: str = ""
     dtype: str = ""
+    fields: tuple[Field, ...] = ()
 
     @property
     def block_bytes(self) -> int:
         """Logical bytes of one block in this region, padding not counted."""
         return self.outer * self.tokens * self.inner
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block that this region holds something of."""
+        return self.tokens * self.cell_tokens
 
     @property
     def order(self) -> str:
@@ -74,7 +95,10 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class RegionGeometry(msgspec.Struct, frozen=True):
-    """What two engines must share of a :class:`Region`: everything but addresses and gaps."""
+    """What two engines must share of a :class:`Region` to copy pages: everything but addresses and gaps.
+
+    Not the fields: bytes that are copied as they lie mean the same wherever dtype, packing and shape do.
+    """
 
     layer: str
     outer: int

@@ -219,12 +219,13 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
     """Where the node store is and where in a slot each rank's part lies. ``offsets[rank][g]``: bytes from the slot's
     beginning. ``writes[rank][g]``: whether this rank writes the part (one of those that hold equal bytes does).
-    ``queue``: bytes that may wait to be stored."""
+    ``queue``: bytes that may wait to be stored. ``codecs``: by group, the name of the codec that keeps it."""
 
     path: str
     offsets: list[list[Count]]
     writes: list[list[bool]]
     queue: Count
+    codecs: list[str]
 
 
 class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):

@@ -1,8 +1,9 @@
 """Blocks of the KV cache to and from slots of the node store: what any copier promises, and which one to take.
 
 ``copier_cuda`` drives kernels and DMA engines, ``copier_host`` does the same with plain copies on a machine without
-CUDA. A copier moves whole blocks of one group and computes or checks their checksums on the way; what is to be
-copied, when, and what a bad block means is ``worker.offload``'s to know.
+CUDA. A copier moves whole blocks of one group, encoding and decoding them where a codec keeps the group, and computes
+or checks their checksums on the way; what is to be copied, when, and what a bad block means is ``worker.offload``'s to
+know.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from vllm_kvtier.worker.views import CacheView
 class Copy(Protocol):
     """One order under way. Its blocks and slots belong to it until :meth:`done`, whatever becomes of the request."""
 
-    nbytes: int  # of the parts it moves
+    nbytes: int  # of the parts it moves, encoded
 
     def done(self) -> bool:
         """Whether all of it has ended; never waits. Cheap enough to poll every millisecond.
@@ -36,8 +37,8 @@ class Copy(Protocol):
 class Copier(Protocol):
     """Not thread-safe: one thread calls all of it.
 
-    ``piece_bytes``: work worth one call. Smaller calls pay for their launches, larger ones only delay what is
-    ordered after them, since calls of one direction are done in their order.
+    ``piece_bytes``: work worth one call, in bytes of parts. Smaller calls pay for their launches, larger ones only
+    delay what is ordered after them, since calls of one direction are done in their order.
     """
 
     piece_bytes: int
@@ -94,7 +95,8 @@ def make_copier(
     """A copier between ``view`` and the pool mapped at ``pool`` = (address, bytes, an object with its buffer that
     is kept alive).
 
-    ``layouts[g]`` and ``part_offsets[g]``: this rank's part of group g's slots, and where it begins in them.
+    ``layouts[g]`` and ``part_offsets[g]``: this rank's part of group g's slots (``wire.slots.part_layout``, or
+    ``codecs.parts.part_layout`` for a group that a codec keeps), and where it begins in them.
     ``tuning``: a ``worker.tuning.Tuning`` in place of the one for this machine (benchmarks and tests).
     Raises ValueError if layouts and groups do not fit each other.
     """

@@ -9,7 +9,8 @@ Staged, a store goes
     kernels' stream    [gather piece 1][gather 2]   ...      waits for ``after``, and for the buffer to be drained
     DMA stream                         [ piece 1  ][ 2 ...
 
-and a load the reverse, where only the scatter waits for ``after``.
+and a load the reverse, where only the scatter waits for ``after``. Parts that a codec encodes always go so, and the
+kernels encode and decode as they gather and scatter.
 """
 
 from collections.abc import Sequence
@@ -22,26 +23,10 @@ from vllm_kvtier.kernels import pages
 from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout
 from vllm_kvtier.worker import tuning as tunings
 from vllm_kvtier.worker.copier_parts import MAX_ROWS, ROW_ALIGN, Part, adjacent, mostly_adjacent
+from vllm_kvtier.worker.copier_sheets import Sheet
 from vllm_kvtier.worker.cuda import ANY_ORDER, ORDERED, Driver
 from vllm_kvtier.worker.tuning import Choice, Tuning
 from vllm_kvtier.worker.views import CacheView
-
-
-def pinned(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-class _Sheet:
-    """Pinned host memory for the table of rows and the verdicts of one call."""
-
-    def __init__(self, rows: int):
-        self.capacity = rows
-        self._memory = pinned(rows * 33)
-        self.address = self._memory.data_ptr()
-        flat = self._memory.numpy()
-        self.table = flat[: rows * 32].view(np.int64).reshape(rows, 4)
-        self.verdicts = flat[rows * 32 :]
-        self.table[:, 3] = self.address + rows * 32 + np.arange(rows)
 
 
 class CudaCopy:
@@ -52,13 +37,13 @@ class CudaCopy:
         self.bad: np.ndarray | None = None
         self._n, self._load, self._lane = n, load, lane
         self._events: list[int] = []
-        self._sheet: _Sheet | None = None
+        self._sheets: list[Sheet] = []  # the first with the verdicts
 
-    def begun(self, events: list[int], sheet: _Sheet) -> None:
-        self._events, self._sheet = events, sheet
+    def begun(self, events: list[int], sheets: list[Sheet]) -> None:
+        self._events, self._sheets = events, sheets
 
     def done(self) -> bool:
-        if self._sheet is None:
+        if not self._sheets:
             return True
         lane = self._lane
         while self._events:
@@ -66,9 +51,9 @@ class CudaCopy:
                 return False
             lane.spare_events.append(self._events.pop())
         if self._load:
-            self.bad = self._sheet.verdicts[: self._n] != pages.GOOD
-        lane.sheets.append(self._sheet)
-        self._sheet = None
+            self.bad = self._sheets[0].verdicts[: self._n] != pages.GOOD
+        lane.sheets += self._sheets
+        self._sheets = []
         return True
 
     def wait(self) -> None:
@@ -90,7 +75,7 @@ class _Lane:
         checked: bool,
     ):
         self.driver, self._gather = driver, gather
-        self.choices = [tuning.choose(gather, p.nbytes) for p in parts]
+        self.choices = [tuning.choose(gather, p.nbytes, p.coded) for p in parts]
         # Before the model's kernels (0): these take few SMs for a moment, and behind each of a prefill's kernels, which
         # fill the GPU for milliseconds, they would not keep up (3.4 GB/s were seen on an H200).
         priority = -1 if gather else -2
@@ -101,17 +86,19 @@ class _Lane:
         self._kernels, self._direct, *dma_streams = self._streams
         self._handle = self._kernels.cuda_stream
         self._dma_handles = [s.cuda_stream for s in dma_streams]
-        self._buffer_bytes = max((max(c.piece_bytes, p.pitch) for c, p in staged), default=0)
+        largest = max((max(c.piece_bytes, p.pitch) for c, p in staged), default=0)
+        self._buffer_bytes = -(-largest // ROW_ALIGN) * ROW_ALIGN
         self._buffers = max((c.ring for c, _ in staged), default=0)
         self._ring = torch.empty(self._buffers * self._buffer_bytes + ROW_ALIGN, dtype=torch.uint8, device=device)
         self._ring_base = -(-self._ring.data_ptr() // ROW_ALIGN) * ROW_ALIGN
         # Per buffer: recorded where its bytes have arrived, and where they are needed no more.
         self._filled, self._drained = (
             [[driver.new_event() for _ in range(n)] for _ in range(self._buffers)]
-            for n in ((1, dmas) if gather else (dmas, 1))
+            for n in ((1, dmas + 1) if gather else (dmas, 1))  # the last: by a kernel
         )
         self._next = 0
-        # (through the ring, directly) for each group. All of one kind share a stream, and so the scratch.
+        # (to or from the ring, to or from slots) for each group. All of one kind share a stream,
+        # and so the scratch.
         scratch = [
             (
                 torch.empty((MAX_ROWS, 4), dtype=torch.int64, device=device),
@@ -120,16 +107,13 @@ class _Lane:
             for _ in range(2)
         ]
         self._movers = [
-            [
-                pages.Mover(gather, p.table, p.sum_offset, where, programs, c.warps, checked, driver.launch)
-                for programs, where in zip(_split(c), scratch, strict=True)
-            ]
+            p.movers(gather, c, scratch, checked, driver.launch, self._ring_base)
             for c, p in zip(self.choices, parts, strict=True)
         ]
         self.spare_events: list[int] = []
-        self.sheets: list[_Sheet] = []
+        self.sheets: list[Sheet] = []
         self._under_way: list[CudaCopy] = []
-        self._lost: list[_Sheet] = []  # of a call that failed half way, until it is settled
+        self._lost: list[Sheet] = []  # of a call that failed half way, until it is settled
 
     def settle(self) -> None:
         """Waits for what a call that failed half way has enqueued: once it has raised, its blocks are others'."""
@@ -163,14 +147,20 @@ class _Lane:
             sheet.verdicts[:n] = pages.BAD
         fence = after.cuda_event if after is not None else 0
         choice = self.choices[number]
-        direct = n if choice.way == "direct" else 0
+        direct, push = n if choice.way == "direct" else 0, None
         # Kernels over the link both ways at once reach 0.7 of what DMA does; and adjacent slots need no help.
         if choice.way == "mixed" and alone and not mostly_adjacent(slots, part.nbytes):
-            direct = round(n * choice.direct_share)
+            if part.coded:
+                push = self._sheet(n)
+                self._lost.append(push)
+            else:
+                direct = round(n * choice.direct_share)
         ends: list[int] = []
         if direct < n:
-            self._staged(number, part, sheet, slots, edges, fence, direct)
+            self._staged(number, part, sheet, slots, edges, fence, direct, push)
             ends += self._dma_handles[: choice.dma_streams] if self._gather else [self._handle]
+        if push:
+            ends.append(self._direct.cuda_stream)
         if direct:
             sheet.table[:direct, 2] = slots[:direct]
             if fence:
@@ -181,18 +171,19 @@ class _Lane:
         events = [self.spare_events.pop() if self.spare_events else self.driver.new_event() for _ in ends]
         for event, stream in zip(events, ends, strict=True):
             self.driver.record(event, stream)
-        copy.begun(events, sheet)
-        self._lost.pop()
+        copy.begun(events, self._lost)
+        self._lost = []
         self._under_way.append(copy)
         return copy
 
-    def _sheet(self, n: int) -> _Sheet:
+    def _sheet(self, n: int) -> Sheet:
         for i, sheet in enumerate(self.sheets):
             if sheet.capacity >= n:
                 return self.sheets.pop(i)
-        return _Sheet(max(1024, 1 << (n - 1).bit_length()))
+        return Sheet(max(1024, 1 << (n - 1).bit_length()))
 
-    def _staged(self, number, part, sheet, slots, edges, fence, start) -> None:
+    def _staged(self, number, part, sheet, slots, edges, fence, start, push) -> None:
+        """``push``: a sheet if a kernel shall write a share of what was encoded from the ring to the slots."""
         driver, choice, mover = self.driver, self.choices[number], self._movers[number][0]
         lines = choice.dma_streams
         for a, b in self._pieces(choice, part, start, len(slots)):
@@ -202,10 +193,11 @@ class _Lane:
             rows = part.row_offsets[: b - a] + base
             sheet.table[a:b, 2] = rows
             filled, drained = self._filled[buffer], self._drained[buffer]
+            pushed = round((b - a) * choice.direct_share) if push else 0
             if lines == 1:
-                shares = [(0, 0, b - a)]
+                shares = [(0, pushed, b - a)]
             else:
-                cuts = [(b - a) * i // lines for i in range(lines + 1)]
+                cuts = [pushed + (b - a - pushed) * i // lines for i in range(lines + 1)]
                 # Turned by one each time, or pieces of one block would all go to the same stream.
                 shares = [((i + buffer) % lines, *cuts[i : i + 2]) for i in range(lines) if cuts[i + 1] > cuts[i]]
             if self._gather:
@@ -215,6 +207,12 @@ class _Lane:
                     driver.wait(self._handle, fence)
                 mover.launch(sheet.address + a * 32, b - a, self._kernels)
                 driver.record(filled[0], self._handle)
+                if pushed:
+                    push.table[a : a + pushed, 0] = (rows[:pushed] - self._ring_base) // ROW_ALIGN
+                    push.table[a : a + pushed, 2] = slots[a : a + pushed]
+                    driver.wait(self._direct.cuda_stream, filled[0])
+                    self._movers[number][1].launch(push.address + a * 32, pushed, self._direct)
+                    driver.record(drained[-1], self._direct.cuda_stream)
             for i, first, last in shares:
                 stream = self._dma_handles[i]
                 driver.wait(stream, filled[0] if self._gather else drained[0])
@@ -262,9 +260,9 @@ class _Lane:
 
     def warm_up(self) -> None:
         """Compiles this lane's kernels, copying nothing (tables of no rows)."""
-        self.sheets.append(_Sheet(1024))
+        self.sheets.append(Sheet(1024))
         for movers in self._movers:
-            for mover, stream in zip(movers, (self._kernels, self._direct), strict=True):
+            for mover, stream in zip(movers, (self._kernels, self._direct), strict=False):
                 mover.launch(self.sheets[-1].address, 0, stream)
 
     def close(self) -> None:
@@ -275,13 +273,6 @@ class _Lane:
             self.driver.destroy_event(event)
         self.spare_events.clear()
         self._filled, self._drained = [], []
-
-
-def _split(choice: Choice) -> tuple[int, int]:
-    """Programs of a kernel to or from the ring, and of one to or from slots, where there are such."""
-    if choice.way == "mixed":
-        return choice.programs - choice.direct_programs, choice.direct_programs
-    return choice.programs, choice.programs
 
 
 class CudaCopier:

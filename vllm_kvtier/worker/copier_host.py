@@ -2,10 +2,10 @@
 
 Tiles of blocks go through a buffer that stays in the core's L2 cache: into it from one side, out of it to the other,
 and its words are summed there. So memory is read and written once, and what a load checks is what it wrote, whatever
-another process does to the slot meanwhile.
+another process does to the slot meanwhile. ``copier_host_coded`` does the same for groups that a codec encodes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,14 +16,14 @@ from vllm_kvtier.kernels import checksum
 from vllm_kvtier.kernels.checksum_reference import multipliers
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout
+from vllm_kvtier.worker.copier_host_coded import CodedGroup
+from vllm_kvtier.worker.copier_host_tiles import TILE_WORDS, finish, terms, tiles
 from vllm_kvtier.worker.views import CacheView
 
 # Work worth one call: some milliseconds, after which the thread that copies looks after its other business.
 PIECE_BYTES = 8 << 20
-# Words of 8 bytes in the buffer: with a second one for shifted words and the multipliers this stays within an L2
-# cache of 1 MiB. Allocated once: the allocator would map buffers of this size afresh each time.
-_TILE_WORDS = 16 << 10
-_SHIFT = np.uint64(32)
+# The same of encoded bytes, which take a core some ten times as long.
+CODED_PIECE_BYTES = 1 << 20
 
 
 class HostCopy:
@@ -39,8 +39,6 @@ class HostCopy:
 class HostCopier:
     """See ``copier.Copier``. Events are of no use here: what came before has been done."""
 
-    piece_bytes = PIECE_BYTES
-
     def __init__(
         self,
         view: CacheView,
@@ -48,23 +46,28 @@ class HostCopier:
         layouts: Sequence[PartLayout],
         part_offsets: Sequence[int],
     ):
-        """``pool[2].buffer``: the pool's bytes. Raises ValueError if a region's cells are no multiple of 4 bytes."""
+        """``pool[2].buffer``: the pool's bytes. Raises ValueError if a region's cells are no multiple of 4 bytes, or if
+        a coded layout does not fit its group."""
         address, nbytes, mapping = pool
         self._bytes, self._registered = nbytes, 0
         memory = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
         self._words = memory.numpy()[: nbytes // 8 * 8].view(np.uint64)
-        slots = [
-            _slots(group, layout, address + offset)
-            for group, layout, offset in zip(view.groups, layouts, part_offsets, strict=True)
-        ]
-        # A slot view: "block" ids are page numbers, so that all that knows views knows slots.
         whole = max(offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True))
-        self._slots = CacheView(slots, max(0, nbytes - whole) // PAGE + 1, "cpu", [memory.untyped_storage()])
+        pages = max(0, nbytes - whole) // PAGE + 1
+        self._groups: list[_Group | CodedGroup] = []
+        for group, layout, offset in zip(view.groups, layouts, part_offsets, strict=True):
+            if layout.coded:
+                self._groups.append(CodedGroup(view, group, layout, self._words[offset // 8 :]))
+            else:
+                # A view of slots: "block" ids are page numbers, so that all that knows views knows slots.
+                dense = _slots(group, layout, address + offset)
+                slots = CacheView([dense], pages, "cpu", [memory.untyped_storage()])
+                self._groups.append(_Group(view, group, slots, dense))
         self._ends = [offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True)]
         self._part_bytes = [layout.nbytes for layout in layouts]
         self._sum_words = [(o + layout.sum_offset) // 8 for layout, o in zip(layouts, part_offsets, strict=True)]
         self._blocks = view.num_blocks
-        self._groups = [_Group(view, g, self._slots, s) for g, s in zip(view.groups, slots, strict=True)]
+        self.piece_bytes = CODED_PIECE_BYTES if any(layout.coded for layout in layouts) else PIECE_BYTES
 
     def store(self, group, blocks, keys, slots, after=None) -> HostCopy:
         self._check(group, blocks, keys, slots)
@@ -101,7 +104,7 @@ class HostCopier:
 
     def close(self) -> None:
         """Drops every view of the pool, so that it can be unmapped."""
-        self._groups, self._slots, self._words = [], None, None
+        self._groups, self._words = [], None
         self._registered = 0
 
 
@@ -120,7 +123,7 @@ class _Group:
             self._regions.append((cache, pool, multipliers(first, count).reshape(cache.shape[1:])))
             first += count
         self._count = first
-        self._buffers = [np.empty(_TILE_WORDS, dtype=np.uint64) for _ in range(2)]
+        self._buffers = [np.empty(TILE_WORDS, dtype=np.uint64) for _ in range(2)]
 
     def copy(self, blocks: np.ndarray, slots: np.ndarray, keys: np.ndarray, to_slots: bool) -> np.ndarray:
         """Copies blocks to slots or back; uint64 [n], the checksums of what was copied."""
@@ -129,7 +132,7 @@ class _Group:
         for cache, pool, r in self._regions:
             source, target = (cache, pool) if to_slots else (pool, cache)
             froms, tos = (blocks, slots) if to_slots else (slots, blocks)
-            for outer, cells, rows in _tiles(len(blocks), r.shape):
+            for outer, cells, rows in tiles(len(blocks), r.shape, TILE_WORDS):
                 factor = r[outer, cells]
                 shape = (rows.stop - rows.start, *factor.shape)
                 words = shape[0] * factor.size
@@ -142,41 +145,14 @@ class _Group:
                     np.copyto(target[block, outer, cells], tile[i])
                 if tile is narrow:
                     np.copyto(wide.reshape(shape), narrow)
-                total[rows] += _terms(wide.reshape(shape[0], -1), factor.reshape(-1), spare.reshape(shape[0], -1))
-        h = (total + np.uint64(self._count * checksum.M1 & (1 << 64) - 1)) ^ keys
-        for factor in (checksum.F1, checksum.F2):
-            h = (h ^ (h >> np.uint64(33))) * np.uint64(factor)
-        return h ^ (h >> np.uint64(33))
+                total[rows] += terms(wide.reshape(shape[0], -1), factor.reshape(-1), spare.reshape(shape[0], -1))
+        return finish(total, self._count, keys)
 
     def _wide(self, words: int) -> list[np.ndarray]:
         # A cell larger than a tile is a tile of its own.
         if words > len(self._buffers[0]):
             self._buffers = [np.empty(words, dtype=np.uint64) for _ in range(2)]
         return self._buffers
-
-
-def _terms(words: np.ndarray, factor: np.ndarray, spare: np.ndarray) -> np.ndarray:
-    """uint64 [n]: the sum of the terms of each row of ``words`` [n, m], which are overwritten."""
-    np.multiply(words, factor, out=words)
-    np.right_shift(words, _SHIFT, out=spare)
-    np.bitwise_xor(words, spare, out=words)
-    return words @ factor
-
-
-def _tiles(n: int, shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
-    """(outer, cells, blocks) slices that cover n pages of this shape, each within a tile if cells are."""
-    outer, cells, words = shape
-    step_cells = max(1, min(cells, _TILE_WORDS // words))
-    step_outer = max(1, min(outer, _TILE_WORDS // (cells * words)))
-    step = max(1, _TILE_WORDS // (step_outer * step_cells * words))
-    for o in range(0, outer, step_outer):
-        for c in range(0, cells, step_cells):
-            for a in range(0, n, step):
-                yield (
-                    slice(o, min(outer, o + step_outer)),
-                    slice(c, min(cells, c + step_cells)),
-                    slice(a, min(n, a + step)),
-                )
 
 
 def _flat(pages: np.ndarray, count: int) -> np.ndarray:
@@ -191,6 +167,7 @@ def _slots(group: GroupView, layout: PartLayout, base: int) -> GroupView:
         msgspec.structs.replace(
             region,
             base=base + offset,
+            fields=(),
             block_stride=PAGE,
             outer_stride=region.tokens * region.inner if region.outer > 1 else 0,
             token_stride=region.inner if region.tokens > 1 else 0,

@@ -1,10 +1,18 @@
 """What copies on a GPU need to know of a group's parts: the kernels' tables, and which parts make one DMA copy."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from vllm_kvtier.kernels import checksum
+from vllm_kvtier.codecs.base import DTYPES
+from vllm_kvtier.kernels import checksum, coded, pages
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.slots import PAGE, PartLayout
+from vllm_kvtier.worker.tuning import Choice
+
+if TYPE_CHECKING:
+    import torch
 
 # Rows in the ring begin at multiples of this: the DMA engines are fast where both ends are aligned alike.
 ROW_ALIGN = 512
@@ -18,13 +26,50 @@ class Part:
     """Sizes and offsets of one group's parts."""
 
     def __init__(self, group: GroupView, layout: PartLayout, part_offset: int):
-        if len(layout.region_offsets) != len(group.regions):
+        self.coded = bool(layout.coded)
+        # What is copied as it is, and what is encoded; one of them says nothing.
+        self.table, self.fields = None, ()
+        if self.coded:
+            self.fields = coded_lines(group, layout)
+        elif len(layout.region_offsets) != len(group.regions):
             raise ValueError(f"a layout of {len(layout.region_offsets)} regions for {len(group.regions)}")
-        self.table = region_table(group, layout)
+        else:
+            self.table = region_table(group, layout)
         self.nbytes, self.sum_offset, self.part_offset = layout.nbytes, layout.sum_offset, part_offset
         self.pitch = -(-layout.nbytes // ROW_ALIGN) * ROW_ALIGN
         self.row_offsets = np.arange(MAX_ROWS, dtype=np.int64) * self.pitch
         self.sizes = np.full(MAX_ROWS, layout.nbytes, dtype=np.uint64)
+
+    def movers(
+        self,
+        gather: bool,
+        choice: Choice,
+        scratch: "Sequence[tuple[torch.Tensor, torch.Tensor]]",
+        checked: bool,
+        start: pages.Start | None,
+        ring: int,
+    ) -> list[pages.Launches]:
+        """What copies between the cache and the ring at address ``ring``; and between the cache and slots, but of
+        coded parts from the ring to slots (its "blocks" begin at multiples of ROW_ALIGN). With a scratch each."""
+        some = others = choice.programs
+        if choice.way == "mixed":
+            some, others = choice.programs - choice.direct_programs, choice.direct_programs
+        if self.coded:
+            shape = coded.Shape(choice.numbers, choice.warps if choice.numbers else 0, choice.stages)
+            fields, table = self.fields, self._rows_table(ring)
+            coder = coded.CodedMover(gather, fields, self.sum_offset, scratch[0], some, shape, checked, start)
+            if choice.way != "mixed":
+                return [coder]
+            return [coder, pages.Mover(True, table, 0, scratch[1], others, choice.warps, False, start)]
+        return [
+            pages.Mover(gather, self.table, self.sum_offset, where, programs, choice.warps, checked, start)
+            for programs, where in zip((some, others), scratch, strict=True)
+        ]
+
+    def _rows_table(self, ring: int) -> np.ndarray:
+        """int64 [1, 12]: rows of the ring as a region of one cell."""
+        words = self.nbytes // 8
+        return np.array([(ring, ROW_ALIGN, 0, 0, words, words, 1, 0, 0, 1, 8, 0)], dtype=np.int64)
 
 
 def region_table(group: GroupView, layout: PartLayout) -> np.ndarray:
@@ -38,6 +83,25 @@ def region_table(group: GroupView, layout: PartLayout) -> np.ndarray:
         rows.append((r.base, *strides, *cells, word, offset))
         first += words
     return np.array(rows, dtype=np.int64)
+
+
+def coded_lines(group: GroupView, layout: PartLayout) -> list[coded.Lines]:
+    """What the kernels need of each field of a coded part; ValueError for pages that a GPU cannot code."""
+    found = []
+    for part in layout.coded:
+        r, code = group.regions[part.region], part.format.kernels
+        if r.cell_tokens != 1 or r.dtype not in DTYPES:
+            raise ValueError(f"{r.layer}: cells of {r.cell_tokens} tokens of {r.dtype} are not coded on a GPU")
+        where = (r.base + 2 * part.offset, r.block_stride, r.outer_stride, r.token_stride, r.outer, r.tokens)
+        cell_lines = r.fields[part.field].count // part.line
+        size = (cell_lines, part.line, r.dtype == "float16", part.data_offset, part.scale_offset)
+        how = (
+            (code.bits, part.format.scale_bytes(part.line), code.encode, code.decode, code.fused, *code.tiles)
+            if code
+            else ()
+        )
+        found.append(coded.Lines(*where, *size, *how))
+    return found
 
 
 def _near(slots: np.ndarray, nbytes: int) -> tuple[np.ndarray, np.ndarray]:

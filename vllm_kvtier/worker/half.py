@@ -18,6 +18,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.memory import CacheMemory, Pending
 from vllm_kvtier.worker.pulls import PullResult, Pulls
 from vllm_kvtier.worker.queues import LoadResult
@@ -55,13 +56,14 @@ class WorkerHalf:
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard)
         self._transport: NixlTransport | None = None
-        self._memory: CacheMemory | None = None
+        self._memory: CacheMemory | CodedMemory | None = None
         self._pulls: Pulls | None = None
         self._tier: TierWorker | None = None
         self._view: CacheView | None = None
         self._unusable: str | None = None
         self._serving = False
         self._driving = False
+        self._idle = False  # whether the last step computes nothing
         self._summing: list[tuple[int, Pending]] = []
         self._done: list[PullResult | LoadResult] = []
         self._done_lock = threading.Lock()
@@ -73,14 +75,15 @@ class WorkerHalf:
     def register(
         self,
         describe: Callable[[], CacheView],
-        host_buffer: Callable[[CacheView], bool],
+        share: Callable[[CacheView], CacheMemory | CodedMemory],
         shards: Callable[[CacheView], tuple[int, ...]],
     ) -> None:
         """Set up in the background from the engine's tensors; requests before it is ready are computed.
 
-        ``shards``: by group, which part of a block this rank holds (ranks with equal bytes name the same)."""
+        ``share``: what peers are to read of the cache, and how. ``shards``: by group, which part of a block this rank
+        holds (ranks with equal bytes name the same)."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(lambda: self._register(describe, host_buffer, shards, device))
+        self._reactor.call_soon(lambda: self._register(describe, share, shards, device))
 
     def sleep(self) -> None:
         """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
@@ -99,8 +102,11 @@ class WorkerHalf:
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it)."""
         memory, tier = self._memory, self._tier
+        self._idle = work.idle
         if work.loads:
             self._load(work.loads)
+        if work.aborted and tier is not None:
+            tier.cancel_loads(work.aborted)
         fence = memory.fence() if memory is not None and (work.sums or tier is not None) else None
         if tier is not None:
             tier.step(work.step, fence)
@@ -125,7 +131,7 @@ class WorkerHalf:
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
         if self._tier is not None:
-            self._tier.collect()
+            self._tier.collect(self._idle)
         # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
@@ -150,14 +156,13 @@ class WorkerHalf:
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
-    def _register(self, describe, host_buffer, shards, device: int | None) -> None:
+    def _register(self, describe, share, shards, device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
             view = self._view = describe()
             self._link.tell(m.Described(self._rank, view.groups, shards(view)))
-            memory = CacheMemory(view, host_buffer(view))
-            self._memory = memory
+            memory = self._memory = share(view)
             transport = NixlTransport(self._agent_name, self._backends)
             memory.register(transport)
             info = m.RankInfo(
@@ -168,7 +173,7 @@ class WorkerHalf:
                 device=memory.device_id,
                 num_blocks=view.num_blocks,
                 groups=memory.transfer_view.groups,
-                geometry=view.geometry(),
+                geometry=memory.geometry(),
                 sums_base=memory.table.data_ptr(),
             )
         except Exception as error:  # whatever is wrong with NIXL or the cache, the engine serves without pulls

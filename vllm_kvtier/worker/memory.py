@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.worker.mirror import copy_blocks, mirror
 from vllm_kvtier.worker.sums import BlockSums
 from vllm_kvtier.worker.transport import NixlTransport
@@ -56,6 +57,10 @@ class CacheMemory:
         self.arrived = torch.zeros_like(self.table, pin_memory=pinned)
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
         self.on_device = on_device
+
+    def geometry(self) -> CacheGeometry:
+        """What a peer's memory must share with ours to be copied here byte for byte."""
+        return self.view.geometry()
 
     def register(self, transport: NixlTransport) -> None:
         spans = list(self.transfer_view.spans)

@@ -36,7 +36,7 @@ def mirror(view: CacheView, num_blocks: int | None = None, pin: bool | None = No
             regions.append(_dense(region, at, slot))
             at += _round(region.block_bytes)
         groups.append(msgspec.structs.replace(group, regions=tuple(regions)))
-    return CacheView(groups, num_blocks, "cpu", [memory.untyped_storage()])
+    return CacheView(groups, num_blocks, "cpu", [memory.untyped_storage()], view.arrangements)
 
 
 def copy_blocks(

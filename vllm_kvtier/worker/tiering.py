@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_kvtier import codecs
+from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import Hello
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, Timer
-from vllm_kvtier.wire.slots import PAGE, part_layout
+from vllm_kvtier.wire.slots import PAGE
 from vllm_kvtier.worker.copier import make_copier
 from vllm_kvtier.worker.offload import Ended, Offload
 from vllm_kvtier.worker.pool import Pool
@@ -37,6 +39,9 @@ SOON = 5e-3  # seconds
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
+# An engine that only waits for loads stays with them for so long at a time; what comes meanwhile waits for its end.
+IDLE_STRETCH = 3e-3
+IDLE_POLL = 50e-6  # how often it then looks after a device's copies
 # After an unforeseen error.
 FAULT_PAUSE = 0.1
 # A device's link, before it was measured: about half of PCIe 5.
@@ -60,7 +65,7 @@ class TierWorker:
         self._reactor, self._rank, self._tell, self._finish = reactor, rank, tell, finish
         self._writes = setup.writes[rank]
         self._offsets = setup.offsets[rank]
-        layouts = [part_layout(group) for group in view.groups]
+        layouts = [part_layout(group, codecs.get(name)) for group, name in zip(view.groups, setup.codecs, strict=True)]
         self._device, self.on_device = view.device, view.device.type == "cuda"
         self._resting = False  # the cache has no memory until the next step
         self._fault = False  # the last drive failed
@@ -125,6 +130,16 @@ class TierWorker:
         else:
             self._reactor.call_soon(lambda: self._load(loads, after))
 
+    def cancel_loads(self, request_ids: list[str]) -> None:
+        """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
+
+        def cancel() -> None:
+            with self._lock:
+                self._offload.cancel_loads(request_ids)
+            self._drive()
+
+        self._reactor.call_soon(cancel)  # behind the loads that went this way
+
     def _mark(self) -> Any:
         """Fence of what was launched so far; None without a device."""
         if not self.on_device:
@@ -143,12 +158,16 @@ class TierWorker:
             ended = self._advance()
         self._ended(ended)
 
-    def collect(self) -> None:
+    def collect(self, idle: bool = False) -> None:
         """Look what ended and begin more; results of loads go to ``finish``. Call after each step's launch.
+        ``idle``: the step computes nothing.
 
         A device copies by itself, so that this costs some calls. On the reactor's thread they would cost more: each
         of them gives the interpreter up, and gets it back when the launches of the next step let it go.
         """
+        if idle and self._offload.loading:
+            self._stay()
+            return
         busy = self.on_device and (self._offload.loading or self._offload.queued_store_bytes)
         if busy and self._lock.acquire(blocking=False):
             self._stepped = time.monotonic()
@@ -160,6 +179,21 @@ class TierWorker:
         if busy and self._due > time.monotonic() + 2 * STEPPING[1]:
             # This may have been the last step for long; the timer was set when its orders could not begin yet.
             self._reactor.call_soon(lambda: self._look_again(STEPPING[1]))
+
+    def _stay(self) -> None:
+        """vLLM goes through empty steps while all requests wait, a millisecond or more each. This thread has nothing
+        else to do: the host's copies are made here, for which the reactor's would have to wait for the interpreter,
+        and a load that ends is seen at once."""
+        ended, until = Ended([], [], []), time.monotonic() + IDLE_STRETCH
+        while not ended.loads and self._offload.loading and time.monotonic() < until:
+            self._stepped = time.monotonic()
+            with self._lock:
+                some = self._advance()
+            ended = Ended(*(a + b for a, b in zip(ended, some, strict=True)))
+            if self.on_device and not some.loads:
+                time.sleep(IDLE_POLL)  # a device's events can only be asked
+        self._ended(ended)
+        self._reactor.call_soon(self._schedule)
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 

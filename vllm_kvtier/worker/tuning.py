@@ -25,7 +25,8 @@ class Choice(msgspec.Struct, frozen=True):
     staged   a kernel between the cache and a ring on the GPU, DMA engines between the ring and the slots: full
              packets, and some microseconds for each copy, so for large or adjacent slots
     mixed    both at once, each on a share of the blocks: the kernel uses the link while the engines set up. Only
-             where slots are scattered and nothing goes the other way, else staged
+             where slots are scattered and nothing goes the other way, else staged. Coded stores are encoded into the
+             ring all the same, and a kernel copies a share of them from there
     """
 
     way: Way = "staged"
@@ -36,6 +37,8 @@ class Choice(msgspec.Struct, frozen=True):
     dma_streams: int = 1
     direct_share: float = 0.5  # mixed: of the blocks
     direct_programs: int = 8  # mixed: of the programs
+    numbers: int = 0  # coded: of a tile of the kernel; 0: tiles and warps as its format says
+    stages: int = 1  # coded: tiles that a program has under way
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -45,21 +48,47 @@ class Rule(msgspec.Struct, frozen=True):
     choice: Choice
 
 
+# Of coded parts, on an H200 (benchmarks/codec): 24 programs keep up with the link in all codecs, both ways at once.
+# Half as large pieces as for raw ones, since they hold two to four times as much to be coded before the first of a call
+# can leave, and a third buffer, so that loads do not wait for it.
+CODED = Choice(programs=24, piece_bytes=32 << 20, ring=3)
+
+
 class Tuning(msgspec.Struct, frozen=True):
-    """Rules for the two directions, smallest sizes first; the last of each has ``below`` None."""
+    """Rules for the two directions, smallest sizes first; the last of each has ``below`` None. ``part_bytes`` of coded
+    parts are those of what is kept; they never go directly, and their loads are always staged."""
 
     device: str
     store: tuple[Rule, ...]
     load: tuple[Rule, ...]
+    coded_store: tuple[Rule, ...] = (Rule(None, CODED),)
+    coded_load: tuple[Rule, ...] = (Rule(None, CODED),)
 
-    def choose(self, gather: bool, part_bytes: int) -> Choice:
-        rules = self.store if gather else self.load
+    def choose(self, gather: bool, part_bytes: int, coded: bool = False) -> Choice:
+        if coded:
+            rules = self.coded_store if gather else self.coded_load
+        else:
+            rules = self.store if gather else self.load
         return next(r.choice for r in rules if r.below is None or part_bytes < r.below)
 
 
 def fixed(store: Choice, load: Choice, device: str = "fixed") -> Tuning:
-    """The same choices for every size."""
-    return Tuning(device, (Rule(None, store),), (Rule(None, load),))
+    """The same choices for every size, coded or not."""
+    raw = [(Rule(None, choice),) for choice in (store, load)]
+    ways = ("mixed" if store.way == "mixed" else "staged", "staged")
+    coded = [
+        (Rule(None, msgspec.structs.replace(choice, way=way)),) for choice, way in zip((store, load), ways, strict=True)
+    ]
+    return Tuning(device, *raw, *coded)
+
+
+def changed(tuning: Tuning, names: tuple[str, ...], **values: object) -> Tuning:
+    """The same with these fields of the choices of some rules changed (for measurements)."""
+    rules = {
+        name: tuple(Rule(r.below, msgspec.structs.replace(r.choice, **values)) for r in getattr(tuning, name))
+        for name in names
+    }
+    return msgspec.structs.replace(tuning, **rules)
 
 
 DEFAULT = fixed(Choice(), Choice(), "default")
@@ -109,12 +138,15 @@ def save(tuning: Tuning) -> Path:
 
 
 def _checked(tuning: Tuning) -> Tuning:
-    for name, rules in (("store", tuning.store), ("load", tuning.load)):
+    for name in ("store", "load", "coded_store", "coded_load"):
+        rules = getattr(tuning, name)
         if not rules or rules[-1].below is not None:
             raise ValueError(f"the last {name} rule must hold for every size")
         for choice in (r.choice for r in rules):
             counts = (choice.programs, choice.warps, choice.piece_bytes, choice.ring, choice.dma_streams)
             shared = 0 <= choice.direct_share <= 1 and 0 < choice.direct_programs < choice.programs
-            if min(counts) < 1 or (choice.way == "mixed" and not shared):
+            tile = choice.numbers & (choice.numbers - 1) or choice.stages < 1
+            coded = choice.way in {"coded_store": ("direct",), "coded_load": ("direct", "mixed")}.get(name, ())
+            if min(counts) < 1 or (choice.way == "mixed" and not shared) or tile or coded:
                 raise ValueError(f"no such way to {name}: {choice}")
     return tuning

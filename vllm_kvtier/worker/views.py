@@ -6,12 +6,17 @@ host mirrors are made from it alone.
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
-from vllm_kvtier.wire.geometry import CacheGeometry, GroupGeometry, GroupView, Region, RegionGeometry
+from vllm_kvtier.wire.geometry import CacheGeometry, Field, GroupGeometry, GroupView, Region, RegionGeometry
+
+# Which cells a description of their inner order is of: (packing, cell_tokens, fields) of their regions.
+Arrangement = tuple[str, int, tuple[Field, ...]]
+NUMBER = 2  # bytes: regions with fields hold bfloat16 or float16
 
 
 class CacheView:
@@ -19,6 +24,10 @@ class CacheView:
 
     ``spans`` are the ``(base, nbytes)`` of the distinct allocations, sorted, to register with NIXL.
     The view keeps those allocations alive. ``num_blocks`` blocks exist, ids ``0 .. num_blocks - 1``.
+
+    ``arrangements`` says where the numbers of cells of several tokens lie: int32 [numbers of a cell] on the CPU,
+    for each number in logical order (``wire.geometry.Region.fields``) its index within the cell. There is one for
+    all regions that have fields and such cells.
     """
 
     def __init__(
@@ -27,8 +36,10 @@ class CacheView:
         num_blocks: int,
         device: torch.device | str,
         storages: Iterable[torch.UntypedStorage],
+        arrangements: Mapping[Arrangement, torch.Tensor] = MappingProxyType({}),
     ):
-        """Raises UnsupportedLayout if a page lies outside the given storages."""
+        """Raises UnsupportedLayout if a page lies outside the given storages, ValueError if fields do not fill
+        their cells or an arrangement that they need is missing."""
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.device = torch.device(device)
@@ -36,9 +47,11 @@ class CacheView:
         self.spans: tuple[tuple[int, int], ...] = tuple(sorted(unique))
         self._storages = [unique[span] for span in self.spans]
         self._starts = [base for base, _ in self.spans]
+        self.arrangements = dict(arrangements)
         for group in self.groups:
             for region in group.regions:
                 self._storage_of(region)
+                self.arrangement(region)
 
     def _storage_of(self, region: Region) -> tuple[torch.UntypedStorage, int]:
         at = bisect_right(self._starts, region.base) - 1
@@ -60,6 +73,23 @@ class CacheView:
             (self.num_blocks, region.outer, region.tokens, region.inner),
             (region.block_stride, region.outer_stride, region.token_stride, 1),
         )
+
+    def arrangement(self, region: Region) -> torch.Tensor | None:
+        """``arrangements`` of this region's cells; None where they hold one token, in logical order, or the region
+        has no fields. Raises as the constructor does."""
+        if not region.fields:
+            return None
+        numbers = region.cell_tokens * sum(field.count for field in region.fields)
+        if numbers * NUMBER != region.inner:
+            raise ValueError(
+                f"{region.layer}: {numbers} numbers of {region.fields} do not fill cells of {region.inner} bytes"
+            )
+        if region.cell_tokens == 1:
+            return None
+        found = self.arrangements.get((region.packing, region.cell_tokens, region.fields))
+        if found is None or found.shape != (numbers,):
+            raise ValueError(f"{region.layer}: no arrangement of the {numbers} numbers in cells of {region.packing}")
+        return found
 
     def geometry(self) -> CacheGeometry:
         """What another engine must share for its pages to be copied here byte for byte."""

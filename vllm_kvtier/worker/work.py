@@ -74,4 +74,5 @@ class StepWork:
     sources: dict[str, list[RankInfo]] = field(default_factory=dict)
     loads: list[LoadOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)  # requests whose loads, ordered before, nobody waits for any more
+    idle: bool = False  # nothing is computed in this step
 

@@ -1,0 +1,74 @@
+"""Which codec keeps each KV cache group of this engine, as the options say; ``auto`` by what was measured."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from vllm_kvtier import codecs
+from vllm_kvtier.codecs.base import Codec
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.wire.geometry import GroupView
+
+logger = logging.getLogger("vllm.kvtier.codecs")
+
+AUTO = "auto"
+# Of ``GroupView.kind``.
+KINDS = ("full", "sliding", "mla", "sliding_mla", "chunked")
+
+
+def check(option: str, value: str | Mapping[str, str]) -> None:
+    """Raises ConfigError for a codec or a kind of attention that does not exist. ``option``: its name, for words."""
+    by_kind = {} if isinstance(value, str) else value
+    for kind in by_kind:
+        if kind not in KINDS:
+            raise ConfigError(f"{option}: {kind!r} is no kind of attention: there are {', '.join(KINDS)}.")
+    for name in by_kind.values() if by_kind else [value]:
+        if name != AUTO:
+            try:
+                codecs.get(name)
+            except ConfigError as error:
+                raise ConfigError(f"{option}: {error}") from error
+
+
+def resolve(option: str | Mapping[str, str], fingerprint: str) -> str | dict[str, str]:
+    """The option with ``auto`` replaced by the smallest codec that a quality record for this model admits, or raw.
+
+    Raises ConfigError for a codec that does not exist.
+    """
+    if isinstance(option, str):
+        return _resolved(option, fingerprint)
+    return {kind: _resolved(name, fingerprint) for kind, name in option.items()}
+
+
+def _resolved(name: str, fingerprint: str) -> str:
+    if name != AUTO:
+        return codecs.get(name).name
+    from vllm_kvtier.quality import record  # only where it is asked for
+
+    found = record.load(fingerprint)
+    if found is None:
+        logger.warning(
+            "kvtier: codec auto: nothing was measured for this model (%s), so its KV is kept as it is; "
+            "`kvtier quality --model ...` measures it",
+            fingerprint,
+        )
+        return Codec.RAW
+    admitted = record.admitted(found)
+    logger.info("kvtier: codec auto: the record of this model admits %s", ", ".join(admitted) or "no codec but raw")
+    return admitted[0] if admitted else Codec.RAW
+
+
+def by_group(option: str | Mapping[str, str], ranks: Sequence[Sequence[GroupView]]) -> list[Codec]:
+    """A codec for each group, the same on all ranks: raw where it does not apply on one of them, which is said once.
+
+    ``ranks[r][g]``: group g as rank r has it. ``option``: as :func:`resolve` returned it.
+    """
+    raw = codecs.get(Codec.RAW)
+    chosen = []
+    for number, views in enumerate(zip(*ranks, strict=True)):
+        name = option if isinstance(option, str) else option.get(views[0].kind, Codec.RAW)
+        codec = codecs.get(name)
+        reason = next((r for r in map(codec.reason, views) if r is not None), None)
+        if reason is not None:
+            logger.warning("kvtier: KV cache group %d is kept as it is, not as %s: %s", number, name, reason)
+        chosen.append(codec if reason is None else raw)
+    return chosen

@@ -1,0 +1,139 @@
+"""4-bit integers between a line's least number and its largest: lines are short groups of 64 numbers."""
+
+import torch
+
+from vllm_kvtier.codecs import base
+from vllm_kvtier.codecs.base import INFINITE, TINY, Codec, Format, Kernels, power_of_two
+from vllm_kvtier.codecs.keep import KEEP
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU need not have it
+    triton = None
+
+# A float32 this large has no fraction bits: adding it rounds half to even and leaves the integer in the low bits.
+_ROUND = 8388608.0  # 2^23
+_LARGEST_FP16 = 65504.0
+
+if triton is not None:
+    _INFINITE = tl.constexpr(INFINITE)
+    _TINY = tl.constexpr(TINY)
+    _STEP = tl.constexpr(1 / 15)
+
+    @triton.jit
+    def _ordered(x):
+        """Integers in the order of float32 numbers, NaNs beyond the infinities; the same function leads back."""
+        bits = x.to(tl.int32, bitcast=True)
+        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+    @triton.jit
+    def _encode(lo, hi, FP16: tl.constexpr, G: tl.constexpr):
+        a, b = _ordered(lo), _ordered(hi)
+        least = tl.min(tl.minimum(a, b), axis=1)  # [L]
+        most = tl.max(tl.maximum(a, b), axis=1)
+        bad = (most >= _INFINITE) | (least < -_INFINITE)  # least = -1 - its magnitude's bits, where negative
+        least = tl.where(bad, 0, least)
+        most = tl.where(bad, 0, most)
+        low = (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        high = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        wide = tl.maximum((high - low) * _STEP, _TINY).to(tl.int32, bitcast=True)
+        bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16  # rounded to bfloat16, half to even
+        if FP16:
+            # Rounded up, 15 steps may lead beyond float16.
+            over = low + (bits << 16).to(tl.float32, bitcast=True) * 15.0 > 65504.0
+            bits = tl.where(over, wide >> 16, bits)
+            base = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        else:
+            base = low.to(tl.uint32, bitcast=True) >> 16
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        lo = ((lo - low[:, None]) * inverse[:, None] + 8388608.0).to(tl.int32, bitcast=True)
+        hi = ((hi - low[:, None]) * inverse[:, None] + 8388608.0).to(tl.int32, bitcast=True)
+        data = ((lo & 15) | ((hi & 15) << 4)).to(tl.uint8)
+        return data, base | (tl.where(bad, 0x7FC0, bits).to(tl.uint32) << 16)
+
+    @triton.jit
+    def _decode(data, word, FP16: tl.constexpr, G: tl.constexpr):
+        scale = (word & 0xFFFF0000).to(tl.float32, bitcast=True)[:, None]
+        if FP16:
+            low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)[:, None]
+        else:
+            low = (word << 16).to(tl.float32, bitcast=True)[:, None]
+        bits = data.to(tl.int32)
+        # 2^23 + nibble without a conversion, which takes four times as long.
+        lo = ((bits & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        hi = ((bits >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        return lo * scale + low, hi * scale + low
+
+
+class Int4(Format):
+    """Half a byte a number: byte i is number i | number i + G/2 << 4, each the steps above the line's least number.
+
+    Scales: that number in the cache's dtype, then the step in bfloat16 (NaN for such lines).
+    """
+
+    bound = (
+        "half a step, then the rounding to the cache's dtype; the step is the line's range / 15 rounded to bfloat16, "
+        "2^-126 or more. The least number is exact, and so is a line of equal numbers."
+    )
+
+    def __init__(self, most: int):
+        self._most = most
+        self.name = f"uint4.{most}"
+
+    def line(self, count: int) -> int:
+        return power_of_two(count, self._most)
+
+    def data_bytes(self, line: int) -> int:
+        return line // 2
+
+    def scale_bytes(self, line: int) -> int:
+        return 4
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = x.float()
+        bits = numbers.view(torch.int32)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        least, most = ordered.aminmax(dim=1)
+        bad = (most >= INFINITE) | (least < -INFINITE)
+        low, high = (
+            (k ^ ((k >> 31) & 0x7FFFFFFF)).view(torch.float32) for k in (t.masked_fill(bad, 0) for t in (least, most))
+        )
+        wide = ((high - low) * (1 / 15)).clamp_min(TINY)
+        scale = wide.bfloat16()
+        if x.dtype == torch.float16:
+            cut = ((wide.view(torch.int32) >> 16) << 16).view(torch.float32).bfloat16()
+            scale = torch.where(low + scale.float() * 15.0 > _LARGEST_FP16, cut, scale)
+        steps = (numbers - low[:, None]) * (1.0 / scale.float())[:, None] + _ROUND
+        steps = (steps.view(torch.int32) & 15).to(torch.uint8)
+        half = x.shape[1] // 2
+        data = steps[:, :half] | (steps[:, half:] << 4)
+        scale = scale.masked_fill(bad, torch.nan)
+        return data, torch.cat([base.as_bytes(low.to(x.dtype)), base.as_bytes(scale)], dim=1)
+
+    def decode(self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        low = scales[:, :2].contiguous().view(dtype).float()  # [n, 1]
+        scale = scales[:, 2:].contiguous().view(torch.bfloat16).float()
+        steps = torch.cat([data & 15, data >> 4], dim=1)
+        return (steps.float() * scale + low).to(dtype)
+
+    def tolerance(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = x.float().aminmax(dim=1, keepdim=True)
+        step = ((high - low) / 15).clamp_min(TINY).bfloat16()
+        return base.rounded(step.float() * 0.5001, x)
+
+    @property
+    def kernels(self) -> Kernels:
+        base.need_triton(triton)
+        return Kernels(4, _encode, _decode, tiles=((32768, 16), (32768, 16)))
+
+
+INT4 = Int4(64)
+CODECS = (
+    Codec(
+        "int4",
+        "4-bit integers, least number and step for groups of 64; MLA: rotary part kept",
+        {"k": INT4, "v": INT4, "latent": INT4, "rope": KEEP},
+    ),
+)
