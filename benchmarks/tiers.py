@@ -36,9 +36,9 @@ from vllm_kvtier.devtools.processes import ServiceFailed
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
-# Counters of bytes that reached host memory, where there are any: how to know that offloading is through.
+# Counters of KV that reached host memory, where there are any: how to know that offloading is through.
 STORED = {
-    "kvtier": r"vllm:kvtier_stored_bytes_total",
+    "kvtier": r"vllm:kvtier_stored_logical_bytes_total",
     "offloading": r"vllm:kv_offload_store_bytes_total",
     "offloading256": r"vllm:kv_offload_store_bytes_total",
 }

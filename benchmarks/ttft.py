@@ -12,6 +12,8 @@ fresh random prompt is asked three times of each:
   hit        again: it is in the GPU's prefix cache
   host       again, after offloading was through and the GPU's prefix cache alone was emptied
 
+Codecs side by side: --connectors kvtier kvtier:fp8 offloading --variants '{"fp8": {"codec": "fp8"}}'.
+
 in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's KV
 takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
 the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
@@ -270,7 +272,7 @@ def plot(args: argparse.Namespace) -> None:
         for connector in dict.fromkeys(row["connector"] for row in rows):
             mine = [row for row in rows if row["connector"] == connector]
             places, values = [row["tokens"] for row in mine], [row["beyond"] for row in mine]
-            axis.plot(places, values, "o-", label=NAMES[connector], color=COLORS[connector])
+            axis.plot(places, values, "o-", label=NAMES.get(connector, connector), color=COLORS.get(connector))
         first = [row for row in rows if row["connector"] == rows[0]["connector"]]
         places = [row["tokens"] for row in first]
         axis.plot(places, [row["computed"] - row["hit"] for row in first], "s--", label="computed", color="#bbbbbb")

@@ -35,10 +35,10 @@ def cache(blocks: int, seed: int, groups: int = 1) -> CacheView:
     return CacheView(made, blocks, "cpu", [memory.untyped_storage()])
 
 
-def cache_of_numbers(blocks: int, seed: int) -> CacheView:
+def cache_of_numbers(blocks: int, seed: int, device: str = "cpu") -> CacheView:
     """Of bfloat16 numbers: keys and values of 16 one after the other."""
     generator = torch.Generator().manual_seed(seed)
-    memory = torch.randn((LAYERS, blocks, HEADS, TOKENS, 32), generator=generator).bfloat16()
+    memory = torch.randn((LAYERS, blocks, HEADS, TOKENS, 32), generator=generator).bfloat16().to(device)
     page, fields = HEADS * TOKENS * 64, (Field("k", 16), Field("v", 16))
     regions = tuple(
         Region(
@@ -46,7 +46,7 @@ def cache_of_numbers(blocks: int, seed: int) -> CacheView:
         )
         for n in range(LAYERS)
     )
-    return CacheView([GroupView(0, TOKENS, "full", None, regions)], blocks, "cpu", [memory.untyped_storage()])
+    return CacheView([GroupView(0, TOKENS, "full", None, regions)], blocks, memory.device, [memory.untyped_storage()])
 
 
 class FakeTransport:
@@ -151,12 +151,12 @@ def batch_of(ids, valid=None, group=0) -> SumBatch:
 
 
 class Pair:
-    def __init__(self, host_buffer=False, groups=1, blocks=(12, 16), codec=None):
+    def __init__(self, host_buffer=False, groups=1, blocks=(12, 16), codec=None, device="cpu"):
         if codec is None:
             self.here, self.there = (CacheMemory(cache(n, i, groups), host_buffer) for i, n in enumerate(blocks))
         else:
             kept = [codecs.get(codec)]
-            self.here, self.there = (CodedMemory(cache_of_numbers(n, i), kept) for i, n in enumerate(blocks))
+            self.here, self.there = (CodedMemory(cache_of_numbers(n, i, device), kept) for i, n in enumerate(blocks))
         self.transport = FakeTransport()
         self.pulls = Pulls(self.transport, self.here, 0)
         self.pulls.introduce("s/1", [info(self.there, rank=1, agent="other"), info(self.there)])
@@ -169,6 +169,8 @@ class Pair:
         for _ in range(rounds):
             if result is not None:
                 return result
+            if self.here.view.device.type == "cuda":
+                torch.cuda.synchronize()
             result = next(iter(self.pulls.drive()), None)
         return result
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pull_fakes import TOKENS, Pair, batch_of, cache_of_numbers, pull_of
+from support import eventually
 
 from vllm_kvtier import codecs
 from vllm_kvtier.wire.geometry import geometry_mismatch
@@ -23,10 +24,15 @@ def rows(memory, block):
     return memory.transfer_view.pages(region)[block].flatten()
 
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
 @pytest.mark.parametrize("codec", [name for name in codecs.names() if name != "raw"])
-def test_a_good_pull_brings_what_the_codec_keeps(codec):
-    pair = Pair(codec=codec)
-    pair.there.make_sums([batch_of([3, 4, 9])], None)
+def test_a_good_pull_brings_what_the_codec_keeps(codec, device):
+    pair = Pair(codec=codec, device=device)
+    made = pair.there.make_sums([batch_of([3, 4, 9])], pair.there.fence())
+    eventually(made.done, 10)
     untouched = numbers(pair.here, 2)
     result = pair.run(pair.order(pull_of([5, 6, 1], [3, 4, 9])))
     assert not result.failed and not result.bad_blocks and not pair.pulls.active
@@ -39,9 +45,10 @@ def test_a_good_pull_brings_what_the_codec_keeps(codec):
     assert result.bytes < raw, "and fewer bytes crossed"
 
 
-def test_what_is_wrong_in_a_row_is_computed():
-    pair = Pair(codec="int8")
-    pair.there.make_sums([batch_of([3, 4, 9, 7])], None)
+@DEVICES
+def test_what_is_wrong_in_a_row_is_computed(device):
+    pair = Pair(codec="int8", device=device)
+    eventually(pair.there.make_sums([batch_of([3, 4, 9, 7])], pair.there.fence()).done, 10)
     rows(pair.there, 4)[11] ^= 0x10
     (layout,) = pair.there.layouts
     rows(pair.there, 9)[layout.sum_offset + 3] ^= 1

@@ -21,7 +21,7 @@ def check(option: str, value: str | Mapping[str, str]) -> None:
     for kind in by_kind:
         if kind not in KINDS:
             raise ConfigError(f"{option}: {kind!r} is no kind of attention: there are {', '.join(KINDS)}.")
-    for name in by_kind.values() if by_kind else [value]:
+    for name in [value] if isinstance(value, str) else value.values():
         if name != AUTO:
             try:
                 codecs.get(name)
@@ -55,6 +55,20 @@ def _resolved(name: str, fingerprint: str) -> str:
     admitted = record.admitted(found)
     logger.info("kvtier: codec auto: the record of this model admits %s", ", ".join(admitted) or "no codec but raw")
     return admitted[0] if admitted else Codec.RAW
+
+
+def in_words(store: str | Mapping[str, str], wire: str | Mapping[str, str]) -> str:
+    """What KV of an engine with these (resolved) options may have lost on its way, for comparing two engines.
+
+    Blocks do not remember where they came from: what was loaded from the store is exported like what was computed,
+    and what was pulled is stored. So an engine that keeps KV exact takes none from one that does not.
+    """
+    words = []
+    for place, option in (("store", store), ("wire", wire)):
+        by_kind = {"": option} if isinstance(option, str) else option
+        lossy = sorted((kind, name) for kind, name in by_kind.items() if codecs.get(name).lossy)
+        words += [f"{place} {kind} {name}".replace("  ", " ") for kind, name in lossy]
+    return ", ".join(words)
 
 
 def by_group(option: str | Mapping[str, str], ranks: Sequence[Sequence[GroupView]]) -> list[Codec]:

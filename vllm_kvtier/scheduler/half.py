@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Answer, Endpoint, Question
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
@@ -68,6 +71,7 @@ class SchedulerHalf:
         self._jobs: deque[Callable[[], None]] = deque()
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
+        self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
         self._failed_loads: set[str] = set()
@@ -292,7 +296,10 @@ class SchedulerHalf:
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
         if self._namespace is None:
-            self._namespace = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
+            bare = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
+            options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
+            self._codec, wire = (choice.resolve(option, bare.model) for option in options)
+            self._namespace = msgspec.structs.replace(bare, codecs=choice.in_words(self._codec, wire))
             digest = hashlib.blake2b(m.encode(self._namespace), digest_size=8).digest()
             self._salt = Keys(int.from_bytes(digest, "little"))
             self._reactor.call_soon(self._open_if_ready)
@@ -392,7 +399,7 @@ class SchedulerHalf:
             return
         if self._tier is not None and not self._tier.opened and len(self._described) == self._facts.world_size:
             try:
-                self._tier.open(self._namespace, self._described)
+                self._tier.open(self._namespace, self._described, self._codec)
             except ValueError as error:
                 logger.warning("kvtier: serving without the node store: %s", error)
         if len(self._ranks) == self._facts.world_size:

@@ -106,11 +106,15 @@ class HostTier:
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
-    def open(self, namespace: m.Namespace, described: dict[int, m.Described]) -> None:
-        """All ranks are known: lay out the slots, connect, and tell the workers where their parts are."""
+    def open(
+        self, namespace: m.Namespace, described: dict[int, m.Described], codec: str | dict[str, str] = Codec.RAW
+    ) -> None:
+        """All ranks are known: lay out the slots, connect, and tell the workers where their parts are.
+
+        ``codec``: the option's value as ``choice.resolve`` returned it.
+        """
         ranks = [described[r] for r in sorted(described)]
-        option = choice.resolve(self._config.codec, namespace.model)
-        self.codecs = choice.by_group(option, [rank.groups for rank in ranks])
+        self.codecs = choice.by_group(codec, [rank.groups for rank in ranks])
         layouts = [[part_layout(*each) for each in zip(rank.groups, self.codecs, strict=True)] for rank in ranks]
         digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
         for rank, theirs in zip(ranks, layouts, strict=True):

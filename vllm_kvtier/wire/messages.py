@@ -31,6 +31,7 @@ class Namespace(msgspec.Struct, frozen=True):
     hash_block_tokens: Count
     tensor_parallel: Count
     pipeline_parallel: Count
+    codecs: Name = ""  # that this engine's KV may have gone through, in words; "": none that loses anything
 
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None."""
@@ -42,11 +43,12 @@ class Namespace(msgspec.Struct, frozen=True):
             "hash_block_tokens": "the block size",
             "tensor_parallel": "the tensor parallel size",
             "pipeline_parallel": "the pipeline parallel size",
+            "codecs": "how KV may have been encoded (codec and wire_codec)",
         }
         for field, text in words.items():
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
-                return f"{text} differs: {mine} here, {theirs} there"
+                return f"{text} differs: {mine or 'nothing'} here, {theirs or 'nothing'} there"
         return None
 
 
