@@ -9,25 +9,24 @@ import hashlib
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.endpoint import Answer, Endpoint, Question
+from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
-from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
 from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
@@ -35,7 +34,6 @@ from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
-from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
@@ -68,7 +66,6 @@ class SchedulerHalf:
             unit, budget, align=alignment(facts.groups, unit) // unit, longest_lease=longest
         )
         self._engine = EngineThread(self._on_idle)
-        self._jobs: deque[Callable[[], None]] = deque()
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -83,7 +80,7 @@ class SchedulerHalf:
         self._endpoint = Endpoint(
             self._reactor, config, key, self._exports,
             on_freed=self._engine.wake,
-            on_question=self._question,
+            on_question=lambda question, answer: self._questions.ask(question, answer),
             on_serving=lambda active: self._link.tell(m.Serve(active)),
             on_puller=lambda ask: self._matcher.whereabouts.note(ask.chain[-1], (ask.reply_host, ask.reply_port))
             if ask.chain
@@ -115,6 +112,9 @@ class SchedulerHalf:
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
             facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.kind(t) is not None
+        )
+        self._questions = Questions(
+            facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake
         )
         pool.before_reset(self._before_reset)
         self._reactor.start()
@@ -287,11 +287,7 @@ class SchedulerHalf:
         self._exporter.drain()
         if self._offloader is not None:
             self._offloader.drain()
-        while self._jobs:
-            try:
-                self._jobs.popleft()()
-            except Exception:  # on vLLM's scheduler thread: a question must never cost the engine
-                logger.exception("kvtier: a question could not be answered")
+        self._questions.run()
 
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
@@ -308,68 +304,6 @@ class SchedulerHalf:
         if self._salt is None:
             self._settle_namespace()
         return self._salt
-
-    def _question(self, question: Question, answer: Answer) -> None:
-        """Reactor's thread, where hashing a prompt holds nobody up: the pool may only be asked on the engine's."""
-        if isinstance(question, m.Inspect):
-            self._on_engine(lambda: answer(self._inspect(question)))
-            return
-        tokens = question.tokens[: self._facts.max_tokens]
-        unit = self._pool.hash_block_tokens
-        chain = hash_prompt(tokens, question.cache_salt, self._facts.hash_function(), unit)
-        if isinstance(question, m.Keep):
-            self._keep(question, chain, answer)
-            return
-        stored = self._tier.inspect(chain) if self._tier is not None and chain else None
-        if stored is None:
-            self._on_engine(lambda: answer(self._look_up(question, chain, 0)))
-        else:
-            stored.then(
-                lambda p: self._on_engine(
-                    lambda: answer(self._look_up(question, chain, getattr(p.outcome, "units", 0) * unit))
-                )
-            )
-
-    def _keep(self, question: m.Keep, chain: list[bytes], answer: Answer) -> None:
-        pending = self._tier.pin(chain, question.pinned) if self._tier is not None else None
-        if pending is None:
-            answer(m.Kept(question.question, 0, "this engine uses no node store"))
-            return
-        pending.then(
-            lambda p: answer(
-                m.Kept(question.question, getattr(p.outcome, "count", 0), getattr(p.outcome, "reason", ""))
-            )
-        )
-
-    def _on_engine(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
-        self._engine.wake()
-
-    def _look_up(self, query: m.Query, chain: list[bytes], stored: int) -> m.Holding:
-        unit = self._pool.hash_block_tokens
-        return m.Holding(
-            query.question,
-            prompt=len(query.tokens),
-            gpu_cache=self._pool.cached_tokens(chain, self._facts.full_groups, unit),
-            exported=self._exports.longest_prefix(chain, b""),
-            stored=stored,
-        )
-
-    def _inspect(self, question: m.Inspect) -> m.Inspection:
-        counts = self._exports.counts()
-        return m.Inspection(
-            question.question,
-            blocks=self._pool.num_blocks,
-            free_blocks=self._pool.free_count(),
-            exports=counts["exports"],
-            leases=counts["leases"],
-            exported_blocks=counts["handoff_blocks"] + counts["retained_blocks"],
-            held_leases=self._peers.held_leases(),
-            requests=len(self._matcher),
-            violations=Lifecycle.violations,
-            copying_blocks=self._offloader.pinned if self._offloader is not None else 0,
-            store=self._tier.instance if self._tier is not None else "",
-        )
 
     # -- reactor's thread --------------------------------------------------------------------------------------
 
