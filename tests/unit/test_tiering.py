@@ -24,7 +24,11 @@ class FakeCopier:
     piece_bytes = 1 << 20
 
     def __init__(self):
-        self.calls, self.polls = [], 3
+        self.calls, self.polls, self.ended = [], 3, False
+
+    def end(self):
+        """All of them, now."""
+        self.ended = True
 
     def _copy(self, way, group, blocks, keys, slots, after):
         self.calls.append((way, blocks.tolist(), after))
@@ -32,7 +36,7 @@ class FakeCopier:
 
         def done():
             left[0] -= 1
-            return left[0] < 0
+            return left[0] < 0 or self.ended
 
         return SimpleNamespace(done=done, bad=np.zeros(len(blocks), bool), nbytes=len(blocks))
 
@@ -149,6 +153,28 @@ def test_a_device_s_copies_are_looked_after_when_no_step_follows(worker):
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 2")]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_engine_that_only_waits_looks_after_its_loads_itself(worker, on_device):
+    """The reactor's thread may not get the interpreter, and is not needed: here it sleeps all the time."""
+    worker.tier.on_device = on_device
+    worker.tier.step(1, "fence 1")
+    worker.copier.polls = 1 << 30  # longer than anybody looks
+    worker.tier.load([load("r")])
+    eventually(lambda: worker.copier.calls, 5.0, "begun")
+    asleep, wake = threading.Event(), threading.Event()
+    worker.reactor.call_soon(lambda: (asleep.set(), wake.wait(10)))
+    assert asleep.wait(5)
+    begun = time.monotonic()
+    worker.tier.collect(idle=True)
+    assert time.monotonic() - begun < 1.0 and not worker.finished, "it stays for a moment, not until the end"
+    worker.tier.collect()
+    assert not worker.finished, "and not where something is computed"
+    worker.copier.end()
+    worker.tier.collect(idle=True)
+    assert [result.request_id for result in worker.finished] == ["r"]
+    wake.set()
 
 
 class Link:

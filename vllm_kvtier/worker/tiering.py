@@ -39,8 +39,9 @@ SOON = 5e-3  # seconds
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
-# An engine that only waits for loads stays with them for so long at a time; what comes meanwhile waits for its end.
-IDLE_STRETCH = 3e-3
+# An engine that only waits for loads stays with them for so long at a time, or for so long if that should be the last
+# time: what comes meanwhile waits for its end, and each empty step in between costs a millisecond.
+IDLE_STRETCH, LAST_STRETCH = 3e-3, 10e-3
 IDLE_POLL = 50e-6  # how often it then looks after a device's copies
 # After an unforeseen error.
 FAULT_PAUSE = 0.1
@@ -184,7 +185,9 @@ class TierWorker:
         """vLLM goes through empty steps while all requests wait, a millisecond or more each. This thread has nothing
         else to do: the host's copies are made here, for which the reactor's would have to wait for the interpreter,
         and a load that ends is seen at once."""
-        ended, until = Ended([], [], []), time.monotonic() + IDLE_STRETCH
+        left = self._offload.queued_load_bytes / self._offload.rates[0]
+        until = time.monotonic() + (LAST_STRETCH if left < LAST_STRETCH else IDLE_STRETCH)
+        ended = Ended([], [], [])
         while not ended.loads and self._offload.loading and time.monotonic() < until:
             self._stepped = time.monotonic()
             with self._lock:
