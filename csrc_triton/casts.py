@@ -1,7 +1,8 @@
 """Conversions between float32 and what caches and codecs keep, that round alike on a GPU and in the interpreter.
 
-On a GPU they are the hardware's. Triton's interpreter (3.x) truncates bfloat16 and does not carry a rounding into the
-exponent of a float8; there the same results come from integer arithmetic, round half to even.
+On a GPU they are the hardware's, where it has them: float8 e4m3 came with compute capability 8.9. Elsewhere, and in
+Triton's interpreter (3.x), which truncates bfloat16 and does not carry a rounding into the exponent of a float8, the
+same results come from integer arithmetic, round half to even.
 """
 
 from . import checksum
@@ -21,6 +22,10 @@ if triton is not None:
     INTERPRETED = type(from_cache).__name__ == "InterpretedFunction"
     _SOFTWARE = tl.constexpr(INTERPRETED)
 
+    @triton.constexpr_function
+    def _without_e4m3():
+        return INTERPRETED or not tl.target_info.cuda_capability_geq(8, 9)
+
     @triton.jit
     def to_cache(x, FP16: tl.constexpr):
         """uint16 bits of float16 or bfloat16, rounded from float32."""
@@ -36,7 +41,7 @@ if triton is not None:
     @triton.jit
     def to_e4m3(x):
         """uint8 bits of float8 e4m3, rounded from float32 of magnitude 448 or less; anything for others."""
-        if _SOFTWARE:
+        if _without_e4m3():
             bits = x.to(tl.int32, bitcast=True)
             magnitude = bits & 0x7FFFFFFF
             normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
@@ -48,7 +53,7 @@ if triton is not None:
     @triton.jit
     def from_e4m3(bits):
         """float32 of uint8 bits of float8 e4m3."""
-        if _SOFTWARE:
+        if _without_e4m3():
             magnitude = (bits & 0x7F).to(tl.int32)
             normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
             small = magnitude.to(tl.float32) * 0.001953125

@@ -46,7 +46,7 @@ TILE_FIELDS = (
 _FLAGS = (
     "CODE", "BITS", "SCALE", "WORD", "LINE", "WIDTH", "TOKENS", "CELL_LINES", "NEAR", "LINES", "ROWS", "FP16", "VECTOR",
     # Without contraction to fused multiply-adds every operation rounds as the reference's.
-    "enable_fp_fusion", "num_warps",
+    "enable_fp_fusion", "num_warps", "times",
 )  # fmt: skip
 # The sum: ROWS blocks share the multipliers of COLUMNS words, as in pages; 64 KiB in flight a program.
 SUM_ROWS, SUM_COLUMNS = 4, 2048
@@ -87,8 +87,8 @@ class Lines:
     encode: Any = None
     decode: Any = None
     fused: bool = False
-    encode_tile: tuple[int, int] = (16384, 8)  # numbers, warps
-    decode_tile: tuple[int, int] = (16384, 8)
+    encode_tile: tuple[int, int, int] = (16384, 8, 1)  # numbers, warps, and how many times the programs
+    decode_tile: tuple[int, int, int] = (16384, 8, 1)
 
 
 if triton is not None:
@@ -255,7 +255,9 @@ def plan(fields: Sequence[Lines], gather: bool, shape: Shape) -> list[tuple[dict
         vector = min(together & -together, 16) // 2
         width = max(1 << (f.line - 1).bit_length(), 64 if f.bits == 4 else 16)  # tensor cores take no less
         lines = f.outer * f.tokens * f.cell_lines
-        numbers, warps = (shape.numbers, shape.warps) if shape.numbers else f.encode_tile if gather else f.decode_tile
+        numbers, warps, times = f.encode_tile if gather else f.decode_tile
+        if shape.numbers:
+            numbers, warps = shape.numbers, shape.warps
         most = max(16, numbers // width)
         step = min(most, 1 << (lines - 1).bit_length())
         code = (f.encode if gather else f.decode) if f.bits < 16 else None
@@ -263,7 +265,7 @@ def plan(fields: Sequence[Lines], gather: bool, shape: Shape) -> list[tuple[dict
         extent = (f.outer - 1) * strides[1] + (f.tokens - 1) * strides[2] + f.cell_lines * f.line * 2
         near = 0 <= min(strides) and extent < 1 << 31
         cut = (f.tokens, f.cell_lines, near, step, most // step)
-        flags = (code, f.bits, scale, _UINTS[scale], f.line, width, *cut, f.fp16, vector, f.fused, warps)
+        flags = (code, f.bits, scale, _UINTS[scale], f.line, width, *cut, f.fp16, vector, f.fused, warps, times)
         row = (f.base, *strides, lines, f.data_offset, f.scale_offset)
         launches.setdefault(flags, []).extend((*row, first) for first in range(0, lines, step))
     return [
@@ -308,13 +310,15 @@ class CodedMover(pages.Launches):
 
     def _code(self, flags: dict[str, Any], tiles: "torch.Tensor", n: int) -> tuple:
         m, rows = tiles.shape[0], flags["ROWS"]
-        grid = min(self._programs, m * -(-n // rows))
+        flags = flags.copy()
+        programs = self._programs * flags.pop("times")
+        grid = min(programs, m * -(-n // rows))
         code = _code[(grid,)](
             self._rows, tiles, n, m, max(grid, 1), GATHER=self._gather, STAGES=self._shape.stages,
             FIELDS=len(TILE_FIELDS), **flags,
         )  # fmt: skip
         arguments = (self._rows, tiles, self._n, ctypes.c_int32(m), pages.PROGRAMS)
-        return code, arguments, m, rows, self._programs
+        return code, arguments, m, rows, programs
 
     def _sum(self, n: int) -> tuple | None:
         if not self._checked:

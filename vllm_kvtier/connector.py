@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvtier.codecs import Codec, choice
+from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.vllm_compat import namespace
@@ -117,11 +117,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _share(self, view: CacheView) -> CacheMemory | CodedMemory:
         """The cache as peers read it: itself, its mirror in host memory, or encoded."""
         options, config = self._options, self._vllm_config
-        if options.wire_codec != Codec.RAW:
-            fingerprint = options.model_fingerprint or namespace.model_fingerprint(config)
-            codecs = choice.by_group(choice.resolve(options.wire_codec, fingerprint), [view.groups])
-            if any(codec.formats for codec in codecs):
-                return CodedMemory(view, codecs)
+        codec = choice.resolve(options.wire_codec, self._facts.record_key)
+        codecs = choice.by_group(codec, [view.groups])
+        if any(each.formats for each in codecs):
+            return CodedMemory(view, codecs, codec)
         return CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device))
 
     def unregister_kv_caches(self) -> None:

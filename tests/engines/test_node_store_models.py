@@ -1,4 +1,4 @@
-"""The store keeps every kind of KV cache: windows, MLA, fp8, two ranks; in blocks of 64 and 128.
+"""The store keeps every kind of KV cache: windows, MLA, fp8, two ranks, a codec by kind; in blocks of 64 and 128.
 
 Each engine answers everything twice: computed, which must be what a plain engine answers, and then from the store.
 All of them share one store, in which each finds only what is its own.
@@ -20,22 +20,24 @@ PROMISED = {"do_remote_prefill": True, "remote_request_id": "nobody's", "remote_
 
 
 class Kind(NamedTuple):
-    """``tolerance``: rounding, and what is computed with what in a batch, moves a logprob by less than this."""
+    """``tolerance``: rounding, what is computed with what in a batch and the codec move a logprob by less than this."""
 
     model: str
     block: int
     flags: tuple[str, ...] = ("--dtype", "float32")
     ranks: int = 1
     tolerance: float = 2e-3
+    codec: str | dict[str, str] = "raw"  # if not, one for each kind of attention there is
 
 
 KINDS = {
     "ranks": Kind("recall", 128, ranks=2),
     "hybrid": Kind("hybrid", 64),
+    "mixed": Kind("hybrid", 64, ("--dtype", "bfloat16"), tolerance=0.2, codec={"full": "int8", "sliding": "rot4"}),
     "mla": Kind("mla", 16),
     "fp8": Kind("dense", 32, ("--dtype", "float32", "--kv-cache-dtype", "fp8"), tolerance=2e-2),
 }
-SLOW = ("fp8", "mla")
+SLOW = ("fp8", "mixed", "mla")
 SHAPES = {"hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA, "dense": model_shapes.DENSE}
 PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in KINDS]
 
@@ -63,7 +65,8 @@ def pairs(request, node: Node, model_path, log_dir):
                     tensor_parallel=kind.ranks, env=store_env(folder),
                 )
 
-            extra = {**OPTIONS, "store_size": "256MiB", "load_policy": "always", "endpoint_port": free_port()}
+            extra = {**OPTIONS, "store_size": "256MiB", "load_policy": "always", "codec": kind.codec}
+            extra["endpoint_port"] = free_port()
             # Two ranks answer as one does: no engine of its own for that. MLA on CPUs has another truth, see below.
             plain = node.single if kind.ranks > 1 else None if name == "mla" else engine("plain", None)
             pairs[name] = Pair(kind, engine("store", kvtier(extra)), plain)
@@ -227,6 +230,8 @@ async def sound(kinds: NodeDriver, pair: Pair) -> None:
     assert await kinds.kvtier(pair.engine, "integrity_failures") == 0
     assert await kinds.kvtier(pair.engine, "loads", "failed") == 0
     assert await kinds.kvtier(pair.engine, "loads", "ok") > 0
+    for codec in pair.kind.codec.values() if isinstance(pair.kind.codec, dict) else ():
+        assert await kinds.kvtier(pair.engine, "stored_logical_bytes", codec) > 0
     await kinds.until_idle(pair.engine)
     counts = await asyncio.to_thread(kinds.node.store.counts)
     assert (counts.index.leases, counts.index.reservations) == (0, 0)

@@ -16,6 +16,9 @@ from vllm_kvtier.worker.copier_parts import coded_lines
 from vllm_kvtier.worker.cuda import Driver
 from vllm_kvtier.worker.views import CacheView
 
+# NaNs and infinities are among the numbers, and numpy, which the interpreter computes with, says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 SPACE = 0xA5  # what rows hold where nothing is written
 ATTENTION = ("k", "v")
 LOSSY = [name for name in codecs.names() if codecs.get(name).lossy]

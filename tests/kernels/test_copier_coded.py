@@ -17,6 +17,9 @@ from vllm_kvtier.worker.copier_parts import coded_lines
 from vllm_kvtier.worker.tuning import Choice, fixed
 from vllm_kvtier.worker.views import CacheView
 
+# As in test_coded.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 replace = msgspec.structs.replace
 LOSSY = [name for name in codecs.names() if codecs.get(name).lossy]
 SMALL = Choice("staged", programs=2, warps=4, piece_bytes=2048, ring=2, dma_streams=2, numbers=1024)
@@ -33,7 +36,7 @@ def round_trip(copier, view, layouts, offsets, pool, after) -> None:
     group, n = view.groups[0], 5
     sources, targets = np.array([3, 0, 4, 1, 2]), np.array([4, 3, 2, 1, 0])
     keys = np.arange(n, dtype=np.uint64) + 9
-    slots = np.array([13, 1, 10, 4, 7])  # scattered, so that a kernel takes a share of the stores where mixed
+    slots = np.array([13, 1, 10, 4, 7])
     before = [[lines_of(view, part, b).clone() for part in layouts[0].coded] for b in range(view.num_blocks)]
     raw = CacheView([replace(view.groups[1], group=0)], view.num_blocks, view.device, view._storages)
     pages = [content(raw, b) for b in range(view.num_blocks)]
@@ -60,7 +63,7 @@ def round_trip(copier, view, layouts, offsets, pool, after) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("seed, way, share", [(0, "mixed", 0.5), (1, "mixed", 1), (2, "staged", 0), (4, "mixed", 1)])
+@pytest.mark.parametrize("seed, way, share", [(0, "mixed", 0.5), (1, "staged", 0)])
 def test_streams_and_events(name, seed, way, share):
     with faked(seed):
         view = two_groups(torch.device("cpu"), 6)
@@ -71,6 +74,7 @@ def test_streams_and_events(name, seed, way, share):
         pool, handle = make_pool(48)
         driver = fakes.FakeDriver()
         offsets = [p.part_offsets[1] for p in parts]
+        # However raw blocks go, coded ones are staged.
         choice = replace(SMALL, way=way, ring=1 + seed % 2, programs=3, direct_programs=1, direct_share=share)
         tuning = fixed(choice, replace(choice, way="direct"))
         copier = copier_cuda.CudaCopier(view, handle, layouts, offsets, tuning, driver=driver)
@@ -84,14 +88,13 @@ def test_streams_and_events(name, seed, way, share):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("way", ["staged", "mixed"])
-def test_round_trip_on_a_gpu(name, way, monkeypatch):
+def test_round_trip_on_a_gpu(name, monkeypatch):
     device = torch.device("cuda", 0)
     view = two_groups(device, 200)
     layouts = [part_layout(g, codecs.choose(name, g)) for g in view.groups]
     pool, handle = make_pool(48)
-    choice = Choice(way, programs=16, piece_bytes=1 << 20)
-    copier = copier_cuda.CudaCopier(view, handle, layouts, [0, 0], fixed(choice, replace(choice, way="staged")))
+    choice = Choice("staged", piece_bytes=1 << 20)
+    copier = copier_cuda.CudaCopier(view, handle, layouts, [0, 0], fixed(choice, choice))
     monkeypatch.setattr(copier_cuda, "PIECE", 24 * PAGE)
     copier.register(0, 24 * PAGE)
     copier.register(24 * PAGE, 24 * PAGE)

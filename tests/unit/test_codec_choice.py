@@ -65,13 +65,14 @@ def test_auto_takes_only_what_was_measured_and_admitted(monkeypatch, caplog):
     asked = []
     monkeypatch.setattr(record, "load", lambda fingerprint: asked.append(fingerprint))
     with caplog.at_level(logging.WARNING):
-        assert choice.resolve("auto", "model 1") == "raw"
-    assert asked == ["model 1"] and "kvtier quality" in caplog.text
+        assert choice.resolve("auto", lambda: "model 1") == "raw"
+        assert choice.resolve("auto", lambda: None) == "raw"
+    assert asked == ["model 1"] and "kvtier quality" in caplog.text and "no local files" in caplog.text
     monkeypatch.setattr(record, "load", lambda fingerprint: SimpleNamespace())
     monkeypatch.setattr(record, "admitted", lambda found: ["rot4", "int8"])
-    assert choice.resolve({"full": "auto", "sliding": "fp8"}, "model 1") == {"full": "rot4", "sliding": "fp8"}
+    assert choice.resolve({"full": "auto", "sliding": "fp8"}, lambda: "model 1") == {"full": "rot4", "sliding": "fp8"}
     monkeypatch.setattr(record, "admitted", lambda found: [])
-    assert choice.resolve("auto", "model 1") == "raw"
+    assert choice.resolve("auto", lambda: "model 1") == "raw"
 
 
 def test_engines_that_lose_something_and_engines_that_do_not_take_nothing_from_each_other():

@@ -7,7 +7,10 @@ from pull_fakes import TOKENS, Pair, batch_of, cache_of_numbers, pull_of
 from support import eventually
 
 from vllm_kvtier import codecs
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.limits import MemoryLimits
 from vllm_kvtier.wire.geometry import geometry_mismatch
+from vllm_kvtier.worker import coded_memory
 from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.memory import CacheMemory
 
@@ -15,7 +18,7 @@ from vllm_kvtier.worker.memory import CacheMemory
 def numbers(memory, block):
     """float32 [layers, heads, tokens, numbers] of a block."""
     return torch.stack(
-        [memory.view.pages(r)[block].view(torch.bfloat16).float() for r in memory.view.groups[0].regions]
+        [memory.view.pages(r)[block].view(torch.bfloat16).float().cpu() for r in memory.view.groups[0].regions]
     )
 
 
@@ -24,13 +27,28 @@ def rows(memory, block):
     return memory.transfer_view.pages(region)[block].flatten()
 
 
+@pytest.fixture
+def made():
+    """Makes pairs, whose rows are given back to the driver: the next test's may lie where they lay."""
+    pairs = []
+
+    def make(**kinds) -> Pair:
+        pairs.append(Pair(**kinds))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.here.close()
+        pair.there.close()
+
+
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @DEVICES
 @pytest.mark.parametrize("codec", [name for name in codecs.names() if name != "raw"])
-def test_a_good_pull_brings_what_the_codec_keeps(codec, device):
-    pair = Pair(codec=codec, device=device)
+def test_a_good_pull_brings_what_the_codec_keeps(made, codec, device):
+    pair = made(codec=codec, device=device)
     made = pair.there.make_sums([batch_of([3, 4, 9])], pair.there.fence())
     eventually(made.done, 10)
     untouched = numbers(pair.here, 2)
@@ -46,8 +64,8 @@ def test_a_good_pull_brings_what_the_codec_keeps(codec, device):
 
 
 @DEVICES
-def test_what_is_wrong_in_a_row_is_computed(device):
-    pair = Pair(codec="int8", device=device)
+def test_what_is_wrong_in_a_row_is_computed(made, device):
+    pair = made(codec="int8", device=device)
     eventually(pair.there.make_sums([batch_of([3, 4, 9, 7])], pair.there.fence()).done, 10)
     rows(pair.there, 4)[11] ^= 0x10
     (layout,) = pair.there.layouts
@@ -65,6 +83,19 @@ def test_a_row_that_was_never_made_is_computed():
     assert result.failed and result.bad_blocks == {6}
 
 
+def test_a_row_that_could_not_be_made_again_vouches_for_nothing(monkeypatch):
+    pair = Pair(codec="int8")
+    pair.there.make_sums([batch_of([3, 4])], None)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.there._copier, "store", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.there.make_sums([batch_of([3])], None)
+    result = pair.run(pair.order(pull_of([5, 6], [3, 4])))
+    assert result.bad_blocks == {5}, "the same content, but of another time"
+    pair.there.make_sums([batch_of([3])], None)
+    assert not pair.run(pair.order(pull_of([5], [3]))).failed
+
+
 def test_only_engines_with_the_same_codec_understand_each_other():
     view = cache_of_numbers(4, 1)
     kinds = {name: CodedMemory(view, [codecs.get(name)]).geometry() for name in ("int8", "fp8")}
@@ -76,3 +107,31 @@ def test_only_engines_with_the_same_codec_understand_each_other():
             if a != b:
                 assert "encoded" in reason or "parts" in reason or "layer" in reason
     assert TOKENS == view.groups[0].block_tokens
+
+
+def test_what_a_failed_check_has_begun_is_waited_for(monkeypatch):
+    pair = Pair(codec="int8")
+    left = [3]
+
+    class Slow:
+        bad = np.zeros(1, dtype=bool)
+
+        def done(self):
+            left[0] -= 1
+            return left[0] <= 0
+
+    def load(group, blocks, keys, slots):
+        if blocks[0] == 6:
+            raise RuntimeError("no more")
+        return Slow()
+
+    monkeypatch.setattr(pair.here._copier, "load", load)
+    with pytest.raises(RuntimeError, match="no more"):
+        pair.here.begin_check([pull_of([5], [3]), pull_of([6], [4])])
+    assert left == [0], "until then the blocks are being written"
+
+
+def test_more_than_there_is_memory_for_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(coded_memory, "memory_limits", lambda: MemoryLimits(1 << 20, 40 << 10, "a test"))
+    with pytest.raises(KVTierError, match=r"wire_codec takes 48 KiB .* KiB are free \(a test\)"):
+        CodedMemory(cache_of_numbers(12, 1), [codecs.get("int8")])

@@ -23,6 +23,17 @@ def test_the_first_rule_that_holds():
     assert SAMPLE.choose(False, 1) is LARGE
 
 
+def test_coded_parts_have_rules_of_their_own_and_never_go_directly():
+    assert SAMPLE.choose(True, 1, coded=True) == tuning.CODED
+    assert SAMPLE.choose(False, 1 << 30, coded=True) == tuning.CODED_LOAD
+    both = tuning.fixed(SMALL, LARGE)
+    assert both.choose(True, 1).way == "direct" and both.choose(True, 1, coded=True) == Choice("staged", 8)
+    more = tuning.changed(both, programs=3)
+    assert more.choose(False, 1, coded=True).programs == 3 and more.choose(False, 1).programs == 16
+    with pytest.raises(ValueError, match="no such way to coded_load"):
+        tuning.save(msgspec.structs.replace(SAMPLE, coded_load=(Rule(None, SMALL),)))
+
+
 def test_what_a_machine_measured_is_used_there(home):
     assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
     file = tuning.save(SAMPLE)

@@ -167,7 +167,10 @@ def test_arrangements_that_are_not_understood(monkeypatch):
     def plain(k, v, keys, values, slots, isa, **more):
         keys[1], values[1] = k.transpose(0, 1), v.transpose(0, 1)
 
-    for kernel in (lossy, elsewhere, None):
+    def refused(*arguments, **more):
+        raise AssertionError("not so")
+
+    for kernel in (lossy, elsewhere, refused, None):
         monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", kernel)
         assert ask("vec", torch.float16, 8, 16) is None
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", plain)

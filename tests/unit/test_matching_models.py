@@ -11,6 +11,7 @@ from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.peers import Offer, PendingAsk
 from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.facts import EngineFacts, _resumes
 from vllm_kvtier.wire import messages as m
 
@@ -44,9 +45,9 @@ class Peers:
         return None
 
 
-def _matcher(groups, **options):
+def _matcher(groups, wire_codec="raw", **options):
     peers = Peers(groups)
-    config = KVTierConfig(bidirectional=True, pull_threshold=1)
+    config = KVTierConfig(bidirectional=True, pull_threshold=1, wire_codec=wire_codec)
     made = Matcher(config, peers, Ledger(), lambda: Keys(3), groups, UNIT, lambda: ("me", 9), Counters(), **options)
     return made, peers
 
@@ -79,6 +80,23 @@ def test_without_windows_the_whole_prompt_is_read():
     made, peers = _matcher([(UNIT, None)])
     request = make_request("r", list(range(18)), UNIT, HANDOFF)
     assert made.match(request, 0) == (None, False)
+    peers.grant(18)
+    assert made.match(request, 0) == (18, True)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", {"full": "fp8"}])
+def test_what_is_encoded_is_not_read_before_it_is_granted(codec):
+    """Encoding the end of a prompt takes longer than the way of its answer: such reads failed their checksums."""
+    made, peers = _matcher([(UNIT, None)], codec)
+    peers.known = lambda address, instance: []
+    request = make_request("r", list(range(18)), UNIT, HANDOFF)
+    digest = vr.chain_digest(vr.chain(request, 18, UNIT), vr.tail_hash(request, 18, UNIT))
+    request.kv_transfer_params = {
+        **HANDOFF,
+        "remote_block_ids": [[1, 2, 3, 4, 5]],
+        "kvtier": {"instance": "a/1", "num_tokens": 18, "digest": digest.hex()},
+    }
+    assert made.match(request, 0) == ((18, True) if codec == "raw" else (None, False))
     peers.grant(18)
     assert made.match(request, 0) == (18, True)
 

@@ -42,6 +42,9 @@ class Lossy(Format):
     def decode(self, data, scales, dtype):
         return self._spoil(data.contiguous().view(dtype))
 
+    def tolerance(self, x):
+        return torch.zeros_like(x)
+
     @property
     def kernels(self):
         return None
@@ -100,6 +103,18 @@ def test_what_changes_nothing_costs_nothing_and_what_destroys_is_seen(loaded, id
     assert nats == pytest.approx(sum(own) / 2, rel=2e-3)  # the cache rounds to bfloat16
 
 
+@pytest.mark.gpu
+def test_a_gpu_measures_what_a_cpu_does(root, loaded, ids):
+    options = measure.Options(model=str(root / "models" / "recall-6m"), device="cuda", dtype="float32")
+    windows = text.windows(loaded[1], ids, 2, 256)
+    wanted = {name: codecs.get(name) for name in codecs.names() if name != "raw"}
+    nats, expected = likelihood.compare(loaded[0], windows, RAW, wanted, BF16)
+    on_gpu, found = likelihood.compare(measure.load(options)[0], windows, RAW, wanted, BF16)
+    assert on_gpu == pytest.approx(nats, rel=1e-3)
+    for name, each in found.items():
+        assert sum(each.divergence) == pytest.approx(sum(expected[name].divergence), rel=0.3), name
+
+
 def test_the_error_of_one_window_is_not_known():
     one = likelihood.Likelihood([0.01], [0.1], [1.0])
     assert one.perplexity() == (pytest.approx(0.01005, rel=1e-3), float("inf"))
@@ -156,6 +171,11 @@ def test_conversations_are_as_long_as_asked_and_end_in_the_code(loaded, ids):
             assert answer not in tokenizer.decode(tokens[:-code])
 
 
+def test_a_short_text_is_read_again(loaded, ids):
+    (chat,) = recall.chats(loaded[1], ids[:50], 500, 10)
+    assert 450 < len(chat.shared) < 550
+
+
 def test_a_model_keeps_its_answers_without_a_codec_and_loses_them_without_values(loaded, ids):
     model, tokenizer, dtype = loaded
     wanted = {"exact": EXACT, "wreck": WRECK}
@@ -169,6 +189,27 @@ def test_a_model_that_cannot_recall_is_not_judged_by_it(loaded, ids, monkeypatch
     model, tokenizer, dtype = loaded
     monkeypatch.setattr(recall, "answers", lambda model, chat, codec, dtype: [False] * len(chat.questions))
     assert recall.compare(model, tokenizer, ids, 400, 10, RAW, {"exact": EXACT}, dtype) == (0, {})
+
+
+def test_models_with_a_sliding_window_are_asked_more_than_once():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1, vocab_size=99)
+    model = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=1, head_dim=64, sliding_window=8)).eval()
+    told = torch.randint(99, (40,)).tolist()
+    said = model.generate(torch.tensor([told]), max_new_tokens=2, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+    wrong = [said[0], (said[1] + 1) % 99]
+    chat = recall.Chat(told[:30], [(told[30:] + answer, 2) for answer in (said, wrong, said)])
+    assert recall.answers(model, chat, RAW, torch.float32) == [True, False, True]
+
+
+def test_models_without_k_and_v_are_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)).eval()
+    with pytest.raises(KVTierError, match="no codec applies"):
+        measure._widths(model, RAW, BF16, [1, 2, 3])
 
 
 def test_a_tokenizer_without_chats_is_said():

@@ -262,6 +262,7 @@ def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch,
 def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
+    half._device = None
     half._memory = None
     half._tier = SimpleNamespace(
         load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)

@@ -10,11 +10,12 @@ except ModuleNotFoundError as error:
         "Engines do not need it, and `python -m vllm_kvtier.store` does not either."
     )
 
-from vllm_kvtier.cli import pin, store
+from vllm_kvtier.cli import pin, quality, store
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The node store of vllm-kvtier.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The node store, and what codecs cost.")
 store.add_to(app)
 pin.add_to(app)
+quality.add_to(app)
 
 
 def main() -> None:

@@ -40,14 +40,15 @@ class Kernels(NamedTuple):
     ``word``: [L], the line's scales as one unsigned little-endian integer of 8 * scale_bytes bits. What decode
     returns is rounded to the cache's dtype by the caller. ``fused``: every product that a sum follows is exact, so that
     contraction to fused multiply-adds, which is faster, does not show. ``tiles``: (numbers, warps) of a program's tile
-    to encode and to decode, what was fastest on an H200 (``benchmarks/codec --ways``).
+    to encode and to decode, what was fastest on an H200 (``benchmarks/codec --ways``), and how many times as many
+    programs as a copy has it takes to keep up with a link.
     """
 
     bits: int
     encode: Any
     decode: Any
     fused: bool = False
-    tiles: tuple[tuple[int, int], tuple[int, int]] = ((16384, 8), (16384, 8))
+    tiles: tuple[tuple[int, int, int], tuple[int, int, int]] = ((16384, 8, 1), (16384, 8, 1))
 
 
 class Format(ABC):

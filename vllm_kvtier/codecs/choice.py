@@ -1,7 +1,7 @@
 """Which codec keeps each KV cache group of this engine, as the options say; ``auto`` by what was measured."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.base import Codec
@@ -29,27 +29,28 @@ def check(option: str, value: str | Mapping[str, str]) -> None:
                 raise ConfigError(f"{option}: {error}") from error
 
 
-def resolve(option: str | Mapping[str, str], fingerprint: str) -> str | dict[str, str]:
+def resolve(option: str | Mapping[str, str], model: Callable[[], str | None]) -> str | dict[str, str]:
     """The option with ``auto`` replaced by the smallest codec that a quality record for this model admits, or raw.
 
+    ``model``: ``fingerprint.of_files`` of the model, by which records are found; only called for ``auto``.
     Raises ConfigError for a codec that does not exist.
     """
     if isinstance(option, str):
-        return _resolved(option, fingerprint)
-    return {kind: _resolved(name, fingerprint) for kind, name in option.items()}
+        return _resolved(option, model)
+    return {kind: _resolved(name, model) for kind, name in option.items()}
 
 
-def _resolved(name: str, fingerprint: str) -> str:
+def _resolved(name: str, model: Callable[[], str | None]) -> str:
     if name != AUTO:
         return codecs.get(name).name
     from vllm_kvtier.quality import record  # only where it is asked for
 
-    found = record.load(fingerprint)
+    fingerprint = model()
+    found = record.load(fingerprint) if fingerprint else None
     if found is None:
         logger.warning(
-            "kvtier: codec auto: nothing was measured for this model (%s), so its KV is kept as it is; "
-            "`kvtier quality --model ...` measures it",
-            fingerprint,
+            "kvtier: codec auto: %s, so KV is kept as it is; `kvtier quality --model ...` measures a model",
+            f"nothing was measured for this model ({fingerprint})" if fingerprint else "this model has no local files",
         )
         return Codec.RAW
     admitted = record.admitted(found)

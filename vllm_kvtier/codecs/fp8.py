@@ -81,7 +81,10 @@ class Fp8(Format):
     def decode(self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         exponent = scales[:, 0].to(torch.int32)
         scale = (exponent << 23).view(torch.float32).masked_fill(exponent == _NAN, torch.nan)
-        return (data.view(torch.float8_e4m3fn).float() * scale[:, None]).to(dtype)
+        # The bits of a float16 of 2^-8 the value: torch converts float8 one by one, which takes twice as long.
+        bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+        numbers = bits.view(torch.float16).float().mul_(256.0).masked_fill_((data & 0x7F) == 0x7F, torch.nan)
+        return numbers.mul_(scale[:, None]).to(dtype)
 
     def tolerance(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.exp2(torch.ceil(torch.log2(x.double().abs().amax(dim=1, keepdim=True) / 448)).clamp_min(-126))
@@ -91,7 +94,7 @@ class Fp8(Format):
     @property
     def kernels(self) -> Kernels:
         need_triton(triton)
-        return Kernels(8, _encode, _decode, tiles=((32768, 8), (32768, 8)))
+        return Kernels(8, _encode, _decode, tiles=((32768, 8, 1), (32768, 8, 1)))
 
 
 FP8 = Fp8()

@@ -126,7 +126,7 @@ class Int4(Format):
     @property
     def kernels(self) -> Kernels:
         base.need_triton(triton)
-        return Kernels(4, _encode, _decode, tiles=((32768, 16), (32768, 16)))
+        return Kernels(4, _encode, _decode, tiles=((32768, 16, 1), (32768, 16, 1)))
 
 
 INT4 = Int4(64)

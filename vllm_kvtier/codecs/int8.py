@@ -93,7 +93,7 @@ class Int8(Format):
     @property
     def kernels(self) -> Kernels:
         base.need_triton(triton)
-        return Kernels(8, _encode, _decode, tiles=((16384, 16), (32768, 8)))
+        return Kernels(8, _encode, _decode, tiles=((16384, 16, 1), (32768, 8, 1)))
 
 
 INT8 = Int8()

@@ -141,13 +141,16 @@ if triton is not None:
         # Whole numbers, half to even.
         lo = (lo * up + 12582912.0) - 12582912.0
         hi = (hi * up + 12582912.0) - 12582912.0
-        squares = tl.sum(lo * lo + hi * hi, axis=1)
+        # Says what becomes of the line; each further number of a line that went along to where the scale is made would
+        # cost two barriers. Where zero, it is.
+        squares = tl.where(bad, float("nan"), tl.sum(lo * lo + hi * hi, axis=1))
         lo = lo.to(tl.float16)
         hi = hi.to(tl.float16)
         first = _matrix(W, G // 2, True, False).to(tl.float16)
-        second = _matrix(W, G // 2, True, True)
-        p = tl.dot(hi, second.to(tl.float16), tl.dot(lo, first))
-        q = tl.dot(hi, (-second).to(tl.float16), tl.dot(lo, first))
+        second = _matrix(W, G // 2, True, True).to(tl.float16)
+        a = tl.dot(lo, first)
+        b = tl.dot(hi, second)
+        p, q = a + b, a - b
         low, high = tl.abs(p), tl.abs(q)
         most = tl.max(tl.maximum(low, high), axis=1)
         most = tl.where(most > 1.0, most, 1.0)
@@ -156,14 +159,14 @@ if triton is not None:
         one, two = _bfloat16(r * _FIRST)[:, None], _bfloat16(r * _SECOND)[:, None]
         a, level = _quantize(low, one, two)
         b, other = _quantize(high, one, two)
-        signs = ((p.to(tl.uint32, bitcast=True) >> 28) & 8) | ((q.to(tl.uint32, bitcast=True) >> 24) & 128)
-        data = (a & 7) | ((b << 4) & 112) | signs.to(tl.int32)
+        signs = (p.to(tl.uint32, bitcast=True) & 0x80000000) | ((q.to(tl.uint32, bitcast=True) >> 1) & 0x40000000)
+        data = ((a & 7) | ((b & 7) << 4)).to(tl.uint32) | ((signs >> 28) & 8) | ((signs >> 23) & 128)
         product = tl.sum(low * level + high * other, axis=1)
         product = tl.where(product > 1.0, product, 1.0)
         scale = tl.math.div_rn(squares, product)
         scale *= ((254 - FINE + exponent) << 23).to(tl.float32, bitcast=True)
         word = (scale.to(tl.int32, bitcast=True) + 0x4000) >> 15
-        word = tl.where(zero, 0, tl.where(bad, 0xFFFF, word))
+        word = tl.where(scale == scale, word, 0xFFFF)
         return data.to(tl.uint8), word.to(tl.uint16)
 
     @triton.jit
@@ -272,7 +275,7 @@ class Rotated4(Format):
     @property
     def kernels(self) -> Kernels:
         base.need_triton(triton)
-        return Kernels(4, _encode, _decode, fused=True)
+        return Kernels(4, _encode, _decode, fused=True, tiles=((16384, 16, 2), (32768, 16, 1)))
 
 
 ROT4 = Rotated4()

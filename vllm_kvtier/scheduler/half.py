@@ -69,6 +69,7 @@ class SchedulerHalf:
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
+        self._wire_codec: str | dict[str, str] = Codec.RAW
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
         self._failed_loads: set[str] = set()
@@ -294,8 +295,9 @@ class SchedulerHalf:
         if self._namespace is None:
             bare = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
             options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
-            self._codec, wire = (choice.resolve(option, bare.model) for option in options)
-            self._namespace = msgspec.structs.replace(bare, codecs=choice.in_words(self._codec, wire))
+            self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
+            words = choice.in_words(self._codec, self._wire_codec)
+            self._namespace = msgspec.structs.replace(bare, codecs=words)
             digest = hashlib.blake2b(m.encode(self._namespace), digest_size=8).digest()
             self._salt = Keys(int.from_bytes(digest, "little"))
             self._reactor.call_soon(self._open_if_ready)
@@ -316,6 +318,10 @@ class SchedulerHalf:
                 self._tier.reached(message)
             case m.Stored() if self._offloader is not None:
                 self._offloader.stored(message)
+            case m.Register() if message.wire_codec != self._wire_codec:
+                # Each process looked for itself what "auto" means, and a record came in between. What it admits may
+                # lose something that the namespace, which others go by, does not tell.
+                self._heard(m.Unusable(message.info.rank, "this model was measured while the engine started: restart"))
             case m.Register():
                 self._ranks[message.info.rank] = message.info
                 self._summed.setdefault(message.info.rank, -1)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.exports import GroupBlocks
@@ -227,7 +228,10 @@ class Matcher:
         """Go on without the answer if the params say all that it would: the checksums decide what the read was worth.
 
         The ask stays under way, so that a lease covers the read soon after it began and can be released at its end.
+        Not with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain.
         """
+        if self._config.wire_codec != Codec.RAW:
+            return
         promise = handoff.promise
         if promise is None or promise.digest != digest or len(promise.blocks) != len(self._groups):
             return

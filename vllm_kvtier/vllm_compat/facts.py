@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvtier import fingerprint
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.wire.messages import Namespace
 
@@ -31,6 +32,11 @@ class EngineFacts:
 
     def namespace(self, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
         return ns.namespace(self.config, hash_block_tokens, fingerprint)
+
+    def record_key(self) -> str | None:
+        """By which `kvtier quality` keeps what it measured of this model; None without local files."""
+        model = self.config.model_config
+        return fingerprint.of_files(model.model, model.revision)
 
     def hash_function(self) -> Any:
         return ns.hash_function(self.config)

@@ -5,19 +5,14 @@ import json
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 
-from vllm_kvtier.vllm_compat.requests import sampled_bytes
+from vllm_kvtier.fingerprint import IGNORED, model_folder, sampled_bytes, weight_files
 from vllm_kvtier.wire.messages import Namespace
 
 logger = logging.getLogger("vllm.kvtier.namespace")
-
-# Says nothing about the values in the cache, and differs between copies of the same model.
-_IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
-
 
 def settle_hash_seed(vllm_config: Any) -> None:
     """Make a random prefix-cache seed a fixed one, so that two engines agree; call before the engine core hashes.
@@ -69,15 +64,15 @@ def model_fingerprint(vllm_config: Any) -> str:
     """
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
+    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(f"|{model.quantization}".encode())
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if "dummy" in load_format:
         digest.update(f"|dummy weights, seed {model.seed}".encode())
         return digest.hexdigest()
-    folder = _local_weights(model)
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")) if folder else []
+    folder = model_folder(model.model, model.revision)
+    files = weight_files(folder) if folder else []
     if files:
         for file in files:
             digest.update(file.name.encode() + sampled_bytes(file))
@@ -85,16 +80,3 @@ def model_fingerprint(vllm_config: Any) -> str:
         digest.update(f"|{model.model}@{model.revision}".encode())
         logger.info("kvtier: no local weight files for %s; engines are matched by its name and revision", model.model)
     return digest.hexdigest()
-
-
-def _local_weights(model: Any) -> Path | None:
-    path = Path(model.model)
-    if path.is_dir():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception as error:  # the hub library has many ways to say "not in the cache"
-        logger.debug("kvtier: %s is not in the local hub cache: %s", model.model, error)
-        return None

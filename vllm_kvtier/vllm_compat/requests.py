@@ -9,6 +9,8 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+from vllm_kvtier.fingerprint import sampled_bytes
+
 logger = logging.getLogger("vllm.kvtier.requests")
 
 _adapters: dict[tuple[str, str], bytes] = {}
@@ -33,17 +35,6 @@ def variant(request: Any) -> bytes:
             digest.update(os.urandom(16))
         _adapters[key] = digest.digest()
     return _adapters[key]
-
-
-def sampled_bytes(file: Path, pieces: int = 64, length: int = 4096) -> bytes:
-    """Size, head and ``pieces`` evenly spaced samples of a file: tells weights apart without reading them all."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        parts = [size.to_bytes(8, "little")]
-        for i in range(pieces):
-            stream.seek(max(0, size - length) * i // (pieces - 1))
-            parts.append(stream.read(length))
-    return b"".join(parts)
 
 
 def written_tokens(request: Any) -> int:

@@ -204,7 +204,10 @@ EngineMessage = (
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
+    """``wire_codec``: the option as this rank understood it, without "auto"."""
+
     info: RankInfo
+    wire_codec: str | dict[str, str] = "raw"
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):

@@ -37,13 +37,13 @@ class CudaCopy:
         self.bad: np.ndarray | None = None
         self._n, self._load, self._lane = n, load, lane
         self._events: list[int] = []
-        self._sheets: list[Sheet] = []  # the first with the verdicts
+        self._sheet: Sheet | None = None
 
-    def begun(self, events: list[int], sheets: list[Sheet]) -> None:
-        self._events, self._sheets = events, sheets
+    def begun(self, events: list[int], sheet: Sheet) -> None:
+        self._events, self._sheet = events, sheet
 
     def done(self) -> bool:
-        if not self._sheets:
+        if self._sheet is None:
             return True
         lane = self._lane
         while self._events:
@@ -51,9 +51,9 @@ class CudaCopy:
                 return False
             lane.spare_events.append(self._events.pop())
         if self._load:
-            self.bad = self._sheets[0].verdicts[: self._n] != pages.GOOD
-        lane.sheets += self._sheets
-        self._sheets = []
+            self.bad = self._sheet.verdicts[: self._n] != pages.GOOD
+        lane.sheets.append(self._sheet)
+        self._sheet = None
         return True
 
     def wait(self) -> None:
@@ -94,10 +94,10 @@ class _Lane:
         # Per buffer: recorded where its bytes have arrived, and where they are needed no more.
         self._filled, self._drained = (
             [[driver.new_event() for _ in range(n)] for _ in range(self._buffers)]
-            for n in ((1, dmas + 1) if gather else (dmas, 1))  # the last: by a kernel
+            for n in ((1, dmas) if gather else (dmas, 1))
         )
         self._next = 0
-        # (to or from the ring, to or from slots) for each group. All of one kind share a stream,
+        # (through the ring, directly; coded parts only the former) for each group. All of one kind share a stream,
         # and so the scratch.
         scratch = [
             (
@@ -107,7 +107,7 @@ class _Lane:
             for _ in range(2)
         ]
         self._movers = [
-            p.movers(gather, c, scratch, checked, driver.launch, self._ring_base)
+            p.movers(gather, c, scratch, checked, driver.launch)
             for c, p in zip(self.choices, parts, strict=True)
         ]
         self.spare_events: list[int] = []
@@ -147,20 +147,14 @@ class _Lane:
             sheet.verdicts[:n] = pages.BAD
         fence = after.cuda_event if after is not None else 0
         choice = self.choices[number]
-        direct, push = n if choice.way == "direct" else 0, None
+        direct = n if choice.way == "direct" else 0
         # Kernels over the link both ways at once reach 0.7 of what DMA does; and adjacent slots need no help.
         if choice.way == "mixed" and alone and not mostly_adjacent(slots, part.nbytes):
-            if part.coded:
-                push = self._sheet(n)
-                self._lost.append(push)
-            else:
-                direct = round(n * choice.direct_share)
+            direct = round(n * choice.direct_share)
         ends: list[int] = []
         if direct < n:
-            self._staged(number, part, sheet, slots, edges, fence, direct, push)
+            self._staged(number, part, sheet, slots, edges, fence, direct)
             ends += self._dma_handles[: choice.dma_streams] if self._gather else [self._handle]
-        if push:
-            ends.append(self._direct.cuda_stream)
         if direct:
             sheet.table[:direct, 2] = slots[:direct]
             if fence:
@@ -171,8 +165,8 @@ class _Lane:
         events = [self.spare_events.pop() if self.spare_events else self.driver.new_event() for _ in ends]
         for event, stream in zip(events, ends, strict=True):
             self.driver.record(event, stream)
-        copy.begun(events, self._lost)
-        self._lost = []
+        copy.begun(events, sheet)
+        self._lost.pop()
         self._under_way.append(copy)
         return copy
 
@@ -182,8 +176,7 @@ class _Lane:
                 return self.sheets.pop(i)
         return Sheet(max(1024, 1 << (n - 1).bit_length()))
 
-    def _staged(self, number, part, sheet, slots, edges, fence, start, push) -> None:
-        """``push``: a sheet if a kernel shall write a share of what was encoded from the ring to the slots."""
+    def _staged(self, number, part, sheet, slots, edges, fence, start) -> None:
         driver, choice, mover = self.driver, self.choices[number], self._movers[number][0]
         lines = choice.dma_streams
         for a, b in self._pieces(choice, part, start, len(slots)):
@@ -193,11 +186,10 @@ class _Lane:
             rows = part.row_offsets[: b - a] + base
             sheet.table[a:b, 2] = rows
             filled, drained = self._filled[buffer], self._drained[buffer]
-            pushed = round((b - a) * choice.direct_share) if push else 0
             if lines == 1:
-                shares = [(0, pushed, b - a)]
+                shares = [(0, 0, b - a)]
             else:
-                cuts = [pushed + (b - a - pushed) * i // lines for i in range(lines + 1)]
+                cuts = [(b - a) * i // lines for i in range(lines + 1)]
                 # Turned by one each time, or pieces of one block would all go to the same stream.
                 shares = [((i + buffer) % lines, *cuts[i : i + 2]) for i in range(lines) if cuts[i + 1] > cuts[i]]
             if self._gather:
@@ -207,12 +199,6 @@ class _Lane:
                     driver.wait(self._handle, fence)
                 mover.launch(sheet.address + a * 32, b - a, self._kernels)
                 driver.record(filled[0], self._handle)
-                if pushed:
-                    push.table[a : a + pushed, 0] = (rows[:pushed] - self._ring_base) // ROW_ALIGN
-                    push.table[a : a + pushed, 2] = slots[a : a + pushed]
-                    driver.wait(self._direct.cuda_stream, filled[0])
-                    self._movers[number][1].launch(push.address + a * 32, pushed, self._direct)
-                    driver.record(drained[-1], self._direct.cuda_stream)
             for i, first, last in shares:
                 stream = self._dma_handles[i]
                 driver.wait(stream, filled[0] if self._gather else drained[0])

@@ -47,29 +47,20 @@ class Part:
         scratch: "Sequence[tuple[torch.Tensor, torch.Tensor]]",
         checked: bool,
         start: pages.Start | None,
-        ring: int,
     ) -> list[pages.Launches]:
-        """What copies between the cache and the ring at address ``ring``; and between the cache and slots, but of
-        coded parts from the ring to slots (its "blocks" begin at multiples of ROW_ALIGN). With a scratch each."""
+        """What copies between the cache and the ring, and, of parts that are not coded, between the cache and slots;
+        with a scratch each."""
         some = others = choice.programs
         if choice.way == "mixed":
             some, others = choice.programs - choice.direct_programs, choice.direct_programs
         if self.coded:
             shape = coded.Shape(choice.numbers, choice.warps if choice.numbers else 0, choice.stages)
-            fields, table = self.fields, self._rows_table(ring)
-            coder = coded.CodedMover(gather, fields, self.sum_offset, scratch[0], some, shape, checked, start)
-            if choice.way != "mixed":
-                return [coder]
-            return [coder, pages.Mover(True, table, 0, scratch[1], others, choice.warps, False, start)]
+            sizes = (self.sum_offset, scratch[0], choice.programs, shape)
+            return [coded.CodedMover(gather, self.fields, *sizes, checked, start)]
         return [
             pages.Mover(gather, self.table, self.sum_offset, where, programs, choice.warps, checked, start)
             for programs, where in zip((some, others), scratch, strict=True)
         ]
-
-    def _rows_table(self, ring: int) -> np.ndarray:
-        """int64 [1, 12]: rows of the ring as a region of one cell."""
-        words = self.nbytes // 8
-        return np.array([(ring, ROW_ALIGN, 0, 0, words, words, 1, 0, 0, 1, 8, 0)], dtype=np.int64)
 
 
 def region_table(group: GroupView, layout: PartLayout) -> np.ndarray:

@@ -61,6 +61,7 @@ class WorkerHalf:
         self._tier: TierWorker | None = None
         self._view: CacheView | None = None
         self._unusable: str | None = None
+        self._device: int | None = None  # of CUDA
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
@@ -82,7 +83,7 @@ class WorkerHalf:
 
         ``share``: what peers are to read of the cache, and how. ``shards``: by group, which part of a block this rank
         holds (ranks with equal bytes name the same)."""
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        device = self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reactor.call_soon(lambda: self._register(describe, share, shards, device))
 
     def sleep(self) -> None:
@@ -95,6 +96,8 @@ class WorkerHalf:
             return
         with self._nixl:
             self._pulls = None
+            if self._view.device.type == "cuda":
+                torch.cuda.synchronize(self._view.device)  # checksums, and what is encoded or decoded for pulls
             self._transport.deregister()
         self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
         self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
@@ -107,7 +110,7 @@ class WorkerHalf:
             self._load(work.loads)
         if work.aborted and tier is not None:
             tier.cancel_loads(work.aborted)
-        fence = memory.fence() if memory is not None and (work.sums or tier is not None) else None
+        fence = self._fence(memory) if work.sums or tier is not None else None
         if tier is not None:
             tier.step(work.step, fence)
         if not (work.sums or work.pulls or work.sources):
@@ -118,6 +121,17 @@ class WorkerHalf:
             finally:
                 self._nixl.release()
         self._reactor.call_soon(lambda: self._work(work, fence))
+
+    def _fence(self, memory: CacheMemory | CodedMemory | None) -> torch.cuda.Event | None:
+        """Marks what was launched so far. While ``memory`` is being set up too: by the time that this step's sums are
+        looked at it may be there, and what is encoded before it was computed is wrong without anybody noticing."""
+        if memory is not None:
+            return memory.fence()
+        if self._device is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _load(self, loads: list[LoadOrder]) -> None:
         if self._tier is not None:
@@ -153,6 +167,8 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         self._reactor.stop()
+        if self._memory is not None:
+            self._memory.close()
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
@@ -184,7 +200,7 @@ class WorkerHalf:
             return
         self._transport = transport
         self._pulls = Pulls(transport, memory, self._rank)
-        self._link.tell(m.Register(info))
+        self._link.tell(m.Register(info, memory.wire_codec))
 
     def _heard(self, message: m.LinkMessage) -> None:
         match message:
@@ -201,15 +217,17 @@ class WorkerHalf:
                 self._tier.cancel(message)
 
     def _work(self, work: StepWork, fence) -> None:
-        if self._pulls is None:
-            for order in work.pulls:
-                self._finish(self._impossible(order))
-            return
         with self._nixl:
-            self._start(work, connect=True)
-            if work.sums:
-                self._sum(work.step, work.sums, fence)
-        self._drive_soon()
+            ready = self._pulls is not None  # looked at under the lock: sleep mode takes the cache's memory away
+            if ready:
+                self._start(work, connect=True)
+                if work.sums:
+                    self._sum(work.step, work.sums, fence)
+        if ready:
+            self._drive_soon()
+            return
+        for order in work.pulls:
+            self._finish(self._impossible(order))
 
     def _start(self, work: StepWork, connect: bool) -> None:
         """Under the lock: begin the step's pulls; without ``connect`` only from peers we are connected to."""

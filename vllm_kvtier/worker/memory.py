@@ -40,6 +40,8 @@ class Check(Pending):
 
 
 class CacheMemory:
+    wire_codec = "raw"
+
     def __init__(self, view: CacheView, host_buffer: bool):
         self.view = view
         self.mirror = mirror(view) if host_buffer else None
@@ -57,6 +59,9 @@ class CacheMemory:
         self.arrived = torch.zeros_like(self.table, pin_memory=pinned)
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
         self.on_device = on_device
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def geometry(self) -> CacheGeometry:
         """What a peer's memory must share with ours to be copied here byte for byte."""

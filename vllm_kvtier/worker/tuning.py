@@ -25,8 +25,7 @@ class Choice(msgspec.Struct, frozen=True):
     staged   a kernel between the cache and a ring on the GPU, DMA engines between the ring and the slots: full
              packets, and some microseconds for each copy, so for large or adjacent slots
     mixed    both at once, each on a share of the blocks: the kernel uses the link while the engines set up. Only
-             where slots are scattered and nothing goes the other way, else staged. Coded stores are encoded into the
-             ring all the same, and a kernel copies a share of them from there
+             where slots are scattered and nothing goes the other way, else staged
     """
 
     way: Way = "staged"
@@ -48,21 +47,25 @@ class Rule(msgspec.Struct, frozen=True):
     choice: Choice
 
 
-# Of coded parts, on an H200 (benchmarks/codec): 24 programs keep up with the link in all codecs, both ways at once.
-# Half as large pieces as for raw ones, since they hold two to four times as much to be coded before the first of a call
-# can leave, and a third buffer, so that loads do not wait for it.
-CODED = Choice(programs=24, piece_bytes=32 << 20, ring=3)
+# Of coded parts, on an H200 (benchmarks/codec): 16 programs keep up with the link in stores (formats that take more to
+# encode take more of them by themselves), 24 in loads, which somebody waits for: 3.51 of memcpy for int4 and 3.69 for
+# rot4 instead of 3.45 and 3.37. Half as large pieces as for raw parts, since they hold two to four
+# times as much to be coded before the first of a call can leave, and a third buffer: loads of int4 run at 0.99 of the
+# link so, and at 0.92 with 64 MiB x 2. Parts of less than 1 MiB in scattered slots lose the 0.6 us a copy that raw ones
+# lose; a kernel that wrote a share of the rows from the ring to the slots gained 0.03 with fp8 and lost with 4 bits.
+CODED = Choice(programs=16, piece_bytes=32 << 20, ring=3)
+CODED_LOAD = msgspec.structs.replace(CODED, programs=24)
 
 
 class Tuning(msgspec.Struct, frozen=True):
     """Rules for the two directions, smallest sizes first; the last of each has ``below`` None. ``part_bytes`` of coded
-    parts are those of what is kept; they never go directly, and their loads are always staged."""
+    parts are those of what is kept; they are always staged."""
 
     device: str
     store: tuple[Rule, ...]
     load: tuple[Rule, ...]
     coded_store: tuple[Rule, ...] = (Rule(None, CODED),)
-    coded_load: tuple[Rule, ...] = (Rule(None, CODED),)
+    coded_load: tuple[Rule, ...] = (Rule(None, CODED_LOAD),)
 
     def choose(self, gather: bool, part_bytes: int, coded: bool = False) -> Choice:
         if coded:
@@ -75,18 +78,15 @@ class Tuning(msgspec.Struct, frozen=True):
 def fixed(store: Choice, load: Choice, device: str = "fixed") -> Tuning:
     """The same choices for every size, coded or not."""
     raw = [(Rule(None, choice),) for choice in (store, load)]
-    ways = ("mixed" if store.way == "mixed" else "staged", "staged")
-    coded = [
-        (Rule(None, msgspec.structs.replace(choice, way=way)),) for choice, way in zip((store, load), ways, strict=True)
-    ]
+    coded = [(Rule(None, msgspec.structs.replace(choice, way="staged")),) for choice in (store, load)]
     return Tuning(device, *raw, *coded)
 
 
-def changed(tuning: Tuning, names: tuple[str, ...], **values: object) -> Tuning:
-    """The same with these fields of the choices of some rules changed (for measurements)."""
+def changed(tuning: Tuning, **values: object) -> Tuning:
+    """The same with these fields of every choice for coded parts changed (for measurements)."""
     rules = {
         name: tuple(Rule(r.below, msgspec.structs.replace(r.choice, **values)) for r in getattr(tuning, name))
-        for name in names
+        for name in ("coded_store", "coded_load")
     }
     return msgspec.structs.replace(tuning, **rules)
 
@@ -146,7 +146,7 @@ def _checked(tuning: Tuning) -> Tuning:
             counts = (choice.programs, choice.warps, choice.piece_bytes, choice.ring, choice.dma_streams)
             shared = 0 <= choice.direct_share <= 1 and 0 < choice.direct_programs < choice.programs
             tile = choice.numbers & (choice.numbers - 1) or choice.stages < 1
-            coded = choice.way in {"coded_store": ("direct",), "coded_load": ("direct", "mixed")}.get(name, ())
+            coded = name.startswith("coded") and choice.way != "staged"
             if min(counts) < 1 or (choice.way == "mixed" and not shared) or tile or coded:
                 raise ValueError(f"no such way to {name}: {choice}")
     return tuning

@@ -1,0 +1,87 @@
+"""The worker half while it is being set up, and when vLLM takes the cache's memory away."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pull_fakes import batch_of, pull_of
+
+from vllm_kvtier.worker.half import WorkerHalf
+from vllm_kvtier.worker.memory import Pending
+from vllm_kvtier.worker.work import PullOrder, StepWork
+
+
+@pytest.fixture
+def half():
+    """Without threads: what would run on the reactor's is in ``queued``."""
+    half = WorkerHalf.__new__(WorkerHalf)
+    half.queued = []
+    half._rank, half._unusable, half._device = 0, None, None
+    half._reactor = SimpleNamespace(call_soon=half.queued.append)
+    half._link = SimpleNamespace(tell=lambda message: None)
+    half._memory = half._pulls = half._tier = half._view = half._transport = None
+    half._serving = half._driving = half._idle = False
+    half._summing, half._done = [], []
+    half._done_lock, half._nixl = threading.Lock(), threading.Lock()
+    return half
+
+
+def ready(half, device="cpu"):
+    """Set up by now; returns the fences that sums were made behind."""
+    fences = []
+    half._memory = SimpleNamespace(
+        make_sums=lambda batches, after: fences.append(after) or Pending(None), fence=lambda: "a fence of the memory's"
+    )
+    half._pulls = SimpleNamespace(active=False)
+    half._view = SimpleNamespace(device=torch.device(device))
+    half._transport = SimpleNamespace(deregister=lambda: None)
+    return fences
+
+
+def test_sums_of_a_step_from_before_the_memory_was_there_are_made_behind_it(half, monkeypatch):
+    marked = []
+    event = SimpleNamespace(record=marked.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    half._device = 0
+    half.submit(StepWork(3, [batch_of([1])]))
+    fences = ready(half)
+    half.queued.pop()()
+    assert fences == [event] and marked == ["stream of 0"]
+    half.submit(StepWork(4, [batch_of([2])]))
+    half.queued[-1]()
+    assert fences == [event, "a fence of the memory's"]
+
+
+def test_without_a_device_there_is_nothing_to_wait_for(half):
+    half.submit(StepWork(3, [batch_of([1])]))
+    fences = ready(half)
+    half.queued.pop()()
+    assert fences == [None]
+
+
+def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch):
+    fences = ready(half, "cuda")
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    order = PullOrder("r", "s/1", [pull_of([1, 2], [1, 2])], 1.0)
+    work = StepWork(5, [batch_of([3])], [order])
+    half._pulls.connected = lambda source: False
+    half.submit(work)
+
+    @contextlib.contextmanager
+    def taken_meanwhile():
+        half._nixl = threading.Lock()
+        half.sleep()
+        with half._nixl:
+            yield
+
+    half._nixl = taken_meanwhile()
+    half.queued.pop()()
+    assert not fences and waited == [torch.device("cuda")]
+    (result,) = half._done
+    assert result.failed and result.bad_blocks == {1, 2} and "sleep" in result.reason
+    assert np.array_equal(order.groups[0].local, [1, 2])
