@@ -7,6 +7,7 @@ import pytest
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.queues import LoadResult
 
@@ -46,3 +47,29 @@ def test_what_a_load_found_right_counts_also_if_nobody_waits_any_more(half):
 def test_a_pull_that_failed_failed_whoever_waited(half):
     half.arrived([PullResult("ABANDONED", {1}, True, "timeout", 0, 0.1)], {"ABANDONED"})
     assert half.counters.take()["pulls|failed"] == 1 and half.ended == [("ABANDONED", True)]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["namespace first", "workers first"])
+@pytest.mark.parametrize("theirs", ["int8", "raw"])
+def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs):
+    """A quality record that is written while the engine starts makes "auto" mean two things."""
+    opened = []
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._tier, half._described, half._ranks, half._summed, half._wire_codecs = None, {}, {}, {}, {}
+    half._facts = SimpleNamespace(world_size=2, engine_id="engine")
+    half._endpoint = SimpleNamespace(open=lambda *_: opened.append(1), unusable=None, host="here", port=1)
+    half.instance, half._namespace, half._wire_codec = "engine/1", None, "raw"
+
+    def settle():
+        half._namespace, half._wire_codec = object(), "int8"
+        half._open_if_ready()
+
+    registers = [m.Register(SimpleNamespace(rank=rank), codec) for rank, codec in enumerate(("int8", theirs))]
+    if not late:
+        settle()
+    for register in registers:
+        half._heard(register)
+    if late:
+        settle()
+    assert bool(opened) == (theirs == "int8")
+    assert bool(half._endpoint.unusable) == (theirs != "int8")

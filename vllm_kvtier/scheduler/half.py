@@ -70,6 +70,7 @@ class SchedulerHalf:
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
         self._wire_codec: str | dict[str, str] = Codec.RAW
+        self._wire_codecs: dict[int, str | dict[str, str]] = {}  # as each rank understood the option
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
         self._failed_loads: set[str] = set()
@@ -318,12 +319,9 @@ class SchedulerHalf:
                 self._tier.reached(message)
             case m.Stored() if self._offloader is not None:
                 self._offloader.stored(message)
-            case m.Register() if message.wire_codec != self._wire_codec:
-                # Each process looked for itself what "auto" means, and a record came in between. What it admits may
-                # lose something that the namespace, which others go by, does not tell.
-                self._heard(m.Unusable(message.info.rank, "this model was measured while the engine started: restart"))
             case m.Register():
                 self._ranks[message.info.rank] = message.info
+                self._wire_codecs[message.info.rank] = message.wire_codec
                 self._summed.setdefault(message.info.rank, -1)
                 self._open_if_ready()
             case m.Unusable():
@@ -343,6 +341,11 @@ class SchedulerHalf:
             except ValueError as error:
                 logger.warning("kvtier: serving without the node store: %s", error)
         if len(self._ranks) == self._facts.world_size:
+            if any(codec != self._wire_codec for codec in self._wire_codecs.values()):
+                # Each process looked for itself what "auto" means, and a record came in between. What it admits may
+                # lose something that the namespace, which others go by, does not tell.
+                self._heard(m.Unusable(0, "this model was measured while the engine started: restart it"))
+                return
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
             logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)
