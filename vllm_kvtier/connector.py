@@ -121,7 +121,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         codecs = choice.by_group(codec, [view.groups])
         if any(each.formats for each in codecs):
             return CodedMemory(view, codecs, codec)
-        return CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device))
+        memory = CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device))
+        memory.wire_codec = codec  # as the option says, though it applies to no group of this cache
+        return memory
 
     def unregister_kv_caches(self) -> None:
         if self._worker is not None:

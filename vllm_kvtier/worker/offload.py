@@ -222,8 +222,8 @@ class Offload:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
-    def drive(self) -> Ended:
-        """See what ended, give the copier more; never waits for a copy."""
+    def drive(self, stores: bool = True) -> Ended:
+        """See what ended, give the copier more; never waits for a copy. ``stores``: whether to begin such."""
         now = self._clock()
         self._follow(now)
         self._reap(self._loading, self._loading.calls)
@@ -231,7 +231,7 @@ class Offload:
         self._loads.expire(now)
         self._stores.expire(now)
         # In turns, a load first: where copies run on this thread, each lane gets half of it at least.
-        while self._issue_load() | self._issue_store():
+        while self._issue_load() | (stores and self._issue_store()):
             if self._clock() >= now + STRETCH:
                 break
         return Ended(self._loads.take_results(), *self._stores.take_results())

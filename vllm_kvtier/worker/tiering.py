@@ -191,7 +191,7 @@ class TierWorker:
         while not ended.loads and self._offload.loading and time.monotonic() < until:
             self._stepped = time.monotonic()
             with self._lock:
-                some = self._advance()
+                some = self._advance(stores=self.on_device)  # the host's take this thread, and nobody waits for them
             ended = Ended(*(a + b for a, b in zip(ended, some, strict=True)))
             if self.on_device and not some.loads:
                 time.sleep(IDLE_POLL)  # a device's events can only be asked
@@ -234,12 +234,12 @@ class TierWorker:
         if self._resting:
             self._offload.cancel_all("the engine went to sleep")
 
-    def _advance(self) -> Ended:
+    def _advance(self, stores: bool = True) -> Ended:
         """Under the lock, on either thread. What nobody foresaw must not cost the engine: it is tried again."""
         try:
             while self._fences:
                 self._offload.step_launched(*self._fences.popleft())
-            ended, self._fault = self._offload.drive(), False
+            ended, self._fault = self._offload.drive(stores), False
         except Exception:
             if not self._fault:
                 logger.exception("kvtier: looking after copies failed; it is tried again")
