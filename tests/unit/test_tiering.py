@@ -303,11 +303,11 @@ def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monke
     worker.tier.step(1, "fence 1")
     drive, left = worker.tier._offload.drive, [3]
 
-    def failing():
+    def failing(stores=True):
         left[0] -= 1
         if left[0] >= 0:
             raise KeyError("nobody thought of this")
-        return drive()
+        return drive(stores)
 
     monkeypatch.setattr(worker.tier._offload, "drive", failing)
     worker.tier.load([load("r")])  # on the model runner's thread, as the next
