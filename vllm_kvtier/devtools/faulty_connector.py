@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vllm_kvtier import connector
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.devtools.faults import VARIABLE, FaultFile
 from vllm_kvtier.scheduler import half as scheduler_half
@@ -123,7 +124,7 @@ class FaultyConnector(KVTierConnector):
     """``KVTierConnector`` over the faulty layers above."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        worker_half.NixlTransport, worker_half.CacheMemory = FaultyTransport, FaultyMemory
+        worker_half.NixlTransport, connector.CacheMemory = FaultyTransport, FaultyMemory
         scheduler_half.Peers, scheduler_half.Endpoint = FaultyPeers, FaultyEndpoint
         super().__init__(*args, **kwargs)
 
