@@ -271,8 +271,15 @@ async def test_lost_messages(trio, driver, lost):
     rng = random.Random(f"lost {lost}")
     for name in ("FP", "FD"):
         trio.faults[name].set(drop=[lost, "drop"])
-    prompts = [random_tokens(rng, 300), random_tokens(rng, 300)]
-    for prompt in prompts:
+
+    def met() -> bool:
+        """A ping is only sent while a lease gets old; whoever was set aside in a test before is not asked at once."""
+        return lost == "ping" or trio.faults["FD" if lost == "release" else "FP"].happened(f"drop {lost}") > 0
+
+    for number in range(6):
+        if number >= 2 and met():
+            break
+        prompt = random_tokens(rng, 300)
         first = await driver.prefill(trio.prefill, prompt)
         if lost == "refused":  # what there is to refuse: an export that P does not have
             first.params["kvtier"]["export"] = first.params["remote_request_id"] = "gone"
@@ -280,8 +287,7 @@ async def test_lost_messages(trio, driver, lost):
         reply = await driver.ask(trio.decode, prompt, 8, first.params)
         assert reply.seconds < SHORT["ask_timeout"] + SHORT["handshake_timeout"] + SLACK
         await driver.assert_right(reply, prompt)
-    if lost != "ping":  # only sent while a lease gets old
-        assert trio.faults["FD" if lost == "release" else "FP"].happened(f"drop {lost}")
+    assert met()
     trio.faults["FP"].set()
     trio.faults["FD"].set()
     await assert_pulls_again(driver, trio, rng)
