@@ -31,6 +31,7 @@ from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.half import StepResults, WorkerHalf
 from vllm_kvtier.worker.memory import CacheMemory
+from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import StepWork
 
@@ -114,7 +115,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda view: shards(config, [group.kind for group in view.groups], rank),
         )
 
-    def _share(self, view: CacheView) -> CacheMemory | CodedMemory:
+    def _share(self, view: CacheView) -> PeerMemory:
         """The cache as peers read it: itself, its mirror in host memory, or encoded."""
         options, config = self._options, self._vllm_config
         codec = choice.resolve(options.wire_codec, self._facts.record_key)

@@ -41,32 +41,15 @@ def cuts():
 
 
 def measure(runners: dict, repeats: int, deadline: float, errors: dict[str, str]) -> dict[tuple[str, str], dict]:
-    from peers import DIRECTIONS
+    from rounds import rates  # of benchmarks/copy
 
-    times: dict[tuple[str, str], list[float]] = {}
-    dead = set()
-    for repetition in range(repeats + 1):
-        for direction in DIRECTIONS:
-            for name, runner in runners.items():
-                if name in dead or repetition > 1 and time.monotonic() > deadline:
-                    continue
-                try:
-                    seconds = runner.run(direction)
-                except Exception as error:
-                    dead.add(name)
-                    errors[f"{name}, {direction}"] = f"{type(error).__name__}: {error}"
-                    traceback.print_exc()
-                    continue
-                if repetition:
-                    times.setdefault((name, direction), []).append(seconds)
-    found = {}
-    for (name, direction), values in times.items():
-        moved = runners[name].nbytes * (2 if direction == "both" else 1)
-        found[name, direction] = {
-            "GB/s": round(moved / statistics.median(values) / 1e9, 2),
-            "host_us": round(statistics.median(runners[name].host_us)),
-        }
-    return found
+    def failed(name: str, direction: str, error: Exception) -> None:
+        errors[f"{name}, {direction}"] = f"{type(error).__name__}: {error}"
+
+    return {
+        (name, direction): {"GB/s": round(rate, 2), "host_us": round(statistics.median(runners[name].host_us))}
+        for (name, direction), rate in rates(runners, repeats, deadline, failed).items()
+    }
 
 
 def print_kernels(rows: list[dict]) -> None:

@@ -29,7 +29,8 @@ from pathlib import Path
 import dma
 import torch
 from ours import Bench, Ours
-from peers import DIRECTIONS, memcpy, peers
+from peers import memcpy, peers
+from rounds import DIRECTIONS, rates
 
 from vllm_kvtier.store.memory import PoolMemory
 from vllm_kvtier.wire.slots import PIECE
@@ -79,28 +80,14 @@ def make_pool(kind: str, nbytes: int) -> tuple[torch.Tensor, str]:
 
 
 def measure(runners: dict, bench: Bench, repeats: int, deadline: float, errors: dict[str, str]) -> list[dict]:
-    """GB/s of every runner in every direction, repetitions interleaved."""
-    times: dict[tuple[str, str], list[float]] = {}
-    dead = set()
-    for repetition in range(repeats + 1):
-        for direction in DIRECTIONS:
-            for name, runner in runners.items():
-                if name in dead or repetition > 1 and time.monotonic() > deadline:
-                    continue
-                try:
-                    seconds = runner.run(direction)
-                except Exception as error:
-                    dead.add(name)
-                    errors[f"{name}, {bench.page} x {bench.layers}"] = f"{direction}: {type(error).__name__}: {error}"
-                    traceback.print_exc()
-                    continue
-                if repetition:
-                    times.setdefault((name, direction), []).append(seconds)
+    """GB/s of every runner in every direction."""
+
+    def failed(name: str, direction: str, error: Exception) -> None:
+        errors[f"{name}, {bench.page} x {bench.layers}"] = f"{direction}: {type(error).__name__}: {error}"
+
     rows = []
-    for (name, direction), values in times.items():
-        moved = runners[name].nbytes * (2 if direction == "both" else 1)
-        row = {"page": bench.page, "layers": bench.layers, "way": name, "direction": direction}
-        row["GB/s"] = round(moved / statistics.median(values) / 1e9, 2)
+    for (name, direction), rate in rates(runners, repeats, deadline, failed).items():
+        row = {"page": bench.page, "layers": bench.layers, "way": name, "direction": direction, "GB/s": round(rate, 2)}
         host = getattr(runners[name], "host_us", None)
         if host:
             row["host_us"] = round(statistics.median(host))

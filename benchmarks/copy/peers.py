@@ -6,11 +6,11 @@ import time
 import numpy as np
 import torch
 from ours import Bench
+from rounds import DIRECTIONS
 
 from vllm_kvtier.wire.slots import PAGE
 from vllm_kvtier.worker.cuda import ORDERED, Driver
 
-DIRECTIONS = ("store", "load", "both")
 # Copies of one measurement where each page is one: they take some 3 us each however small.
 _MAX_COPIES = 32768
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_kvtier.wire.geometry import Field
 
-_ATTENTION = frozenset(
+ATTENTION = frozenset(
     {
         "CPU_ATTN",
         "FLASH_ATTN",
@@ -24,7 +24,7 @@ _ATTENTION = frozenset(
         "TRITON_ATTN_DIFFKV",
     }
 )
-_MLA = frozenset(
+MLA = frozenset(
     {
         "CPU_MLA",
         "CUTLASS_MLA",
@@ -55,10 +55,10 @@ def token_fields(tensor: torch.Tensor, spec: Any, backend: str, module: Any) -> 
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
         return ()
     kind = type(spec).__name__
-    if backend in _ATTENTION and kind in _ATTENTION_SPECS:
+    if backend in ATTENTION and kind in _ATTENTION_SPECS:
         size = spec.head_size
         return (Field("k", size), Field("v", getattr(spec, "head_size_v", None) or size))
-    if backend in _MLA and kind == "MLAAttentionSpec":
+    if backend in MLA and kind == "MLAAttentionSpec":
         latent, rope = (getattr(module, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         if isinstance(latent, int) and isinstance(rope, int) and latent > 0 <= rope:
             return (Field("latent", latent), Field("rope", rope)) if rope else (Field("latent", latent),)

@@ -18,30 +18,14 @@ import torch
 
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.arrangement import cpu_arrangement
-from vllm_kvtier.vllm_compat.fields import token_fields
+from vllm_kvtier.vllm_compat.fields import ATTENTION, MLA, token_fields
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.worker.views import NUMBER, Arrangement, CacheView
 
 # Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not here:
 # sparse MLA, indexers and NVFP4 keep scales at the end of a page; ROCm shuffles pages under the same names.
-_TOKEN_ADDRESSED = frozenset(
-    {
-        "FLASH_ATTN",
-        "FLASH_ATTN_DIFFKV",
-        "FLASHINFER",
-        "FLEX_ATTENTION",
-        "TRITON_ATTN",
-        "TRITON_ATTN_DIFFKV",
-        "CPU_MLA",
-        "CUTLASS_MLA",
-        "FLASH_ATTN_MLA",
-        "FLASHINFER_MLA",
-        "FLASHMLA",
-        "TOKENSPEED_MLA",
-        "TRITON_MLA",
-    }
-)
+_TOKEN_ADDRESSED = (ATTENTION | MLA) - {"CPU_ATTN"}
 
 # By exact class name: a subclass that we do not know may mean something else by the same bytes.
 _KINDS = {

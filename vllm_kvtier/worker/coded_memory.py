@@ -1,6 +1,6 @@
 """This rank's KV cache as peers see it when pulls carry a codec (``wire_codec``): encoded blocks in host memory.
 
-The same face as ``memory.CacheMemory``. Row b holds block b as a slot of the node store would, its checksum at the end,
+Row b holds block b as a slot of the node store would, its checksum at the end,
 so that the copiers of the node store do all the work: a hand-off's blocks are encoded into their rows where otherwise
 their checksums would be made; a pull reads rows into the rows of our blocks and decodes them from there, which checks
 them. Two engines understand each other exactly if their rows are made alike: that is the geometry they exchange.
@@ -22,7 +22,7 @@ from vllm_kvtier.store.limits import in_words, memory_limits
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align, layout_digest
 from vllm_kvtier.worker.copier import Copy, make_copier
-from vllm_kvtier.worker.transport import NixlTransport
+from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import GroupPull, SumBatch
 
@@ -39,10 +39,7 @@ class Copies:
         return all([copy.done() for _, copy in self.copies])  # each is looked at: that frees what it used
 
 
-class CodedMemory:
-    memory_type, device_id = "DRAM", 0
-    on_device = False
-
+class CodedMemory(PeerMemory):
     def __init__(self, view: CacheView, codecs: Sequence[Codec], option: str | dict[str, str] = ""):
         """``codecs``: by group, as they apply to the whole engine; ``option``: ``wire_codec``, of which they come.
         Raises KVTierError where there is no memory."""
@@ -77,23 +74,10 @@ class CodedMemory:
         self.arrived = torch.zeros_like(self.table)
 
     def close(self) -> None:
-        """Waits for what is under way and gives the rows back to the driver; idempotent."""
         self._copier.close()
 
     def geometry(self) -> CacheGeometry:
         return self.transfer_view.geometry()
-
-    def register(self, transport: NixlTransport) -> None:
-        spans = list(self.transfer_view.spans)
-        spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self.arrived)]
-        transport.register(spans, self.memory_type, self.device_id)
-
-    def fence(self) -> torch.cuda.Event | None:
-        if self.view.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.view.device))
-        return event
 
     def make_sums(self, batches: list[SumBatch], after: torch.cuda.Event | None) -> Copies:
         """Encode the blocks of ``batches`` into their rows, behind ``after``; a part of a block counts whole.

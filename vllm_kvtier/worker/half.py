@@ -18,8 +18,8 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.coded_memory import CodedMemory
-from vllm_kvtier.worker.memory import CacheMemory, Pending
+from vllm_kvtier.worker.memory import Pending
+from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.pulls import PullResult, Pulls
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.tiering import TierWorker
@@ -56,7 +56,7 @@ class WorkerHalf:
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard)
         self._transport: NixlTransport | None = None
-        self._memory: CacheMemory | CodedMemory | None = None
+        self._memory: PeerMemory | None = None
         self._pulls: Pulls | None = None
         self._tier: TierWorker | None = None
         self._view: CacheView | None = None
@@ -76,7 +76,7 @@ class WorkerHalf:
     def register(
         self,
         describe: Callable[[], CacheView],
-        share: Callable[[CacheView], CacheMemory | CodedMemory],
+        share: Callable[[CacheView], PeerMemory],
         shards: Callable[[CacheView], tuple[int, ...]],
     ) -> None:
         """Set up in the background from the engine's tensors; requests before it is ready are computed.
@@ -122,7 +122,7 @@ class WorkerHalf:
                 self._nixl.release()
         self._reactor.call_soon(lambda: self._work(work, fence))
 
-    def _fence(self, memory: CacheMemory | CodedMemory | None) -> torch.cuda.Event | None:
+    def _fence(self, memory: PeerMemory | None) -> torch.cuda.Event | None:
         """Marks what was launched so far. While ``memory`` is being set up too: by the time that this step's sums are
         looked at it may be there, and what is encoded before it was computed is wrong without anybody noticing."""
         if memory is not None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.worker.mirror import copy_blocks, mirror
+from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.sums import BlockSums
-from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import GroupPull, SumBatch
 
@@ -39,9 +38,7 @@ class Check(Pending):
     parts: list[tuple[np.ndarray, torch.Tensor]]  # our block ids, and which of them mismatch
 
 
-class CacheMemory:
-    wire_codec = "raw"
-
+class CacheMemory(PeerMemory):
     def __init__(self, view: CacheView, host_buffer: bool):
         self.view = view
         self.mirror = mirror(view) if host_buffer else None
@@ -60,27 +57,7 @@ class CacheMemory:
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
         self.on_device = on_device
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def geometry(self) -> CacheGeometry:
-        """What a peer's memory must share with ours to be copied here byte for byte."""
-        return self.view.geometry()
-
-    def register(self, transport: NixlTransport) -> None:
-        spans = list(self.transfer_view.spans)
-        spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self.arrived)]
-        transport.register(spans, self.memory_type, self.device_id)
-
     # -- checksums ---------------------------------------------------------------------------------------------
-
-    def fence(self) -> torch.cuda.Event | None:
-        """Marks what the engine's stream has been given so far; call on the engine's thread."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.view.device))
-        return event
 
     def make_sums(self, batches: list[SumBatch], after: torch.cuda.Event | None) -> Pending:
         """Write the checksums of ``batches`` into the table (and the blocks into the mirror), behind ``after``."""
