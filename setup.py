@@ -27,6 +27,8 @@ setup(
         "cpu": ["nixl-cu13>=1.5"],
         # The kvtier command. Not required: engines start their store with `python -m`, which needs neither.
         "cli": ["typer>=0.12", "rich>=13"],
+        # An S3 bucket as a tier of the node store. NIXL's OBJ moves the bytes where it can be loaded, else boto3 does.
+        "object": ["boto3>=1.36"],
         "proxy": ["fastapi>=0.110", "httpx>=0.26", "uvicorn>=0.27", "typer>=0.12", "rich>=13"],
         "test": [
             "pytest>=8",
@@ -35,6 +37,11 @@ setup(
             "hypothesis>=6.100",
             "httpx>=0.26",
             "ruff>=0.6",
+            # A real S3-speaking server for the object tier, without the rest of what moto[server] brings.
+            "boto3>=1.36",
+            "moto[s3]>=5.0",
+            "flask>=2.2",
+            "flask-cors>=4",
         ],
     },
     entry_points={

@@ -17,7 +17,8 @@ Addition modulo 2^64 commutes, so neither the number of programs nor their order
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -221,6 +222,22 @@ def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
 Start = Callable[[int, int, int, int, int, ctypes.Array], None]
 
 
+@contextmanager
+def _compiling_unheard() -> Iterator[None]:
+    """Without the hook by which vLLM hears of kernels compiled while it serves: Triton 3.6 describes them to it in
+    JSON, and fails where a constant of one is another function, as in ours. Ours are compiled in the background
+    while an engine starts, and what it would say is not vLLM's concern."""
+    knobs = getattr(triton, "knobs", None)  # Triton 3.4 and later
+    if knobs is None:
+        yield
+        return
+    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_post_compile_hook = hook
+
+
 class Launches:
     """What copies of one group's blocks in one direction launch, with all that does not change from call to call.
 
@@ -280,7 +297,7 @@ class Launches:
         # The pointers' alignment is compiled in; torch aligns what it allocates.
         if (self._rows.data_ptr() | self._acc.data_ptr()) % 16:
             raise ValueError("the scratch of a copy must begin at a multiple of 16 bytes")
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(stream), _compiling_unheard():
             compiled = self._by_triton(table, n)
         if self._start is not None and all(_plain(c) for c, *_ in compiled):
             self._ready = [_Prepared(*kernel) for kernel in compiled]

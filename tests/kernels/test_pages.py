@@ -210,3 +210,17 @@ def test_no_triton_says_so(monkeypatch):
     monkeypatch.setattr(pages, "triton", None)
     with pytest.raises(RuntimeError, match="need Triton"):
         pages.Mover(True, np.zeros((1, 12), np.int64), 0, (None, None), 1, 1)
+
+
+@pytest.mark.skipif(pages.triton is None, reason="Triton is not installed")
+def test_vllms_hook_is_put_back_after_our_kernels_compiled():
+    runtime = pages.triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+    runtime.jit_post_compile_hook = hook = lambda **_: None
+    try:
+        with pytest.raises(RuntimeError), pages._compiling_unheard():
+            assert runtime.jit_post_compile_hook is None
+            raise RuntimeError
+        assert runtime.jit_post_compile_hook is hook
+    finally:
+        runtime.jit_post_compile_hook = before

@@ -1,5 +1,6 @@
 """The store's index against a plain model: what is found, what gets a slot, what is evicted, and who still holds it."""
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import WITHOUT_SHRINKING, Clock
 
+from vllm_kvtier.store.entries import READY, Shape
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index
+from vllm_kvtier.store.lower.moving import Move
 from vllm_kvtier.store.messages import GroupShape
 from vllm_kvtier.store.policies import POLICIES
 
@@ -55,6 +58,33 @@ class Block:
         return bool(self.leases) or self.writer is not None
 
 
+class Witness:
+    """The index's watch: names of blocks that can be found, by what it is told."""
+
+    def __init__(self, names=()):
+        self.names = set(names)
+
+    def stored(self, entries):
+        assert all(entry.state is READY for entry in entries)
+        self.names |= (told := {name_of(entry) for entry in entries})
+        assert len(told) == len(entries) > 0
+
+    def used(self, entries):
+        assert entries and all(name_of(entry) in self.names for entry in entries)
+        seen = set()
+        for entry in entries:
+            assert entry.parent not in seen, "a parent before its child"
+            seen.add(entry)
+
+    def gone(self, entry):
+        self.names.remove(name_of(entry))
+        assert entry.slot
+
+
+def name_of(entry) -> tuple[bytes, int, bytes]:
+    return entry.space.name, entry.group, entry.hash
+
+
 class Store(RuleBasedStateMachine):
     @initialize(
         shapes=st.sampled_from(SHAPES),
@@ -63,27 +93,31 @@ class Store(RuleBasedStateMachine):
         ready=st.integers(0, PAGES),
     )
     def start(self, shapes, policy, tenant_share, ready):
-        self.shapes, self.tenant_share = shapes, tenant_share
+        self.shapes, self.tenant_share, self.policy = shapes, tenant_share, policy
         self.align = {1: 1, 2: 2, 3: 3}[max(s.units for s in shapes)]
         self.clock = Clock()
-        self.pool = SlotPool(PAGES, PIECE, slab_pages=12)
-        self.index = Index(
-            self.pool,
-            POLICIES[policy],
-            self.clock,
-            lease_seconds=LEASE,
-            reserve_seconds=RESERVE,
-            pin_share=0.3,
-            tenant_share=tenant_share,
-        )
-        for client in CLIENTS:
-            self.index.connect(client, UNIT, shapes)
-        self.index.connect(TOOL, 1, [])
+        self.make()
         self.index.grow(ready)
         self.listed: dict[tuple, Block] = {}
         self.limbo: set[Block] = set()  # forgotten, but somebody still reads or writes the slot
         self.leases: dict[int, tuple[int, float, list[Block]]] = {}
         self.evicted = 0
+
+    def make(self) -> None:
+        self.pool = SlotPool(PAGES, PIECE, slab_pages=12)
+        self.index = Index(
+            self.pool,
+            POLICIES[self.policy],
+            self.clock,
+            lease_seconds=LEASE,
+            reserve_seconds=RESERVE,
+            pin_share=0.3,
+            tenant_share=self.tenant_share,
+        )
+        for client in CLIENTS:
+            self.index.connect(client, UNIT, self.shapes)
+        self.index.connect(TOOL, 1, [])
+        self.index.watch = self.witness = Witness()
 
     # -- the model's side of each event --------------------------------------------------------------------------
 
@@ -285,6 +319,51 @@ class Store(RuleBasedStateMachine):
             for block in blocks:
                 block.leases.add(found.lease)
 
+    @rule(client=st.sampled_from([*CLIENTS, TOOL]), pick=st.randoms(use_true_random=False), forever=st.booleans())
+    def hold(self, client, pick, forever):
+        names = pick.sample(sorted(self.listed), pick.randint(0, min(3, len(self.listed))))
+        names.append((b"A" * HASH, pick.randint(0, 2), b"nobody's".ljust(HASH)))
+        blocks = [self.listed.get(name) for name in names]
+        lease, slots = self.index.hold(client, names, forever)
+        assert slots == [block.slot if block and block.ready else 0 for block in blocks]
+        assert bool(lease) == any(slots)
+        if lease:
+            ready = [block for block in blocks if block and block.ready]
+            self.leases[lease] = (client, math.inf if forever else self.clock.now + LEASE, ready)
+            for block in ready:
+                block.leases.add(lease)
+
+    @rule(pick=st.randoms(use_true_random=False), ordered=st.booleans(), really=st.integers(0, 3))
+    def next_life(self, pick, ordered, really):
+        """All but what is ready is lost, with some of that; the rest is put back where it was."""
+        if really:
+            return
+        kept = [block for block in self.listed.values() if block.ready and pick.random() < 0.9]
+        kept.sort(key=lambda block: len(block.key[2].rstrip(b"\xff")))
+        if not ordered:
+            pick.shuffle(kept)
+        self.make()
+        by_slot = sorted(kept, key=lambda block: block.slot)
+        assert all(self.pool.restore([b.slot for b in by_slot], [b.size for b in by_slot]))
+        self.index.grow(PAGES)
+        shapes = [Shape(s.units, s.window, s.slot_pages) for s in self.shapes]
+        for block in kept:
+            space, group, block_hash = block.key
+            move = Move(space, group, block_hash, block.parent or bytes(HASH), block.tenant, 0, block.size, block.slot)
+            assert self.index.restore(space, UNIT, shapes, [move]) == []
+            block.pinned, block.leases = False, set()
+        self.listed, self.limbo, self.leases, self.evicted = {block.key: block for block in kept}, set(), {}, 0
+        self.witness.names = set(self.listed)
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def forget_one(self, pick):
+        """By force, also what is just being written."""
+        if self.listed and pick.random() < 0.5:
+            block = pick.choice(list(self.listed.values()))
+            assert self.index.forget(*block.key)
+            self.forget(block)
+        assert not self.index.forget(b"A" * HASH, 0, b"nobody's".ljust(HASH))
+
     @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False))
     def release(self, client, pick):
         lease = pick.choice([*self.leases, 12345])
@@ -312,6 +391,7 @@ class Store(RuleBasedStateMachine):
             until = self.index.next_deadline()
             due = [deadline for _, deadline, _ in self.leases.values()]
             due += [b.deadline for b in [*self.listed.values(), *self.limbo] if b.writer is not None]
+            due = [deadline for deadline in due if deadline < math.inf]
             assert not due or (until is not None and self.clock.now < until <= min(due))
 
     def expire(self) -> None:
@@ -368,6 +448,8 @@ class Store(RuleBasedStateMachine):
     def touch_and_inspect(self, client, tokens, tool):
         space, hashes = b"A" * HASH, chain_of(tokens)
         self.index.touch(client, space, b"".join(hashes))
+        reach = self.index.reach(space, b"".join(hashes), 0, NOWHERE)
+        assert reach == self.longest(space, hashes, 0, NOWHERE)[0]
         holding = self.index.inspect(TOOL if tool else client, space, b"".join(hashes))
         assert holding.units == self.longest(space, hashes, 0, NOWHERE)[0]
         if holding.blocks:
@@ -400,6 +482,7 @@ class Store(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.no_overlap()
+        assert self.witness.names == {key for key, block in self.listed.items() if block.ready}
         blocks, stats = [*self.listed.values(), *self.limbo], self.index.stats()
         assert stats.used_pages == sum(b.size for b in blocks)
         assert stats.entries == sum(b.ready for b in self.listed.values())
@@ -419,7 +502,7 @@ class Store(RuleBasedStateMachine):
         """Everybody goes, everything is cleared: nothing is left anywhere."""
         if not hasattr(self, "index"):
             return
-        for client in CLIENTS:
+        for client in (*CLIENTS, TOOL):
             self.index.disconnect(client)
         stats = self.index.stats()
         assert not (stats.leases or stats.leased_entries or stats.reservations)
@@ -481,6 +564,9 @@ def test_long_random_lives(seed):
         (1, lambda: machine.reconnect(client=rng.choice(CLIENTS))),
         (1, lambda: machine.time_passes(seconds=rng.randint(0, 40), tick=rng.random() < 0.6)),
         (1, lambda: machine.pin(tokens=tokens(), pinned=rng.random() < 0.5, tool=rng.random() < 0.5)),
+        (2, lambda: machine.hold(client=rng.choice([*CLIENTS, TOOL]), pick=rng, forever=rng.random() < 0.3)),
+        (0.3, lambda: machine.next_life(pick=rng, ordered=rng.random() < 0.7, really=0)),
+        (0.5, lambda: machine.forget_one(pick=rng)),
         (1, lambda: machine.discard(pick=rng, right=rng.random() < 0.7)),
         (1, lambda: machine.touch_and_inspect(client=rng.choice(CLIENTS), tokens=tokens(), tool=rng.random() < 0.5)),
         (1, lambda: machine.grow(pages=rng.randint(0, 2 * PAGES))),

@@ -138,3 +138,44 @@ def test_random_lives_lose_and_duplicate_nothing(seed):
     for slot in held:
         pool.free(slot)
     assert not pool.slabs()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_restored_as_it_was(seed):
+    rng = random.Random(seed)
+    pool = SlotPool(1000, 128, slab_pages=rng.choice([8, 32, 200]))
+    pool.grow(1000)
+    held: dict[int, int] = {}
+    for _ in range(60):
+        size = rng.choice([1, 3, 8, 40])
+        held |= dict.fromkeys(pool.alloc(size, rng.randint(1, 12), ALL), size)
+        for slot in rng.sample(sorted(held), rng.randint(0, len(held) // 2)):
+            del held[slot]
+            pool.free(slot)
+    again = SlotPool(1000, 128, slab_pages=rng.choice([8, 32, 200]))
+    slots = sorted(held)
+    cut = rng.randint(0, len(slots))
+    for some in (slots[:cut], slots[cut:]):
+        assert all(again.restore(some, [held[slot] for slot in some]))
+    again.grow(1000)
+    assert again.used == pool.used
+    assert sorted(slot for slab in again.slabs() for slot in slab.slots()) == slots
+    covered = sorted([*again.free_extents(), *((slab.start, slab.end) for slab in again.slabs())])
+    assert sum(b - a for a, b in covered) == 999
+    assert all(a[1] <= b[0] for a, b in zip(covered, covered[1:], strict=False))
+    more = again.alloc(3, 1000, ALL)
+    assert not {page for slot in more for page in range(slot, slot + 3)} & {
+        page for slot, size in held.items() for page in range(slot, slot + size)
+    }
+    for slot in [*held, *more]:
+        again.free(slot)
+    assert not again.slabs() and not again.used
+
+
+def test_what_cannot_be_restored():
+    pool = SlotPool(100, 32)
+    assert pool.restore([0, 1, 2, 30, 90, 99, 101], [1, 2, 1, 3, 0, 2, 1]) == [False, True] + [False] * 5
+    pool.grow(100)
+    assert pool.used == 2
+    with pytest.raises(ValueError):
+        pool.restore([50], [1])

@@ -1,4 +1,4 @@
-"""``kvtier pin`` and ``kvtier unpin``: keep a prompt's KV in the node store, whatever else comes.
+"""``kvtier pin``, ``unpin`` and ``warm``: keep a prompt's KV in the node store, or have it come up from below.
 
 The engine knows how a prompt becomes blocks (its tokenizer, its hashes); it is asked for both, and tells the store.
 """
@@ -44,14 +44,20 @@ def tokenize(server: str, text: str) -> list[int]:
         raise KVTierError(f"{server} does not tokenize: {error}") from error
 
 
-async def keep(endpoint: str, tokens: list[int], salt: str, pinned: bool, key: Path | None = None) -> int:
-    """Blocks whose state changed. Raises KVTierError if the engine does not answer or has no store."""
+async def keep(endpoint: str, tokens: list[int], salt: str, pinned: bool | None, key: Path | None = None) -> int:
+    """Blocks whose state changed; ``pinned`` None: that are looked for below the store's memory.
+
+    Raises KVTierError if the engine does not answer or has no store.
+    """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise KVTierError(f"{endpoint!r} is not HOST:PORT")
     try:
         async with AsyncEndpointClient(ClusterKey.load(str(key)) if key else None) as client:
-            kept = await client.keep(host, int(port), tokens, salt, pinned)
+            if pinned is None:
+                kept = await client.warm(host, int(port), tokens, salt)
+            else:
+                kept = await client.keep(host, int(port), tokens, salt, pinned)
     except (PeerRefused, TimeoutError) as error:
         raise KVTierError(f"{endpoint} did not do it: {error or 'no answer in time'}") from error
     if kept.reason:
@@ -59,7 +65,12 @@ async def keep(endpoint: str, tokens: list[int], salt: str, pinned: bool, key: P
     return kept.blocks
 
 
-def _run(pinned: bool, server: str, endpoint: str, prompt: str | None, file: Path | None, salt: str, key: Path | None):
+_DONE = {True: "pinned", False: "no longer pinned", None: "looked for"}
+
+
+def _run(
+    pinned: bool | None, server: str, endpoint: str, prompt: str | None, file: Path | None, salt: str, key: Path | None
+) -> None:
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give either --prompt or --file")
     try:
@@ -68,7 +79,7 @@ def _run(pinned: bool, server: str, endpoint: str, prompt: str | None, file: Pat
     except KVTierError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {'pinned' if pinned else 'no longer pinned'}")
+    typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {_DONE[pinned]}")
 
 
 def pin(
@@ -87,6 +98,15 @@ def unpin(
     _run(False, server, endpoint, prompt, file, cache_salt, cluster_key)
 
 
+def warm(
+    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    cluster_key: Key = None,
+) -> None:  # fmt: skip
+    """Bring what the node store has of a prompt on disk, in an object store or on other nodes up into its memory."""
+    _run(None, server, endpoint, prompt, file, cache_salt, cluster_key)
+
+
 def add_to(app: typer.Typer) -> None:
     app.command("pin")(pin)
     app.command("unpin")(unpin)
+    app.command("warm")(warm)

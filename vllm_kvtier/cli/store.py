@@ -1,10 +1,12 @@
 """``kvtier store``, ``kvtier stats`` and ``kvtier clear``."""
 
+import inspect
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated
 
 import msgspec
@@ -21,7 +23,6 @@ from vllm_kvtier.store.options import StoreOptions, help_of
 from vllm_kvtier.wire.reactor import Reactor
 
 ANSWER_SECONDS = 10.0
-_DEFAULT = StoreOptions()
 
 Name = Annotated[str, typer.Option("--name", help="Several stores on one node have different names.")]
 Socket = Annotated[
@@ -29,43 +30,26 @@ Socket = Annotated[
 ]
 
 
-def _option(name: str):
-    return typer.Option(f"--{name.replace('_', '-')}", help=help_of(name))
-
-
-def serve(
-    name: Name = "default",
-    socket: Socket = None,
-    size: Annotated[str, _option("size")] = _DEFAULT.size,
-    huge_pages: Annotated[str, _option("huge_pages")] = _DEFAULT.huge_pages,
-    numa: Annotated[str, _option("numa")] = _DEFAULT.numa,
-    idle_seconds: Annotated[float, _option("idle_seconds")] = _DEFAULT.idle_seconds,
-    policy: Annotated[str, _option("policy")] = _DEFAULT.policy,
-    tenant_share: Annotated[float, _option("tenant_share")] = _DEFAULT.tenant_share,
-    pin_share: Annotated[float, _option("pin_share")] = _DEFAULT.pin_share,
-    lease_seconds: Annotated[float, _option("lease_seconds")] = _DEFAULT.lease_seconds,
-    reserve_seconds: Annotated[float, _option("reserve_seconds")] = _DEFAULT.reserve_seconds,
-    log_file: Annotated[str, _option("log_file")] = _DEFAULT.log_file,
-    log_level: Annotated[str, _option("log_level")] = _DEFAULT.log_level,
-) -> None:
+def serve(name: Name = "default", socket: Socket = None, **options) -> None:
     """Serve this node's store here, until Ctrl-C. Engines start one themselves if they find none."""
     from vllm_kvtier.store.__main__ import run  # brings the server, which the other commands do not need
 
     with _errors_in_words():
-        options = StoreOptions(
-            size=size,
-            huge_pages=huge_pages,
-            numa=numa,
-            idle_seconds=idle_seconds,
-            policy=policy,
-            tenant_share=tenant_share,
-            pin_share=pin_share,
-            lease_seconds=lease_seconds,
-            reserve_seconds=reserve_seconds,
-            log_file=log_file,
-            log_level=log_level,
+        raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
+
+
+def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with a parameter for each of StoreOptions, in place of ``**options``, for typer to see."""
+    parameters = list(inspect.signature(command).parameters.values())[:-1]
+    for option in fields(StoreOptions):
+        switch = typer.Option(f"--{option.name.replace('_', '-')}", help=help_of(option.name))
+        kind = Annotated[type(option.default), switch]
+        parameters.append(
+            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=kind)
         )
-        raise typer.Exit(run(socket or store_path(name), options))
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def stats(
@@ -76,20 +60,25 @@ def stats(
     """What the store holds, who uses it, and how well it does."""
     with _errors_in_words():
         counts = _ask(socket or store_path(name), lambda client: client.stat())
-    fields = msgspec.to_builtins(counts)
-    del fields["id"], fields["type"]  # of the message, not of the store
+    numbers = msgspec.to_builtins(counts)
+    del numbers["id"], numbers["type"]  # of the message, not of the store
     if as_json:
-        print(json.dumps(fields))
+        print(json.dumps(numbers))
         return
     table = Table(show_header=False, box=None)
-    clients, index = fields.pop("clients"), fields.pop("index")
-    for key, value in {**fields, **index}.items():
-        words = key.replace("_", " ")
-        shown = f"{value} ({in_words(value)})" if key.endswith("_bytes") else str(value)
-        table.add_row(words, f"{value:.1f}" if isinstance(value, float) else shown)
+    clients, tiers, index = (numbers.pop(name) for name in ("clients", "tiers", "index"))
+    _add_rows(table, "", {**numbers, **index})
+    for tier in tiers:
+        _add_rows(table, f"{tier.pop('name')} ", {**tier, **tier.pop("extra")})
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
     Console().print(table)
+
+
+def _add_rows(table: Table, of: str, numbers: dict) -> None:
+    for key, value in numbers.items():
+        shown = f"{value} ({in_words(value)})" if key.endswith("_bytes") else str(value)
+        table.add_row(of + key.replace("_", " "), f"{value:.1f}" if isinstance(value, float) else shown)
 
 
 def clear(
@@ -113,7 +102,7 @@ def clear(
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("store")(serve)
+    app.command("store")(_with_store_options(serve))
     app.command("stats")(stats)
     app.command("clear")(clear)
 

@@ -1,5 +1,6 @@
 """Who holds what, until when: clients, their leases and their reservations. What that means is the index's."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Client:
 
 
 class Claims:
-    """All leases last equally long, and all reservations: queues in order of time are queues in order of deadline.
+    """All leases with a deadline last equally long, and all reservations: queues in order of time are queues in
+    order of deadline.
 
     What ended early stays in its queue until it is first.
     """
@@ -58,11 +60,12 @@ class Claims:
     def leases(self) -> int:
         return sum(len(client.leases) for client in self._clients.values())
 
-    def lease(self, client: int, entries: list[Entry]) -> int:
-        """Its name, never 0."""
+    def lease(self, client: int, entries: list[Entry], forever: bool = False) -> int:
+        """Its name, never 0. ``forever``: it has no deadline."""
         self._last_lease += 1
-        lease = Lease(self._last_lease, client, self._clock() + self._lease_seconds, entries)
-        self._leases.append(lease)
+        lease = Lease(self._last_lease, client, math.inf if forever else self._clock() + self._lease_seconds, entries)
+        if not forever:
+            self._leases.append(lease)
         self._clients[client].leases[lease.name] = lease
         return lease.name
 

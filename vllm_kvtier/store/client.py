@@ -8,6 +8,7 @@ lent dies there if it ever wakes, and a new one is tried, at growing intervals. 
 clients one ``ask_timeout``, not one a question.
 """
 
+import itertools
 import logging
 import os
 import random
@@ -40,7 +41,8 @@ class StoreClient:
 
     Attributes (any thread): ``connected``; ``reason`` (why not connected, in words; "" while connected);
     ``instance`` ("" while not connected), ``session`` (number of this connection, grows), ``pool_pages``,
-    ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected).
+    ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected), ``tiers`` (names of
+    those below its memory).
 
     ``launch`` is called on a thread of its own when nobody listens at ``path``; it returns once somebody does, or
     raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard)
@@ -59,12 +61,14 @@ class StoreClient:
     ):
         self.connected, self.reason = False, "not connected yet"
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
+        self.tiers: tuple[str, ...] = ()
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
         self._launch, self._ask_timeout = launch, ask_timeout
         self._on_change = on_change or (lambda: None)
         self._lock = threading.Lock()  # guards what is above, below, and the order of questions on the stream
         self._stream: Stream | None = None  # None until welcomed
-        self._pending: dict[int, Pending] = {}  # by question, oldest first
+        self._pending: dict[int, Pending] = {}  # by question, oldest first, and so answered
+        self._patient: dict[int, Pending] = {}  # answered in any order
         self._next_id = random.getrandbits(32)
         self._watched = False  # a timer looks after the oldest question
         self._pool_fd = -1
@@ -102,11 +106,24 @@ class StoreClient:
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    def lookup(self, space: bytes, chain: bytes, start: int, pages_limit: int) -> Pending:
+    def lookup(
+        self,
+        space: bytes,
+        chain: bytes,
+        start: int,
+        pages_limit: int,
+        patience: float = 0.0,
+        nodes: Sequence[str] = (),
+    ) -> Pending:
         """Outcome: messages.Found, with a lease on what was found. Of a chain longer than messages.MAX_UNITS only
-        so much is asked for."""
+        so much is asked for. ``patience``: seconds that the store may wait for what comes up from below."""
         chain = chain[: m.MAX_UNITS * m.HASH]
-        return self._ask(lambda id: m.Lookup(id, space, chain, start, pages_limit))
+        return self._ask(
+            lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, list(nodes)), patience
+        )
+
+    def warm(self, space: bytes, chain: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
+        self._tell(m.Warm(space, chain[: m.MAX_UNITS * m.HASH], pages_limit, list(nodes)), None)
 
     def reserve(
         self, space: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int
@@ -147,14 +164,14 @@ class StoreClient:
     def discard(self, space: bytes, group: int, hash: bytes, slot: int, session: int | None = None) -> None:
         self._tell(m.Discard(space, group, hash, slot), session)
 
-    def _ask(self, make: Callable[[int], msgspec.Struct]) -> Pending:
+    def _ask(self, make: Callable[[int], msgspec.Struct], patience: float = 0.0) -> Pending:
         with self._lock:
-            pending = Pending(self.session, time.monotonic() + self._ask_timeout)
+            pending = Pending(self.session, time.monotonic() + self._ask_timeout + patience)
             stream = self._stream
             if stream is not None:
                 self._next_id = id = (self._next_id + 1) & _MASK
                 frame = m.encode(make(id))
-                self._pending[id] = pending
+                (self._patient if patience else self._pending)[id] = pending
                 stream.send(frame)  # if it fails, the stream's end ends the question
                 if not self._watched:
                     self._watched = True
@@ -284,7 +301,7 @@ class StoreClient:
             stream.close("it greets twice")
         else:
             with self._lock:
-                pending = self._pending.pop(reply.id, None)
+                pending = self._pending.pop(reply.id, None) or self._patient.pop(reply.id, None)
             if pending is not None:
                 pending.resolve(reply)
 
@@ -303,6 +320,7 @@ class StoreClient:
         self._pause, self._launch_pause = RETRY_SECONDS[0], LAUNCH_SECONDS[0]
         with self._lock:
             self.connected, self.reason, self.instance = True, "", reply.instance
+            self.tiers = tuple(reply.tiers)
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self.session += 1
             self._pool_fd = fds[0]
@@ -330,7 +348,8 @@ class StoreClient:
             self.connected, self.reason, self.instance = False, words, ""
             self.pool_pages = self.ready_pages = 0
             fd, self._pool_fd = self._pool_fd, -1
-            pending, self._pending = list(self._pending.values()), {}
+            pending = [*self._pending.values(), *self._patient.values()]
+            self._pending, self._patient = {}, {}
         os.close(fd)
         for one in pending:
             one.resolve(Failed(words))
@@ -338,16 +357,18 @@ class StoreClient:
         self._disconnected(words, pause)
 
     def _watch(self) -> None:
-        """One timer for all questions: they are answered in order, so the oldest is due first."""
+        """One timer for all questions: of those answered in order the oldest is due first."""
         with self._lock:
-            oldest = next(iter(self._pending.values()), None)
-            if oldest is None:
+            due = [pending.deadline for pending in self._patient.values()]
+            due += [pending.deadline for pending in itertools.islice(self._pending.values(), 1)]
+            if not due:
                 self._watched = False
                 return
             stream = self._stream
-            left = oldest.deadline - time.monotonic()
+            left = min(due) - time.monotonic()
         if left > 0:
-            self._reactor.call_later(left, self._watch)
+            # Not longer than a question that is asked meanwhile may take.
+            self._reactor.call_later(min(left, self._ask_timeout), self._watch)
             return
         if stream is not None:
             stream.close(f"it has not answered for {self._ask_timeout:g} s")

@@ -28,10 +28,11 @@ class Entry:
         "slot",  # page number; 0: none yet
         "size",  # pages
         "state",
-        "client",  # that reserved it
+        "client",  # that reserved it; None: nobody writes it
         "tenant",
         "leases",
         "pinned",
+        "depth",  # units of the chain up to its end; fewer where what precedes it was not known then
         "used",  # when, in the index's count of requests
         "mark",  # the policy's own
         "stamp",  # the policy's own
@@ -41,10 +42,10 @@ class Entry:
         "next",
     )
 
-    def __init__(self, space, group: int, block_hash: bytes, parent_hash: bytes | None, size: int, client: int, tenant):
+    def __init__(self, space, group: int, block_hash: bytes, parent_hash: bytes | None, size: int, client, tenant):
         self.space, self.group, self.hash, self.parent_hash = space, group, block_hash, parent_hash
         self.size, self.client, self.tenant = size, client, tenant
-        self.slot = self.leases = self.used = self.mark = self.stamp = 0
+        self.slot = self.leases = self.depth = self.used = self.mark = self.stamp = 0
         self.state = RESERVED
         self.pinned = False
         self.parent = self.first = None

@@ -65,14 +65,51 @@ class SlotPool:
         self._no_room: dict[int, int] = {}  # size -> page before which no extent holds a slot
 
     def grow(self, ready_pages: int) -> None:
-        """Pages below ``ready_pages`` are usable. A smaller number than before changes nothing."""
+        """Pages below ``ready_pages`` are usable (all, where slots were restored). A smaller number than before
+        changes nothing."""
         start = max(1, self.ready)
         end = min(ready_pages, self.pages)
+        restored = self._slabs if not self.ready else ()
         self.ready = max(self.ready, end)
-        while start < end:
-            stop = min(end, (start // self.piece_pages + 1) * self.piece_pages)
-            self._give(start, stop)
-            start = stop
+        for slab in restored:
+            if slab.free:
+                self._open.setdefault(slab.size, {})[slab] = None
+            self._give_pieces(start, slab.start)
+            start = slab.end
+        self._give_pieces(start, end)
+
+    def restore(self, slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Takes slots where they were in an earlier life: which of them could be. Before the first ``grow``; slots
+        ascend, also from call to call.
+
+        Not those that overlap one before them, straddle a piece or end beyond ``pages``. What lies between two slots
+        of one slab is free.
+        """
+        if self.ready:
+            raise ValueError("slots are restored before any memory is usable")
+        good, piece = [], self.piece_pages
+        slab = self._slabs[-1] if self._slabs else None
+        for slot, size in zip(slots, sizes, strict=True):
+            begin = slab.end if slab is not None else 1
+            right = size > 0 and begin <= slot <= self.pages - size and slot // piece == (slot + size - 1) // piece
+            good.append(right)
+            if not right:
+                continue
+            if (
+                slab is None
+                or size != slab.size
+                or (slot - slab.start) % size
+                or slot + size - slab.start > max(size, self.slab_pages)
+                or slot // piece != slab.start // piece
+            ):
+                slab = Slab(slot, size, 0)
+                self._slabs.append(slab)
+                self._starts.append(slot)
+            at = (slot - slab.start) // size
+            slab.free |= (1 << at) - (1 << slab.count)  # those skipped
+            slab.count = at + 1
+            self.used += size
+        return good
 
     def alloc(self, size: int, n: int, limit: int) -> list[int]:
         """Up to ``n`` slots that end at or below page ``limit``, ascending, adjacent where that can be had."""
@@ -192,6 +229,12 @@ class SlotPool:
         near = self._extents[max(0, at - 1) : at + 1]
         piece = self.piece_pages
         return [(s, e) for s, e in near if (e == low and low % piece) or (s == high and high % piece)]
+
+    def _give_pieces(self, start: int, end: int) -> None:
+        while start < end:
+            stop = min(end, (start // self.piece_pages + 1) * self.piece_pages)
+            self._give(start, stop)
+            start = stop
 
     def _give(self, start: int, end: int) -> None:
         for extent in self._neighbours(start, end):

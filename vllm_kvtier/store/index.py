@@ -11,12 +11,12 @@ block. That is safe, not prevented: the checksum in every slot is keyed by the b
 it got something else, or a mixture.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from vllm_kvtier.store.blocks import Blocks
 from vllm_kvtier.store.claims import Claims
-from vllm_kvtier.store.entries import GONE, READY, RESERVED, Entry, Space
+from vllm_kvtier.store.entries import READY, RESERVED, Entry, Space
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES, Policy
 from vllm_kvtier.store.records import (
@@ -31,10 +31,9 @@ from vllm_kvtier.store.records import (
     Holding,
     IndexStats,
 )
-from vllm_kvtier.store.room import Room
 
 
-class Index:
+class Index(Blocks):
     """Single-threaded; no I/O. ``client`` is any int that the server gives a connection; ``connect`` comes first.
 
     pool: whose memory. policy: makes an eviction policy (``policies.POLICIES[name]``; None: the default).
@@ -53,12 +52,9 @@ class Index:
         pin_share: float = 0.5,
         tenant_share: float = 1.0,
     ):
-        self._pool, self._pin_share = pool, pin_share
-        self._room = Room(pool, policy or POLICIES[DEFAULT_POLICY], tenant_share, self._unlist)
+        super().__init__(pool, policy or POLICIES[DEFAULT_POLICY], tenant_share)
+        self._pin_share = pin_share
         self._claims = Claims(clock, lease_seconds, reserve_seconds)
-        self._spaces: dict[bytes, Space] = {}
-        self._now = 0  # requests so far: what entry.used counts in
-        self._stats = IndexStats()
 
     # -- clients -------------------------------------------------------------------------------------------------
 
@@ -79,10 +75,6 @@ class Index:
         """(leases, reserved slots) of a client."""
         known = self._claims.known(client)
         return len(known.leases), len(known.reserved)
-
-    def grow(self, ready_pages: int) -> None:
-        """Memory below this page is usable. Never shrinks."""
-        self._pool.grow(ready_pages)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -108,14 +100,26 @@ class Index:
         if not entries:
             return Found(0, start, [[] for _ in shapes])
         self._stats.found_units += units - start
-        fresh = 0
-        for entry in entries:
-            if not entry.leases:
-                fresh += 1
-            entry.leases += 1
-        self._stats.leased_entries += fresh
+        self._mark_leased(entries)
         slots = [[0] * zeros + [entry.slot for entry in row] for zeros, row in zip(skipped, found, strict=True)]
         return Found(self._claims.lease(client, entries), units, slots)
+
+    def hold(
+        self, client: int, names: Sequence[tuple[bytes, int, bytes]], forever: bool = False
+    ) -> tuple[int, list[int]]:
+        """Leases those of the blocks (space, group, hash) that are ready: (lease, slot of each; 0 where it is not).
+
+        The lease is 0 if none is. It ends as a lookup's does, or, ``forever``, by ``release`` or ``disconnect``
+        alone: for who is bound to say when it is done. Nothing is touched.
+        """
+        self._claims.known(client)
+        entries = [self.find(*name) for name in names]
+        ready = [entry for entry in entries if entry is not None and entry.state is READY]
+        slots = [0 if entry is None or entry.state is not READY else entry.slot for entry in entries]
+        if not ready:
+            return 0, slots
+        self._mark_leased(ready)
+        return self._claims.lease(client, ready, forever), slots
 
     def release(self, client: int, lease: int) -> bool:
         """False: no such lease (released, expired)."""
@@ -181,15 +185,18 @@ class Index:
             table, shape = here.tables[group], here.shapes[group]
             if block_hash in table:
                 continue
-            parent = parent_hash = None
-            if shape.window is None and (parent_hash := parents[at : at + HASH]) != ZERO:
-                parent = table.get(parent_hash)
-                if parent is None:
-                    answer[i] = NO_PARENT_STORED
-                    continue
-            else:
+            parent = before = None
+            if (parent_hash := parents[at : at + HASH]) != ZERO:
+                before = table.get(parent_hash)
+            if shape.window is not None or parent_hash == ZERO:
                 parent_hash = None
+            elif before is None:
+                answer[i] = NO_PARENT_STORED
+                continue
+            else:
+                parent = before
             entry = Entry(here, group, block_hash, parent_hash, shape.size, client, tenant)
+            entry.depth = shape.units + (before.depth if before is not None else 0)
             here.insert(entry, parent)
             wanted.setdefault(shape.size, []).append((i, entry))
         got: list[Entry] = []
@@ -225,6 +232,8 @@ class Index:
         self._room.admit(reversed(ready))
         self._stats.entries += len(ready)
         self._stats.commits += len(ready)
+        if ready and self.watch is not None:
+            self.watch.stored(ready)
         return len(ready)
 
     def abort(self, client: int, slots: Sequence[int]) -> int:
@@ -276,16 +285,6 @@ class Index:
             self._room.admit(reversed(changed))
         return len(changed)
 
-    def clear(self, space: bytes | None) -> int:
-        """Forget a space (None: all), pins included: number of blocks. Slots being read or written free later."""
-        gone = 0
-        for here in list(self._spaces.values()) if space is None else filter(None, [self._spaces.get(space)]):
-            for table in here.tables:
-                for entry in reversed(list(table.values())):
-                    self._forget(entry)
-                    gone += 1
-        return gone
-
     # -- time and numbers ----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -318,32 +317,17 @@ class Index:
     def _space(self, client: int, name: bytes, make: bool = False) -> Space | None:
         known = self._claims.known(client)
         here = self._spaces.get(name)
-        if here is None:
-            if make:
-                align = math.lcm(*(shape.units for shape in known.shapes))
-                here = self._spaces[name] = Space(name, known.unit_tokens, known.shapes, align)
-        elif known.shapes and (known.unit_tokens, known.shapes) != (here.unit_tokens, here.shapes):
-            raise BadRequest(
-                f"space {name.hex()} holds blocks of other groups or another unit than this engine's: two engines "
-                f"that differ in these must not share a space ({here.shapes} against {known.shapes})"
-            )
-        return here
+        if here is not None:
+            return self._checked(here, known.unit_tokens, known.shapes)
+        return self._make(name, known.unit_tokens, known.shapes) if make else None
 
-    def _touch(self, here: Space, chain: bytes, start: int, found: list[list[Entry]]) -> int:
-        """``found``, and of what lies before ``start`` all of full attention and the windows there."""
-        count = 0
-        for g, shape in enumerate(here.shapes):
-            row = here.row(g, chain, here.first_needed(shape, 0, start), start // shape.units) + found[g]
-            row.reverse()
-            held = []
-            for entry in row:
-                if entry is not None and entry.state is READY:
-                    entry.used = self._now
-                    count += 1
-                    if not entry.pinned:
-                        held.append(entry)
-            self._room.touch(shape.size, held)
-        return count
+    def _mark_leased(self, entries: list[Entry]) -> None:
+        fresh = 0
+        for entry in entries:
+            if not entry.leases:
+                fresh += 1
+            entry.leases += 1
+        self._stats.leased_entries += fresh
 
     def _end_reservations(self, client: int, slots: Sequence[int]) -> list[Entry]:
         ended = self._claims.end_reservations(client, slots)
@@ -351,38 +335,3 @@ class Index:
         for entry in ended:
             self._settle(entry)
         return ended
-
-    def _settle(self, entry: Entry) -> None:
-        """Free the slot of a forgotten block that nobody reads or writes any more."""
-        if entry.state is GONE and not entry.leases and entry.client is None:
-            self._room.free(entry)
-
-    def _forget(self, entry: Entry) -> None:
-        """By force: whatever hangs under it becomes unreachable."""
-        if entry.state is READY:
-            if entry.pinned:
-                self._mark_pinned(entry, False)
-            else:
-                self._room.withdraw(entry)
-            self._unlist(entry)
-        else:
-            self._remove(entry)
-        self._settle(entry)
-
-    def _unlist(self, entry: Entry) -> None:
-        """Of a ready block, in no policy any more."""
-        self._stats.entries -= 1
-        self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        here = entry.space
-        here.remove(entry)
-        entry.state = GONE
-        if not here.tables[entry.group] and here.empty and self._spaces.get(here.name) is here:
-            del self._spaces[here.name]
-
-    def _mark_pinned(self, entry: Entry, pinned: bool) -> None:
-        entry.pinned = pinned
-        sign = 1 if pinned else -1
-        self._stats.pinned_entries += sign
-        self._stats.pinned_pages += sign * entry.size

@@ -72,6 +72,15 @@ def pool_bytes(size: str, limits: MemoryLimits) -> int:
     return wanted
 
 
+def parse_bytes(size: str, what: str) -> int:
+    """Bytes of something that has no limit of its own; a multiple of PAGE. Raises ConfigError that names ``what``."""
+    match = _SIZE.fullmatch(size.strip())
+    factor = _UNITS.get(match[2].lower()) if match and match[2] != "%" else None
+    if factor is None or (nbytes := int(float(match[1]) * factor) // PAGE * PAGE) <= 0:
+        raise ConfigError(f"{what} {size!r}: give bytes, 500GiB, 500G or 500GB")
+    return nbytes
+
+
 def in_words(nbytes: int) -> str:
     """Rounded down, so that what is said to fit does."""
     for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):

@@ -19,18 +19,20 @@ from typing import Annotated, Literal
 import msgspec
 
 from vllm_kvtier import __version__
+from vllm_kvtier.store.lower.base import TierCounts
 from vllm_kvtier.store.records import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, ZERO, IndexStats
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
 # For who speaks to the store: all of its words and numbers are here.
 __all__ = ["EXISTS", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: the block is the first of its chain
 MAX_UNITS = 1 << 17  # of a chain: 2 MiB
 MAX_ITEMS = 1 << 16  # of one Reserve, Commit or Abort
 MAX_GROUPS = 64
+MAX_NODES = 8  # that one request may name
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -44,6 +46,8 @@ Tenant = Annotated[bytes, msgspec.Meta(max_length=16)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
 Pages = Annotated[list[TakenPage], msgspec.Meta(max_length=MAX_ITEMS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+Nodes = Annotated[list[Name], msgspec.Meta(max_length=MAX_NODES)]
 
 
 class GroupShape(msgspec.Struct, frozen=True):
@@ -70,13 +74,28 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """What is stored of ``chain`` from unit ``start`` on? Leases what it finds. Answer: Found."""
+    """What is stored of ``chain`` from unit ``start`` on? Leases what it finds. Answer: Found.
+
+    What lies in a tier below memory begins to come up. The answer waits for that, for ``patience`` at most; it tells
+    at once what is in memory, and what is expected, if ``patience`` is 0.
+    """
 
     id: Count
     space: Space
     chain: Hashes  # from token 0 on, also where ``start`` is later
     start: Count  # in units; a multiple of every group's units
     pages_limit: Page  # only slots below this page: what the asker's workers have registered
+    patience: Seconds = 0.0
+    nodes: Nodes = []  # host:port of other nodes' stores that may have it
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """The chain will be asked for: what of it lies in a tier below memory may come up. No answer."""
+
+    space: Space
+    chain: Hashes
+    pages_limit: Page
+    nodes: Nodes = []
 
 
 class Touch(msgspec.Struct, frozen=True, tag="touch"):
@@ -156,7 +175,7 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
 
 
 Request = (
-    Hello | Lookup | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
+    Hello | Lookup | Warm | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
 )
 
 # -- store to client ----------------------------------------------------------------------------------------
@@ -172,6 +191,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     pool_pages: Page
     ready_pages: Page  # usable from the start so far; Ready tells of more
     huge_pages: bool  # the file is of 2 MiB pages
+    tiers: list[Name] = []  # below memory
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -187,6 +207,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pool_pages: Page
 
 
+class Below(msgspec.Struct, frozen=True):
+    """What is on its way up of a chain: ``units``: where that ends as far as is known; ``seconds``: until it is
+    expected in memory; ``asking``: until more is expected to be known, 0: nobody is being asked."""
+
+    units: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    asking: Annotated[float, msgspec.Meta(ge=0)]
+
+
 class Found(msgspec.Struct, frozen=True, tag="found"):
     """Units ``[start, units)`` can be loaded; ``units == start``: nothing, and then ``lease`` is 0.
 
@@ -197,6 +226,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     lease: Count
     units: Count
     slots: Annotated[list[Annotated[list[Page], msgspec.Meta(max_length=MAX_UNITS)]], msgspec.Meta(max_length=64)]
+    below: Below | None = None
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
@@ -244,6 +274,7 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     note: Sentence
     clients: list[ClientCounts]
     index: IndexStats
+    tiers: list[TierCounts] = []  # below memory, nearest first
 
 
 Reply = Welcome | Refused | Ready | Found | Reserved | Done | Holding | Counts

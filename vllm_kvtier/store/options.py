@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.lower.objects.names import check_endpoint, parse_url
 
 
 def _option(default, help: str, choices: tuple[str, ...] = ()):
@@ -38,6 +39,32 @@ class StoreOptions:
     pin_share: float = _option(0.5, "Share of the pool, 0 to 1, that may be pinned.")
     lease_seconds: float = _option(60.0, "A load that takes longer is no longer protected from eviction.")
     reserve_seconds: float = _option(120.0, "A store that takes longer loses its slots.")
+    disk_path: str = _option("", "Directory for blocks that memory has no room for; empty: no disk.")
+    disk_size: str = _option("64GiB", "Most that may lie there: bytes, 500GiB, or the like.")
+    disk_preallocate: bool = _option(False, "Take all of that from the file system at once.")
+    disk_backend: str = _option(
+        "auto", "NIXL backend that reads and writes: auto is POSIX.", ("auto", "POSIX", "GDS", "GDS_MT")
+    )
+    disk_direct: str = _option("auto", "Go round the page cache where the file system can.", ("auto", "never"))
+    disk_admission: str = _option(
+        "reuse",
+        "What is written: all blocks, or reuse: those seen a second time; what is asked for once wears no disk.",
+        ("all", "reuse"),
+    )
+    disk_min_tokens: int = _option(0, "Prompts shorter than this are not written: computing them takes no longer.")
+    disk_queue_mib: int = _option(256, "Most that may wait for being written; what comes beyond it is not.")
+    object_url: str = _option("", "s3://bucket/prefix that keeps blocks and shares them between nodes; empty: none.")
+    object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")
+    object_region: str = _option("", "Region of the bucket; empty: as AWS's own tools find it.")
+    object_backend: str = _option(
+        "auto", "Who speaks S3: auto is NIXL's OBJ where it can be loaded, else boto3.", ("auto", "OBJ", "boto3")
+    )
+    object_admission: str = _option(
+        "reuse", "What is written there: as disk_admission.", ("all", "reuse")
+    )
+    nodes: str = _option("", "Stores of other nodes that are asked for what is not here: host:port,host:port.")
+    node_listen: str = _option("", "host:port where other nodes' stores may ask for what is here; empty: nowhere.")
+    cluster_key_file: str = _option("", "Key of the cluster; without one nothing listens or asks beyond loopback.")
     log_file: str = _option("", "Log here (at most 2 MiB are kept) instead of standard error.")
     log_level: str = _option("info", "How much to log.", ("debug", "info", "warning", "error"))
 
@@ -46,6 +73,11 @@ class StoreOptions:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices and value not in choices:
                 raise ConfigError(f"store option {option.name}={value!r}: choose one of {', '.join(choices)}")
+        if self.disk_min_tokens < 0 or self.disk_queue_mib < 1:
+            raise ConfigError("store options disk_min_tokens: 0 or more; disk_queue_mib: 1 or more")
+        if self.object_url:
+            parse_url(self.object_url)
+            check_endpoint(self.object_endpoint)
         for name in ("tenant_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")
@@ -72,12 +104,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in fields(StoreOptions):
         parser.add_argument(
             f"--{option.name.replace('_', '-')}",
-            type=type(option.default),
+            type=_truth if isinstance(option.default, bool) else type(option.default),
             default=option.default,
             choices=option.metadata["choices"] or None,
             metavar=None if option.metadata["choices"] else option.name.rpartition("_")[2].upper(),
             help=option.metadata["help"].replace("%", "%%") + f" Default: {option.default or 'none'}.",
         )
+
+
+def _truth(word: str) -> bool:
+    """For argparse, to which any word is true."""
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{word!r}: true or false")
+    return word.lower() == "true"
 
 
 def from_namespace(namespace: argparse.Namespace) -> StoreOptions:

@@ -74,6 +74,14 @@ class Room:
             del self._tenants[name]
         return len(slots)
 
+    def put_back(self, entry: Entry) -> None:
+        """It lies in its slot already, which the pool has taken (``SlotPool.restore``)."""
+        self._at[entry.slot] = entry
+        tenant = self._tenants.get(entry.tenant)
+        if tenant is None:
+            tenant = self._tenants[entry.tenant] = Tenant()
+        tenant.pages += entry.size
+
     def free(self, entry: Entry) -> None:
         """Its slot may hold another block from now on."""
         del self._at[entry.slot]

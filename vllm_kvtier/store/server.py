@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,16 @@ from vllm_kvtier import __version__
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store import address
 from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.limits import in_words, memory_limits, pool_bytes
+from vllm_kvtier.store.lower.base import Want
+from vllm_kvtier.store.lower.tiers import lower_tiers
 from vllm_kvtier.store.memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.records import BadRequest
+from vllm_kvtier.store.records import BadRequest, Found
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
@@ -38,7 +42,7 @@ logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # least and most between two looks at deadlines; they are a matter of minutes
-_ENGINE_ONLY = (m.Lookup, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard)
+_ENGINE_ONLY = (m.Lookup, m.Warm, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard)
 
 
 @dataclass(eq=False)
@@ -64,57 +68,56 @@ class StoreServer:
             raise ConfigError(f"store option policy={options.policy!r}: choose one of {', '.join(POLICIES)}")
         self.path, self.options, self.instance = path, options, uuid.uuid4().hex
         self._on_idle = on_idle
-        self._lock = address.take(path)
-        try:
+        self.policy = options.policy or DEFAULT_POLICY
+        self._tick: Timer | None = None
+        with ExitStack() as undo:
+            self._lock = address.take(path)
+            undo.callback(os.close, self._lock)
             self.memory = PoolMemory(
                 pool_bytes(options.size, memory_limits()),
                 huge_pages=options.huge_pages,
                 interleave=options.numa == "interleave",
             )
-        except BaseException:
-            os.close(self._lock)
-            raise
-        try:
+            undo.callback(self.memory.close)
             self._listener = address.listen(path)
-        except BaseException:
-            self.memory.close()
-            os.close(self._lock)
-            raise
-        address.sign(self._lock)
-        self.policy = options.policy or DEFAULT_POLICY
-        self.index = Index(
-            SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
-            POLICIES[self.policy],
-            time.monotonic,
-            lease_seconds=options.lease_seconds,
-            reserve_seconds=options.reserve_seconds,
-            pin_share=options.pin_share,
-            tenant_share=options.tenant_share,
-        )
+            undo.callback(self._listener.close)
+            self.reactor = Reactor("kvtier-store")
+            self.index = Index(
+                SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
+                POLICIES[self.policy],
+                time.monotonic,
+                lease_seconds=options.lease_seconds,
+                reserve_seconds=options.reserve_seconds,
+                pin_share=options.pin_share,
+                tenant_share=options.tenant_share,
+            )
+            self.lower = lower_tiers(options, self.index, self.memory, self.reactor, self._watch_deadlines)
+            address.sign(self._lock)
+            undo.pop_all()
         self._started = time.monotonic()
         self._clients: dict[int, _Client] = {}
         self._next_client = 1
         self._idle: Timer | None = None
-        self._tick: Timer | None = None
         self._handlers = {
             m.Lookup: self._lookup,
+            m.Warm: self._warm,
             m.Touch: lambda c, r: self.index.touch(c.number, r.space, r.chain),
             m.Release: lambda c, r: self.index.release(c.number, r.lease),
             m.Reserve: self._reserve,
             m.Commit: lambda c, r: self.index.commit(c.number, r.slots),
             m.Abort: lambda c, r: self.index.abort(c.number, r.slots),
-            m.Discard: lambda c, r: self.index.discard(c.number, r.space, r.group, r.hash, r.slot),
+            m.Discard: self._discard,
             m.Pin: self._pin,
             m.Clear: self._clear,
             m.Stat: self._stat,
             m.Inspect: self._inspect,
         }
-        self.reactor = Reactor("kvtier-store")
         self.reactor.on_stop(self._close)
 
     def start(self) -> None:
         self.reactor.add_fd(self._listener.fileno(), lambda events: self._accept())
         self._watch_idle()
+        self.reactor.call_soon(self.lower.start)
         self.reactor.start()
         self.memory.start(lambda: self.reactor.call_soon(self._progress))
 
@@ -170,6 +173,7 @@ class StoreServer:
         self._clients.pop(client.number, None)
         if client.greeting is not None:
             client.greeting.cancel()
+        self.lower.forget(client.number)
         self.index.disconnect(client.number)
         if client.hello is not None and client.hello.kind != "tool":
             logger.info("kvtier: %s left: %s", client, reason)
@@ -236,15 +240,27 @@ class StoreServer:
             pool_pages=self.memory.usable // m.PAGE,
             ready_pages=self.memory.ready // m.PAGE,
             huge_pages=self.memory.huge_pages,
+            tiers=self.lower.names,
         )
         client.stream.send(m.encode(welcome), [self.memory.fd])
         self._watch_idle()
         logger.log(logging.DEBUG if hello.kind == "tool" else logging.INFO, "kvtier: %s connected", client)
 
     def _lookup(self, client: _Client, r: m.Lookup) -> None:
-        found = self.index.lookup(client.number, r.space, r.chain, r.start, r.pages_limit)
-        client.stream.send(m.encode(m.Found(r.id, found.lease, found.units, found.slots)))
-        self._watch_deadlines()
+        def answer(found: Found, below: m.Below | None) -> None:
+            client.stream.send(m.encode(m.Found(r.id, found.lease, found.units, found.slots, below)))
+            self._watch_deadlines()
+
+        want = _want(client, r.space, r.chain, r.start, r.nodes)
+        self.lower.lookup(client.number, want, r.pages_limit, r.patience, answer)
+
+    def _warm(self, client: _Client, r: m.Warm) -> None:
+        self.lower.warm(_want(client, r.space, r.chain, 0, r.nodes), r.pages_limit)
+
+    def _discard(self, client: _Client, r: m.Discard) -> None:
+        """Its copies below may be what it came from: they go too, or it would come up again."""
+        if self.index.discard(client.number, r.space, r.group, r.hash, r.slot):
+            self.lower.discard(r.space, r.group, r.hash)
 
     def _reserve(self, client: _Client, r: m.Reserve) -> None:
         slots = self.index.reserve(client.number, r.space, r.tenant, r.groups, r.hashes, r.parents, r.pages_limit)
@@ -257,6 +273,7 @@ class StoreServer:
 
     def _clear(self, client: _Client, r: m.Clear) -> None:
         count = self.index.clear(r.space)
+        self.lower.clear(r.space)
         logger.info("kvtier: %s cleared %s: %d blocks", client, r.space.hex() if r.space else "everything", count)
         client.stream.send(m.encode(m.Done(r.id, count)))
 
@@ -280,6 +297,7 @@ class StoreServer:
             note=self.memory.note,
             clients=[m.ClientCounts(hello.name, hello.pid, hello.kind, *held) for hello, held in clients],
             index=self.index.stats(),
+            tiers=self.lower.counts(),
         )
         client.stream.send(m.encode(counts))
 
@@ -312,8 +330,14 @@ class StoreServer:
         self._listener.close()
         for client in list(self._clients.values()):
             client.stream.close("the store ends")
+        self.lower.stop()
         self.memory.close()
         os.close(self._lock)
+
+
+def _want(client: _Client, space: bytes, chain: bytes, start: int, nodes: list[str]) -> Want:
+    shapes = [Shape(group.units, group.window, group.slot_pages) for group in client.hello.groups]
+    return Want(space, client.hello.unit_tokens, shapes, chain, start, tuple(nodes))
 
 
 def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,179 @@
+"""Two stores in two network namespaces: found and read across, and everything that can go wrong between them."""
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+
+import netns
+import pytest
+from node_process import NodeProcess
+from support import eventually
+
+from vllm_kvtier.wire.auth import ClusterKey
+
+PORT = 7400
+TCP = {"UCX_TLS": "tcp"}  # else UCX sees that both nodes are one machine, and copies without the network
+
+
+class Nodes:
+    """The first listens, the second asks; each is started when needed and kept as long as it lives."""
+
+    def __init__(self, pair: netns.NetnsPair, folder):
+        self.pair, self.address = pair, f"{pair.addresses[0]}:{PORT}"
+        self.key, self.other_key = str(folder / "key"), str(folder / "other")
+        for key in (self.key, self.other_key):
+            ClusterKey.create(key)
+        self.stack = ExitStack()
+        self._server = self._asker = None
+
+    def start(self, side: int, **options) -> NodeProcess:
+        options = {"cluster_key_file": self.key, "pool_mib": 256, **options}
+        return self.stack.enter_context(NodeProcess(lambda *a, **k: self.pair.popen(side, *a, **k), TCP, **options))
+
+    def both(self) -> tuple[NodeProcess, NodeProcess]:
+        """The one that serves, and the one that asks it, with their tiers usable."""
+        if self._server is None or self._server.process.poll() is not None:
+            self._server = self.start(0, node_listen=self.address)
+        if self._asker is None or self._asker.process.poll() is not None:
+            self._asker = self.start(1, nodes=self.address)
+        ready(self._server, self._asker)
+        eventually(lambda: self._server.ask("stat")["leases"] == 0)  # what was found before has been returned
+        self._server.ask("clear"), self._asker.ask("clear")
+        return self._server, self._asker
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    if netns.why_not():
+        pytest.skip(netns.why_not())
+    with netns.NetnsPair() as pair:
+        nodes = Nodes(pair, tmp_path_factory.mktemp("nodes"))
+        with nodes.stack:
+            yield nodes
+
+
+def ready(*nodes: NodeProcess) -> None:
+    for node in nodes:
+        node.tell("ready")
+    assert all(node.hear()["ok"] for node in nodes)
+
+
+def finds(asker: NodeProcess, units: int, name: str, of: int, seconds: float = 20) -> None:
+    """In the end: it may have been told to leave the server alone for a while."""
+    eventually(lambda: asker.ask("find", units=of, name=name)["units"] == units, seconds)
+
+
+def read_most(asker: NodeProcess, units: int, name: str, break_it) -> dict:
+    """Read a chain, and do something once that has begun."""
+    finds(asker, units, name, units)
+    asker.tell("read", units=4, name=name, keep=False)  # connects
+    assert asker.hear() and asker.hear()["good"] == 4
+    asker.tell("read", units=units, name=name, keep=False)
+    asker.hear()
+    time.sleep(0.03)  # some of it is to be there, and some not
+    break_it()
+    return asker.hear()
+
+
+def test_a_chain_is_found_and_read_across(nodes):
+    server, asker = nodes.both()
+    assert server.ask("store", units=40, name="a")["stored"] == 40
+    assert asker.ask("find", units=50, name="a")["units"] == 40
+    assert asker.ask("find", units=50, name="b")["units"] == 0
+    asker.tell("read", units=50, name="a")
+    assert asker.hear() == {"begins": 40}
+    answer = asker.hear()
+    assert (answer["units"], answer["good"], answer["wrong"]) == (40, 40, 0)
+    # From the middle on.
+    assert server.ask("store", units=60, name="c")["stored"] == 60
+    assert asker.ask("store", units=20, name="c")["stored"] == 20
+    asker.tell("read", units=60, name="c", start=20)
+    assert asker.hear() == {"begins": 40} and asker.hear()["good"] == 40
+    eventually(lambda: server.ask("stat")["leases"] == 0)
+    assert asker.ask("stat")["state"] == server.ask("stat")["state"] == "ready"
+
+
+def test_without_the_key_nobody_is_heard(nodes):
+    server, _ = nodes.both()
+    server.ask("store", units=8, name="k")
+    stranger = nodes.start(1, nodes=nodes.address, cluster_key_file=nodes.other_key)
+    nobody = nodes.start(1, cluster_key_file="")
+    friend = nodes.start(1)
+    ready(stranger, nobody, friend)
+    before = server.ask("stat")["lent_leases"]
+    assert stranger.ask("find", units=8, name="k")["units"] == 0
+    answer = nobody.ask("find", units=8, name="k", nodes=[nodes.address])
+    assert answer["units"] == 0 and answer["seconds"] < 0.5  # it was not even asked
+    assert server.ask("stat")["lent_leases"] == before
+    # With it, also one that a request names.
+    assert friend.ask("find", units=8, name="k")["units"] == 0
+    named = ["nonsense", f"{nodes.pair.addresses[0]}:1", nodes.address]
+    assert friend.ask("find", units=8, name="k", nodes=named)["units"] == 8
+
+
+def test_the_reading_node_dies(nodes):
+    server, asker = nodes.both()
+    server.ask("store", units=120, name="d")
+    finds(asker, 120, "d", 120)
+    asker.tell("read", units=120, name="d")
+    asker.hear()
+    asker.process.kill()
+    eventually(lambda: server.ask("stat")["leases"] == 0, 10)
+    # Somebody else is served.
+    server, other = nodes.both()
+    server.ask("store", units=120, name="d")
+    finds(other, 120, "d", 120)
+
+
+@pytest.mark.parametrize("cable", [True, False], ids=["cable", "stopped"])
+def test_the_serving_node_is_silent_in_the_middle_of_a_read(nodes, cable):
+    """The cable is pulled, or its process hangs; then all goes on, and what was on its way arrives."""
+    server, asker = nodes.both()
+    mover = server.ask("stat")["mover"]
+
+    def silence(silent: bool) -> None:
+        if cable:
+            nodes.pair.plug(0, not silent)
+        else:
+            os.kill(mover, signal.SIGSTOP if silent else signal.SIGCONT)
+
+    server.ask("store", units=4, name="q")
+    server.ask("store", units=120, name="p")
+    began = time.monotonic()
+    answer = read_most(asker, 120, "p", lambda: silence(True))
+    assert answer["good"] < 120 and answer["wrong"] == 0
+    assert time.monotonic() - began < 15
+    if cable:
+        eventually(lambda: server.ask("stat")["leases"] == 0, 10)  # the server takes back what it lent
+    silence(False)
+    # What arrives now must not be found in memory that is somebody else's by now.
+    finds(asker, 4, "q", 4)
+    asker.tell("read", units=4, name="q")
+    assert asker.hear() and asker.hear()["good"] == 4
+    assert asker.ask("written")["written"] == 0
+    assert asker.ask("stat")["restarts"] == 0
+    finds(asker, 120, "p", 120)
+    asker.tell("read", units=120, name="p")
+    assert asker.hear() and asker.hear()["good"] == 120
+    eventually(lambda: server.ask("stat")["leases"] == 0, 10)
+
+
+def test_the_serving_node_dies_in_the_middle_of_a_read(nodes):
+    server, asker = nodes.both()
+    server.ask("store", units=120, name="s")
+    began = time.monotonic()
+    answer = read_most(asker, 120, "s", server.kill)
+    assert answer["units"] == 120 and answer["good"] < 120 and answer["wrong"] == 0
+    assert time.monotonic() - began < 9
+    assert asker.ask("written")["written"] == 0
+    stat = asker.ask("stat")
+    assert (stat["state"], stat["restarts"], stat["reserved"]) == ("ready", 0, 0)
+    assert asker.ask("find", units=120, name="s")["units"] == 0
+    # It comes back, without what it had.
+    server.process.wait()
+    again, asker = nodes.both()
+    again.ask("store", units=10, name="s")
+    finds(asker, 10, "s", 120)
+    asker.tell("read", units=10, name="s")
+    assert asker.hear() == {"begins": 10} and asker.hear()["good"] == 10

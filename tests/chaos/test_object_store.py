@@ -1,0 +1,333 @@
+"""Two nodes' object tiers, each with its pool and its mover's process, and a real S3-speaking server between them."""
+
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from s3_server import REGION, S3Server
+from support import eventually
+
+from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.lower import mover as mover_module
+from vllm_kvtier.store.lower.base import Block, Want
+from vllm_kvtier.store.lower.child import spawn
+from vllm_kvtier.store.lower.objects.tier import ObjectTier
+from vllm_kvtier.store.records import HASH, ZERO
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import PAGE
+
+SPACE = b"a space 16 bytes"
+BUCKET = "kv-blocks"
+BLOCKS, PAGES = 24, 16  # of 64 KiB
+SIZE = PAGES * PAGE
+POOL = (1 + 2 * BLOCKS * PAGES) * PAGE
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"  # as Amazon's manuals print it
+
+
+def chain_of(name: str, length: int = BLOCKS) -> bytes:
+    return b"".join(hashlib.blake2b(f"{name} {i}".encode(), digest_size=HASH).digest() for i in range(length))
+
+
+def contents(block: Block) -> bytes:
+    return (hashlib.sha512(block.hash).digest() * (SIZE // 64 + 1))[:SIZE]
+
+
+def blocks_of(chain: bytes, half: int = 0) -> list[Block]:
+    """Of a chain, in the first half of a pool or in the second."""
+    hashes = [chain[i : i + HASH] for i in range(0, len(chain), HASH)]
+    first = 1 + half * BLOCKS * PAGES
+    return [
+        Block(SPACE, 0, block_hash, hashes[i - 1] if i else ZERO, b"", first + i * PAGES, PAGES, i + 1)
+        for i, block_hash in enumerate(hashes)
+    ]
+
+
+class Node:
+    """A tier with a pool and a reactor, as a store has them; its calls block here."""
+
+    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", backend: str = "boto3", **seconds):
+        self.pids: list[int] = []
+        self.command_lines: list[str] = []
+        self.fd = os.memfd_create("pool")
+        os.ftruncate(self.fd, POOL)
+        self.pool = mmap.mmap(self.fd, POOL)
+        self.reactor = Reactor("node")
+        waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **seconds}
+        self.tier = ObjectTier(url, endpoint, REGION, backend, self.fd, POOL, self.reactor, spawn=self._spawn, **waits)
+        self.reactor.call_soon(self.tier.start)
+        self.reactor.start()
+
+    def _spawn(self, kind, sock, pool_fd, pool_bytes):
+        """As ``spawn_mover``; it logs all that it may."""
+        command = [sys.executable, "-m", "vllm_kvtier.store.lower.runner", f"--kind={kind}", "--log-level=debug"]
+        command += [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
+        child = spawn(command, (sock.fileno(), pool_fd))
+        self.pids.append(child.pid)
+        self.command_lines.append(Path(f"/proc/{child.pid}/cmdline").read_bytes().decode())
+        return child
+
+    def ready(self) -> "Node":
+        eventually(lambda: self.tier.usable, 30, "usable")
+        return self
+
+    def stop(self) -> None:
+        self.on(self.tier.stop)
+        self.reactor.stop()
+        os.close(self.fd)
+
+    def on(self, call):
+        done, result = threading.Event(), []
+        self.reactor.call_soon(lambda: (result.append(call()), done.set()))
+        assert done.wait(20)
+        return result[0]
+
+    def begin(self, call) -> list:
+        """``call(done)`` on the reactor; what done was told, as soon as it is."""
+        told: list = []
+        self.reactor.call_soon(lambda: call(told.append))
+        return told
+
+    def ask(self, call):
+        told = self.begin(call)
+        eventually(lambda: told, 40)
+        return told[0]
+
+    def find(self, chain: bytes, start: int = 0):
+        return self.ask(lambda done: self.tier.find(Want(SPACE, 16, [Shape(1, None, PAGES)], chain, start), done))
+
+    def fill(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.pool[block.slot * PAGE : block.slot * PAGE + SIZE] = contents(block)
+
+    def write(self, blocks: list[Block]) -> list[bool]:
+        self.fill(blocks)
+        return self.ask(lambda done: self.tier.write(blocks, done))
+
+    def read(self, chain: bytes) -> tuple[list[bool], list[bool]]:
+        """(what was said to be there, what is right) of all that is found."""
+        find = self.find(chain)
+        blocks = blocks_of(chain, half=1)[: find.units]
+        good = self.ask(lambda done: self.tier.read(find, blocks, done))
+        right = [self.pool[b.slot * PAGE : b.slot * PAGE + SIZE] == contents(b) for b in blocks]
+        return good, right
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = S3Server().start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    monkeypatch.setattr(mover_module, "PAUSES", (0.1, 0.4))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture
+def node_of(server):
+    """Makes nodes, and the bucket they share."""
+    server.client().create_bucket(Bucket=BUCKET)
+    nodes = []
+
+    def make(endpoint=server.endpoint, **options):
+        nodes.append(Node(endpoint, **options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.stop()
+
+
+def test_nodes_share_blocks_write_them_at_once_and_survive_bad_objects(server, node_of):
+    one, other = node_of(), node_of()
+    one.ready(), other.ready()
+    chain = chain_of("shared")
+    assert one.find(chain).units == 0
+
+    assert one.write(blocks_of(chain)) == [True] * BLOCKS
+    assert other.find(chain).units == BLOCKS and other.find(chain, 10).units == BLOCKS
+    good, right = other.read(chain)
+    assert good == right == [True] * BLOCKS
+    assert all(other.tier.has(SPACE, 0, block.hash) for block in blocks_of(chain)), "it need not write them"
+
+    # Both write the same at the same time, while they also read.
+    race = chain_of("race")
+    for node in (one, other):
+        node.fill(blocks_of(race))
+    told = [node.begin(lambda done, node=node: node.tier.write(blocks_of(race), done)) for node in (one, other)]
+    assert one.read(chain)[1] == [True] * BLOCKS
+    eventually(lambda: all(told))
+    assert told == [[[True] * BLOCKS]] * 2
+    for node in (one, other):
+        assert node.read(race) == ([True] * BLOCKS, [True] * BLOCKS)
+
+    # Somebody else's hands on the bucket: one object is cut, one gone, one holds other bytes of the same length.
+    s3 = server.client()
+    third = node_of().ready()
+    bad = [f"shared/{SPACE.hex()}/0/{block.hash.hex()}" for block in blocks_of(chain)]
+    s3.put_object(Bucket=BUCKET, Key=bad[20], Body=b"cut")
+    s3.put_object(Bucket=BUCKET, Key=bad[5], Body=bytes(SIZE))
+    good, right = third.read(chain)
+    # The search may have come upon the one that was cut, or not.
+    assert [*good, False][:21] == [True] * 20 + [False] and right[:20] == [i != 5 for i in range(20)]
+    assert third.find(chain).units == 20, "and nobody sets the tier aside for that"
+    # Who loads the foreign one sees that its checksum is wrong.
+    third.on(lambda: third.tier.discard(SPACE, 0, blocks_of(chain)[5].hash))
+    eventually(lambda: "Contents" not in s3.list_objects_v2(Bucket=BUCKET, Prefix=bad[5]))
+    assert third.find(chain).units == 5
+    # It is computed again and written, as is the cut one.
+    assert third.write(blocks_of(chain)[5:]) == [True] * (BLOCKS - 5)
+    assert third.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+    assert third.tier.usable and third.tier.counts().restarts == 0
+
+
+def test_a_server_that_hangs_or_is_killed_costs_the_tier_until_it_is_back(node_of, monkeypatch):
+    own = S3Server().start()
+    try:
+        own.client().create_bucket(Bucket=BUCKET)
+        one = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
+        other = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
+        chain = chain_of("shared")
+        assert one.write(blocks_of(chain)) == [True] * BLOCKS
+
+        own.hang()
+        assert one.find(chain_of("else")).units == 0
+        eventually(lambda: one.tier.counts().state == "set aside")
+        assert "no answer" in one.tier.counts().reason
+        own.go_on()
+        assert one.ready().find(chain).units == BLOCKS, "its objects are still there, and what it knew of them"
+
+        # Killed while both are at it: everybody is answered, and what is said to be there is.
+        find = other.find(chain)
+        blocks = blocks_of(chain, half=1)
+        new = blocks_of(chain_of("new"))
+        one.fill(new)
+        reading = [other.begin(lambda done: other.tier.read(find, blocks, done)) for _ in range(2)]
+        writing = [one.begin(lambda done: one.tier.write(new, done)) for _ in range(2)]
+        eventually(lambda: any(reading + writing) or other.tier.counts().read_seconds > 0.02)
+        own.kill()
+        eventually(lambda: all(reading + writing), 30)
+        for good in (told[0] for told in reading):
+            for block, there in zip(blocks, good, strict=True):
+                assert not there or other.pool[block.slot * PAGE : block.slot * PAGE + SIZE] == contents(block)
+        for node in (one, other):
+            node.find(chain_of("something else"))
+            eventually(lambda node=node: not node.tier.usable)
+        eventually(lambda: "cannot be reached" in one.tier.counts().reason, what="why")
+
+        # It comes back empty: first without the bucket, which is said, then with it.
+        own.start()
+        eventually(lambda: "no such bucket" in one.tier.counts().reason, 20)
+        own.client().create_bucket(Bucket=BUCKET)
+        one.ready(), other.ready()
+        assert other.find(chain).units == 0
+        one.on(lambda: one.tier.clear(None))
+        assert one.write(blocks_of(chain)) == [True] * BLOCKS
+        eventually(lambda: other.find(chain).units == BLOCKS, 10)
+        assert other.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+    finally:
+        own.kill()
+
+
+def test_a_mover_that_is_killed_is_started_again(node_of):
+    node = node_of().ready()
+    chain = chain_of("killed")
+    node.fill(blocks_of(chain))
+    told = node.begin(lambda done: node.tier.write(blocks_of(chain), done))
+    os.kill(node.pids[-1], signal.SIGKILL)
+    eventually(lambda: told)
+    eventually(lambda: len(node.pids) == 2)
+    assert "signal 9" in node.tier._mover._said or told[0] == [True] * BLOCKS
+    node.ready()
+    assert node.write(blocks_of(chain)) == [True] * BLOCKS
+    assert node.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+
+
+def test_credentials_matter_and_are_told_to_nobody(monkeypatch, caplog):
+    own, said = S3Server().start(), []
+
+    def node_as(variables, words):
+        """What a node's counts are as soon as they have these words, with the user's credentials."""
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        node = Node(own.endpoint, url=f"s3://{BUCKET}/{len(said)}")
+        try:
+            eventually(lambda: words in repr(node.tier.counts()), 30, words)
+            good = node.write(blocks_of(chain_of("x"))[:3])
+            said.extend([repr(node.tier.counts()), repr(node.tier), *node.command_lines])
+            return node.tier.counts().state, good
+        finally:
+            node.stop()
+
+    try:
+        own.client().create_bucket(Bucket=BUCKET)
+        reader = own.add_user("reader", ["s3:GetObject", "s3:ListBucket"])
+        writer = own.add_user("writer", ["s3:*"])
+        own.check()
+        caplog.set_level(logging.DEBUG)
+        assert node_as(writer, "'ready'") == ("ready", [True] * 3)
+        wrong = {**writer, "AWS_SECRET_ACCESS_KEY": SECRET}
+        assert node_as(wrong, "the secret key is not the one")[1] == [False] * 3
+        nobody = {**writer, "AWS_ACCESS_KEY_ID": "AKIANOBODYATALL"}
+        assert node_as(nobody, "does not know the access key")[1] == [False] * 3
+        assert node_as(reader, "lack the right") == ("read only", [False] * 3)
+    finally:
+        own.kill()
+    assert "the secret key is not the one" in caplog.text
+    text = caplog.text + "".join(said)
+    assert not [word for word in (SECRET, "AKIANOBODYATALL", *reader.values(), *writer.values()) if word in text]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for a stand-in of libcuobjclient")
+def test_obj_moves_the_bytes_where_it_can_be_loaded(monkeypatch, tmp_path):
+    """NIXL's own plugin. What it lacks here, a library for transfers straight to GPUs, is only there to be loaded."""
+    plugin = pytest.importorskip("nixl_cu13")
+    plugins = Path(plugin.__file__).parents[1] / "nixl_cu13.libs" / "nixl" / "libplugin_OBJ.so"
+    names = subprocess.run(["nm", "-D", "--undefined-only", plugins], capture_output=True, text=True).stdout.split()
+    (tmp_path / "stand_in.c").write_text(
+        "".join(f"int {name}(void) {{ return -1; }}\n" for name in names if "cuObjClient" in name)
+    )
+    library = tmp_path / "libcuobjclient.so.1"
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "stand_in.c"]
+    subprocess.run(command, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # it would wait for a machine's role while it is opened
+    log = tmp_path / "requests"
+    own = S3Server(log).start()
+    node = Node(own.endpoint, backend="OBJ")
+    try:
+        own.client().create_bucket(Bucket=BUCKET)
+        node.ready()
+        assert node.tier.counts().reason == ""
+        chain = chain_of("by OBJ")
+        assert node.write(blocks_of(chain)) == [True] * BLOCKS
+        assert node.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+        assert log.read_text().count(" 206 ") == BLOCKS, "it reads ranges; boto3 does not"
+        key = f"shared/{SPACE.hex()}/0/{blocks_of(chain)[7].hash.hex()}"
+        own.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(100))
+        good, _ = node.read(chain)
+        assert good[:8] == [True] * 7 + [False]
+        own.client().delete_object(Bucket=BUCKET, Key=key)
+        find = node.find(chain)
+        good = node.ask(lambda done: node.tier.read(find, [blocks_of(chain, half=1)[7]], done))
+        assert good == [False] and node.tier.usable, "a missing object is nobody's fault"
+        own.kill()
+        told = node.begin(lambda done: node.tier.read(find, blocks_of(chain, half=1)[:2], done))
+        eventually(lambda: told, 30)
+        assert told == [[False, False]] and "cannot be reached" in node.tier.counts().reason
+    finally:
+        node.stop()
+        own.kill()

@@ -1,0 +1,74 @@
+"""Two network namespaces joined by a cable (veth), for tests of what crosses a network: two nodes on one machine.
+
+    with NetnsPair() as pair:
+        pair.popen(0, ["python", ...])      # on the first node, whose address is pair.addresses[0]
+
+Everything else (files, processes, shared memory) the nodes share. Nothing is left behind, also when a test fails; if
+this process is killed, ``ip netns del`` of what ``ip netns list`` shows as kvtier-* cleans up.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+
+_PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # a user's PATH often lacks these
+
+
+class NetnsPair:
+    """``addresses``: an IPv4 address of each. Raises subprocess.CalledProcessError where that is not permitted."""
+
+    _made = 0
+
+    def __init__(self):
+        NetnsPair._made += 1
+        self._ip = shutil.which("ip", path=_PATHS)
+        self.names = [f"kvtier-{os.getpid()}-{NetnsPair._made}-{side}" for side in "ab"]
+        self.addresses = ["10.213.77.1", "10.213.77.2"]
+        self.devices = ["kvtier0", "kvtier1"]
+
+    def __enter__(self) -> "NetnsPair":
+        try:
+            for name in self.names:
+                self._run("netns", "add", name)
+                self._run("-n", name, "link", "set", "lo", "up")
+            ends = [["name", device, "netns", name] for device, name in zip(self.devices, self.names, strict=True)]
+            self._run("-n", self.names[0], "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            for name, device, address in zip(self.names, self.devices, self.addresses, strict=True):
+                self._run("-n", name, "addr", "add", f"{address}/24", "dev", device)
+                self._run("-n", name, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run([self._ip, "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    def command(self, side: int, command: Sequence[str]) -> list[str]:
+        """``command``, to run on that side. The process that it starts becomes the command's."""
+        return [self._ip, "netns", "exec", self.names[side], *command]
+
+    def popen(self, side: int, command: Sequence[str], **options) -> subprocess.Popen:
+        return subprocess.Popen(self.command(side, command), **options)
+
+    def plug(self, side: int, up: bool) -> None:
+        """Pull the cable out at one end, or put it back: packets are lost, and no connection is told."""
+        self._run("-n", self.names[side], "link", "set", self.devices[side], "up" if up else "down")
+
+    def _run(self, *arguments: str) -> None:
+        subprocess.run([self._ip, *arguments], check=True, capture_output=True, text=True)
+
+
+@cache
+def why_not() -> str:
+    """Why this machine does not let us, "" if it does."""
+    if shutil.which("ip", path=_PATHS) is None:
+        return "no `ip` here (Debian: iproute2)"
+    try:
+        with NetnsPair():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr.strip()}"

@@ -1,0 +1,80 @@
+"""A real S3-speaking server (moto's) as a process of its own, for tests: it can be hung, killed and started again.
+
+What is in it is lost when it is killed. It takes any credentials until it is told to ``check`` them, as S3 does: then
+only those of ``add_user`` are good, for what the user may do.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import boto3
+from botocore.config import Config
+from support import eventually
+
+REGION = "us-east-1"
+
+
+class S3Server:
+    def __init__(self, log: Path | None = None):
+        """``log``: a file for a line a request."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._log = log or Path(os.devnull)
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> "S3Server":
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        eventually(self._listens, 30)
+        return self
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def hang(self) -> None:
+        """It answers nobody until ``go_on``."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def check(self, credentials: bool = True) -> None:
+        """Whether credentials matter from now on."""
+        url, after = f"{self.endpoint}/moto-api/reset-auth", b"0" if credentials else b"inf"
+        request = urllib.request.Request(url, after, {"Content-Type": "text/plain"}, method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    def client(self, service: str = "s3", key: str = "root", secret: str = "root"):
+        """boto3's, for the test itself."""
+        config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
+        return boto3.session.Session().client(
+            service, endpoint_url=self.endpoint, region_name=REGION, config=config,
+            aws_access_key_id=key, aws_secret_access_key=secret,
+        )  # fmt: skip
+
+    def add_user(self, name: str, actions: list[str]) -> Mapping[str, str]:
+        """One who may do that in S3; the variables that its processes need."""
+        iam = self.client("iam")
+        iam.create_user(UserName=name)
+        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": actions, "Resource": "*"}]}
+        iam.put_user_policy(UserName=name, PolicyName="all", PolicyDocument=json.dumps(policy))
+        key = iam.create_access_key(UserName=name)["AccessKey"]
+        return {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}

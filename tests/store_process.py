@@ -1,0 +1,102 @@
+"""A store process of a test's own, with tiers below its memory, and an engine that writes and checks blocks in it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from store_support import BLOCK_PAGES, EVERYTHING, SPACE, RawClient, engine_hello, pattern, tool_hello
+from support import eventually
+
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.launch import serves
+from vllm_kvtier.store.lower.base import TierCounts
+from vllm_kvtier.store.mapping import PoolMapping
+
+POOL = 4 << 20  # 256 blocks
+
+
+class Store:
+    """``python -m vllm_kvtier.store`` over a directory, killed and started anew at will.
+
+    ``before``: words before the command, ``ip netns exec NAME`` perhaps. ``env``: beside this process's.
+    """
+
+    def __init__(self, folder: Path, before: Sequence[str] = (), env: Mapping[str, str] | None = None):
+        self.folder, self.path = folder, str(folder / "s.sock")
+        self.process: subprocess.Popen | None = None
+        self._before, self._env = list(before), {**os.environ, **(env or {})}
+
+    def start(self, *options: str) -> None:
+        """Returns when all its tiers are open."""
+        command = [*self._before, sys.executable, "-m", "vllm_kvtier.store", "--socket", self.path]
+        with (self.folder / "store.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, f"--size={POOL}", "--idle-seconds=0", *options], stdout=log, stderr=log, env=self._env
+            )
+        eventually(lambda: Path(self.path).exists() and serves(self.path), 30)
+        eventually(lambda: all(tier.state == "ready" for tier in self.counts().tiers), 30, "its tiers are open")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def counts(self) -> m.Counts:
+        with RawClient(self.path, tool_hello()) as tool:
+            return tool.stat()
+
+    def tier(self, name: str) -> TierCounts:
+        return next(tier for tier in self.counts().tiers if tier.name == name)
+
+    def disk(self) -> TierCounts:
+        return self.tier("disk")
+
+    def mover(self) -> int:
+        """Pid of the disk's mover; 0: there is none just now."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    parent = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
+                except OSError:
+                    continue
+                if b"vllm_kvtier.store.lower.runner" in words and parent == self.process.pid:
+                    return int(entry.name)
+        return 0
+
+
+class Engine(RawClient):
+    """Writes the pattern of each block, and checks what it finds."""
+
+    def __init__(self, store: Store):
+        super().__init__(store.path, engine_hello())
+        self.pool = PoolMapping(os.dup(self.fds[0]), POOL, "here")
+
+    def fill(self, chain: bytes) -> int:
+        """Blocks newly stored."""
+        units = self.lookup(chain)
+        self.tell(m.Release(units.lease))
+        slots = self.reserve(chain, units.units)
+        for block, slot in enumerate(slots, units.units):
+            if slot > 0:
+                data = pattern(chain[block * m.HASH : (block + 1) * m.HASH])
+                self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE] = data
+        written = [slot for slot in slots if slot > 0]
+        self.tell(m.Commit(written))
+        return len(written)
+
+    def find(self, chain: bytes, patience: float = 20.0) -> int:
+        """Blocks found, all of them right."""
+        found = self.ask(m.Lookup(1, SPACE, chain, 0, EVERYTHING, patience))
+        for block, slot in enumerate(found.slots[0]):
+            there = self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE]
+            assert there == pattern(chain[block * m.HASH : (block + 1) * m.HASH]), f"block {block} in slot {slot}"
+        self.tell(m.Release(found.lease))
+        return found.units
+
+    def close(self) -> None:
+        self.pool.close()
+        super().close()

@@ -1,0 +1,222 @@
+"""The object tier, without a mover: what it asks of one, and what it makes of the answers."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from object_fakes import CHAIN, PAGES, Loop, hash_of
+from store_support import SPACE
+from support import Clock
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.lower import moving as m
+from vllm_kvtier.store.lower.base import Block, Want
+from vllm_kvtier.store.lower.mover import READY, SET_ASIDE
+from vllm_kvtier.store.lower.objects import tier as objects
+from vllm_kvtier.store.messages import GroupShape
+from vllm_kvtier.store.records import ZERO
+from vllm_kvtier.wire.slots import PAGE
+
+
+class FakeMover:
+    def __init__(self, kind, options, pool_fd, pool_bytes, reactor, on_message, on_up, on_down, spawn):
+        assert (kind, pool_fd, pool_bytes) == ("object", 5, 64 * PAGE)
+        self.options, self.on_message, self.on_up, self.on_down = options, on_message, on_up, on_down
+        self.state, self.reason, self.restarts, self.timeouts = "opening", "", 0, 0
+        self.requests, self.sent, self.last = deque(), [], 0
+
+    def start(self, opened=None):
+        self.state = READY
+        self.on_up(opened or m.Opened(writable=True))
+
+    def stop(self):
+        self.state = "stopped"
+
+    def next_id(self):
+        self.last += 1
+        return self.last
+
+    def send(self, message):
+        if self.state == READY:
+            self.sent.append(message)
+        return self.state == READY
+
+    def request(self, message, seconds, on_reply):
+        if self.state != READY:
+            on_reply(None)
+        else:
+            self.requests.append((message, seconds, on_reply))
+
+    def set_aside(self, reason):
+        self.state, self.reason = SET_ASIDE, reason
+        self.on_down(reason)
+
+    def answer(self, kind, *arguments, **more):
+        message, _, on_reply = self.requests.popleft()
+        on_reply(kind(message.id, *arguments, **more))
+
+    def fail(self):
+        self.requests.popleft()[2](None)
+
+
+@pytest.fixture
+def tier(monkeypatch):
+    monkeypatch.setattr(objects, "Mover", FakeMover)
+    clock, loop = Clock(), Loop()
+    tier = objects.ObjectTier("s3://bucket/x", "http://host:9", "", "auto", 5, 64 * PAGE, loop, clock=clock)
+    tier.clock, tier.loop, tier.mover, tier.changes = clock, loop, tier._mover, []
+    tier.on_change = lambda: tier.changes.append((tier.usable, tier.writable))
+    tier.start()
+    assert tier.changes == [(True, True)]
+    return tier
+
+
+def block(number, slot=1, unit=0):
+    return Block(SPACE, 0, hash_of(number), ZERO, b"", slot, PAGES, unit)
+
+
+def has(tier, number):
+    return tier.has(SPACE, 0, hash_of(number))
+
+
+WANT = Want(SPACE, 16, [Shape(2, None, PAGES), Shape(4, 64, PAGES)], CHAIN, 4)
+
+
+def found(tier, want=WANT):
+    told = []
+    tier.find(want, told.append)
+    return told
+
+
+def moved(tier, call, *blocks):
+    told = []
+    getattr(tier, call)(*([SimpleNamespace(token=3)] if call == "read" else []), list(blocks), told.append)
+    return told
+
+
+def test_options_are_checked_and_passed_on(tier):
+    assert tier.mover.options["url"] == "s3://bucket/x" and tier.mover.options["backend"] == "auto"
+    for url, endpoint in (("bucket", ""), ("s3://bucket/x", "host")):
+        with pytest.raises(ConfigError):
+            objects.ObjectTier(url, endpoint, "", "auto", 5, 64 * PAGE, tier.loop)
+
+
+def test_find_asks_and_believes_only_what_can_be(tier):
+    told = found(tier)
+    message = tier.mover.requests[0][0]
+    assert message.groups == [GroupShape(2, PAGES), GroupShape(4, PAGES, 64)] and message.start == 4
+    tier.clock.now += 0.55
+    tier.mover.answer(m.Located, 9, 12)
+    assert (told[0].units, told[0].token) == (12, 9) and tier.latency() == pytest.approx(0.15)
+    tier.release(told[0])
+    told = found(tier)
+    tier.mover.answer(m.Located, 0, 4)
+    assert told[0].units == 4
+    assert found(tier, Want(SPACE, 16, WANT.shapes, CHAIN, 40))[0].units == 40 and not tier.mover.requests
+    told = found(tier)
+    tier.mover.fail()
+    assert told[0].units == 4 and tier.usable
+    for units in (3, 6, 44):  # before the start, in the middle of a block, beyond the end
+        told = found(tier)
+        tier.mover.answer(m.Located, 9, units)
+        assert told[0].units == 4 and not tier.usable and "units" in tier.counts().reason
+        tier.mover.start()
+
+
+def test_a_failing_store_sets_the_tier_aside_in_words(tier):
+    told = found(tier)
+    tier.mover.answer(m.Located, 0, 4, error="no such bucket")
+    assert told[0].units == 4 and tier.changes[-1] == (False, False)
+    assert (tier.counts().state, tier.counts().reason) == (SET_ASIDE, "no such bucket")
+    assert found(tier)[0].units == 4 and moved(tier, "read", block(0)) == [[False]]
+    assert moved(tier, "write", block(0)) == [[False]]
+    tier.mover.start()
+    assert tier.changes[-1] == (True, True) and tier.counts().state == READY
+    told = moved(tier, "read", block(0), block(1))
+    tier.mover.answer(m.Moved, [True, False], error="slow down")
+    assert told == [[True, False]] and tier.usable, "some of it came"
+    moved(tier, "read", block(0), block(1))
+    tier.mover.answer(m.Moved, [False, False])
+    assert tier.usable, "nobody's fault"
+    moved(tier, "read", block(0), block(1))
+    tier.mover.answer(m.Moved, [False, False], error="slow down")
+    assert not tier.usable
+    tier.stop()
+
+
+def test_what_was_written_or_read_is_known(tier):
+    told = moved(tier, "write", block(0), block(1))
+    assert has(tier, 0) and has(tier, 1), "on its way"
+    tier.mover.answer(m.Moved, [True, False])
+    assert told == [[True, False]] and has(tier, 0) and not has(tier, 1)
+    moved(tier, "read", block(2), block(0))
+    tier.mover.answer(m.Moved, [True, False])
+    assert has(tier, 2) and not has(tier, 0), "it was there, and is gone"
+    moved(tier, "read", block(2))
+    tier.mover.fail()
+    assert has(tier, 2), "that says nothing of the block"
+    tier.clear(None)
+    assert not has(tier, 2) and tier.counts().blocks == 0
+    counts = tier.counts()
+    assert (counts.written_blocks, counts.write_failures, counts.read_blocks, counts.read_failures) == (1, 1, 1, 2)
+
+
+def test_what_is_known_is_bounded(tier, monkeypatch):
+    monkeypatch.setattr(objects, "REMEMBERED", 3)
+    for number in range(5):
+        moved(tier, "write", block(number))
+        tier.mover.answer(m.Moved, [True])
+    assert [has(tier, n) for n in range(5)] == [False, False, True, True, True]
+
+
+def test_discarded_blocks_are_deleted_whatever_is_under_way(tier):
+    tier.discard(SPACE, 0, hash_of(0))
+    assert [move.hash for move in tier.mover.sent.pop().moves] == [hash_of(0)]
+    told = moved(tier, "write", block(1))
+    tier.discard(SPACE, 0, hash_of(1))
+    assert not has(tier, 1) and len(tier.mover.sent) == 1
+    tier.mover.answer(m.Moved, [True])
+    assert told == [[False]] and not has(tier, 1) and len(tier.mover.sent) == 2, "deleted again: it was written since"
+    tier.mover.sent.clear()
+    tier.mover.set_aside("gone")
+    tier.discard(SPACE, 0, hash_of(2))
+    tier.mover.start()
+    assert [move.hash for message in tier.mover.sent for move in message.moves] == [hash_of(2)]
+
+
+def test_refused_writes_make_it_read_only_for_a_while(tier):
+    told = moved(tier, "write", block(0))
+    tier.mover.answer(m.Moved, [False], error="access denied", writable=False)
+    assert told == [[False]] and tier.changes[-1] == (True, False)
+    assert (tier.counts().state, tier.counts().reason) == ("read only", "access denied")
+    assert moved(tier, "write", block(0)) == [[False]] and not tier.mover.requests
+    (first,) = tier.loop.timers
+    tier.loop.fire()
+    assert tier.changes[-1] == (True, True)
+    moved(tier, "write", block(0))
+    tier.mover.answer(m.Moved, [False], error="access denied", writable=False)
+    (second,) = tier.loop.timers
+    assert second.delay > first.delay
+    tier.mover.set_aside("killed")
+    tier.mover.start(m.Opened(writable=False, note="read only: may not"))
+    assert tier.counts().reason == "read only: may not" and second.cancelled
+
+
+def test_time_is_expected_from_what_was_measured(tier):
+    assert tier.seconds(200 << 20) == pytest.approx(1.05, rel=0.01)
+    big = Block(SPACE, 0, hash_of(0), ZERO, b"", 1, (256 << 20) // PAGE)
+    for _ in range(20):
+        moved(tier, "read", big)
+        assert tier.seconds(0) > 0, "behind what is under way"
+        tier.clock.now += 0.25
+        tier.mover.answer(m.Moved, [True])
+        tier.clock.now += 100.0  # idle
+    assert tier.seconds(1 << 30) == pytest.approx(1.0, rel=0.05)
+    counts = tier.counts()
+    assert counts.read_seconds == pytest.approx(5.0) and counts.read_bytes == 20 * (256 << 20)
+
+
+def test_a_mover_that_talks_unasked_is_set_aside(tier):
+    tier.mover.on_message(m.Kept([]))
+    assert not tier.usable

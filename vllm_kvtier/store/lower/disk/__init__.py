@@ -1,0 +1,1 @@
+"""The disk: one file of slots, a journal of what is in them."""

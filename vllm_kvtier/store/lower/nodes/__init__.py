@@ -1,0 +1,1 @@
+"""Stores of other nodes: asked for what is not here, lent what is."""

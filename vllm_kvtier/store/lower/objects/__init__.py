@@ -1,0 +1,1 @@
+"""An object store (S3): blocks as objects, named by content."""

@@ -1,0 +1,314 @@
+"""What a request lacks in memory is looked for in the tiers below, and brought up into the pool.
+
+A lookup that ends in the middle of its chain begins an *ahead*: the tiers are asked in their order how far they go on
+from there, each from where the one before ended, and what they have is read into slots in chunks. A chunk's blocks
+are reserved like an engine's, found by everybody once they are read, and leased by us until the ahead is over, so that
+its beginning is still there when its end arrives. Several aheads may want the same blocks: whoever reserves one reads
+it, and the others are over no sooner than he. Nobody is needed to wait: an ahead goes on when its request is gone.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.index import Index
+from vllm_kvtier.store.lower.base import Block, Find, Tier, Want
+from vllm_kvtier.store.messages import GroupShape
+from vllm_kvtier.store.records import EXISTS, HASH, ZERO
+from vllm_kvtier.wire.slots import PAGE
+
+logger = logging.getLogger(__name__)
+
+# Large enough for a disk's or a network's full rate, small enough that short chains come in between and that what a
+# request gets before its patience ends is most of what was read by then.
+CHUNK_BYTES = 32 << 20
+CHUNK_BLOCKS = 256
+IN_FLIGHT = 2  # chunks of one segment: the tier has the next one when it is through with the first
+MOST_AHEADS = 256  # at a time; what is asked beyond these gets what is in memory
+
+_Key = tuple[bytes, int, bytes]  # space, group, hash
+
+
+class Handle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Waiter:
+    """Somebody who wants to know when an ahead is over; ``cancel`` if he goes."""
+
+    __slots__ = ("_call", "_timer", "until")
+
+    def __init__(self, call: Callable[[], None], until: float):
+        self._call: Callable[[], None] | None = call
+        self._timer: Handle | None = None
+        self.until = until
+
+    def fire(self) -> None:
+        call = self._call
+        self.cancel()
+        if call is not None:
+            call()
+
+    def cancel(self) -> None:
+        self._call = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Segment:
+    """Blocks that one tier has for one ahead, and how far they have come."""
+
+    def __init__(self, ahead: "Ahead", tier: Tier, find: Find, blocks: list[Block]):
+        self.ahead, self.tier, self.find = ahead, tier, find
+        self.rest = blocks  # not reserved yet, the last of the chain first
+        self.left_bytes = sum(b.pages for b in blocks) * PAGE  # not arrived yet
+        self.in_flight = 0
+        self.leases: list[int] = []
+        self.awaited_by: set[Ahead] = set()
+
+
+class Ahead:
+    """Attributes: ``units``: the chain's end as far as it has been found; ``asking``: a tier is being asked."""
+
+    def __init__(self, key: tuple, want: Want, pages_limit: int):
+        self.key, self.want, self.pages_limit = key, want, pages_limit
+        self.units = want.start
+        self.asking: Tier | None = None
+        self.waits_for: set[Segment] = set()  # its own, and those of others that read what it wants
+        self.waiters: list[Waiter] = []
+        self.over = False
+
+
+class Promotion:
+    """On the server's reactor thread. ``client``: a number no connection has; ours in the index, one a kind of space.
+
+    ``call_later(seconds, call)`` returns what can be cancelled.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Sequence[Tier],
+        client: int,
+        call_later: Callable[[float, Callable[[], None]], Handle],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._index, self._tiers, self._call_later, self._clock = index, list(tiers), call_later, clock
+        self._next_client = client
+        self._clients: dict[tuple, int] = {}  # by what an engine's hello says of its groups
+        self._aheads: dict[tuple, Ahead] = {}
+        self._inbound: dict[_Key, Segment] = {}
+        self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
+        self.promoted_blocks = self.promoted_bytes = self.refused_room = self.failed_blocks = 0
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def ahead(self, want: Want, pages_limit: int) -> Ahead | None:
+        """Look for the rest of a chain and bring it; None: no tier can be asked, or nothing is left to ask for.
+
+        One that is over when this returns found nothing, or nothing that could be read.
+        """
+        if want.start >= want.units or not any(tier.usable for tier in self._tiers):
+            return None
+        key = (want.space, want.chain[-HASH:], want.nodes)
+        known = self._aheads.get(key)
+        if known is not None:
+            return known
+        if len(self._aheads) >= MOST_AHEADS:
+            return None
+        ahead = self._aheads[key] = Ahead(key, want, pages_limit)
+        self._seek(ahead, iter(self._tiers))
+        return ahead
+
+    def seconds(self, ahead: Ahead) -> tuple[float, float]:
+        """(until what was found so far has arrived, until it is known whether there is more), as expected."""
+        arrive = max((s.tier.seconds(self._left_bytes[s.tier]) for s in ahead.waits_for), default=0.0)
+        return arrive, ahead.asking.latency() if ahead.asking is not None else 0.0
+
+    def wait(self, ahead: Ahead, patience: float, call: Callable[[], None]) -> Waiter:
+        """``call`` when the ahead is over, or it is known that it will not be in time; ``patience`` seconds from now
+        at the latest; never from within this."""
+        waiter = Waiter(call, self._clock() + patience)
+        waiter._timer = self._call_later(0.0 if ahead.over else max(0.0, patience), waiter.fire)
+        ahead.waiters.append(waiter)
+        return waiter
+
+    def __len__(self) -> int:
+        return len(self._aheads)
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _seek(self, ahead: Ahead, tiers: Iterable[Tier]) -> None:
+        """Ask the next tier for what follows what was found so far."""
+        want = ahead.want
+        for tier in tiers:
+            if ahead.units >= want.units:
+                break
+            if not tier.usable:
+                continue
+            ahead.asking = tier
+            further = Want(want.space, want.unit_tokens, want.shapes, want.chain, ahead.units, want.nodes)
+            tier.find(further, lambda find, tier=tier: self._found(ahead, tiers, tier, find))
+            return
+        ahead.asking = None
+        self._settle(ahead)
+        if not ahead.over:
+            soonest = self._clock() + self.seconds(ahead)[0]
+            for waiter in [waiter for waiter in ahead.waiters if waiter.until < soonest]:
+                ahead.waiters.remove(waiter)
+                waiter.fire()
+
+    def _found(self, ahead: Ahead, tiers: Iterable[Tier], tier: Tier, find: Find) -> None:
+        if find.units > find.want.start:
+            ahead.units = find.units
+            self._begin(ahead, tier, find)
+        self._seek(ahead, tiers)
+
+    def _begin(self, ahead: Ahead, tier: Tier, find: Find) -> None:
+        segment = Segment(ahead, tier, find, _blocks(find))
+        ahead.waits_for.add(segment)
+        segment.awaited_by.add(ahead)
+        self._left_bytes[tier] += segment.left_bytes
+        self._go_on(segment)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _go_on(self, segment: Segment) -> None:
+        while segment.rest and segment.in_flight < IN_FLIGHT:
+            blocks = self._reserve(segment, _chunk(segment.rest))
+            if blocks:
+                segment.in_flight += 1
+                segment.tier.read(
+                    segment.find, blocks, lambda good, blocks=blocks: self._arrived(segment, blocks, good)
+                )
+        if not segment.rest and not segment.in_flight:
+            self._end(segment)
+
+    def _reserve(self, segment: Segment, chunk: list[Block]) -> list[Block]:
+        """Those of a chunk that are ours to read now, with their slots."""
+        space, client = segment.find.want.space, self._client(segment.find.want)
+        slots = self._index.reserve(
+            client,
+            space,
+            b"",
+            [b.group for b in chunk],
+            b"".join(b.hash for b in chunk),
+            b"".join(b.parent for b in chunk),
+            segment.ahead.pages_limit,
+        )
+        got = []
+        for block, slot in zip(chunk, slots, strict=True):
+            key = (space, block.group, block.hash)
+            if slot > 0:
+                got.append(Block(space, block.group, block.hash, block.parent, b"", slot, block.pages, block.unit))
+                self._inbound[key] = segment
+                continue
+            self._less(segment, block.pages * PAGE)
+            if slot == EXISTS:
+                other = self._inbound.get(key)
+                if other is not None and other is not segment:
+                    other.awaited_by.add(segment.ahead)
+                    segment.ahead.waits_for.add(other)
+            elif segment.rest:  # no room, or what precedes it went away: what follows would be of no use
+                self.refused_room += 1
+                self._give_up(segment)
+        return got
+
+    def _arrived(self, segment: Segment, blocks: list[Block], good: list[bool]) -> None:
+        client = self._client(segment.find.want)
+        right = [block for block, ok in zip(blocks, good, strict=True) if ok]
+        wrong = [block for block, ok in zip(blocks, good, strict=True) if not ok]
+        for block in blocks:
+            del self._inbound[block.space, block.group, block.hash]
+            self._less(segment, block.pages * PAGE)
+        self._index.commit(client, [block.slot for block in right])
+        self._index.abort(client, [block.slot for block in wrong])
+        if right:
+            lease, _ = self._index.hold(client, [(b.space, b.group, b.hash) for b in right], forever=True)
+            if lease:
+                segment.leases.append(lease)
+        self.promoted_blocks += len(right)
+        self.promoted_bytes += sum(block.pages for block in right) * PAGE
+        self.failed_blocks += len(wrong)
+        segment.in_flight -= 1
+        if wrong:
+            self._give_up(segment)
+        self._go_on(segment)
+
+    def _give_up(self, segment: Segment) -> None:
+        self._less(segment, sum(block.pages for block in segment.rest) * PAGE)
+        segment.rest = []
+
+    def _less(self, segment: Segment, nbytes: int) -> None:
+        segment.left_bytes -= nbytes
+        self._left_bytes[segment.tier] -= nbytes
+
+    def _end(self, segment: Segment) -> None:
+        segment.tier.release(segment.find)
+        for ahead in segment.awaited_by:
+            ahead.waits_for.discard(segment)
+        # Those who waited look the chain up while our leases still hold it.
+        for ahead in segment.awaited_by:
+            self._settle(ahead)
+        client = self._client(segment.find.want)
+        for lease in segment.leases:
+            self._index.release(client, lease)
+
+    def _settle(self, ahead: Ahead) -> None:
+        if ahead.over or ahead.asking is not None or ahead.waits_for:
+            return
+        ahead.over = True
+        self._aheads.pop(ahead.key, None)
+        waiters, ahead.waiters = ahead.waiters, []
+        for waiter in waiters:
+            waiter.fire()
+
+    def _client(self, want: Want) -> int:
+        shapes = [GroupShape(shape.units, shape.size, shape.window) for shape in want.shapes]
+        kind = (want.unit_tokens, *shapes)
+        client = self._clients.get(kind)
+        if client is None:
+            client = self._clients[kind] = self._next_client
+            self._next_client -= 1
+            self._index.connect(client, want.unit_tokens, shapes)
+        return client
+
+
+def _blocks(find: Find) -> list[Block]:
+    """What has to be read for units [start, units) of a chain: the last to be read first, parents after children."""
+    want = find.want
+    ends = []
+    for group, shape in enumerate(want.shapes):
+        rows = range(_first(want, shape, find.units), find.units // shape.units)
+        ends += [(block + 1, shape, group) for block in rows]
+    ends.sort(key=lambda end: (end[0] * end[1].units, end[2]), reverse=True)
+    blocks = []
+    for end, shape, group in ends:
+        last = end * shape.units * HASH
+        first = last - shape.units * HASH
+        parent = want.chain[first - HASH : first] if first and shape.window is None else ZERO
+        blocks.append(
+            Block(want.space, group, want.chain[last - HASH : last], parent, b"", 0, shape.size, end * shape.units)
+        )
+    return blocks
+
+
+def _first(want: Want, shape: Shape, units: int) -> int:
+    """First of a group's blocks behind what is at hand that a token at unit ``units`` can see."""
+    first = want.start // shape.units
+    if shape.window is None:
+        return first
+    seen = max(0, units * want.unit_tokens - shape.window)
+    return max(first, seen // (shape.units * want.unit_tokens))
+
+
+def _chunk(rest: list[Block]) -> list[Block]:
+    """Takes the next blocks off the end of ``rest``."""
+    taken, pages = [], 0
+    while rest and len(taken) < CHUNK_BLOCKS and (not taken or (pages + rest[-1].pages) * PAGE <= CHUNK_BYTES):
+        taken.append(rest.pop())
+        pages += taken[-1].pages
+    return taken

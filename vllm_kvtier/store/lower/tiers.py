@@ -1,0 +1,171 @@
+"""All that lies below the server's memory, as the server sees it: one object, whatever tiers there are."""
+
+from collections.abc import Callable
+
+from vllm_kvtier.store.index import Index
+from vllm_kvtier.store.limits import parse_bytes
+from vllm_kvtier.store.lower.admission import admission
+from vllm_kvtier.store.lower.base import Tier, TierCounts, Want
+from vllm_kvtier.store.lower.demotion import Demotion
+from vllm_kvtier.store.lower.disk.tier import DiskTier
+from vllm_kvtier.store.lower.nodes.lending import Lending
+from vllm_kvtier.store.lower.nodes.tier import NodesTier
+from vllm_kvtier.store.lower.objects.tier import ObjectTier
+from vllm_kvtier.store.lower.promotion import Promotion, Waiter
+from vllm_kvtier.store.memory import PoolMemory
+from vllm_kvtier.store.messages import Below
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.records import Found
+from vllm_kvtier.wire.reactor import Reactor
+
+# Numbers of ours among the index's clients; connections count up from 1.
+PROMOTION, DEMOTION, LENDING = -1, -1_000_000, -1_000_001
+
+
+class Lower:
+    """On the server's reactor thread. ``tiers``: nearest first."""
+
+    def __init__(self, index: Index, tiers: list[Tier], demotion: Demotion | None, promotion: Promotion):
+        self._index, self._tiers = index, tiers
+        self._demotion, self._promotion = demotion, promotion
+        self._waiting: dict[int, set[Waiter]] = {}  # by client
+        if demotion is not None:
+            index.watch = demotion
+            for tier in tiers:
+                tier.on_change = demotion.tiers_changed
+
+    @property
+    def names(self) -> list[str]:
+        return [tier.name for tier in self._tiers]
+
+    def start(self) -> None:
+        for tier in self._tiers:
+            tier.start()
+
+    def stop(self) -> None:
+        for tier in self._tiers:
+            tier.stop()
+
+    def lookup(
+        self,
+        client: int,
+        want: Want,
+        pages_limit: int,
+        patience: float,
+        answer: Callable[[Found, Below | None], None],
+    ) -> None:
+        """Index.lookup of ``want.chain`` from ``want.start``, and what is below of the rest, which is on its way up
+        from now on. ``answer`` is called once, at once or, while more is on its way, within ``patience`` seconds; not
+        at all if the client goes meanwhile."""
+        found = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
+        rest = Want(want.space, want.unit_tokens, want.shapes, want.chain, found.units, want.nodes)
+        ahead = self._promotion.ahead(rest, pages_limit)
+        if ahead is None or not ahead.waits_for and ahead.asking is None:
+            if ahead is not None and ahead.units > found.units:
+                # It came up at once: it had been on its way.
+                self._index.release(client, found.lease)
+                found = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
+            answer(found, None)
+        elif patience <= 0:
+            answer(found, Below(ahead.units, *self._promotion.seconds(ahead)))
+        else:
+            self._wait(client, want, pages_limit, patience, ahead, found, answer)
+
+    def _wait(self, client, want, pages_limit, patience, ahead, found, answer) -> None:
+        def over() -> None:
+            waiting.discard(waiter)
+            if found.lease:
+                self._index.release(client, found.lease)
+            again = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
+            more = not ahead.over and ahead.units > again.units
+            answer(again, Below(ahead.units, *self._promotion.seconds(ahead)) if more else None)
+
+        waiting = self._waiting.setdefault(client, set())
+        waiter = self._promotion.wait(ahead, patience, over)
+        waiting.add(waiter)
+
+    def warm(self, want: Want, pages_limit: int) -> None:
+        """A request that will come needs this: what of it is below comes up; nothing is leased for anybody."""
+        units = self._index.reach(want.space, want.chain, 0, pages_limit)
+        self._promotion.ahead(
+            Want(want.space, want.unit_tokens, want.shapes, want.chain, units, want.nodes), pages_limit
+        )
+
+    def forget(self, client: int) -> None:
+        """It is gone: nobody waits for what it asked. What is on its way goes on."""
+        for waiter in self._waiting.pop(client, ()):
+            waiter.cancel()
+
+    def discard(self, space: bytes, group: int, block_hash: bytes) -> None:
+        for tier in self._tiers:
+            tier.discard(space, group, block_hash)
+
+    def clear(self, space: bytes | None) -> None:
+        for tier in self._tiers:
+            tier.clear(space)
+
+    def counts(self) -> list[TierCounts]:
+        """Nearest first; ``extra`` with what demotion did and dropped."""
+        lanes = self._demotion.stats() if self._demotion is not None else {}
+        counts = [tier.counts() for tier in self._tiers]
+        for each in counts:
+            each.extra = {**each.extra, **lanes.get(each.name, {})}
+        return counts
+
+
+def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor: Reactor, tick: Callable[[], None]):
+    """``Lower`` as the options say, nearest first: disk, other nodes' memory, objects. Nothing is begun yet.
+
+    ``tick``: the index has a deadline that somebody must look after. Raises ConfigError in words for what cannot be.
+    """
+    written: dict[Tier, tuple[str, int]] = {}  # those that blocks are written to: what admits them
+    tiers: list[Tier] = []
+    if options.disk_path:
+        disk = DiskTier(
+            {
+                "path": options.disk_path,
+                "size": parse_bytes(options.disk_size, "store option disk_size"),
+                "preallocate": options.disk_preallocate,
+                "backend": options.disk_backend,
+                "direct": options.disk_direct,
+            },
+            memory.fd,
+            memory.nbytes,
+            reactor,
+            index.shapes,
+            policy=POLICIES[options.policy or DEFAULT_POLICY],
+            tenant_share=options.tenant_share,
+        )
+        tiers.append(disk)
+        written[disk] = options.disk_admission, options.disk_min_tokens
+    if options.nodes or options.node_listen or options.cluster_key_file:
+        lending = Lending(index, LENDING, tick)
+        tiers.append(
+            NodesTier(
+                options.nodes,
+                options.node_listen,
+                options.cluster_key_file,
+                lending,
+                memory.fd,
+                memory.nbytes,
+                reactor,
+            )
+        )
+    if options.object_url:
+        objects = ObjectTier(
+            options.object_url,
+            options.object_endpoint,
+            options.object_region,
+            options.object_backend,
+            memory.fd,
+            memory.nbytes,
+            reactor,
+        )
+        tiers.append(objects)
+        written[objects] = options.object_admission, options.disk_min_tokens
+    demotion = None
+    if written:
+        queue = options.disk_queue_mib << 20
+        demotion = Demotion(index, list(written), DEMOTION, lambda tier: admission(*written[tier]), queue, reactor)
+    return Lower(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))
