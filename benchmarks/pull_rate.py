@@ -82,7 +82,7 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
         near, far = (rng.permutation(np.arange(1, view.num_blocks))[:n] for _ in range(2))
     here, memory = view.groups[0], "VRAM" if gpu is not None else "DRAM"
     local_device, remote_device = gpu or 0, remote_gpu or 0
-    agent = transport._agent  # the comparison goes past our wrapper
+    agent = transport._reader.nixl  # the comparison goes past our wrapper
     size = n * len(here.regions) * PAGE
 
     def lists(group: GroupView, device: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Caches of two engines in one process, and a transport between them that copies, corrupts, stalls and breaks."""
 
 import ctypes
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,14 +50,22 @@ def cache_of_numbers(blocks: int, seed: int, device: str = "cpu") -> CacheView:
     return CacheView([GroupView(0, TOKENS, "full", None, regions)], blocks, memory.device, [memory.untyped_storage()])
 
 
+class List:
+    """A prepared list; it holds its agent."""
+
+    def __init__(self, rows, agent):
+        self.rows, self.agent = rows, agent
+
+
 class FakeTransport:
-    """Copies when a read is polled for the last time; ``faults`` says how a read goes wrong."""
+    """Copies when a read is polled for the last time; ``fault`` says how a read goes wrong. ``late_data`` writes what
+    may still come of reads that did not end, unless the agent that reads has gone meanwhile."""
 
     def __init__(self):
         self.peers, self.registered = set(), []
-        self.polls, self.fault, self.refuse_release = 0, None, 0
-        self.running = []
-        self.removed = 0
+        self.polls, self.fault, self.refuse_end = 0, None, 0
+        self.running, self.unended, self.lists = [], [], []
+        self.agent, self.ended, self.looks = 1, 0, 0  # numbers of agents: the present one, and the last that is gone
 
     def register(self, spans, memory, device):
         self.registered += spans
@@ -72,16 +81,15 @@ class FakeTransport:
             raise KVTierError("not NIXL metadata")
         self.peers.add(name)
 
-    def remove_peer(self, name):
-        self.removed += 1
-        self.peers.discard(name)
-
     def prepare(self, peer, rows, memory, *, ours):
         assert rows.dtype == np.uint64 and rows.shape[1] == 5
-        return rows
+        made = List(rows, self.agent)
+        self.lists.append(weakref.ref(made))
+        return made
 
     def read(self, peer, local, near, remote, far, size):
         assert peer in self.peers and len(near) == len(far)
+        assert local.agent == remote.agent == self.agent, "lists of an agent that is gone"
         if self.fault == "start":
             raise KVTierError("cannot start")
 
@@ -90,9 +98,10 @@ class FakeTransport:
             row = rows[i // per_row]
             return int(row[0]) + int(row[3]) * (i % per_row), int(row[1])
 
-        pairs = [(element(local, int(a)), element(remote, int(b))) for a, b in zip(near, far, strict=True)]
+        pairs = [(element(local.rows, int(a)), element(remote.rows, int(b))) for a, b in zip(near, far, strict=True)]
         assert sum(length for (_, length), _ in pairs) == size
-        transfer = Transfer(SimpleNamespace(pairs=pairs, polls=self.polls, fault=self.fault), peer, size)
+        handle = SimpleNamespace(pairs=pairs, polls=self.polls, fault=self.fault, agent=self.agent)
+        transfer = Transfer(handle, peer, size)
         self.running.append(transfer)
         return transfer
 
@@ -112,17 +121,36 @@ class FakeTransport:
         if handle.fault == "corrupt":
             to, _ = handle.pairs[0][0]
             ctypes.memset(to + 3, ctypes.string_at(to + 3, 1)[0] ^ 0x10, 1)
+        handle.pairs = []
         return TransferState.DONE
 
     def release(self, transfer):
-        if self.refuse_release:
-            self.refuse_release -= 1
-            return False
         self.running.remove(transfer)
-        return True
+        if transfer.handle.pairs:
+            self.unended.append(transfer)
 
-    def release_stale(self):
-        assert not self.running
+    def retire(self):
+        assert not self.running, "they hold the agent"
+        self.agent += 1
+        self.peers.clear()
+        return self.retired()
+
+    def retired(self):
+        self.looks += 1
+        held = [made() for made in self.lists if made() is not None and made().agent < self.agent]
+        if self.refuse_end:
+            self.refuse_end -= 1
+        elif not held:
+            self.ended = self.agent - 1
+        return self.ended == self.agent - 1
+
+    def late_data(self):
+        """How many bytes of it came."""
+        there = [t.handle for t in self.running + self.unended if t.handle.agent > self.ended]
+        for handle in there:
+            for (to, length), _ in handle.pairs:
+                ctypes.memset(to, 0xEE, length)
+        return sum(length for handle in there for (_, length), _ in handle.pairs)
 
     def progress(self):
         pass

@@ -123,18 +123,127 @@ def test_faults_of_the_transport(fault, words, caplog):
     assert not pair.run(pair.order(pull_of([5, 6], [3, 4]))).failed, "the next pull connects anew"
 
 
-def test_a_stalled_read_is_reported_only_when_its_memory_is_ours_again(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(pulls_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(pulls_module, "time", SimpleNamespace(monotonic=lambda: now.now))
+    return now
+
+
+@pytest.mark.parametrize("fault, words", [("fails", "failed"), ("never", "within 2 s")])
+def test_a_read_that_did_not_end_is_reported_when_nothing_can_arrive_any_more(clock, fault, words, caplog):
+    """UCX cannot take it back: only the end of the agent that reads frees the memory."""
     pair = Pair()
-    pair.transport.fault, pair.transport.refuse_release = "never", 3
+    pair.transport.fault, pair.transport.refuse_end = fault, 6
     assert pair.pulls.start(pair.order(pull_of([5], [3]), timeout=2.0)) is None
+    for _ in range(4):
+        assert pair.pulls.drive() == [] and pair.transport.late_data() and pair.pulls.active
+        clock.now += 1.6
+    for _ in range(100):  # it is not asked again and again for an agent that does not end
+        assert pair.pulls.drive() == [] and pair.transport.late_data()
+    assert pair.transport.looks < 7 and caplog.text.count("restart this engine") == 1
+    for _ in range(4):
+        assert pair.pulls.active
+        clock.now += 1.1
+        results = pair.pulls.drive()
+        assert bool(results) == (not pair.transport.late_data())
+        if results:
+            break
+    [result] = results
+    assert result.failed and words in result.reason and result.bad_blocks == {5} and not pair.pulls.active
+
+
+def test_what_took_too_long_may_come_a_little_later(clock):
+    """Then it is right, and nobody loses the agent."""
+    pair = Pair()
+    pair.there.make_sums([batch_of([3])], None)
+    pair.transport.polls = 3
+    assert pair.pulls.start(pair.order(pull_of([5], [3]), timeout=2.0)) is None
+    clock.now += 2.1
+    assert pair.pulls.drive() == [] and pair.pulls.drive() == []
+    clock.now += pulls_module.GRACE - 0.2
     assert pair.pulls.drive() == []
-    now[0] += 2.1
-    for _ in range(3):
-        assert pair.pulls.drive() == [] and pair.pulls.active, "NIXL may still write into the block"
     [result] = pair.pulls.drive()
-    assert result.failed and "within 2 s" in result.reason and result.bad_blocks == {5} and not pair.pulls.active
+    assert not result.failed and pair.equal(5, 3) and pair.transport.agent == 1
+    assert not pair.run(pair.order(pull_of([6], [3]))).failed and not pair.transport.ended
+
+
+@pytest.mark.parametrize("polls, right", [(2, True), (1000, False)])
+def test_others_end_first_or_fail_as_well(clock, polls, right):
+    pair = Pair()
+    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.transport.polls = polls
+    assert pair.pulls.start(pair.order(pull_of([5], [3]), name="other")) is None
+    pair.transport.polls, pair.transport.fault = 0, "fails"
+    assert pair.pulls.start(pair.order(pull_of([6], [4]), name="bad")) is None
+    pair.transport.fault = None
+    assert pair.pulls.drive() == [] and pair.transport.late_data()
+    assert not pair.pulls.connected("s/1")
+    assert pair.pulls.start(pair.order(pull_of([7], [3]), name="next")) is None, "waits for another agent"
+    if not right:
+        for _ in range(3):
+            assert pair.pulls.drive() == []
+        clock.now += pulls_module.GRACE + 0.01
+    results = {}
+    for _ in range(4):
+        for result in pair.pulls.drive():
+            if result.failed:
+                assert not pair.transport.late_data()
+            results[result.request_id] = result
+    assert results["bad"].failed and results["bad"].bad_blocks == {6}
+    assert not results["next"].failed and pair.equal(7, 3) and pair.transport.agent == 2
+    assert results["other"].failed != right and (right or "another had failed" in results["other"].reason)
+    assert pair.equal(5, 3) == right and not pair.pulls.active
+
+
+def test_a_pull_does_not_wait_for_ever_for_another_agent(clock):
+    pair = Pair()
+    pair.transport.polls = 1000
+    assert pair.pulls.start(pair.order(pull_of([5], [3]), name="other")) is None
+    pair.transport.polls, pair.transport.fault = 0, "fails"
+    assert pair.pulls.start(pair.order(pull_of([6], [4]), name="bad")) is None
+    assert pair.pulls.drive() == []
+    assert pair.pulls.start(pair.order(pull_of([7], [3]), name="next", timeout=0.5)) is None
+    clock.now += 0.6
+    [result] = pair.pulls.drive()
+    assert result.request_id == "next" and "could not begin" in result.reason and result.bad_blocks == {7}
+
+
+def test_the_engine_s_own_thread_ends_no_agent():
+    pair = Pair()
+    pair.there.make_sums([batch_of([3])], None)
+    pair.transport.fault = "fails"
+    assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
+    pair.transport.fault = None
+    for _ in range(5):
+        assert pair.pulls.drive(quick=True) == [] and pair.transport.agent == 1
+    assert pair.pulls.start(pair.order(pull_of([6], [3]))) is None
+    assert pair.pulls.drive()[0].failed and pair.transport.ended == 1
+    for _ in range(5):  # nor does it make another
+        assert pair.pulls.drive(quick=True) == [] and not pair.transport.peers
+    pair.transport.polls = 1
+    assert pair.pulls.drive() == [] and pair.transport.peers
+    assert not pair.pulls.drive(quick=True)[0].failed
+
+
+def test_reads_whose_fate_nobody_knows_fail_with_the_agent(clock, monkeypatch):
+    pair = Pair()
+    pair.transport.fault = "never"
+    assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
+    monkeypatch.setattr(pair.transport, "poll", lambda transfer: 1 / 0)
+    [result] = pair.pulls.drive()
+    assert result.failed and result.bad_blocks == {5} and pair.transport.ended == 1
+    # What goes wrong while the agent ends is not taken for its end.
+    monkeypatch.undo()
+    monkeypatch.setattr(pulls_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    pair.transport.fault = "fails"
+    assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
+    real = pair.transport.retired
+    monkeypatch.setattr(pair.transport, "retired", lambda: 1 / 0)
+    assert pair.pulls.drive() == [] and pair.pulls.drive() == []
+    monkeypatch.setattr(pair.transport, "retired", real)
+    clock.now += 1.1
+    assert pair.pulls.drive()[0].failed and not pair.pulls.active
 
 
 def test_an_unforeseen_error_ends_its_pull_and_no_other(monkeypatch):

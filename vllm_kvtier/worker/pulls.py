@@ -1,7 +1,9 @@
 """Pulls under way on this worker: read, verify, report. Runs on the worker's reactor.
 
-A pull has two ends: *when it failed* (deadline, error, checksum) and *when its blocks may be reused* (NIXL gave
-the memory back). It is reported only at the second, so that nothing writes into a block vLLM handed on.
+A pull has two ends: *when it failed* (deadline, error, checksum) and *when its blocks may be reused* (nothing can
+arrive any more). It is reported only at the second, so that nothing writes into a block vLLM handed on. For a read that
+did not end, the second comes when the agent that reads has ended (``transport`` says why): the agent is condemned,
+nothing new begins with it, reads under way may end within a while, and what did not fails with it.
 """
 
 import enum
@@ -9,6 +11,8 @@ import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import RankInfo
@@ -19,16 +23,21 @@ from vllm_kvtier.worker.work import PullOrder
 
 logger = logging.getLogger("vllm.kvtier.pulls")
 
-
 # A source makes the checksums of a hand-off before it offers it, unless it is busy; then a moment later.
 REREAD_AFTER = 0.02
+# For reads under way when the agent is condemned; also for the one that took too long, because a peer that is being
+# read from when the agent ends may break off: over TCP, UCX ends its process if it was hanging meanwhile.
+GRACE = 1.0
+# Between two looks at an agent that did not end when it was to.
+LOOK_AGAIN = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read once more
+    WAITING = "waiting"  # to read: once more, or with another agent
     READING = "reading"
     VERIFYING = "verifying"
-    ABORTING = "aborting"  # failed, but NIXL may still write into the blocks
+    FAILED = "failed"  # its blocks may still be written into, by the agent that reads
+    LEAVING = "leaving"  # the same, and that agent is to end
 
 
 @dataclass
@@ -54,7 +63,8 @@ class _Pull:
     bytes: int = 0
     blocks: set[int] = field(default_factory=set)
     moves: list = field(default_factory=list)
-    again_at: float | None = None  # when to read a second time; set once
+    not_before: float = 0.0  # to read
+    reread: bool = False
 
 
 @dataclass
@@ -71,6 +81,8 @@ class Pulls:
         self._pulls: list[_Pull] = []
         self._peers: dict[str, _Peer] = {}
         self._logged: set[str] = set()
+        self._condemned: float | None = None  # until when reads under way may end
+        self._look_at = 0.0  # whether the old agent has ended
 
     @property
     def active(self) -> bool:
@@ -84,34 +96,47 @@ class Pulls:
     def connected(self, source: str) -> bool:
         """Whether a pull from this engine can start without connecting first."""
         info = self._sources.get(source)
-        return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
+        known = info is not None and info.agent in self._peers and self._transport.knows(info.agent)
+        return known and self._condemned is None
 
     def start(self, order: PullOrder) -> PullResult | None:
         """Begin reading; a result at once if that is impossible."""
         now = time.monotonic()
         pull = _Pull(order, now, now + order.timeout)
         pull.blocks = {int(i) for g in order.groups for i in g.local}
-        try:
-            self._read(pull)
-        except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
-            return self._fail_now(pull, f"cannot read from {pull.order.source}: {error}")
+        if self._condemned is not None:
+            pull.stage = Stage.WAITING
+        else:
+            try:
+                self._read(pull)
+            except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
+                return self._fail_now(pull, f"cannot read from {pull.order.source}: {error}")
         self._pulls.append(pull)
         return None
 
-    def drive(self) -> list[PullResult]:
-        """Advance every pull; the results of those that ended."""
+    def drive(self, quick: bool = False) -> list[PullResult]:
+        """Advance every pull; the results of those that ended. ``quick``: leave what may take long, ending an agent
+        and making another, to a later call."""
         results = []
         for pull in list(self._pulls):
             try:
-                result = self._advance(pull)
+                result = self._advance(pull, quick)
             except Exception as error:  # one pull's fault must not leave the others waiting for ever
                 logger.exception("kvtier: a pull from %s failed in an unforeseen way", pull.order.source)
                 result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
                 results.append(result)
-        if not self._pulls:
-            self._transport.release_stale()
+        if quick:
+            return results
+        try:
+            if self._condemned is not None:
+                self._judge()
+            if any(pull.stage is Stage.LEAVING for pull in self._pulls):
+                results += self._left()
+        except Exception:  # what has ended is reported all the same
+            logger.exception("kvtier: the memory of failed reads is not free yet")
+            self._look_at = time.monotonic() + LOOK_AGAIN
         return results
 
     # -- stages ------------------------------------------------------------------------------------------------
@@ -149,9 +174,14 @@ class Pulls:
             )
         return peer
 
-    def _advance(self, pull: _Pull) -> PullResult | None:
+    def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
+        now = time.monotonic()
         if pull.stage is Stage.WAITING:
-            if time.monotonic() < pull.again_at:
+            if now >= pull.deadline:
+                return self._fail_now(pull, f"the read from {pull.order.source} could not begin in time")
+            if now < pull.not_before or self._condemned is not None:
+                return None
+            if quick and not self.connected(pull.order.source):
                 return None
             try:
                 self._read(pull)
@@ -160,45 +190,82 @@ class Pulls:
             pull.stage = Stage.READING
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
-            if state is TransferState.RUNNING and time.monotonic() < pull.deadline:
-                return None
             if state is TransferState.DONE:
-                self._transport.release(pull.transfer)
+                transfer, pull.transfer = pull.transfer, None
                 pull.stage = Stage.VERIFYING
+                self._transport.release(transfer)
                 pull.check = self._memory.begin_check(pull.order.groups, pull.moves)
-            else:
-                pull.reason = (
-                    f"the read from {pull.order.source} failed"
-                    if state is TransferState.FAILED
-                    else f"the read from {pull.order.source} did not end within {pull.order.timeout:g} s"
-                )
-                # A connection that broke or stalled is not trusted again: the next pull makes a new one.
-                self._disconnect(pull)
-                pull.stage = Stage.ABORTING
+            elif state is TransferState.FAILED:
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.order.source} failed"
+                self._condemn(now)
+            elif now >= pull.deadline:
+                self._condemn(now)
         if pull.stage is Stage.VERIFYING:
             bad = self._memory.end_check(pull.check)
             if bad is None:
                 return None
-            if bad and pull.order.promised and pull.again_at is None:
-                pull.again_at, pull.stage = time.monotonic() + REREAD_AFTER, Stage.WAITING
+            if bad and pull.order.promised and not pull.reread:
+                pull.reread, pull.not_before, pull.stage = True, now + REREAD_AFTER, Stage.WAITING
                 return None
             return self._verified(pull, bad)
-        if pull.stage is Stage.ABORTING and self._transport.release(pull.transfer):
-            return self._fail_now(pull, pull.reason)
         return None
 
     def _broken(self, pull: _Pull, reason: str) -> PullResult | None:
-        if pull.stage is Stage.VERIFYING:
+        if pull.stage in (Stage.WAITING, Stage.VERIFYING):
             return self._fail_now(pull, reason)
-        pull.reason, pull.stage = reason, Stage.ABORTING
+        pull.stage, pull.reason = Stage.FAILED, reason
+        self._condemn(time.monotonic())
         return None
 
-    def _disconnect(self, pull: _Pull) -> None:
-        info = self._sources[pull.order.source]
-        try:
-            self._transport.remove_peer(info.agent)
-        except Exception as error:
-            logger.debug("kvtier: disconnecting %s: %s", info.agent, error)
+    # -- the agent that reads ----------------------------------------------------------------------------------
+
+    def _condemn(self, now: float) -> None:
+        if self._condemned is None:
+            self._condemned = now + GRACE
+
+    def _judge(self) -> None:
+        """Of a condemned agent: whether it has to go, and when."""
+        now = time.monotonic()
+        reading = [pull for pull in self._pulls if pull.stage is Stage.READING]
+        failed = any(pull.stage is Stage.FAILED for pull in self._pulls)
+        if not failed and not any(now >= pull.deadline for pull in reading):
+            self._condemned = None  # what took too long has ended after all
+        elif not reading or now >= self._condemned:
+            self._end_agent(now)
+
+    def _end_agent(self, now: float) -> None:
+        for pull in self._pulls:
+            if pull.stage is Stage.READING:
+                late, timeout = now >= pull.deadline, f"did not end within {pull.order.timeout:g} s"
+                why = timeout if late else "did not end in time when another had failed"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.order.source} {why}"
+            if pull.stage is Stage.FAILED:
+                pull.stage = Stage.LEAVING
+                transfer, pull.transfer = pull.transfer, None
+                self._transport.release(transfer)
+                del transfer  # whoever holds its handle keeps the agent alive
+        self._peers.clear()  # as do prepared lists
+        self._condemned, self._look_at = None, 0.0
+        self._transport.retire()
+
+    def _left(self) -> list[PullResult]:
+        """Pulls whose agent has ended."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return []
+        if not self._transport.retired():
+            if not self._look_at:
+                logger.error(
+                    "kvtier: NIXL does not give back the memory of a read that failed; its blocks stay out of use, "
+                    "and their requests wait: restart this engine"
+                )
+            self._look_at = now + LOOK_AGAIN
+            return []
+        if self._memory.view.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.view.device)  # copies that the agent has left to the GPU
+        left = [pull for pull in self._pulls if pull.stage is Stage.LEAVING]
+        self._pulls = [pull for pull in self._pulls if pull.stage is not Stage.LEAVING]
+        return [self._fail_now(pull, pull.reason) for pull in left]
 
     def _verified(self, pull: _Pull, bad: set[int]) -> PullResult:
         seconds = time.monotonic() - pull.started
