@@ -6,12 +6,18 @@ projection keeps the scale of its input, so that a wrong token's KV moves logpro
 """
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+# Devices to run the engines on; none: the CPU build.
+GPUS = [int(gpu) for gpu in os.environ.get("KVTIER_TEST_GPUS", "").split(",") if gpu]
+# Many engines share a device, and vLLM wants as much of it free as it might take.
+GPU_FLAGS = ("--gpu-memory-utilization", "0.04") if GPUS else ()
 
 VOCABULARY = 2048  # the demo model's tokenizer
 HIDDEN = 256

@@ -1,7 +1,11 @@
 """The store keeps every kind of KV cache: windows, MLA, fp8, two ranks, a codec by kind; in blocks of 64 and 128.
 
 Each engine answers everything twice: computed, which must be what a plain engine answers, and then from the store.
-All of them share one store, in which each finds only what is its own.
+All of them share one store, in which each finds only what is its own. Also for machines with GPUs:
+
+    KVTIER_TEST_GPUS=0,1 python -m pytest -m "slow or not slow" tests/engines/test_node_store_models.py
+
+There windows and two ranks run in float32, on vLLM's Triton kernels, and the others in bfloat16 on FlashAttention's.
 """
 
 import asyncio
@@ -10,10 +14,12 @@ from typing import NamedTuple
 import model_shapes
 import pytest
 from drive import Reply, driving, random_tokens
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
+from fleet import start_missing
+from model_shapes import GPU_FLAGS, GPUS
+from node_fleet import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
-from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
+from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
 
 # A hand-off from nobody. A model that cannot go on from a prefix is only asked for where the whole prompt may be had.
 PROMISED = {"do_remote_prefill": True, "remote_request_id": "nobody's", "remote_host": "127.0.0.1"}
@@ -29,14 +35,35 @@ class Kind(NamedTuple):
     tolerance: float = 2e-3
     codec: str | dict[str, str] = "raw"  # if not, one for each kind of attention there is
 
+    @property
+    def written(self) -> float:
+        """The tolerance where decode steps wrote what a prefill writes in the truth: in 8 bits, slightly other KV."""
+        return self.tolerance * (3 if GPUS and "bfloat16" in self.flags else 1)
 
-KINDS = {
-    "ranks": Kind("recall", 128, ranks=2),
-    "hybrid": Kind("hybrid", 64),
-    "mixed": Kind("hybrid", 64, ("--dtype", "bfloat16"), tolerance=0.2, codec={"full": "int8", "sliding": "rot4"}),
-    "mla": Kind("mla", 16),
-    "fp8": Kind("dense", 32, ("--dtype", "float32", "--kv-cache-dtype", "fp8"), tolerance=2e-2),
-}
+    @property
+    def whole(self) -> bool:
+        """vLLM computes MLA prompts on CPUs in one piece, and otherwise after a decode step."""
+        return self.model == "mla" and not GPUS
+
+
+FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
+MIXED = {"full": "int8", "sliding": "rot4"}
+if GPUS:
+    KINDS = {
+        "ranks": Kind("recall", 128, ranks=2, tolerance=1e-2),
+        "hybrid": Kind("hybrid", 16, tolerance=1e-2),
+        "mixed": Kind("hybrid", 64, BF16, tolerance=0.25, codec=MIXED),
+        "mla": Kind("mla", 64, BF16, tolerance=0.3),  # most of its kernels know one block size
+        "fp8": Kind("dense", 16, (*BF16, "--kv-cache-dtype", "fp8"), tolerance=0.3),
+    }
+else:
+    KINDS = {
+        "ranks": Kind("recall", 128, ranks=2),
+        "hybrid": Kind("hybrid", 64),
+        "mixed": Kind("hybrid", 64, BF16, tolerance=0.2, codec=MIXED),
+        "mla": Kind("mla", 16),
+        "fp8": Kind("dense", 32, (*FLOAT32, "--kv-cache-dtype", "fp8"), tolerance=2e-2),
+    }
 SLOW = ("fp8", "mixed", "mla")
 SHAPES = {"hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA, "dense": model_shapes.DENSE}
 PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in KINDS]
@@ -48,43 +75,88 @@ class Pair(NamedTuple):
     plain: Engine | None
 
 
+class Pairs(NamedTuple):
+    store: NodeStore
+    by_name: dict[str, Pair]
+    failed: dict[Engine, str]  # engines that did not start, and what they said
+
+
 @pytest.fixture(scope="module")
-def pairs(request, node: Node, model_path, log_dir):
+def pairs(request, plain, model_path, log_dir):
     """All of them, started together: of each kind one with the store and a plain one."""
     wanted = {item.callspec.params["pair"] for item in request.session.items if item.path == request.path}
     with runtime_dir() as folder:
         pairs = {}
-        for name in sorted(wanted):
+        for number, name in enumerate(sorted(wanted)):
             kind = KINDS[name]
             shape = SHAPES.get(kind.model)
             model = model_shapes.write(shape, log_dir / "models" / shape.name, model_path) if shape else model_path
+            gpus = [GPUS[(number + i) % len(GPUS)] for i in range(kind.ranks)] if GPUS else []
+            if len(set(gpus)) < len(gpus):
+                continue  # of such a pair its tests say that it needs more devices
 
-            def engine(role: str, kv: dict | None, name=name, kind=kind, model=model) -> Engine:
+            def engine(role: str, kv: dict | None, ranks: int, name=name, kind=kind, model=model, gpus=gpus) -> Engine:
                 return Engine(
-                    model, name=f"{name}-{role}", kv=kv, block_size=kind.block, args=kind.flags, log_dir=log_dir,
-                    tensor_parallel=kind.ranks, env=store_env(folder),
+                    model,
+                    name=f"{name}-{role}",
+                    kv=kv,
+                    block_size=kind.block,
+                    args=(*kind.flags, *GPU_FLAGS),
+                    log_dir=log_dir,
+                    tensor_parallel=ranks,
+                    gpus=gpus[:ranks],
+                    env=store_env(folder),
+                    ready_seconds=150 if GPUS else 240,
                 )
 
             extra = {**OPTIONS, "store_size": "256MiB", "load_policy": "always", "codec": kind.codec}
+            extra["pull_threshold"] = min(kind.block - 1, OPTIONS["pull_threshold"])
             extra["endpoint_port"] = free_port()
-            # Two ranks answer as one does: no engine of its own for that. MLA on CPUs has another truth, see below.
-            plain = node.single if kind.ranks > 1 else None if name == "mla" else engine("plain", None)
-            pairs[name] = Pair(kind, engine("store", kvtier(extra)), plain)
-        engines = [e for pair in pairs.values() for e in pair[1:] if e not in (node.single, None)]
-        start_all(engines)
-        yield store_in(folder), pairs
-        kill_all(engines)
+            if GPUS:
+                alone = engine("plain", None, 1)
+            else:
+                # Two ranks answer as one does: no engine of its own for that. MLA on CPUs has another truth, see below.
+                alone = plain if kind.ranks > 1 else None if name == "mla" else engine("plain", None, 1)
+            pairs[name] = Pair(kind, engine("store", kvtier(extra), kind.ranks), alone)
+        engines = [e for pair in pairs.values() for e in pair[1:] if e]
+        try:
+            yield Pairs(store_in(folder), pairs, start(engines))
+        finally:
+            kill_all(e for e in engines if e is not plain)
+
+
+def start(engines: list[Engine]) -> dict[Engine, str]:
+    """On machines with GPUs some kernels may be missing: one kind of engine that does not start stops no other."""
+    if not GPUS:
+        start_missing(engines)
+        return {}
+    failed = {}
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        try:
+            engine.wait_ready()
+        except ServiceFailed as failure:
+            failed[engine] = str(failure)[:3000]
+    return failed
 
 
 @pytest.fixture(params=PARAMS)
-def pair(request, pairs) -> Pair:
-    return pairs[1][request.param]
+def pair(request, pairs: Pairs) -> Pair:
+    pair = pairs.by_name.get(request.param)
+    if pair is None:
+        pytest.skip(f"{request.param}: too few devices")
+    if pair.plain in pairs.failed:
+        pytest.skip(f"vLLM starts no {request.param} here: {pairs.failed[pair.plain][:300]}")
+    if pair.engine in pairs.failed:
+        pytest.fail(pairs.failed[pair.engine], pytrace=False)
+    return pair
 
 
 @pytest.fixture
-async def kinds(node: Node, pairs):
-    async with driving(node.single, NodeDriver) as driver:
-        driver.node = node._replace(store=pairs[0])
+async def kinds(plain, pairs: Pairs):
+    async with driving(plain, NodeDriver) as driver:
+        driver.node = Node(plain, plain, plain, pairs.store, {})  # of which only the store is looked at here
         yield driver
 
 
@@ -138,7 +210,7 @@ async def warm_answer(kinds: NodeDriver, pair: Pair, prompt: list[int], params=A
 
 def lengths_of(pair: Pair) -> list[int]:
     block, window = pair.kind.block, model_shapes.WINDOW
-    if pair.kind.model == "mla":
+    if pair.kind.whole:
         return [16, 160, 320]  # whole blocks: the only ones that can be had whole
     lengths = [block - 1, block, block + 1, 5 * block, 7 * block + 7]
     return lengths + ([5 * block + window - 1, 5 * block + window + 1] if pair.kind.model == "hybrid" else [])
@@ -146,17 +218,18 @@ def lengths_of(pair: Pair) -> list[int]:
 
 async def test_cold_and_warm_answers(kinds, pair: Pair):
     rng = seeded(f"kinds {pair.engine.name}")
-    mla = pair.kind.model == "mla"
-    params = {**PROMISED, "remote_port": free_port()} if mla else ASKED
+    params = {**PROMISED, "remote_port": free_port()} if pair.kind.whole else ASKED
     prompts = [random_tokens(rng, length) for length in lengths_of(pair)]
     cold = [await answers(kinds, pair, prompt) for prompt in prompts]
     if pair.plain is not None:
         plain = await asyncio.gather(*(kinds.ask(pair.plain, prompt, 6) for prompt in prompts))
-        assert max(off(*both, pair.kind.tolerance) for both in zip(cold, plain, strict=True)) < pair.kind.tolerance
+        worst = max(off(*both, pair.kind.tolerance) for both in zip(cold, plain, strict=True))
+        assert worst < pair.kind.tolerance, "computed with the connector, and without"
     for prompt, reply in zip(prompts, cold, strict=True):
         assert reply.pulled == 0
         await kept(kinds, pair, prompt)
     await kinds.reset(pair.engine)
+    moved = []
     for i, prompt in enumerate(prompts):
         reply = await warm_answer(kinds, pair, prompt, params)
         whole = len(prompt) // pair.kind.block * pair.kind.block
@@ -164,11 +237,13 @@ async def test_cold_and_warm_answers(kinds, pair: Pair):
         # With windows, the last token of a prompt that the store has whole is left out.
         said = f"{len(prompt)} tokens: {reply.report}, {await kinds.counters(pair.engine)}"
         assert reply.pulled in (whole, whole - (whole == len(prompt))), said
-        if mla:
+        if pair.kind.whole:
             # vLLM's own MLA on CPUs answers otherwise after a decode step: what is the same is another such load.
             cold[i] = await answers(kinds, pair, prompt, params)
             assert cold[i].pulled == reply.pulled
-        assert off(reply, cold[i], pair.kind.tolerance) < pair.kind.tolerance, (len(prompt), reply.report)
+        moved.append(off(reply, cold[i], pair.kind.tolerance))
+        assert moved[-1] < pair.kind.tolerance, (len(prompt), reply.report)
+    print(f"{pair.engine.name}: logprobs from the store differ by {max(moved):.5f} at most")
     await sound(kinds, pair)
 
 
@@ -176,17 +251,22 @@ async def test_other_kv_would_answer_otherwise(kinds, pair: Pair):
     """Or the rest proves nothing: a rotten beginning that nobody checked would be seen in the answer."""
     rng = seeded(f"otherwise {pair.engine.name}")
     tail = random_tokens(rng, 12)
-    one, other = [await answers(kinds, pair, random_tokens(rng, 148) + tail) for _ in range(2)]
-    assert off(one, other, pair.kind.tolerance) > 3 * pair.kind.tolerance
+    differ = []
+    # In bfloat16 much passes for rounding; some other KV must not.
+    while max(differ, default=0) <= 3 * pair.kind.tolerance and len(differ) < (24 if GPUS else 1):
+        one, other = [await answers(kinds, pair, random_tokens(rng, 148) + tail) for _ in range(2)]
+        differ.append(off(one, other, pair.kind.tolerance))
+    print(f"{pair.engine.name}: other KV moves logprobs by {differ}")
+    assert max(differ) > 3 * pair.kind.tolerance
 
 
 async def test_generated_text_and_several_at_once(kinds, pair: Pair):
     """Longer than a window, so that what generating left behind matters."""
-    if pair.kind.model == "mla":
+    if pair.kind.whole:
         pytest.skip("vLLM computes MLA prompts on CPUs in one piece")
     rng, block = seeded(f"turns {pair.engine.name}"), pair.kind.block
     prompts = [random_tokens(rng, rng.randrange(2 * block, 5 * block)) for _ in range(4)]
-    count = block + 20
+    count = max(block + 20, model_shapes.WINDOW + 4 if pair.kind.model == "hybrid" else 0)
     first = await asyncio.gather(*(kinds.ask(pair.engine, prompt, count, ASKED) for prompt in prompts))
     longer = [p + reply.tokens + random_tokens(rng, 9) for p, reply in zip(prompts, first, strict=True)]
     held = [(len(p) + count - 1) // block * block for p in prompts]
@@ -197,19 +277,21 @@ async def test_generated_text_and_several_at_once(kinds, pair: Pair):
     if not all(reply.pulled for reply in warm) and await lost(kinds, pair):
         await kinds.reset(pair.engine)
         warm = [await warm_answer(kinds, pair, prompt) for prompt in longer]
+    moved = []
     for prompt, tokens, reply in zip(longer, held, warm, strict=True):
         assert (reply.pulled, reply.report["local_tokens"]) == (tokens, 0), reply.report
         want = await kinds.ask(pair.plain, prompt, 6)
-        assert off(reply, want, pair.kind.tolerance) < pair.kind.tolerance, reply.report
+        moved.append(off(reply, want, pair.kind.written))
+        assert moved[-1] < pair.kind.written, reply.report
+    print(f"{pair.engine.name}: logprobs on generated text differ by {max(moved):.5f} at most")
     await sound(kinds, pair)
 
 
 async def test_flipped_bits_are_noticed(kinds, pair: Pair):
     """In any rank's part and any group's block: the request is computed, from where it is wrong on or whole."""
     rng = seeded(f"flips {pair.engine.name}")
-    mla = pair.kind.model == "mla"
-    params = {**PROMISED, "remote_port": free_port()} if mla else ASKED
-    prompt = random_tokens(rng, 4 * pair.kind.block + (0 if mla else 9))
+    params = {**PROMISED, "remote_port": free_port()} if pair.kind.whole else ASKED
+    prompt = random_tokens(rng, 4 * pair.kind.block + (0 if pair.kind.whole else 9))
     cold = await answers(kinds, pair, prompt)
     await kept(kinds, pair, prompt)
     await kinds.reset(pair.engine)
