@@ -110,7 +110,7 @@ def replay(
     tier = DiskTier(
         {"size": (disk + 1) * PAGE}, -1, 0, clock, index.shapes, policy=POLICIES[policy], clock=clock, make_mover=AtOnce
     )
-    demotion = Demotion(index, [tier], DEMOTION, lambda tier: made(), 1 << 40, clock, clock)
+    demotion = Demotion(index, [tier], DEMOTION, lambda tier: made(), 1 << 40, 1 << 40, clock, clock)
     index.watch = demotion
     tier.start()
     clock.pass_until(0.0)

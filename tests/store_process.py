@@ -27,16 +27,18 @@ class Store:
         self.folder, self.path = folder, str(folder / "s.sock")
         self.process: subprocess.Popen | None = None
         self._before, self._env = list(before), {**os.environ, **(env or {})}
+        self.await_tiers = True
 
     def start(self, *options: str) -> None:
-        """Returns when all its tiers are open."""
+        """Returns when all its tiers are open, or, not ``await_tiers``, when it serves."""
         command = [*self._before, sys.executable, "-m", "vllm_kvtier.store", "--socket", self.path]
         with (self.folder / "store.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, f"--size={POOL}", "--idle-seconds=0", *options], stdout=log, stderr=log, env=self._env
             )
         eventually(lambda: Path(self.path).exists() and serves(self.path), 30)
-        eventually(lambda: all(tier.state == "ready" for tier in self.counts().tiers), 30, "its tiers are open")
+        if self.await_tiers:
+            eventually(lambda: all(tier.state == "ready" for tier in self.counts().tiers), 30, "its tiers are open")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -79,6 +81,8 @@ class Engine(RawClient):
         """Blocks newly stored."""
         units = self.lookup(chain)
         self.tell(m.Release(units.lease))
+        if units.units * m.HASH == len(chain):
+            return 0
         slots = self.reserve(chain, units.units)
         for block, slot in enumerate(slots, units.units):
             if slot > 0:

@@ -95,7 +95,7 @@ class Tiers(RuleBasedStateMachine):
         )
         self.mover: FakeMover = self.tier._mover
         self.demotion = Demotion(
-            self.index, [self.tier], 2, lambda tier: admission(how), 1 << 30, self.reactor, self.clock
+            self.index, [self.tier], 2, lambda tier: admission(how), 1 << 30, 1 << 30, self.reactor, self.clock
         )
         self.index.watch = self.demotion
         self.tier.on_change = self.demotion.tiers_changed
@@ -261,6 +261,13 @@ class Tiers(RuleBasedStateMachine):
             for move in message.moves:
                 if name_of(move) in self.kept:
                     assert all(self.disk.bytes[move.place + i] == name_of(move) for i in range(move.pages))
+            # What cannot be read is given up, leased or not.
+            unread = {name_of(move) for move, is_good in zip(message.moves, good, strict=True) if not is_good}
+            for name in unread:
+                self.kept.pop(name, None)
+                self.forbidden[name] = len(self.mover.sent)
+            for _, found in self.finds:
+                found[:] = [name for name in found if name not in unread]
         words = {} if all(good) else {"error": "EIO", "writable": bool(stays)}
         self.mover.answer(good, at, **words)
         self.given_up()

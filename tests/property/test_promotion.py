@@ -65,7 +65,10 @@ class FakeTier(Tier):
 
     def read(self, find, blocks, done):
         assert find in self.found
-        self.reads.append((blocks, done))
+        if self.up:
+            self.reads.append((blocks, done))
+        else:
+            done([False] * len(blocks))
 
     def finish(self, at: int = 0, good=lambda block: True):
         blocks, done = self.reads.pop(at)
@@ -190,6 +193,20 @@ def test_each_tier_is_asked_from_where_the_one_before_ended():
     s3.finish()
     s3.finish()
     assert ahead.over and world.here(chain) == 10 and world.quiet()
+
+
+def test_who_waits_is_told_when_what_was_found_is_here_and_more_is_asked_for():
+    disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
+    world, chain, heard = World(disk, s3), chain_of("a", 8), []
+    disk.units[chain[:HASH]], s3.units[chain[:HASH]] = 4, 8
+    ahead = world.ahead(chain)
+    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
+    disk.finish()
+    assert heard == [4] and not ahead.over and world.promotion.seconds(ahead) == (0.0, 0.02)
+    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
+    s3.answer()
+    s3.finish()
+    assert heard == [4, 8] and ahead.over and world.quiet()
 
 
 def test_patience_ends_and_the_rest_comes_all_the_same():
@@ -339,7 +356,16 @@ class Machine(RuleBasedStateMachine):
         slots = self.world.index.reserve(ENGINE, SPACE, b"", [0] * units, chain, parents, EVERYTHING)
         self.world.index.commit(ENGINE, [slot for slot in slots if slot > 0])
 
-    @rule(seconds=st.sampled_from([0.0, 0.6, 6.0]))
+    @rule(pick=st.integers(0, 3))
+    def clear(self, pick):
+        if not pick:
+            self.world.index.clear(None)
+
+    @rule(tier=st.integers(0, 1), up=st.booleans())
+    def goes_or_comes(self, tier, up):
+        (self.near, self.far)[tier].up = up
+
+    @rule(seconds=st.sampled_from([0.0, 0.6, 6.0, 200.0]))
     def wait(self, seconds):
         self.world.clock.pass_(seconds)
 

@@ -80,6 +80,7 @@ class Bench:
             9,
             lambda tier: admission(how, min_tokens),
             queue_pages * PAGE,
+            d.BATCH_BYTES,
             self.reactor,
             self.clock,
         )
@@ -160,7 +161,7 @@ def test_one_batch_at_a_time_and_not_too_much(monkeypatch):
     assert b.tier.answer() == [4, 5, 6]
     b.reactor.run()
     assert b.tier.answer() == [7]  # it has waited long enough for others
-    monkeypatch.setattr(d, "BATCH_BYTES", 2 * PAGE)
+    b.demotion._batch_bytes = 2 * PAGE
     b.store(11, 12, 13)
     b.reactor.run()
     assert b.tier.answer() == [11, 12]

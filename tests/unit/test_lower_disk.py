@@ -1,5 +1,6 @@
 """The disk tier's server side: what is found, read, written, given up and told its mover, and what failures cost."""
 
+import msgspec
 import pytest
 from lower_fakes import FakeMover, FakeReactor
 from support import Clock
@@ -8,7 +9,7 @@ from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.base import Block, Want
 from vllm_kvtier.store.lower.disk import tier as d
-from vllm_kvtier.store.lower.mover import READY
+from vllm_kvtier.store.lower.mover import OPENING, READY
 from vllm_kvtier.store.lower.rate import Rate
 from vllm_kvtier.store.messages import GroupShape
 from vllm_kvtier.store.records import ZERO
@@ -106,11 +107,12 @@ def test_what_is_written_is_found_and_read():
     assert read == [[True, False, False]] and not b.tier.reading
     b.tier.release(find)
     assert b.tier._places.stats().leases == 0
-    again = b.write(blocks_of(3, 4, after=2))  # one is there already
+    assert b.mover.sent[-1] == m.Drop([asked.moves[2].place])  # what cannot be read is given up
+    again = b.write(blocks_of(3, 4, after=2))
     assert again == [[True, True]] and b.mover.sent[-1].spaces == []
     counts = b.tier.counts()
     assert (counts.state, counts.blocks, counts.used_bytes) == ("ready", 4, 8 * PAGE)
-    assert (counts.written_blocks, counts.written_bytes, counts.found_blocks) == (4, 8 * PAGE, 2)
+    assert (counts.written_blocks, counts.written_bytes, counts.found_blocks) == (5, 10 * PAGE, 2)
     assert (counts.read_blocks, counts.read_failures) == (1, 1)
 
 
@@ -266,6 +268,26 @@ def test_a_dead_mover_takes_all_with_it_and_the_next_one_brings_it_back():
     b.tier.release(find)
     b.tier.release(other)  # of an earlier life
     assert b.read(other, blocks_of(1)) == [[False]]
+
+
+def test_what_was_cleared_while_it_was_down_stays_so_however_often_it_fails():
+    b = Bench()
+    b.write(blocks_of(1, 2))
+    kept = b.mover.sent[-1].moves
+    for trouble in ("hung", "another store uses it", "another store uses it"):
+        b.mover.set_aside(trouble)
+        b.mover.reap()
+        if trouble == "hung":
+            b.tier.clear(SPACE)
+        b.mover.state = OPENING
+    b.open([msgspec.structs.replace(move, slot=0) for move in kept], [SPACE_SHAPE])
+    assert b.find(1, 2).units == 0
+    assert sorted(b.mover.sent[-1].gone) == sorted(move.place for move in kept)
+    b.write(blocks_of(1))
+    b.mover.set_aside("again")
+    b.mover.reap()
+    b.open([msgspec.structs.replace(b.mover.sent[-1].moves[0], slot=0)], [SPACE_SHAPE])
+    assert b.find(1).units == 1  # it is done once
 
 
 def test_read_only_and_lies():

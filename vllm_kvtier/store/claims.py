@@ -77,9 +77,10 @@ class Claims:
         entries, lease.entries = lease.entries, []
         return entries
 
-    def reserve(self, client: int, entries: list[Entry]) -> None:
+    def reserve(self, client: int, entries: list[Entry], forever: bool = False) -> None:
         self._clients[client].reserved.update((entry.slot, entry) for entry in entries)
-        self._reservations.append((self._clock() + self._reserve_seconds, entries))
+        if not forever:
+            self._reservations.append((self._clock() + self._reserve_seconds, entries))
 
     def end_reservations(self, client: int, slots: Sequence[int]) -> list[Entry]:
         """Of those among ``slots`` that the client has reserved; from now on nobody writes them."""

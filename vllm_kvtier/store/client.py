@@ -118,9 +118,7 @@ class StoreClient:
         """Outcome: messages.Found, with a lease on what was found. Of a chain longer than messages.MAX_UNITS only
         so much is asked for. ``patience``: seconds that the store may wait for what comes up from below."""
         chain = chain[: m.MAX_UNITS * m.HASH]
-        return self._ask(
-            lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, list(nodes)), patience
-        )
+        return self._ask(lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, list(nodes)), patience)
 
     def warm(self, space: bytes, chain: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
         self._tell(m.Warm(space, chain[: m.MAX_UNITS * m.HASH], pages_limit, list(nodes)), None)

@@ -160,11 +160,12 @@ class Index(Blocks):
         hashes: bytes,
         parents: bytes,
         pages_limit: int,
+        forever: bool = False,
     ) -> list[int]:
         """A slot (> 0) per item to write into, or EXISTS, NO_ROOM, NO_PARENT_STORED. Items of a group: parents first.
 
         groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Windowed
-        groups have no parent rule. Slots end at or below page ``pages_limit``.
+        groups have no parent rule. Slots end at or below page ``pages_limit``. ``forever``: as in ``hold``.
         """
         self.tick()
         known = self._claims.known(client)
@@ -210,7 +211,7 @@ class Index(Blocks):
                 here.remove(entry)
             got += entries[:n]
         if got:
-            self._claims.reserve(client, got)
+            self._claims.reserve(client, got, forever)
         if here.empty:
             self._spaces.pop(space, None)
         stats = self._stats

@@ -174,9 +174,7 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     chain: Hashes
 
 
-Request = (
-    Hello | Lookup | Warm | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
-)
+Request = Hello | Lookup | Warm | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
 
 # -- store to client ----------------------------------------------------------------------------------------
 

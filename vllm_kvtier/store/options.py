@@ -1,10 +1,13 @@
 """Options of the node store: one place for names, defaults, meanings and checks; the command lines follow it."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.limits import parse_bytes
+from vllm_kvtier.store.lower.nodes.options import NodeOptions
 from vllm_kvtier.store.lower.objects.names import check_endpoint, parse_url
 
 
@@ -52,16 +55,16 @@ class StoreOptions:
         ("all", "reuse"),
     )
     disk_min_tokens: int = _option(0, "Prompts shorter than this are not written: computing them takes no longer.")
-    disk_queue_mib: int = _option(256, "Most that may wait for being written; what comes beyond it is not.")
+    disk_queue_mib: int = _option(
+        0, "Most that may wait for being written; what comes beyond it is not. 0: as much as half the memory."
+    )
     object_url: str = _option("", "s3://bucket/prefix that keeps blocks and shares them between nodes; empty: none.")
     object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")
     object_region: str = _option("", "Region of the bucket; empty: as AWS's own tools find it.")
     object_backend: str = _option(
         "auto", "Who speaks S3: auto is NIXL's OBJ where it can be loaded, else boto3.", ("auto", "OBJ", "boto3")
     )
-    object_admission: str = _option(
-        "reuse", "What is written there: as disk_admission.", ("all", "reuse")
-    )
+    object_admission: str = _option("reuse", "What is written there: as disk_admission.", ("all", "reuse"))
     nodes: str = _option("", "Stores of other nodes that are asked for what is not here: host:port,host:port.")
     node_listen: str = _option("", "host:port where other nodes' stores may ask for what is here; empty: nowhere.")
     cluster_key_file: str = _option("", "Key of the cluster; without one nothing listens or asks beyond loopback.")
@@ -73,11 +76,17 @@ class StoreOptions:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices and value not in choices:
                 raise ConfigError(f"store option {option.name}={value!r}: choose one of {', '.join(choices)}")
-        if self.disk_min_tokens < 0 or self.disk_queue_mib < 1:
-            raise ConfigError("store options disk_min_tokens: 0 or more; disk_queue_mib: 1 or more")
+        if self.disk_min_tokens < 0 or self.disk_queue_mib < 0:
+            raise ConfigError("store options disk_min_tokens and disk_queue_mib: 0 or more")
+        for name in ("disk_path", "cluster_key_file", "log_file"):
+            if path := getattr(self, name):  # what it names must not depend on where the processes run that use it
+                object.__setattr__(self, name, os.path.abspath(os.path.expanduser(path)))
+        if self.disk_path:
+            parse_bytes(self.disk_size, "store option disk_size")
         if self.object_url:
             parse_url(self.object_url)
-            check_endpoint(self.object_endpoint)
+        check_endpoint(self.object_endpoint)
+        NodeOptions.parse({name: getattr(self, name) for name in ("nodes", "node_listen", "cluster_key_file")})
         for name in ("tenant_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")

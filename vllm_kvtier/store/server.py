@@ -58,7 +58,8 @@ class _Client:
 
 class StoreServer:
     """Serves ``path`` from ``start`` to ``stop``. ``on_idle`` is called, on the reactor's thread, when no engine or
-    worker has been connected for ``idle_seconds``; new ones are refused from then on.
+    worker has been connected, and no other node been lent anything, for ``idle_seconds``; new ones are refused from
+    then on.
 
     Raises address.ServedAlready if the path is taken, ConfigError if the pool does not fit, KVTierError otherwise.
     """
@@ -139,9 +140,7 @@ class StoreServer:
                 # The next one waits in the queue; without a pause this would spin until somebody leaves.
                 logger.warning("kvtier: a client has to wait: %s", error.strerror)
                 self.reactor.watch_fd(self._listener.fileno(), 0)
-                self.reactor.call_later(
-                    1.0, lambda: self.reactor.watch_fd(self._listener.fileno(), zmq.POLLIN)
-                )
+                self.reactor.call_later(1.0, lambda: self.reactor.watch_fd(self._listener.fileno(), zmq.POLLIN))
                 return
             self._welcome_socket(sock)
 
@@ -188,9 +187,14 @@ class StoreServer:
             self._idle.cancel()
             self._idle = None
         elif not used and self._idle is None and self.options.idle_seconds:
-            self._idle = self.reactor.call_later(self.options.idle_seconds, self._end_idle)
+            lent = self.lower.lent
+            self._idle = self.reactor.call_later(self.options.idle_seconds, lambda: self._end_idle(lent))
 
-    def _end_idle(self) -> None:
+    def _end_idle(self, lent: int) -> None:
+        if self.lower.lent > lent:  # nobody here, but other nodes have used it meanwhile
+            self._idle = None
+            self._watch_idle()
+            return
         logger.info("kvtier: nobody has used the store for %g s; it ends", self.options.idle_seconds)
         self.reactor.remove_fd(self._listener.fileno())
         self._listener.close()  # whoever comes now is told so at once, and starts another store

@@ -91,6 +91,7 @@ class Tier(abc.ABC):
     ``on_quiet()``, set by demotion, when the last read under way is over."""
 
     name: str
+    lent: int = 0  # how often, so far, others were lent of this store's memory through it
     on_change: Callable[[], None] = staticmethod(lambda: None)
     on_quiet: Callable[[], None] = staticmethod(lambda: None)
 

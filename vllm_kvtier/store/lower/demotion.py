@@ -54,6 +54,7 @@ class Demotion:
 
     tiers: those that are ever written to. client: a number of the index's that nobody else uses. admission(tier): what
     decides for it. queue_bytes: of blocks that may wait for one tier; beyond that what comes is not written.
+    batch_bytes: of blocks that are leased for being written at a time, at most BATCH_BYTES.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Demotion:
         client: int,
         admission: Callable[[Tier], Admission],
         queue_bytes: int,
+        batch_bytes: int,
         reactor: Reactor,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._index, self._client, self._queue_bytes = index, client, queue_bytes
+        self._batch_bytes = min(batch_bytes, BATCH_BYTES)
         self._reactor, self._clock = reactor, clock
         self._lanes = [_Lane(tier, admission(tier)) for tier in tiers]
         index.connect(client, 1, [])
@@ -150,7 +153,7 @@ class Demotion:
         """See to it that a batch begins when it is time. Never at once: the index may be in the midst of something."""
         if lane.flying or not lane.queue or not lane.tier.writable:
             return
-        full = len(lane.queue) >= BATCH_BLOCKS or lane.counts.queued_bytes >= BATCH_BYTES
+        full = len(lane.queue) >= BATCH_BLOCKS or lane.counts.queued_bytes >= self._batch_bytes
         due = next(iter(lane.queue.values()))
         due += YIELD_SECONDS if lane.tier.reading else 0.0 if full else LINGER_SECONDS
         if lane.timer is not None:
@@ -192,7 +195,7 @@ class Demotion:
         while lane.queue and len(entries) < BATCH_BLOCKS:
             entry = next(iter(lane.queue))
             size = entry.size * PAGE
-            if entries and nbytes + size > BATCH_BYTES:
+            if entries and nbytes + size > self._batch_bytes:
                 break
             del lane.queue[entry]
             counts.queued_blocks -= 1

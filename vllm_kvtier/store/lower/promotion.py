@@ -16,7 +16,7 @@ from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.lower.base import Block, Find, Tier, Want
 from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.records import EXISTS, HASH, ZERO
+from vllm_kvtier.store.records import EXISTS, HASH, NO_ROOM, ZERO, BadRequest
 from vllm_kvtier.wire.slots import PAGE
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 CHUNK_BLOCKS = 256
 IN_FLIGHT = 2  # chunks of one segment: the tier has the next one when it is through with the first
+# Where all memory is in use, finding that out takes milliseconds, in which nobody is answered. Nothing new is begun for
+# so many times as long.
+FULL_PAUSE = 20.0
 MOST_AHEADS = 256  # at a time; what is asked beyond these gets what is in memory
 
 _Key = tuple[bytes, int, bytes]  # space, group, hash
@@ -66,7 +69,7 @@ class Segment:
         self.rest = blocks  # not reserved yet, the last of the chain first
         self.left_bytes = sum(b.pages for b in blocks) * PAGE  # not arrived yet
         self.in_flight = 0
-        self.leases: list[int] = []
+        self.over = False
         self.awaited_by: set[Ahead] = set()
 
 
@@ -79,7 +82,14 @@ class Ahead:
         self.asking: Tier | None = None
         self.waits_for: set[Segment] = set()  # its own, and those of others that read what it wants
         self.waiters: list[Waiter] = []
+        self.leases: list[int] = []  # on what has come
         self.over = False
+
+    @property
+    def hopeful(self) -> bool:
+        """No: it waits for a tier that is down, perhaps for ever: for a process that cannot even be killed."""
+        tiers = {segment.tier for segment in self.waits_for} | ({self.asking} if self.asking is not None else set())
+        return all(tier.usable for tier in tiers)
 
 
 class Promotion:
@@ -102,12 +112,14 @@ class Promotion:
         self._aheads: dict[tuple, Ahead] = {}
         self._inbound: dict[_Key, Segment] = {}
         self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
+        self._full_until = 0.0  # no room before that
         self.promoted_blocks = self.promoted_bytes = self.refused_room = self.failed_blocks = 0
 
     # -- asking --------------------------------------------------------------------------------------------------
 
     def ahead(self, want: Want, pages_limit: int) -> Ahead | None:
-        """Look for the rest of a chain and bring it; None: no tier can be asked, or nothing is left to ask for.
+        """Look for the rest of a chain and bring it; None: no tier can be asked, or nothing is left to ask for, or
+        nobody can say when it comes.
 
         One that is over when this returns found nothing, or nothing that could be read.
         """
@@ -116,8 +128,8 @@ class Promotion:
         key = (want.space, want.chain[-HASH:], want.nodes)
         known = self._aheads.get(key)
         if known is not None:
-            return known
-        if len(self._aheads) >= MOST_AHEADS:
+            return known if known.hopeful else None
+        if len(self._aheads) >= MOST_AHEADS or self._clock() < self._full_until:
             return None
         ahead = self._aheads[key] = Ahead(key, want, pages_limit)
         self._seek(ahead, iter(self._tiers))
@@ -129,7 +141,7 @@ class Promotion:
         return arrive, ahead.asking.latency() if ahead.asking is not None else 0.0
 
     def wait(self, ahead: Ahead, patience: float, call: Callable[[], None]) -> Waiter:
-        """``call`` when the ahead is over, or it is known that it will not be in time; ``patience`` seconds from now
+        """``call`` when all that was found is here, or known not to be in time; ``patience`` seconds from now
         at the latest; never from within this."""
         waiter = Waiter(call, self._clock() + patience)
         waiter._timer = self._call_later(0.0 if ahead.over else max(0.0, patience), waiter.fire)
@@ -184,21 +196,30 @@ class Promotion:
                 segment.tier.read(
                     segment.find, blocks, lambda good, blocks=blocks: self._arrived(segment, blocks, good)
                 )
-        if not segment.rest and not segment.in_flight:
+        if not segment.rest and not segment.in_flight and not segment.over:
             self._end(segment)
 
     def _reserve(self, segment: Segment, chunk: list[Block]) -> list[Block]:
         """Those of a chunk that are ours to read now, with their slots."""
         space, client = segment.find.want.space, self._client(segment.find.want)
-        slots = self._index.reserve(
-            client,
-            space,
-            b"",
-            [b.group for b in chunk],
-            b"".join(b.hash for b in chunk),
-            b"".join(b.parent for b in chunk),
-            segment.ahead.pages_limit,
-        )
+        began = self._clock()
+        try:
+            slots = self._index.reserve(
+                client,
+                space,
+                b"",
+                [b.group for b in chunk],
+                b"".join(b.hash for b in chunk),
+                b"".join(b.parent for b in chunk),
+                segment.ahead.pages_limit,
+                forever=True,  # the tier may write to them for as long as its read takes
+            )
+        except BadRequest as error:  # since the chain was asked for, the space was cleared, and is another's now
+            logger.warning("kvtier: what was asked for is not brought up: %s", error)
+            slots = [NO_ROOM] * len(chunk)
+        if slots[-1] == NO_ROOM:
+            now = self._clock()
+            self._full_until = now + FULL_PAUSE * (now - began)
         got = []
         for block, slot in zip(chunk, slots, strict=True):
             key = (space, block.group, block.hash)
@@ -222,14 +243,16 @@ class Promotion:
         right = [block for block, ok in zip(blocks, good, strict=True) if ok]
         wrong = [block for block, ok in zip(blocks, good, strict=True) if not ok]
         for block in blocks:
-            del self._inbound[block.space, block.group, block.hash]
+            key = (block.space, block.group, block.hash)
+            if self._inbound.get(key) is segment:  # else it was cleared, and somebody else reads it again
+                del self._inbound[key]
             self._less(segment, block.pages * PAGE)
         self._index.commit(client, [block.slot for block in right])
         self._index.abort(client, [block.slot for block in wrong])
         if right:
             lease, _ = self._index.hold(client, [(b.space, b.group, b.hash) for b in right], forever=True)
             if lease:
-                segment.leases.append(lease)
+                segment.ahead.leases.append(lease)
         self.promoted_blocks += len(right)
         self.promoted_bytes += sum(block.pages for block in right) * PAGE
         self.failed_blocks += len(wrong)
@@ -247,24 +270,31 @@ class Promotion:
         self._left_bytes[segment.tier] -= nbytes
 
     def _end(self, segment: Segment) -> None:
+        segment.over = True
         segment.tier.release(segment.find)
         for ahead in segment.awaited_by:
             ahead.waits_for.discard(segment)
-        # Those who waited look the chain up while our leases still hold it.
         for ahead in segment.awaited_by:
             self._settle(ahead)
-        client = self._client(segment.find.want)
-        for lease in segment.leases:
-            self._index.release(client, lease)
+            if not ahead.over and not ahead.waits_for:
+                # What was found is here, and another tier is still being asked: whether that is worth waiting for, who
+                # waits knows.
+                waiters, ahead.waiters = ahead.waiters, []
+                for waiter in waiters:
+                    waiter.fire()
 
     def _settle(self, ahead: Ahead) -> None:
         if ahead.over or ahead.asking is not None or ahead.waits_for:
             return
         ahead.over = True
         self._aheads.pop(ahead.key, None)
+        # Those who waited look the chain up while our leases still hold it.
         waiters, ahead.waiters = ahead.waiters, []
         for waiter in waiters:
             waiter.fire()
+        client = self._client(ahead.want)
+        for lease in ahead.leases:
+            self._index.release(client, lease)
 
     def _client(self, want: Want) -> int:
         shapes = [GroupShape(shape.units, shape.size, shape.window) for shape in want.shapes]

@@ -36,6 +36,7 @@ KINDS = {
     "nodes": "vllm_kvtier.store.lower.nodes.mover:NodeMover",
 }
 BACKLOG = 256 << 20  # bytes waiting for the server: all that was kept of a large disk, while it is busy
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SENTENCE = 4096  # characters of moving's Sentence
 
 
@@ -169,6 +170,11 @@ def run(kind: str, sock: socket.socket, pool_fd: int, nbytes: int) -> str:
     return Host(Pool(pool_fd, nbytes), sock, make).serve()
 
 
+def _die_with_parent() -> None:
+    """SIGKILL when the thread that started us ends: the server's reactor, which lives as long as it serves."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_kvtier.store.lower.runner")
     parser.add_argument("--kind", choices=sorted(KINDS), required=True)
@@ -185,6 +191,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for fd in (arguments.socket, arguments.pool):
         os.set_inheritable(fd, False)
+    # A process that hangs, or was stopped, does not hear that its socket has ended: it would keep the tier's lock.
+    _die_with_parent()
     try:
         failed = run(arguments.kind, socket.socket(fileno=arguments.socket), arguments.pool, arguments.bytes)
     except (KVTierError, OSError, msgspec.MsgspecError) as error:

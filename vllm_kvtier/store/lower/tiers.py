@@ -16,7 +16,7 @@ from vllm_kvtier.store.memory import PoolMemory
 from vllm_kvtier.store.messages import Below
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.records import Found
+from vllm_kvtier.store.records import BadRequest, Found
 from vllm_kvtier.wire.reactor import Reactor
 
 # Numbers of ours among the index's clients; connections count up from 1.
@@ -38,6 +38,11 @@ class Lower:
     @property
     def names(self) -> list[str]:
         return [tier.name for tier in self._tiers]
+
+    @property
+    def lent(self) -> int:
+        """How often, so far, other nodes were lent of this memory."""
+        return sum(tier.lent for tier in self._tiers)
 
     def start(self) -> None:
         for tier in self._tiers:
@@ -77,8 +82,11 @@ class Lower:
             waiting.discard(waiter)
             if found.lease:
                 self._index.release(client, found.lease)
-            again = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
-            more = not ahead.over and ahead.units > again.units
+            try:
+                again = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
+            except BadRequest:  # the space was cleared, and belongs to an engine with other groups now
+                again = Found(0, want.start, [[] for _ in want.shapes])
+            more = not ahead.over and (ahead.asking is not None or ahead.units > again.units)
             answer(again, Below(ahead.units, *self._promotion.seconds(ahead)) if more else None)
 
         waiting = self._waiting.setdefault(client, set())
@@ -166,6 +174,11 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
         written[objects] = options.object_admission, options.disk_min_tokens
     demotion = None
     if written:
-        queue = options.disk_queue_mib << 20
-        demotion = Demotion(index, list(written), DEMOTION, lambda tier: admission(*written[tier]), queue, reactor)
+        # What waits holds no memory; it is only lost if memory needs its place before its turn. What is being written
+        # does: not so much that promotions find no room.
+        queue = options.disk_queue_mib << 20 or memory.nbytes // 2
+        batch = memory.nbytes // 8
+        demotion = Demotion(
+            index, list(written), DEMOTION, lambda tier: admission(*written[tier]), queue, batch, reactor
+        )
     return Lower(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))

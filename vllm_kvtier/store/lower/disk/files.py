@@ -23,6 +23,8 @@ class Files:
         if os.path.isdir(path):
             return
         self.make_folder(os.path.dirname(path))
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         os.mkdir(path, 0o700)
         self.sync_folder(os.path.dirname(path))
 

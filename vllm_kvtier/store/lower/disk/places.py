@@ -69,7 +69,8 @@ class Gone:
 class Places:
     """An Index over a tier's pages, filled from what a mover found there. Nothing is found before ``filled``.
 
-    It hears from the index what is given up, for ``gone``.
+    It hears from the index what is given up, for ``gone``. ``later``: what was to be forgotten before it was known
+    what is there; a mover that fails before it says so leaves that to the next one.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Places:
         self.forgotten = False  # some of the last write's blocks were, while it was under way
         self._kept: list[m.Move] = []
         self._shapes: dict[bytes, Shapes] = {}  # of _kept
-        self._later: list[Callable[[], None]] = []  # what was to be forgotten before it was known what is there
+        self.later: list[Callable[[Index], object]] = []
 
     # -- what a mover found -------------------------------------------------------------------------------------
 
@@ -128,8 +129,9 @@ class Places:
         self.blocks_found = index.stats().entries
         index.watch = self
         self._index, self._pages, self.filled, self._shapes = index, pages, True, {}
-        for forget in self._later:
-            forget()
+        later, self.later = self.later, []
+        for forget in later:
+            forget(index)
 
     def _give_up(self, moves: Iterable[m.Move]) -> None:
         for move in moves:
@@ -239,13 +241,13 @@ class Places:
         if self.filled:
             self._index.forget(*name)
         else:
-            self._later.append(lambda: self._index.forget(*name))
+            self.later.append(lambda index: index.forget(*name))
 
     def clear(self, space: bytes | None) -> None:
         if self.filled:
             self._index.clear(space)
         else:
-            self._later.append(lambda: self._index.clear(space))
+            self.later.append(lambda index: index.clear(space))
 
     def stats(self) -> IndexStats:
         return self._index.stats() if self._index is not None else IndexStats()

@@ -175,6 +175,9 @@ class DiskTier(Tier):
             result = [False] * len(blocks)
             for i, is_good in zip(there, good, strict=True):
                 result[i] = is_good
+                if reply is not None and not is_good and places is self._places:
+                    # Whatever ails it, it would be found again and read in vain; stored anew it lies elsewhere.
+                    self.discard(blocks[i].space, blocks[i].group, blocks[i].hash)
             done(result)
             if not self._reads.under_way:
                 self.on_quiet()
@@ -337,7 +340,9 @@ class DiskTier(Tier):
         self._evicted_before += self._places.stats().evictions
         self._places.give_up_forgotten(self._moving)
         self._gone.down()
+        later = self._places.later
         self._places, self._filling = self._make_places(), None
+        self._places.later = later
         if self._again is not None:
             self._again.cancel()
             self._again = None

@@ -61,6 +61,10 @@ class NodesTier(Tier):
         self._mover = make_mover(self.name, options, pool_fd, pool_bytes, reactor, self._hear, self._up, self._down)
 
     @property
+    def lent(self) -> int:
+        return self._lending.lent_leases
+
+    @property
     def usable(self) -> bool:
         return self._mover.state == READY
 

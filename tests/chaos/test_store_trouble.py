@@ -1,0 +1,248 @@
+"""A store whose disk's process hangs, whose directory is no use, that ends in the midst of things: it serves on, says
+so in words, and leaves nothing behind."""
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from store_process import Engine, Store
+from store_support import EVERYTHING, SPACE, chain_of
+from support import eventually
+
+from vllm_kvtier.store import messages as m
+
+CHAINS = [chain_of((32, number)) for number in range(20)]  # two and a half times what memory holds
+ALL = ["--disk-admission=all", "--disk-size=64MiB"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path)
+    yield store
+    if pid := store.process and store.mover():
+        os.kill(pid, signal.SIGCONT)
+    store.kill()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 4 MiB; what it was mounted at."""
+    path = tmp_path / "small"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def opens(store: Store, *options: str, state: str):
+    """Start, where the disk is not expected to be ready."""
+    store.await_tiers = False
+    store.start(*options)
+    return eventually(lambda: (d := store.disk()).state == state and d, 20, f"the disk is {state}")
+
+
+def fill(store: Store, engine: Engine, chains=CHAINS) -> None:
+    for done, chain in enumerate(chains, 1):
+        engine.fill(chain)
+        eventually(lambda done=done: store.disk().blocks >= done * 32, 20)
+
+
+def seconds_of_lookups(engine: Engine, count: int, patience: float = 0.0) -> list[float]:
+    took = []
+    for number in range(count):
+        began = time.monotonic()
+        found = engine.ask(m.Lookup(1, SPACE, CHAINS[number % len(CHAINS)], 0, EVERYTHING, patience))
+        took.append(time.monotonic() - began)
+        engine.tell(m.Release(found.lease))
+    return sorted(took)
+
+
+def test_lookups_do_not_wait_for_a_process_that_hangs(store):
+    store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine)
+        busy = seconds_of_lookups(engine, 300)
+        pid = store.mover()
+        os.kill(pid, signal.SIGSTOP)
+        hung = seconds_of_lookups(engine, 300)
+        began = time.monotonic()
+        engine.ask(m.Lookup(1, SPACE, CHAINS[0], 0, EVERYTHING, 0.3))
+        assert time.monotonic() - began < 1.0  # its patience ends all the same
+        print(f"p50 {statistics.median(hung) * 1e6:.0f} us, p99 {hung[297] * 1e6:.0f}, busy {busy[297] * 1e6:.0f}")
+        assert hung[297] < 0.05
+        eventually(lambda: not alive(pid), 30, "it is killed")
+        eventually(lambda: store.disk().state == "ready", 30)
+        assert engine.find(CHAINS[0]) == 32
+        eventually(lambda: (i := store.counts().index).leases == i.reservations == 0, 10)
+
+
+def test_a_process_that_hangs_does_not_outlive_its_store(store):
+    store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
+    pid = store.mover()
+    os.kill(pid, signal.SIGSTOP)
+    store.kill()
+    eventually(lambda: not alive(pid), 5, "it dies with its store")
+
+
+def test_the_end_in_the_midst_of_everything(store):
+    """Reads, writes and lookups that wait are under way: it ends soon, with all its processes and with nothing but
+    the tier's data left, all of which the next one can use."""
+    folder = store.folder / "disk"
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine)
+        for number, chain in enumerate(CHAINS):
+            engine.tell(m.Lookup(number, SPACE, chain, 0, EVERYTHING, 20.0))
+        engine.tell(m.Warm(SPACE, chain_of((32, 3), (9, "more")), EVERYTHING))
+        pid = store.mover()
+        began = time.monotonic()
+        store.process.terminate()
+        assert store.process.wait(10) == 0
+        assert time.monotonic() - began < 5
+    assert not alive(pid)
+    assert not Path(store.path).exists()
+    names = sorted(p.name for p in folder.iterdir())
+    assert names[1:] == ["lock", "slots"] and names[0].startswith("journal.")
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+
+
+def test_nothing_adds_up_over_many_lives_of_a_mover(store):
+    store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine, CHAINS[:2])
+
+        def descriptors() -> int:
+            return len(os.listdir(f"/proc/{store.process.pid}/fd"))
+
+        before, lives = descriptors(), 0
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            pid = eventually(store.mover, 70)
+            os.kill(pid, signal.SIGKILL)
+            lives += 1
+            eventually(lambda pid=pid: not alive(pid), 5)
+        eventually(lambda: store.disk().state == "ready", 70)
+        assert descriptors() <= before + 1
+        assert engine.find(CHAINS[0]) == 32
+
+
+@pytest.mark.parametrize("what", ["a file", "no folder", "another store's", "too small"])
+def test_a_directory_that_is_no_use_is_said_in_words(store, tmp_path, what):
+    path, options, words = tmp_path / "disk", [], ""
+    other = Store(tmp_path / "other")
+    other.folder.mkdir()
+    if what == "a file":
+        path.write_bytes(b"")
+        words = "Not a directory"
+    elif what == "no folder":
+        path = Path("/proc/nothing/here")
+        words = "cannot use /proc/nothing/here"
+    elif what == "too small":
+        options = ["--disk-size=8192"]
+        words = "too small"
+    else:
+        other.start(f"--disk-path={path}", *ALL)
+        words = "another store uses"
+    try:
+        disk = opens(store, f"--disk-path={path}", *ALL, *options, state="set aside")
+        assert words in disk.reason
+        with Engine(store) as engine:
+            engine.fill(CHAINS[0])
+            assert engine.find(CHAINS[0]) == 32
+    finally:
+        other.kill()
+
+
+def test_a_smaller_disk_than_before_and_a_larger_one(store):
+    folder = store.folder / "disk"
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine)
+    store.kill()
+    small = ["--disk-admission=all", "--disk-size=2MiB"]
+    store.start(f"--disk-path={folder}", *small)
+    assert os.stat(folder / "slots").st_size == 2 << 20 and store.disk().used_bytes <= 2 << 20
+    with Engine(store) as engine:
+        for chain in CHAINS:
+            engine.find(chain)  # right, as far as it goes
+            engine.fill(chain)
+    store.kill()
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        for chain in CHAINS:
+            engine.find(chain)
+
+
+@pytest.mark.parametrize("preallocate", [False, True])
+def test_a_full_file_system(store, small, preallocate):
+    """It promises 64 MiB and has 4: what fits is kept, the rest is refused in words, and the store serves."""
+    store.start(f"--disk-path={small / 'disk'}", *ALL, f"--disk-preallocate={preallocate}")
+    with Engine(store) as engine:
+        for chain in CHAINS:
+            engine.fill(chain)
+            assert engine.find(chain) == 32
+            time.sleep(0.15)
+        disk = eventually(lambda: (d := store.disk()).reason and d, 10)
+        assert "full" in disk.reason or "No space" in disk.reason
+        assert disk.used_bytes <= 4 << 20
+        assert engine.find(CHAINS[-1]) == 32
+    store.kill()
+    store.await_tiers = False
+    store.start(f"--disk-path={small / 'disk'}", *ALL)
+    with Engine(store) as engine:
+        eventually(lambda: store.disk().state != "opening", 10)
+        assert sum(engine.find(chain) for chain in CHAINS) > 32
+
+
+def test_a_file_system_that_cannot_be_written_any_more(store, small):
+    store.start(f"--disk-path={small / 'disk'}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine, CHAINS[:3])
+    store.kill()
+    remount = ["mount", "-o", "remount,ro", small]  # not as long as the process has files open
+    eventually(lambda: subprocess.run(remount, capture_output=True).returncode == 0, 10)
+    disk = opens(store, f"--disk-path={small / 'disk'}", *ALL, state="read only")
+    assert "Read-only file system" in disk.reason
+    with Engine(store) as engine:
+        assert engine.find(CHAINS[0]) == 32
+        engine.fill(CHAINS[5])
+
+
+@pytest.mark.parametrize("part", ["journal", "slots", "header"])
+def test_a_damaged_disk_gives_nothing_wrong(store, part):
+    folder = store.folder / "disk"
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        fill(store, engine, CHAINS[:4])
+    store.kill()
+    if part == "journal":
+        path = next(folder.glob("journal.*"))
+        where = 200
+    else:
+        path, where = folder / "slots", 12 if part == "header" else 40 * 4096
+    with path.open("r+b") as file:
+        file.seek(where)
+        file.write(b"\xa5" * (100 if part != "slots" else 40 * 4096))
+    store.start(f"--disk-path={folder}", *ALL)
+    with Engine(store) as engine:
+        found = [engine.find(chain) for chain in CHAINS[:4]]  # right, as far as it goes
+        assert found == [0] * 4 if part != "slots" else found[0] < 32 and found[1:] == [32] * 3
+        for chain in CHAINS:
+            engine.fill(chain)  # also what was damaged: it is written anew
+            time.sleep(0.1)
+        eventually(lambda: store.disk().blocks == 32 * len(CHAINS), 10)
+        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)

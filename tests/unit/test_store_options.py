@@ -1,0 +1,48 @@
+"""Options of the store that cannot be meant are refused in words, before anything is started."""
+
+import os
+
+import pytest
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.options import StoreOptions, parse
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"disk_path": "/d", "disk_size": "much"}, "disk_size 'much'"),
+        ({"disk_path": "/d", "disk_size": "0"}, "disk_size '0'"),
+        ({"nodes": "nonsense"}, "'nonsense' is no host:port"),
+        ({"nodes": "10.0.0.1:99"}, "without a cluster key"),
+        ({"node_listen": "0.0.0.0:99"}, "without a cluster key"),
+        ({"cluster_key_file": "/nowhere/key"}, "No such file"),
+        ({"object_url": "http://bucket/p"}, "must be s3://"),
+        ({"object_url": "s3://key:hush@bucket/p"}, "no credentials"),
+        ({"object_endpoint": "http://key:hush@host"}, "no credentials"),  # even where no url makes use of it
+        ({"disk_admission": "some"}, "choose one of all, reuse"),
+        ({"disk_min_tokens": -1}, "0 or more"),
+    ],
+)
+def test_refused_in_words(options, words):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        StoreOptions(**options)
+    assert "hush" not in str(refusal.value)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(b"x" * 40)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="readable by others"):
+        StoreOptions(cluster_key_file=str(key))
+
+
+def test_paths_mean_the_same_in_every_process(monkeypatch, tmp_path):
+    """A store that an engine starts, and its movers, run in /."""
+    monkeypatch.chdir(tmp_path)
+    options = StoreOptions(disk_path="cache/kv")
+    assert options.disk_path == str(tmp_path / "cache/kv")
+    monkeypatch.chdir("/")
+    assert parse(options.arguments()) == options
+    assert StoreOptions(disk_path="~/kv").disk_path == os.path.expanduser("~/kv")
