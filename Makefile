@@ -1,5 +1,5 @@
-# make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, then a cache that outlives
-#                                           its engine; both checked
+# make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, a cache that outlives its engine,
+#                                           a library of documents served from disk; all checked
 # make test [LEVELS="unit property"]        lint and all tests, quickest level first
 # make venv                                 only the set-up, in .venv
 #
@@ -37,6 +37,7 @@ venv: .venv/.installed
 demo: $(SETUP)
 	@$(PY) examples/multiturn_demo.py --model "$(MODEL)"
 	@$(PY) examples/host_cache_demo.py --model "$(MODEL)"
+	@$(PY) examples/document_library.py --model "$(MODEL)"
 
 lint: $(SETUP)
 	@$(PY) -m ruff check .

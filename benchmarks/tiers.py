@@ -243,13 +243,15 @@ class Peer:
 JSON = {"Content-Type": "application/json"}
 
 
-def start(args: argparse.Namespace, gpu_tokens: int, host_tokens: int) -> list[Peer]:
+def start(
+    args: argparse.Namespace, gpu_tokens: int, host_tokens: int, make: type[Peer] = Peer
+) -> list[Peer]:
     """Engines of all connectors, with a KV cache for ``gpu_tokens`` and host memory for ``host_tokens`` each.
 
     One that does not come up is left out, with its story printed.
     """
     model = prepare(args.model, gpu_tokens)
-    peers = [Peer(connector, args, model, gpu_tokens, host_tokens) for connector in args.connectors]
+    peers = [make(connector, args, model, gpu_tokens, host_tokens) for connector in args.connectors]
     begin = time.monotonic()
     up = []
     try:

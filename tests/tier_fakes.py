@@ -1,5 +1,6 @@
 """Stand-ins for the node store's client and an engine's ranks, under a real HostTier."""
 
+import time
 from types import SimpleNamespace
 
 from vllm_kvtier.config import KVTierConfig
@@ -17,8 +18,9 @@ POOL = 1 << 20  # pages that all workers reach
 class FakePending:
     """``store.client.Pending`` as far as it is used here."""
 
-    def __init__(self, session, asked=None):
+    def __init__(self, session, asked=None, deadline=0.0):
         self.session, self.outcome, self.asked, self._callbacks = session, None, asked, []
+        self.deadline = deadline
 
     def then(self, callback):
         if self.outcome is None:
@@ -42,7 +44,7 @@ class FakeClient:
     def __init__(self, reactor, path, hello, *, launch=None, ask_timeout=2.0, on_change=None):
         self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
         self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
-        self.started = False
+        self.started, self.tiers, self.ask_timeout = False, (), ask_timeout
         self.open = []  # lookups without an answer
         self.held = set()
         self.leases = 0
@@ -64,9 +66,12 @@ class FakeClient:
             pending.resolve(Failed("gone"))
         self.on_change()
 
-    def lookup(self, space, chain, start, pages_limit):
+    def lookup(self, space, chain, start, pages_limit, patience=0.0, nodes=()):
         assert len(space) == HASH and len(chain) % HASH == 0 and start <= len(chain) // HASH and pages_limit
-        pending = FakePending(self.session, SimpleNamespace(space=space, chain=chain, start=start, limit=pages_limit))
+        asked = SimpleNamespace(
+            space=space, chain=chain, start=start, limit=pages_limit, patience=patience, nodes=nodes
+        )
+        pending = FakePending(self.session, asked, time.monotonic() + self.ask_timeout + patience)
         if self.connected:
             self.open.append(pending)
         else:

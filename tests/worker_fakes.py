@@ -39,7 +39,8 @@ class Link:
         self.busy[kind] += nbytes / self.rate
         call = SimpleNamespace(kind=kind, group=group, blocks=blocks.tolist(), nbytes=nbytes, over=self.free[kind])
         call.bad = np.isin(blocks, list(self.bad)) if kind == "load" else None
-        call.done = lambda: self._done(call)
+        call.done, call.held = lambda: self._done(call), False
+        call.hold = lambda: setattr(call, "held", True)
         self.calls.append(call)
         return call
 

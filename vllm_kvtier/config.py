@@ -152,6 +152,14 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["measured", "always"],
         _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
     ] = "measured"
+    sync_load_ms: Annotated[
+        float,
+        _doc(
+            "A request that is alone in the engine is computed in the step that loads it, on the heels of its blocks, "
+            "if the load is expected to take no more milliseconds than this; 0: never.",
+            ge=0,
+        ),
+    ] = 100.0
     store_idle_seconds: Annotated[
         float,
         _doc("A node store that this engine starts ends after so long without engines; 0: never.", ge=0),
@@ -169,6 +177,50 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_tenant_share: Annotated[
         float, _doc("Largest share of the node store one tenant (cache salt) may fill.", gt=0, le=1)
     ] = 1.0
+    store_disk_path: Annotated[
+        str,
+        _doc(
+            "Directory where a node store that this engine starts keeps blocks on disk; empty: none. One store a "
+            "directory; what it held is found again after a restart or a crash."
+        ),
+    ] = ""
+    store_disk_size: Annotated[str | int, _doc("Most it may take there: bytes, or a number with a unit.")] = "64GiB"
+    store_disk_preallocate: Annotated[
+        bool, _doc("Take all of that from the file system at once, instead of as it fills.")
+    ] = False
+    store_disk_admission: Annotated[
+        Literal["reuse", "all"],
+        _doc("What is written to disk: blocks that were seen a second time, or all of them."),
+    ] = "reuse"
+    store_disk_min_tokens: Annotated[
+        int, _doc("Prompts shorter than this are not written to disk: computing them takes no longer.", ge=0)
+    ] = 0
+    store_object_url: Annotated[
+        str,
+        _doc(
+            "s3://bucket/prefix where a node store that this engine starts keeps blocks and shares them with other "
+            "nodes; credentials come from where AWS's own tools find them."
+        ),
+    ] = ""
+    store_object_endpoint: Annotated[
+        str, _doc("URL of an S3-compatible service, if it is not AWS's own.")
+    ] = ""
+    store_object_region: Annotated[str, _doc("Region of the bucket; empty: as AWS's own tools find it.")] = ""
+    store_nodes: Annotated[
+        str,
+        _doc("Other nodes' stores (host:port,host:port) that are asked for what is not here; see cluster_key_file."),
+    ] = ""
+    store_node_listen: Annotated[
+        str, _doc("host:port where other nodes' stores may ask a store that this engine starts; empty: nowhere.")
+    ] = ""
+    store_patience: Annotated[
+        float,
+        _doc(
+            "Longest wait for blocks that the node store is bringing up from disk, another node or an object store; "
+            "a request waits only while that is expected to beat computing them.",
+            ge=0,
+        ),
+    ] = 30.0
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any] | None) -> "KVTierConfig":

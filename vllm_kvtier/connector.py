@@ -61,7 +61,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler half ------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler = SchedulerHalf(self._facts, self._options, self._link, BlockPool(gpu_block_pool))
+        self._scheduler = SchedulerHalf(self._facts, self._options, self._link, BlockPool(gpu_block_pool), self)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.queued(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.match(request, num_computed_tokens)
@@ -131,10 +134,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.sleep()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Pulls are asynchronous: they start when the step's forward has been launched, in ``get_finished``."""
+        """Loads that the step's forward waits for. All else is asynchronous: it starts when the forward has been
+        launched, in ``get_finished``."""
+        if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._worker.hurry(self._connector_metadata.work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded during a forward."""
+        """All layers are loaded at once; the device waits, where the forward has to."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are read from the cache itself once complete, not layer by layer."""

@@ -39,6 +39,7 @@ class World:
     def __init__(self, seed: int):
         World.current = self
         self.streams, self.reached, self.random = [], set(), random.Random(seed)
+        self.forward = Stream()  # the model's
 
     def enqueue(self, stream, item):
         stream.queue.append(item)
@@ -73,6 +74,9 @@ class FakeCuda:
 
     def current_device(self):
         return 0
+
+    def current_stream(self, _=None):
+        return self.world.forward
 
     def get_device_name(self, _):
         return "fake"

@@ -159,7 +159,14 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
         pool[at] ^= 1 << data.draw(st.integers(0, 7))
     load = copier.load(0, targets, keys, where, after)
     assert not load.done() and load.bad is None
+    load.hold()
+    seen = []
+    world.enqueue(world.forward, ("work", lambda: seen.extend(content(view, b) for b in targets)))
+    if data.draw(st.booleans()):
+        load.wait()
+    world.run(lambda: seen)
     load.wait()
+    assert seen == [content(view, b) for b in targets], "the forward behind it saw all of it"
     assert load.done() and load.nbytes == n * layout.nbytes
     assert np.flatnonzero(load.bad).tolist() == ([] if flipped is None else [flipped])
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -233,9 +240,13 @@ def test_round_trip_on_a_gpu(choice, inner, tokens, together, monkeypatch):
         assert (row[layout.sum_offset : layout.sum_offset + 8] == expected[layout.sum_offset :][:8]).all()
     at = slots[40] * PAGE + parts.part_offsets[1] + layout.region_offsets[-1] + 5
     pool[at] ^= 64
+    index = torch.from_numpy(blocks[n : 2 * n].copy()).to(device)
     load = copier.load(0, blocks[n : 2 * n], keys, slots, after)
+    load.hold()
+    behind = [view.pages(r)[index] for r in view.groups[0].regions]
     load.wait()
     assert np.flatnonzero(load.bad).tolist() == [40]
+    assert all(torch.equal(b, view.pages(r)[index]) for b, r in zip(behind, view.groups[0].regions, strict=True))
     for i in range(n):
         if i != 40:
             assert content(view, blocks[n + i]) == before[i], i

@@ -38,7 +38,7 @@ def test_every_path_ends_with_nothing_held():
                 assert source is State.LOADING and target is State.ABANDONED, "the workers read nothing"
             if target in (State.GONE, State.LOCAL, State.LOADED, State.NEW):
                 assert not now_asked and not now_leased, f"{source} {event} -> {target} leaves something held"
-            if target in (State.OFFERED, State.LOADING, State.ABANDONED):
+            if target in (State.OFFERED, State.LOADING, State.VERIFYING, State.ABANDONED):
                 assert now_leased and not now_asked
             after = (target, now_asked, now_leased)
             if after not in seen:
@@ -56,11 +56,15 @@ def test_every_living_state_can_be_left_by_finish_and_leads_to_gone():
     for event in (Event.LOAD_DONE, Event.LOAD_FAILED):
         assert TRANSITIONS[State.ABANDONED, event] == (State.GONE, Action.RELEASE)
         assert TRANSITIONS[State.LOADING, event][1] is Action.RELEASE
+        assert TRANSITIONS[State.VERIFYING, event][1] is Action.RELEASE
     assert TRANSITIONS[State.LOADING, Event.FINISH] == (State.ABANDONED, Action.CANCEL_LOAD)
+    # A load within a step ends with it, whatever becomes of the request.
+    assert TRANSITIONS[State.VERIFYING, Event.FINISH] == (State.ABANDONED, Action.NONE)
     # While the workers read, nothing may give the lease back but their own report.
-    assert {event for state, event in TRANSITIONS if state is State.LOADING} == {
-        Event.LOAD_DONE, Event.LOAD_FAILED, Event.FINISH,
-    }  # fmt: skip
+    for reading in (State.LOADING, State.VERIFYING):
+        assert {event for state, event in TRANSITIONS if state is reading} == {
+            Event.LOAD_DONE, Event.LOAD_FAILED, Event.FINISH,
+        }  # fmt: skip
 
 
 def test_what_the_table_does_not_know_has_no_effect_and_is_counted(caplog):

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import matching
+from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
@@ -27,6 +28,7 @@ from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.messages import HASH, Done, Found
 from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import LoadOrder
 
 UNIT = 4
@@ -57,7 +59,7 @@ class FakePlanner:
 
 
 class World:
-    def __init__(self, groups, clock=time.monotonic, **options):
+    def __init__(self, groups, clock=time.monotonic, hurry=None, **options):
         Lifecycle.violations = 0
         self.groups = groups
         self.align = max(size for size, _ in groups)
@@ -67,7 +69,7 @@ class World:
         self.peers, self.planner, self.counters = FakePeers(groups, clock), FakePlanner(), Counters()
         self.matcher = Matcher(
             self.config, self.peers, Ledger(), lambda: KEYS, groups, UNIT, lambda: ("me", 9), self.counters,
-            True, self.tier, self.planner,
+            True, self.tier, self.planner, hurry,
         )  # fmt: skip
         self.stored: dict[tuple[int, bytes], int] = {}  # (group, hash) -> slot: the store has it
         self.last = 0
@@ -163,7 +165,7 @@ class World:
 
     def balanced(self, alive=True):
         tracked = list(self.matcher._tracked.values())
-        busy = (State.OFFERED, State.LOADING, State.ABANDONED)
+        busy = (State.OFFERED, State.LOADING, State.VERIFYING, State.ABANDONED)
         host = [t.offer for t in tracked if t.life.state in busy and isinstance(t.offer, HostOffer)]
         host += [t.held for t in tracked if t.held is not None]
         peers = [t.offer for t in tracked if t.life.state in busy and not isinstance(t.offer, HostOffer)]
@@ -178,7 +180,7 @@ class World:
         assert {o.lease for o in peers} == self.peers.held
         loads = [
             t.offer.nbytes for t in tracked
-            if t.life.state in (State.LOADING, State.ABANDONED) and isinstance(t.offer, HostOffer)
+            if t.life.state in busy[1:] and isinstance(t.offer, HostOffer)
         ]  # fmt: skip
         assert sorted(loads) == sorted(self.planner.open)
         loading = {t.request.request_id for t in tracked if t.life.state in (State.LOADING, State.ABANDONED)}
@@ -192,20 +194,49 @@ class Life(World):
     def __init__(self, groups, seed):
         self.rng = random.Random(seed)
         self.now = 1000.0
-        super().__init__(groups, lambda: self.now, pull_threshold=self.rng.choice([0, 4, 16]))
+        self.live: dict[str, SimpleNamespace] = {}
+        self.engine = self.engine_of_one_group() if len(groups) == 1 else None
+        pool = SimpleNamespace(evict=self.evict, free=lambda ids: None)
+        self.hurry = Hurry(100.0, 60.0, pool, lambda: self.engine, "ours")
+        self.alone = self.rng.random() < 0.5  # mostly one request at a time
+        super().__init__(groups, lambda: self.now, self.hurry, pull_threshold=self.rng.choice([0, 4, 16]))
         self.real, matching.time = matching.time, SimpleNamespace(monotonic=lambda: self.now)
         self.cached: set[bytes] = set()
-        self.live: dict[str, SimpleNamespace] = {}
-        self.made = self.loads = self.lies = self.waited = 0
+        self.unverified: set[bytes] = set()  # of them, from the load that a step waits for or computed on that
+        self.made = self.loads = self.lies = self.waited = self.hurried = 0
+
+    def engine_of_one_group(self):
+        """vLLM's scheduler, as far as it is asked whether somebody else is there, and takes requests back."""
+
+        def count():
+            waiting = sum(r.status == "waiting" for r in self.live.values())
+            return len(self.live) - waiting, waiting
+
+        def preempt(request, when, drop_stale_output):
+            assert drop_stale_output
+            self.live[request.request_id].status = "waiting"
+            request.num_preemptions += 1
+
+        return SimpleNamespace(
+            connector="ours", get_request_counts=count, running=[], _preempt_request=preempt,
+            prev_step_scheduled_req_ids=set(),
+        )  # fmt: skip
+
+    def evict(self, hashes, group):
+        self.cached.difference_update(hashes)
 
     def new_request(self):
         rng = self.rng
+        if self.alone and self.live and rng.random() < 0.8:
+            return
         self.made += 1
         tokens = [rng.randrange(2)] * rng.randint(0, 8 * UNIT) + [rng.randrange(9) for _ in range(rng.randint(1, 9))]
         peer = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
         handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
         request = make_request(f"r{self.made}", tokens, UNIT, rng.choice([None, None, peer, handoff]))
         self.live[request.request_id] = SimpleNamespace(request=request, status="waiting", offset=0)
+        if self.alone and rng.random() < 0.6:
+            self.store(request, rng.randint(1, request.num_tokens))
 
     def fill_store(self):
         if self.live:
@@ -233,7 +264,12 @@ class Life(World):
             assert not asynchronous
             self.waited += 1
             return
-        assert 0 <= external <= request.num_tokens - computed and asynchronous is (external > 0)
+        assert not self.unverified, "nobody is matched before the verdict"
+        assert 0 <= external <= request.num_tokens - computed
+        assert asynchronous is (external > 0 and not t.hurried)
+        if external and t.hurried:
+            assert isinstance(t.offer, HostOffer) and list(self.live) == [name]
+            assert computed + external < request.num_tokens, "vLLM has a token to compute in the same step"
         if rng.random() < 0.2:
             return  # no room; vLLM asks again
         if external and rng.random() < 0.05:
@@ -250,6 +286,13 @@ class Life(World):
             return
         self.loads += 1
         r.status, r.order, r.total = "loading", orders[0], total
+        assert getattr(r.order, "hurried", False) is t.hurried
+        if t.hurried:
+            self.hurried += 1
+            r.status = "hurried"
+            self.engine.running.append(request)
+            self.cached.update(request.block_hashes)
+            self.unverified = set(request.block_hashes[computed // UNIT :])
         if host:
             self.check_load(orders[0], request, tables, computed, total, t.offer.lease not in self.liars)
 
@@ -309,6 +352,47 @@ class Life(World):
             r.status = "running"
             self.cached.update(r.request.block_hashes[: r.total // UNIT])
 
+    def verdict(self):
+        """The output of the step that waited for a load is read."""
+        [r] = [r for r in self.live.values() if getattr(r, "order", None) and r.status.startswith("hurried")] or [None]
+        if r is None:
+            return
+        request, name = r.request, r.request.request_id
+        failed = self.rng.random() < 0.4 and request.status is not RequestStatus.FINISHED_STOPPED
+        (group,) = r.order.groups
+        bad = set(self.rng.sample(group.blocks.tolist(), self.rng.randint(1, len(group.blocks)))) if failed else set()
+        good = r.total // UNIT * UNIT
+        if failed:
+            good = min(group.blocks.tolist().index(block) for block in bad) * UNIT + r.total - len(group.blocks) * UNIT
+            good = -(-good // UNIT) * UNIT
+        results = [LoadResult(name, bad, "", 1, 0.1, 0.0), LoadResult("another", set(), "", 1, 0.1, 0.0)]
+        assert self.hurry.judged(results) == {name} and not self.hurry.judged(results[1:])
+        ran = request in self.engine.running
+        self.hurry.settle(name, results)
+        self.matcher.loaded(name, failed)
+        self.unverified = set()
+        if failed:
+            assert request not in self.engine.running
+            assert not self.cached & set(request.block_hashes[good // UNIT :]), "what was computed on it is gone too"
+        if r.status == "hurried, aborted":
+            del self.live[name]
+        elif r.status == "hurried, preempted":
+            r.status = "waiting"
+        elif not failed:
+            r.status = "running"
+            self.engine.running.remove(request)
+        else:
+            assert ran and r.status == "waiting" and self.matcher.get(name).life.state is State.LOCAL
+
+    def preempt_early(self):
+        """Before its first step's output was read."""
+        for r in self.live.values():
+            if r.status == "hurried":
+                r.status = "hurried, preempted"
+                self.engine.running.remove(r.request)
+                r.request.num_preemptions += 1
+                assert self.matcher.match(r.request, self.hit(r.request)) == (None, False)
+
     def preempt(self):
         running = [r for r in self.live.values() if r.status == "running"]
         if running:
@@ -323,8 +407,11 @@ class Life(World):
         if not self.live:
             return
         r = self.rng.choice(list(self.live.values()))
-        if r.status == "aborted":
+        if r.status.endswith("aborted"):
             return
+        if r.status.startswith("hurried"):
+            if r.request in self.engine.running:
+                self.engine.running.remove(r.request)
         r.request.status = self.rng.choice([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
         loading = r.status == "loading"
         self.matcher.finished(r.request)
@@ -332,6 +419,8 @@ class Life(World):
         assert self.matcher.take_aborted() == stopped
         if loading:
             r.status = "aborted"
+        elif r.status.startswith("hurried"):
+            r.status = "hurried, aborted"
         else:
             del self.live[r.request.request_id]
 
@@ -346,6 +435,7 @@ class Life(World):
 
     def end(self):
         try:
+            self.verdict()
             for name, r in list(self.live.items()):
                 if r.status != "aborted":
                     r.request.status = RequestStatus.FINISHED_ABORTED
@@ -374,7 +464,7 @@ def test_long_random_lives(groups, seed):
     events = {
         life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.peer_answers: 5,
         life.load_ends: 4, life.preempt: 1.5, life.forget_cache: 1, life.finish: 2, life.store_dies: 0.3,
-        life.time_passes: 0.3, life.tier.renew: 0.1,
+        life.time_passes: 0.3, life.tier.renew: 0.1, life.verdict: 4, life.preempt_early: 0.3,
     }  # fmt: skip
     try:
         for _ in range(200):

@@ -185,7 +185,10 @@ def test_rows_equal_reference_and_come_back(view, name, tile, rows, data):
         targets = np.array(data.draw(st.permutations(range(BLOCKS)))[:n])
         assert np.flatnonzero(copier.load(0, targets, keys, slots).bad).tolist() == [flipped]
         for i, (source, target) in enumerate(zip(blocks, targets, strict=True)):
-            assert i == flipped or same(numbers(view, target), after[source])
+            if i == flipped:  # what came in its place may be NaN, and nobody is to trip over it
+                assert not any(part.any() for part in numbers(view, target))
+            else:
+                assert same(numbers(view, target), after[source])
         for block in set(range(BLOCKS)) - set(targets.tolist()):
             assert same(numbers(view, block), before[block])
 

@@ -98,3 +98,12 @@ def test_steps_that_are_never_read_are_not_kept_for_ever():
     for _ in range(10 * MOST_AHEAD):
         engine.schedule(a=100)
     assert len(engine.pace._ahead) <= MOST_AHEAD
+
+
+def test_a_step_that_waits_for_something_else_is_not_told():
+    engine = Engine()
+    output = SimpleNamespace(num_scheduled_tokens={"a": 100}, total_num_scheduled_tokens=100)
+    engine.pace.begin_step(output, engine.requests.get, counts=False)
+    assert engine.read(9.0) is None
+    engine.schedule(a=100)
+    assert engine.read(0.5) == (0.5, [(100, 0)], 0)

@@ -16,6 +16,7 @@ from vllm_kvtier.worker.queues import LoadResult
 def half():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half.counters, half._failed_loads, half._slowest = Counters(), set(), {}
+    half._hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     half.ended = []
     half._matcher = SimpleNamespace(
         get=lambda name: SimpleNamespace(life=SimpleNamespace(state=State[name])),

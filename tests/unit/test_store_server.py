@@ -17,6 +17,7 @@ from support import eventually
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.address import ServedAlready
+from vllm_kvtier.store.lower.tiers import Lower
 from vllm_kvtier.store.mapping import PoolMapping, shake_hands
 from vllm_kvtier.store.memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
@@ -412,6 +413,16 @@ def test_a_store_that_nobody_uses_ends_itself(tmp_path):
     assert time.monotonic() - started > 0.25
     with pytest.raises(KVTierError, match="no node store answers"):
         shake_hands(server.path, engine_hello(), 1.0)
+    server.stop()
+
+
+def test_a_store_that_only_other_nodes_use_is_used(tmp_path, monkeypatch):
+    idle, lent = threading.Event(), iter(range(5))
+    monkeypatch.setattr(Lower, "lent", property(lambda lower: next(lent, 5)))
+    server = make(tmp_path / "s.sock", idle.set, idle_seconds=0.3)
+    started = time.monotonic()
+    assert idle.wait(5)
+    assert time.monotonic() - started > 0.8
     server.stop()
 
 

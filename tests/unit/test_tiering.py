@@ -14,6 +14,7 @@ from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
 from vllm_kvtier.worker import tiering
 from vllm_kvtier.worker.half import WorkerHalf
+from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.tiering import TierWorker
 from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StepWork
 
@@ -24,7 +25,7 @@ class FakeCopier:
     piece_bytes = 1 << 20
 
     def __init__(self):
-        self.calls, self.polls, self.ended = [], 3, False
+        self.calls, self.polls, self.ended, self.held = [], 3, False, []
 
     def end(self):
         """All of them, now."""
@@ -38,7 +39,8 @@ class FakeCopier:
             left[0] -= 1
             return left[0] < 0 or self.ended
 
-        return SimpleNamespace(done=done, bad=np.zeros(len(blocks), bool), nbytes=len(blocks))
+        hold = lambda: self.held.append(blocks.tolist())  # noqa: E731
+        return SimpleNamespace(done=done, hold=hold, bad=np.zeros(len(blocks), bool), nbytes=len(blocks))
 
     def store(self, *args):
         return self._copy("store", *args)
@@ -234,6 +236,39 @@ def test_the_first_load_waits_for_what_ran_before_there_was_a_store(worker, monk
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+def test_a_load_that_its_step_waits_for(worker, monkeypatch, on_device):
+    """All of it is begun at once, behind what the step has launched; the step's own stores begin after its verdict."""
+    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
+    worker.tier.on_device, worker.copier.polls = on_device, 20
+    many = np.arange(100, 1100)
+    long = LoadOrder("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
+    worker.tier.step(1, "fence 1")
+    worker.tier.load_now([long, load("s")])
+    assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
+    assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
+    fence = worker.copier.calls[0][2]
+    assert fence.recorded if on_device else fence is None
+    store(worker, 1, step=1)
+    worker.tier.settle(10.0)
+    assert sorted(result.request_id for result in worker.finished) == ["r", "s"]
+    ways = [way for way, _, _ in worker.copier.calls]
+    assert "store" not in ways or not on_device, "the reactor may have begun it, this thread has not"
+    worker.tier.collect()
+    eventually(lambda: worker.told, 5.0, "stored")
+
+
+def test_nobody_waits_for_ever_for_such_a_load(worker):
+    worker.copier.polls = 1 << 60
+    worker.tier.load_now([load("r")])
+    begun = time.monotonic()
+    worker.tier.settle(0.05)
+    assert 0.04 < time.monotonic() - begun < 5.0 and not worker.finished
+    worker.copier.end()
+    eventually(lambda: worker.finished, 5.0, "seen later")
+    worker.tier.settle(10.0)  # nothing to wait for
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch, on_device):
     """Only then are its blocks vLLM's again. Another request's load goes on."""
     monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
@@ -263,12 +298,13 @@ def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
     half._device = None
-    half._memory = None
+    half._memory, half._hurried = None, Hurried()
     half._tier = SimpleNamespace(
         load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)
     )
-    half.submit(StepWork(7, loads=["load"], aborted=["aborted"]))
-    assert done == ["load", "aborted", 7]
+    order = load("r")
+    half.submit(StepWork(7, loads=[order], aborted=["aborted"]))
+    assert done == [order, "aborted", 7]
 
 
 def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):

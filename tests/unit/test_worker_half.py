@@ -10,6 +10,7 @@ import torch
 from pull_fakes import batch_of, pull_of
 
 from vllm_kvtier.worker.half import WorkerHalf
+from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.memory import Pending
 from vllm_kvtier.worker.work import PullOrder, StepWork
 
@@ -24,7 +25,7 @@ def half():
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._view = half._transport = None
     half._serving = half._driving = half._idle = False
-    half._summing, half._done = [], []
+    half._summing, half._done, half._hurried = [], [], Hurried()
     half._done_lock, half._nixl = threading.Lock(), threading.Lock()
     return half
 

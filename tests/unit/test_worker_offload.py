@@ -26,6 +26,36 @@ def link(clock):
     return Link(clock)
 
 
+# -- loads that somebody waits for -----------------------------------------------------------------------------------
+
+
+def test_a_load_that_is_needed_now_is_given_out_whole(link, clock):
+    """Behind what is under way; and when nobody looked in time, its duration says nothing about the link."""
+    offload = engine(link, clock)
+    offload.submit_load(load("before", 2000), None)
+    offload.drive()
+    under_way, rate = len(link.calls), offload.rates[0]
+    offload.submit_load(load("now", 3000), clock.now)
+    offload.load_now()
+    assert all(call.held for call in link.calls) and offload.queued_load_bytes == 5000 * MIB
+    assert sum(call.nbytes for call in link.calls) == 5000 * MIB and len(link.calls) <= under_way + 2
+    clock.now += 10.0
+    ended = offload.drive()
+    assert {result.request_id: result.timed for result in ended.loads} == {"before": False, "now": False}
+    assert offload.rates[0] == rate and not offload.loading
+    offload.submit_load(load("later", 10), None)
+    [later] = run(offload, clock, 10).loads
+    assert later.timed and offload.rates[0] != rate
+
+
+def test_on_a_host_such_a_load_has_ended_at_once(clock):
+    offload = engine(CpuLink(clock), clock)
+    offload.submit_load(load("now", 30), None)
+    offload.load_now()
+    [now] = offload.drive().loads
+    assert now.timed and now.seconds > 0
+
+
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 

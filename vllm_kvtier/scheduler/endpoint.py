@@ -30,7 +30,7 @@ _REASONS = {
 }
 MAX_SILENT_CONNECTIONS = 4096
 
-Question = m.Query | m.Inspect | m.Keep
+Question = m.Query | m.Inspect | m.Keep | m.Warm
 Answer = Callable[[m.Holding | m.Inspection | m.Kept], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
@@ -184,7 +184,7 @@ class Endpoint:
                 self._exports.drop(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
-            case m.Query() | m.Inspect() | m.Keep():
+            case m.Query() | m.Inspect() | m.Keep() | m.Warm():
                 self._on_question(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)

@@ -18,6 +18,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.matching import Matcher
@@ -51,8 +52,11 @@ RESET_PATIENCE = 1.0
 
 
 class SchedulerHalf:
-    def __init__(self, facts: EngineFacts, config: KVTierConfig, link_path: str, pool: BlockPool):
-        """Raises ConfigError if the endpoint cannot listen or the cluster key is unusable."""
+    def __init__(
+        self, facts: EngineFacts, config: KVTierConfig, link_path: str, pool: BlockPool, connector: Any = None
+    ):
+        """``connector``: what this is a half of. Raises ConfigError if the endpoint cannot listen or the cluster key is
+        unusable."""
         self._facts, self._config, self._pool = facts, config, pool
         self.counters = Counters()
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
@@ -74,7 +78,7 @@ class SchedulerHalf:
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
         self._failed_loads: set[str] = set()
-        self._slowest: dict[str, float] = {}  # request -> seconds of the rank that loaded longest
+        self._slowest: dict[str, tuple[float, bool]] = {}  # request -> seconds of the slowest rank, exact or at most
         # A restarted engine is another instance, even with the same configured engine id and address.
         self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
         self._reactor = Reactor("kvtier-scheduler")
@@ -104,9 +108,11 @@ class SchedulerHalf:
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
                 on_free=self._engine.wake,
             )
+        wait = config.sync_load_ms if facts.waits and facts.groups[0][0] == unit else 0.0
+        self._hurry = Hurry(wait, config.transfer_timeout, pool, lambda: self._engine.scheduler, connector)
         self._matcher = Matcher(
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
-            facts.resumes, self._tier, self._planner,
+            facts.resumes, self._tier, self._planner, self._hurry,
         )
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
@@ -127,11 +133,18 @@ class SchedulerHalf:
 
     # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------
 
+    def queued(self, request: Any) -> None:
+        """vLLM will schedule a request, after others: what of it lies below the store's memory may come up already."""
+        if self._tier is not None and len(self._matcher) and not self._facts.unsupported:
+            self._matcher.warm(request)
+
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._settle_namespace()
         self._run_jobs()
         if self._facts.unsupported:
             return 0, False
+        if overdue := self._hurry.overdue():
+            self.arrived([overdue], set())
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
             self._relieve(self._exporter.needed(request.num_tokens - computed))
@@ -157,8 +170,13 @@ class SchedulerHalf:
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
         self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
-        self._pace.begin_step(output, self._matcher.get)
         growth = self._tables.begin_step(output, self._matcher.get)
+        # A step that waits for a load says nothing about computing; and what it computes is looked at when all is
+        # known to be right: as the request grows further, or at its end.
+        hurried = self._hurry.awaits_verdict
+        self._pace.begin_step(output, self._matcher.get, counts=not hurried)
+        if hurried:
+            growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
         sums = self._exporter.begin_step(growth)
         if self._offloader is not None:
             self._offloader.begin_step(self._exporter.step, growth)
@@ -173,10 +191,13 @@ class SchedulerHalf:
         self._pace.end_step()
 
     def arrived(self, results: list[PullResult | LoadResult], finished: set[str]) -> None:
-        """``results`` of any rank; ``finished`` are the requests all ranks are through with."""
+        """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
+        judged = self._hurry.judged(results)
         for result in results:
             kind = "load" if isinstance(result, LoadResult) else "pull"
             self.counters.count(f"{kind}s", self._outcome(result))
+            if result.request_id in judged:
+                self.counters.count("synchronous_loads", self._outcome(result))
             self.counters.count(f"{kind}ed_bytes", amount=result.bytes)
             self.counters.count(f"{kind}_seconds", amount=result.seconds)
             if result.failed:
@@ -187,29 +208,33 @@ class SchedulerHalf:
                 elif result.checksum:
                     self.counters.count("integrity_failures", amount=len(result.bad_blocks))
             elif kind == "load":
-                self._slowest[result.request_id] = max(
-                    result.seconds, self._slowest.get(result.request_id, 0.0)
-                )
-        for request_id in finished:
+                seconds, timed = self._slowest.get(result.request_id, (0.0, True))
+                self._slowest[result.request_id] = max(result.seconds, seconds), timed and result.timed
+        for request_id in finished | judged:
+            self._hurry.settle(request_id, results)
             tracked = self._matcher.get(request_id)
             failed = request_id in self._failed_loads
             self._failed_loads.discard(request_id)
-            seconds = self._slowest.pop(request_id, None)
+            slowest = self._slowest.pop(request_id, None)
             if tracked is not None and not failed:
                 name = "loaded_tokens" if tracked.source == "host" else "pulled_tokens"
                 self.counters.count(name, tracked.source, tracked.pulled)
                 if isinstance(tracked.offer, HostOffer):
                     self.counters.count("loaded_logical_bytes", amount=tracked.offer.logical)
-                if seconds is not None and tracked.plan is not None:
-                    self._planner.observe_load("host", tracked.offer.nbytes, tracked.plan.queued_bytes, seconds)
+                if slowest is not None and tracked.plan is not None:
+                    seconds, timed = slowest
+                    # What a load took at most says something only where more was expected.
+                    if timed or seconds < tracked.plan.load_seconds:
+                        self._planner.observe_load("host", tracked.offer.nbytes, tracked.plan.queued_bytes, seconds)
                     self.counters.count("planned_seconds", "expected", tracked.plan.load_seconds)
                     self.counters.count("planned_seconds", "taken", seconds)
-                    self._count_stages(tracked)
+                    self._count_stages(tracked, seconds)
             self._matcher.loaded(request_id, failed)
 
-    def _count_stages(self, t: Tracked) -> None:
-        """Where the time of a host hit went, until it could be scheduled."""
-        moments = t.begun_at, t.offered_at, t.ordered_at, time.monotonic()
+    def _count_stages(self, t: Tracked, seconds: float) -> None:
+        """Where the time of a host hit went, until it could be scheduled or, if it was scheduled at once, verified."""
+        end = t.ordered_at + seconds if t.hurried else time.monotonic()
+        moments = t.begun_at, t.offered_at, t.ordered_at, end
         for stage, begin, end in zip(("asking", "placing", "loading"), moments, moments[1:], strict=False):
             self.counters.count("host_hit_seconds", stage, max(0.0, end - begin))
 
@@ -222,6 +247,8 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
+        if self._hurry.awaits_verdict:
+            self._hurry.finished(request, block_ids[0])
         table = self._tables.forget(request.request_id)
         if self._offloader is not None:
             self._offloader.finished(tracked, table, block_ids)

@@ -60,8 +60,9 @@ class Ledger:
 
     def forget(self, blocks) -> None:
         """These blocks get new content."""
-        for block in blocks:
-            self._made.pop(block, None)
+        if self._made:
+            for block in blocks:
+                self._made.pop(block, None)
 
     def clear(self) -> None:
         self._made.clear()

@@ -1,7 +1,8 @@
 """The life of a request as this package sees it: one table of states, events and what each transition obliges to do.
 
 A request that asks nobody goes NEW -> LOCAL -> GONE. One that pulls goes NEW -> ASKING -> OFFERED -> LOADING ->
-LOADED -> GONE; every other way out (refusal, time-out, decline, failure, abort, preemption) is a row below.
+LOADED -> GONE, with VERIFYING in place of LOADING if it is computed in the step that loads it; every other way out
+(refusal, time-out, decline, failure, abort, preemption) is a row below.
 """
 
 import enum
@@ -15,6 +16,7 @@ class State(enum.Enum):
     ASKING = "asking"  # a source was asked; its answer is awaited, with a deadline
     OFFERED = "offered"  # a lease is held; vLLM has not allocated blocks yet
     LOADING = "loading"  # blocks are allocated; the workers read into them
+    VERIFYING = "verifying"  # read in the step that computes on it; the verdict comes with the step's output
     LOADED = "loaded"  # read and verified
     LOCAL = "local"  # computed here
     ABANDONED = "abandoned"  # finished or aborted while the workers still read; blocks are not free yet
@@ -30,6 +32,7 @@ class Event(enum.Enum):
     TIMEOUT = "timeout"
     DECLINE = "decline"  # below the threshold, full local hit, no source left
     ALLOCATE = "allocate"
+    HURRY = "hurry"  # allocated, for a load that the step's forward waits for
     LOAD_DONE = "load done"
     LOAD_FAILED = "load failed"
     PREEMPT = "preempt"
@@ -70,6 +73,10 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.LOADING, E.FINISH): (S.ABANDONED, A.CANCEL_LOAD),  # the source may not reuse what is still being read
     (S.ABANDONED, E.LOAD_DONE): (S.GONE, A.RELEASE),
     (S.ABANDONED, E.LOAD_FAILED): (S.GONE, A.RELEASE),
+    (S.OFFERED, E.HURRY): (S.VERIFYING, A.NONE),
+    (S.VERIFYING, E.LOAD_DONE): (S.LOADED, A.RELEASE),
+    (S.VERIFYING, E.LOAD_FAILED): (S.LOCAL, A.RELEASE),  # the step is taken back
+    (S.VERIFYING, E.FINISH): (S.ABANDONED, A.NONE),  # nothing to stop: such a load ends with its step
     (S.LOADED, E.PREEMPT): (S.NEW, A.NONE),  # what was pulled is lost; the node store may have it
     (S.LOADED, E.FINISH): (S.GONE, A.NONE),
     (S.LOCAL, E.DECLINE): (S.LOCAL, A.NONE),

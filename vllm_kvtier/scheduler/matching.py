@@ -16,12 +16,14 @@ from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.exports import GroupBlocks
+from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Action, Event, Lifecycle, State
 from vllm_kvtier.scheduler.params import Handoff, read
+from vllm_kvtier.scheduler.patience import Patience
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers
 from vllm_kvtier.scheduler.planner import Planner
-from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier
+from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier, NotInMemory
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.scheduler.weighing import Scales
 from vllm_kvtier.scheduler.whereabouts import Whereabouts
@@ -50,6 +52,7 @@ class Matcher:
         resumes: bool = True,
         tier: HostTier | None = None,
         planner: Planner | None = None,
+        hurry: Hurry | None = None,
     ):
         """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers. ``tier``: the node store,
         if it is used at all.
@@ -59,9 +62,10 @@ class Matcher:
         """
         self._config, self._peers, self._ledger, self._keys = config, peers, ledger, keys
         self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
-        self._resumes, self._tier, self._planner = resumes, tier, planner
+        self._resumes, self._tier, self._planner, self._hurry = resumes, tier, planner, hurry
         self._align = math.lcm(unit, *(size for size, _ in groups))
         self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
+        self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[PullOrder | LoadOrder] = []
@@ -83,11 +87,20 @@ class Matcher:
             self._tracked[request.request_id] = tracked
         return tracked
 
+    def warm(self, request: Any) -> None:
+        """It will be matched later; nobody else's KV is asked for until then."""
+        hints = read(request.kv_transfer_params)
+        chain = vr.chain(request, request.num_tokens, self._unit)
+        if chain and not hints.handoff and self._tier.warm(chain, vr.variant(request), hints.stores):
+            self._counters.count("warmed")
+
     # -- matching ------------------------------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that an offer covers; None: ask again."""
         t = self.track(request)
+        if self._hurry is not None and self._hurry.awaits_verdict:
+            return None, False
         self._notice_preemption(t)
         self._notice_eviction(t, computed)
         t.local = computed
@@ -100,12 +113,17 @@ class Matcher:
                         t.life.fire(Event.DECLINE)
                         return 0, False
                 case State.ASKING:
+                    if t.waits_since:
+                        self._linger(t)
                     if not self._answered(t):
                         return None, False
                 case State.OFFERED:
                     if isinstance(t.offer, HostOffer) and self._awaits(t, computed):
                         return None, False
                     gain = self._scales.gain(t, computed, time.monotonic())
+                    t.hurried = bool(gain and self._hurry and self._hurry.suits(t, computed, len(self._tracked)))
+                    if t.hurried:  # of the whole prompt, vLLM computes the last token in the same step
+                        return min(gain, request.num_tokens - 1 - computed), False
                     if gain:
                         return gain, True
                     self._decline(t)
@@ -215,13 +233,32 @@ class Matcher:
             if hashes:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
             return False
-        t.pending = self._tier.ask(computed, hashes, variant)
+        t.pending = self._tier.ask(computed, hashes, variant, t.hints.stores)
         if t.pending is None:
             return False
-        t.asking = HOST
+        t.asking, t.waits_since = HOST, 0.0
         t.life.fire(Event.ASK)
-        if len(self._tracked) == 1:
+        self._linger(t)
+        return True
+
+    def _linger(self, t: Tracked) -> None:
+        if len(self._tracked) == 1 and isinstance(t.pending, HostAsk):
             t.pending.wait(STORE_PATIENCE)
+
+    def _wait_for_more(self, t: Tracked, outcome: HostOffer | NotInMemory) -> bool:
+        """Ask the store again, and let it take its time, if what is on its way up there is worth that."""
+        have = outcome.tokens if isinstance(outcome, HostOffer) else t.asked_from
+        patience = self._patience.worth(t, have, outcome.further)
+        if not patience:
+            return False
+        hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
+        again = self._tier.ask(t.asked_from, hashes, vr.variant(t.request), t.hints.stores, patience)
+        if again is None:
+            return False
+        self._drop_held(t)
+        t.pending = again
+        if isinstance(outcome, HostOffer):
+            t.held = outcome  # so that it stays there meanwhile
         return True
 
     def _take_promise(self, t: Tracked, handoff: Handoff, digest: bytes, computed: int) -> None:
@@ -272,6 +309,8 @@ class Matcher:
                 return False
             self._counters.count("declined", "timeout")
             self._act(t, t.life.fire(Event.TIMEOUT))
+        elif isinstance(outcome, HostOffer | NotInMemory) and self._wait_for_more(t, outcome):
+            return False  # the store has been asked again
         elif isinstance(outcome, NoOffer):
             self._counters.count("declined", outcome.code)
             logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
@@ -280,6 +319,9 @@ class Matcher:
             if outcome.code in ("timeout", "not_ready"):
                 self._give_up(t)  # computed here now: nobody else will come for it
         elif isinstance(outcome, HostOffer):
+            if t.waits_since:
+                self._patience.rewarded(t, outcome.tokens)
+            self._drop_held(t)
             t.pending, t.held = None, outcome
             t.life.fire(Event.HOLD)
         elif not self._scales.fits(t, outcome):
@@ -355,7 +397,7 @@ class Matcher:
         if external <= 0:
             self._decline(t)
             return
-        t.life.fire(Event.ALLOCATE)
+        t.life.fire(Event.HURRY if t.hurried else Event.ALLOCATE)
         t.ordered_at = time.monotonic()
         tokens = t.local + external
         known = (self._groups, self._unit, self._keys(), block_ids, tokens, self._config.transfer_timeout)
@@ -372,9 +414,12 @@ class Matcher:
                 self._introduced.add(t.offer.instance)
                 self._introductions[t.offer.instance] = t.offer.ranks
         t.pulled = external
+        self._orders.append(order)
+        if t.hurried:
+            self._hurry.begin(t, order)
+            return
         t.inbound = vr.chain(request, tokens, self._unit)[t.local // self._unit :]
         self._inbound.update(dict.fromkeys(t.inbound, request.request_id))
-        self._orders.append(order)
 
     def take_orders(self) -> tuple[list[PullOrder | LoadOrder], dict[str, list]]:
         """Pulls and loads for the workers to start in this step, and the engines they name for the first time."""
@@ -392,7 +437,7 @@ class Matcher:
         t = self._tracked.get(request_id)
         if t is None:
             return
-        loading = t.life.state in (State.LOADING, State.ABANDONED)
+        loading = t.life.state in (State.LOADING, State.VERIFYING, State.ABANDONED)
         done = t.life.state is State.ABANDONED
         for block_hash in t.inbound:
             if self._inbound.get(block_hash) == request_id:

@@ -58,8 +58,9 @@ def load_order(
     t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int, timeout: float
 ) -> LoadOrder:
     """The same from the node store; ``t.places`` says which block of the chain each row is."""
-    hashes = t.request.block_hashes[: t.offer.tokens // unit]
-    heads = np.frombuffer(b"".join([h[:8] for h in hashes]), "<u8")
+    hashes = t.request.block_hashes[: t.offer.tokens // unit]  # all of one length
+    whole = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)
+    heads = np.ascontiguousarray(whole[:, :8]).view("<u8")[:, 0]
     variant, loads = vr.variant(t.request), []
     t.places = {}
     for g, (size, _) in enumerate(groups):

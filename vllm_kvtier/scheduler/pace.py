@@ -32,14 +32,15 @@ class Pace:
         self._last_end = 0.0
         self._decode_steps = self._prefill_steps = 0
 
-    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None]) -> None:
+    def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None], counts: bool = True) -> None:
+        """``counts``: False for a step whose time is not that of what it computes."""
         work = []
         scheduled = output.num_scheduled_tokens
-        telling = False
-        if output.total_num_scheduled_tokens == len(scheduled) > 0:
+        telling, total = False, output.total_num_scheduled_tokens if counts else -1
+        if total == len(scheduled) > 0:
             self._decode_steps += 1
             telling = self._decode_steps % DECODES_EVERY == 1
-        elif output.total_num_scheduled_tokens >= len(scheduled) + LEAST_TOKENS:
+        elif total >= len(scheduled) + LEAST_TOKENS:
             for request_id, tokens in scheduled.items():
                 t = tracked(request_id) if tokens >= LEAST_TOKENS else None
                 if t is not None:

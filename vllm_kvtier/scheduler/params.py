@@ -41,6 +41,7 @@ class Handoff:
 class Hints:
     handoff: Handoff | None = None
     sources: tuple[Address, ...] = ()  # engines that may hold the prompt's blocks, to be asked by hash
+    stores: tuple[str, ...] = ()  # host:port of other nodes' stores that may
     export_prefill: bool = False  # another engine will fetch this request's prefill
     asked: bool = False  # whether the answer should carry params at all
 
@@ -65,11 +66,12 @@ def read(params: Any) -> Hints:
     ours = params.get("kvtier")
     ours = ours if isinstance(ours, dict) else {}
     remote = _address(params.get("remote_host"), params.get("remote_port"))
+    stores = _stores(ours.get("stores"))
     if params.get("do_remote_prefill"):
         export = ours.get("export") or params.get("remote_request_id")
         if remote and isinstance(export, str) and 0 < len(export) <= 512 and _is_text(export):
-            return Hints(handoff=Handoff(remote, export, _promise(params, ours)), asked=True)
-        return Hints(asked=True)
+            return Hints(handoff=Handoff(remote, export, _promise(params, ours)), stores=stores, asked=True)
+        return Hints(stores=stores, asked=True)
     sources = [remote] if remote else []
     listed = ours.get("sources")
     for source in listed[:MAX_SOURCES] if isinstance(listed, list) else ():
@@ -77,7 +79,14 @@ def read(params: Any) -> Hints:
             address = _address(source.get("host"), source.get("port"))
             if address and address not in sources:
                 sources.append(address)
-    return Hints(sources=tuple(sources), export_prefill=bool(params.get("do_remote_decode")), asked=True)
+    prefill = bool(params.get("do_remote_decode"))
+    return Hints(sources=tuple(sources), stores=stores, export_prefill=prefill, asked=True)
+
+
+def _stores(listed: Any) -> tuple[str, ...]:
+    named = [str(each).rpartition(":") for each in listed[:MAX_SOURCES]] if isinstance(listed, list) else []
+    addresses = [_address(host, port) for host, _, port in named]
+    return tuple(f"{address[0]}:{address[1]}" for address in addresses if address)
 
 
 def _promise(params: dict, ours: dict) -> Promise | None:

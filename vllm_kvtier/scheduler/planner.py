@@ -178,7 +178,7 @@ class Planner:
         now = None if place.queue.loads else self._clock()
         alone = place.rate.seconds(nbytes, now)
         load_seconds = place.rate.seconds(nbytes + queued, now)
-        compute_seconds = self._compute_seconds(start_tokens, end_tokens, prompt_tokens)
+        compute_seconds = self.compute_seconds(start_tokens, end_tokens, prompt_tokens)
         if compute_seconds is None or place.measured < self._known:
             reason = UNMEASURED
         elif load_seconds <= compute_seconds:
@@ -220,7 +220,13 @@ class Planner:
             numbers[f"{name}_declined"] = place.declined
         return numbers
 
-    def _compute_seconds(self, start: int, end: int, prompt: int) -> float | None:
+    def load_seconds(self, source: str, nbytes: int) -> float:
+        """How long a load would take from now on, behind what its source has to do. No decision is counted."""
+        place = self._source(source)
+        now = None if place.queue.loads else self._clock()
+        return place.rate.seconds(nbytes + place.queue.before(nbytes), now)
+
+    def compute_seconds(self, start: int, end: int, prompt: int) -> float | None:
         """What computing [start, end) adds to a prefill of [end, prompt); None if not known."""
         size = self._step_tokens
         if not self._steps.covers(min(size, end - start)):

@@ -1,4 +1,4 @@
-"""What others may ask this engine: how much of a prompt it has, to pin one, how it is."""
+"""What others may ask this engine: how much of a prompt it has, to pin one, to have one ready, how it is."""
 
 import logging
 from collections import deque
@@ -54,6 +54,11 @@ class Questions:
         chain = hash_prompt(tokens, question.cache_salt, self._facts.hash_function(), unit)
         if isinstance(question, m.Keep):
             self._keep(question, chain, answer)
+            return
+        if isinstance(question, m.Warm):
+            warmed = self._tier is not None and self._tier.warm(chain, b"")
+            reason = "" if warmed else "this engine's node store has no tier below its memory, or does not answer"
+            answer(m.Kept(question.question, len(chain) if warmed else 0, reason))
             return
         stored = self._tier.inspect(chain) if self._tier is not None and chain else None
         if stored is None:

@@ -8,9 +8,10 @@ Asking never waits: answers come on the reactor's thread and are picked up when 
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import numpy as np
 
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.codecs.parts import part_layout
@@ -34,6 +35,16 @@ HOST: Address = ("", 0)
 
 
 @dataclass(frozen=True)
+class Further:
+    """What is on its way up in the store: tokens [0, ``tokens``) as far as is known, expected in memory in
+    ``seconds``; ``asking``: seconds until more is expected to be known, 0: nobody is being asked."""
+
+    tokens: int
+    seconds: float
+    asking: float
+
+
+@dataclass(frozen=True)
 class HostOffer(Offer):
     """``blocks`` are slots; ``instance`` is the store's life they belong to, ``session`` the connection the lease is
     on; ``nbytes`` what one rank would load; ``logical`` the bytes of KV, all ranks, that this becomes; ``epoch`` the
@@ -43,18 +54,38 @@ class HostOffer(Offer):
     nbytes: int
     logical: int = 0
     epoch: int = 0
+    further: Further | None = None
+
+
+@dataclass(frozen=True)
+class NotInMemory(NoOffer):
+    further: Further | None = None
+
+
+def _store_options(config: KVTierConfig) -> StoreOptions:
+    """Those of a store that this engine starts: what the engine's options say with ``store_`` before the name."""
+    given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
+    given |= {name: str(given[name]) for name in ("size", "disk_size")}
+    given["cluster_key_file"] = config.cluster_key_file
+    return StoreOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def _packed(chain: list[bytes]) -> bytes:
-    return b"".join(h[:HASH] for h in chain[:MAX_UNITS])
+    """The beginnings of the hashes, which are all of one length, without looking at each."""
+    chain = chain[:MAX_UNITS]
+    return np.frombuffer(b"".join(chain), np.uint8).reshape(len(chain), -1)[:, :HASH].tobytes() if chain else b""
 
 
 class HostAsk:
     """A lookup under way; the same face as ``peers.PendingAsk``."""
 
-    def __init__(self, tier: "HostTier", pending: Pending, start: int, most: int, instance: str, deadline: float):
+    def __init__(
+        self, tier: "HostTier", pending: Pending, start: int, most: int, instance: str, patience: float = 0.0
+    ):
+        """``start``, ``most``: tokens; ``patience``: seconds that the store may take for what comes from below."""
         self._tier, self._pending, self._instance = tier, pending, instance
-        self.start, self.most, self.deadline, self.epoch = start, most, deadline, tier.epoch
+        self.start, self.most, self.patience, self.epoch = start, most, patience, tier.epoch
+        self.deadline = pending.deadline
         self._outcome: HostOffer | NoOffer | None = None
 
     @property
@@ -82,14 +113,7 @@ class HostTier:
         self._config, self._facts, self._unit, self._reactor = config, facts, unit, reactor
         self._tell, self._on_lost = tell, on_lost
         self._path = store_path() if config.store == "auto" else config.store
-        self._options = StoreOptions(
-            size=str(config.store_size),
-            idle_seconds=config.store_idle_seconds,
-            huge_pages=config.store_huge_pages,
-            numa=config.store_numa,
-            policy=config.store_policy,
-            tenant_share=config.store_tenant_share,
-        )
+        self._options = _store_options(config)
         self._client: StoreClient | None = None
         self._base = b""  # digest of what all spaces of this engine have in common
         self._spaces: dict[bytes, bytes] = {}
@@ -246,8 +270,18 @@ class HostTier:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def ask(self, start: int, chain: list[bytes], variant: bytes) -> HostAsk | None:
-        """What the store has of ``chain`` from token ``start`` on; None without a store."""
+    def ask(
+        self,
+        start: int,
+        chain: list[bytes],
+        variant: bytes,
+        nodes: tuple[str, ...] = (),
+        patience: float = 0.0,
+    ) -> HostAsk | None:
+        """What the store has of ``chain`` from token ``start`` on; None without a store.
+
+        ``nodes``: other nodes' stores that may have it. ``patience``: seconds it may wait for what comes from below.
+        """
         limit = self.limit()
         if not limit:
             return None
@@ -255,9 +289,24 @@ class HostTier:
             return None
         packed = _packed(chain)
         instance = self._client.instance
-        pending = self._client.lookup(self.space(variant), packed, start // self._unit, limit)
-        deadline = time.monotonic() + self._config.ask_timeout
-        return HostAsk(self, pending, start, len(chain) * self._unit, instance, deadline)
+        pending = self._client.lookup(self.space(variant), packed, start // self._unit, limit, patience, nodes)
+        return HostAsk(self, pending, start, len(chain) * self._unit, instance, patience)
+
+    def warm(self, chain: list[bytes], variant: bytes, nodes: tuple[str, ...] = ()) -> bool:
+        """This will be asked for: what of it lies below the store's memory may come up. False: there is no below."""
+        limit = self.limit()
+        if not limit or not self._client.tiers:
+            return False
+        self._client.warm(self.space(variant), _packed(chain), limit, nodes)
+        return True
+
+    def load_bytes(self, tokens: int) -> int:
+        """What one rank loads for so many tokens, as far as they are in full attention."""
+        return sum(
+            tokens // size * nbytes
+            for (size, window), nbytes in zip(self._facts.groups, self._part_bytes, strict=True)
+            if window is None
+        )
 
     def offer(self, ask: HostAsk, pending: Pending, instance: str) -> HostOffer | NoOffer:
         """The reply as an offer; the store is another process, and its numbers become addresses here."""
@@ -266,9 +315,10 @@ class HostTier:
             return NoOffer("no store", found.reason)
         if not isinstance(found, Found):
             return NoOffer("malformed", f"an answer of type {type(found).__name__}")
-        tokens, limit = found.units * self._unit, self.limit()
+        tokens, limit, below = found.units * self._unit, self.limit(), found.below
+        further = Further(below.units * self._unit, below.seconds, below.asking) if below is not None else None
         if not found.lease:
-            return NoOffer("not stored", "")
+            return NotInMemory("not stored", "", further)
         if tokens <= ask.start or ask.epoch != self.epoch:
             self._client.release(found.lease, pending.session)
             return NoOffer("not stored", "")
@@ -276,7 +326,7 @@ class HostTier:
         if not right or any(
             tokens % size
             or len(slots) != (tokens - ask.start) // size
-            or any(slot + pages > limit for slot in slots)
+            or max(slots, default=0) + pages > limit
             or (window is None and not all(slots))
             for (size, window), pages, slots in zip(self._facts.groups, self._pages, found.slots, strict=True)
         ):
@@ -284,7 +334,7 @@ class HostTier:
             if not limit:
                 return NoOffer("no store", "the store went away")
             return NoOffer("malformed", "slots that this engine cannot reach")
-        blocks = [sum(1 for slot in slots if slot) for slots in found.slots]
+        blocks = [len(slots) - slots.count(0) for slots in found.slots]
         nbytes, logical = (
             sum(n * count for n, count in zip(sizes, blocks, strict=True)) for sizes in (self._part_bytes, self.logical)
         )
@@ -300,6 +350,7 @@ class HostTier:
             nbytes=nbytes,
             logical=logical,
             epoch=ask.epoch,
+            further=further,
         )
 
     def release(self, offer: HostOffer) -> None:

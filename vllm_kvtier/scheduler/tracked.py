@@ -31,10 +31,14 @@ class Tracked:
     offered_at: float = 0.0
     ordered_at: float = 0.0  # when vLLM gave it blocks to load into
     local: int = 0
+    waits_since: float = 0.0  # when it began to wait for what the store brings up; 0: it does not
+    waits_for_answer: bool = False  # whether there is anything at all
+    had: int = 0  # tokens that were in the store's memory when it began to wait
     asked_from: int = 0  # what ``local`` was when the store was last asked
     pulled: int = 0
     preemptions: int = 0
     awaited: str = ""  # request that loads what this one needs
+    hurried: bool = False  # the step that it is given blocks in is to wait for its load
     plan: Decision | None = None
     planned: tuple[int, int] = (0, 0)  # the tokens it was made for
     inbound: list[bytes] = field(default_factory=list)  # block hashes being loaded

@@ -45,6 +45,15 @@ class BlockPool:
         found = self._pool.get_cached_block(block_hash, [group])
         return found[0].block_id if found else 0
 
+    def evict(self, hashes: Iterable[bytes], group: int) -> None:
+        """No block of this group that holds one of these contents is found in the prefix cache any more; whoever uses
+        one keeps it."""
+        for block_hash in hashes:
+            last = 0
+            while (block := self.cached_block(block_hash, group)) not in (0, last):  # several may hold the same
+                self._pool.evict_blocks({block})
+                last = block
+
     def cached_tokens(self, chain: list[bytes], groups: list[int], unit: int) -> int:
         """Tokens of the longest prefix of ``chain`` in the GPU prefix cache, in all ``groups`` (0 without any)."""
         if not groups:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_kvtier import fingerprint
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.wire.messages import Namespace
 
 
@@ -24,6 +25,7 @@ class EngineFacts:
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
     config: Any = field(repr=False)
+    waits: bool = False  # whether a step's forward can wait for a load, and be taken back if what came was wrong
 
     @property
     def fails_by_request(self) -> bool:
@@ -64,6 +66,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         link_bandwidth=_link_bandwidth(vllm_config),
         resumes=_resumes(vllm_config),
+        waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         config=vllm_config,
     )
@@ -80,6 +83,15 @@ def _resumes(vllm_config: Any) -> bool:
     all; on CPUs without AMX it always is without. A single token is a decode step and right either way."""
     mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
     return not mla or bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
+def _waits(vllm_config: Any, groups: list[tuple[int, int | None]]) -> bool:
+    """vLLM takes bad blocks back only from models with one KV cache group. Engines that keep step with others (data
+    parallel ranks, stages of a pipeline) would make those wait too."""
+    parallel = vllm_config.parallel_config
+    together = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1
+    single = len(groups) == 1 and groups[0][1] is None
+    return single and not together and _resumes(vllm_config) and undo.possible()
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -50,7 +50,7 @@ def ended_well(request: Any) -> bool:
 
 def chain(request: Any, tokens: int, unit: int) -> list[bytes]:
     """Chained hashes of the full blocks among the first ``tokens`` tokens; fewer if vLLM has not hashed them yet."""
-    return [bytes(h) for h in request.block_hashes[: tokens // unit]]
+    return list(request.block_hashes[: tokens // unit])  # each is bytes
 
 
 def tail_hash(request: Any, tokens: int, unit: int) -> bytes:

@@ -64,7 +64,11 @@ class AsyncEndpointClient:
         question = m.Keep(next(self._ids), tokens, cache_salt, pinned)
         return await self._exchange((host, port), question, m.Kept)
 
-    async def _exchange(self, address: tuple[str, int], question: m.Query | m.Inspect | m.Keep, kind: type):
+    async def warm(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.Kept:
+        """Have the engine's node store bring up what it has of a prompt that will come. Raises as ``query`` does."""
+        return await self._exchange((host, port), m.Warm(next(self._ids), tokens, cache_salt), m.Kept)
+
+    async def _exchange(self, address: tuple[str, int], question: m.EngineMessage, kind: type):
         async with self._locks.setdefault(address, asyncio.Lock()):
             try:
                 return await asyncio.wait_for(self._ask(address, question, kind), self._timeout)
@@ -72,7 +76,7 @@ class AsyncEndpointClient:
                 self._drop(address)
                 raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
 
-    async def _ask(self, address: tuple[str, int], question: m.Query | m.Inspect | m.Keep, kind: type):
+    async def _ask(self, address: tuple[str, int], question: m.EngineMessage, kind: type):
         socket = self._socket(address)
         await socket.send(m.encode(question))
         while True:

@@ -164,8 +164,16 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     pinned: bool = True
 
 
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """This prompt will come: what the node store has of it below its memory may come up. Answer: Kept."""
+
+    question: Count
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
+    cache_salt: Name = ""
+
+
 class Kept(msgspec.Struct, frozen=True, tag="kept"):
-    """Answer to Keep: how many blocks changed; ``reason`` says why nothing could."""
+    """Answer to Keep: how many blocks changed; to Warm: how many are looked for. ``reason``: why nothing could."""
 
     question: Count
     blocks: Count
@@ -196,7 +204,7 @@ class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
 
 EngineMessage = (
     Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping
-    | Query | Holding | Inspect | Inspection | Keep | Kept
+    | Query | Holding | Inspect | Inspection | Keep | Warm | Kept
 )
 
 

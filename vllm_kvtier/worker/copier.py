@@ -26,6 +26,9 @@ class Copy(Protocol):
         Raises RuntimeError if the device failed: then nothing is known about any copy, and no more will work.
         """
 
+    def hold(self) -> None:
+        """What the calling thread launches on its current stream from now on begins when all of this has ended."""
+
     @property
     def bad(self) -> np.ndarray | None:
         """bool [n], True where a loaded block's checksum did not match: its bytes must not be used.

@@ -56,6 +56,12 @@ class CudaCopy:
         self._sheet = None
         return True
 
+    def hold(self) -> None:
+        # The events that are left: what ``done`` has taken away was reached.
+        stream = torch.cuda.current_stream(self._lane.device).cuda_stream
+        for event in self._events:
+            self._lane.driver.wait(stream, event)
+
     def wait(self) -> None:
         for event in self._events:
             self._lane.driver.synchronize(event)
@@ -74,7 +80,7 @@ class _Lane:
         tuning: Tuning,
         checked: bool,
     ):
-        self.driver, self._gather = driver, gather
+        self.device, self.driver, self._gather = device, driver, gather
         self.choices = [tuning.choose(gather, p.nbytes, p.coded) for p in parts]
         # Before the model's kernels (0): these take few SMs for a moment, and behind each of a prefill's kernels, which
         # fill the GPU for milliseconds, they would not keep up (3.4 GB/s were seen on an H200).

@@ -35,6 +35,9 @@ class HostCopy:
     def done(self) -> bool:
         return True
 
+    def hold(self) -> None:
+        """It has ended."""
+
 
 class HostCopier:
     """See ``copier.Copier``. Events are of no use here: what came before has been done."""
@@ -67,6 +70,7 @@ class HostCopier:
         self._part_bytes = [layout.nbytes for layout in layouts]
         self._sum_words = [(o + layout.sum_offset) // 8 for layout, o in zip(layouts, part_offsets, strict=True)]
         self._blocks = view.num_blocks
+        self._pages = [[view.pages(region) for region in group.regions] for group in view.groups]
         self.piece_bytes = CODED_PIECE_BYTES if any(layout.coded for layout in layouts) else PIECE_BYTES
 
     def store(self, group, blocks, keys, slots, after=None) -> HostCopy:
@@ -79,6 +83,11 @@ class HostCopier:
         self._check(group, blocks, keys, slots)
         sums = self._groups[group].copy(blocks, slots, keys, to_slots=False)
         bad = self._words[slots * (PAGE // 8) + self._sum_words[group]] != sums
+        if bad.any():
+            # Nobody reads them as what they should have been; but as the last block of another request they may come to
+            # lie, half used, where vLLM's CPU attention multiplies all of it, by zero: and NaN times zero is NaN.
+            for pages in self._pages[group]:
+                pages[torch.from_numpy(blocks[bad])] = 0
         return HostCopy(len(blocks) * self._part_bytes[group], bad)
 
     def _check(self, group: int, blocks: np.ndarray, keys: np.ndarray, slots: np.ndarray) -> None:
@@ -104,7 +113,7 @@ class HostCopier:
 
     def close(self) -> None:
         """Drops every view of the pool, so that it can be unmapped."""
-        self._groups, self._words = [], None
+        self._groups, self._pages, self._words = [], [], None
         self._registered = 0
 
 

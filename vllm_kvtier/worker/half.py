@@ -18,6 +18,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.memory import Pending
 from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.pulls import PullResult, Pulls
@@ -66,6 +67,7 @@ class WorkerHalf:
         self._driving = False
         self._idle = False  # whether the last step computes nothing
         self._summing: list[tuple[int, Pending]] = []
+        self._hurried = Hurried()
         self._done: list[PullResult | LoadResult] = []
         self._done_lock = threading.Lock()
         self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
@@ -102,12 +104,23 @@ class WorkerHalf:
         self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
         self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
 
+    def hurry(self, work: StepWork) -> None:
+        """Call before the step's forward is launched, in a step that has hurried loads: it runs behind them."""
+        loads = [order for order in work.loads if order.hurried]
+        if loads:
+            self._hurried.begin(loads, self._tier)
+
     def submit(self, work: StepWork) -> None:
-        """A step's work; call when the step's forward has been launched (sums are made behind it)."""
+        """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
+        loads: nothing computed on them goes anywhere before they have been checked."""
         memory, tier = self._memory, self._tier
         self._idle = work.idle
-        if work.loads:
-            self._load(work.loads)
+        loads = []
+        for order in work.loads:
+            (self._hurried.due if order.hurried else loads).append(order)
+        self._hurried.settle(tier)
+        if loads:
+            self._load(loads)
         if work.aborted and tier is not None:
             tier.cancel_loads(work.aborted)
         fence = self._fence(memory) if work.sums or tier is not None else None
@@ -138,9 +151,8 @@ class WorkerHalf:
             self._tier.load(loads)
             return
         for order in loads:
-            blocks = {int(i) for g in order.groups for i in g.blocks}
             reason = "the node store's memory is not mapped here"
-            self._finish(LoadResult(order.request_id, blocks, reason, 0, 0.0, 0.0))
+            self._finish(LoadResult(order.request_id, order.all_blocks, reason, 0, 0.0, 0.0))
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
@@ -150,16 +162,17 @@ class WorkerHalf:
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
             try:
-                results = self._pulls.drive()
+                results = self._pulls.drive(quick=True)
             finally:
                 self._nixl.release()
             for result in results:
                 self._finish(result)
         with self._done_lock:
             done, self._done = self._done, []
-        out = StepResults(results=done)
-        for result in done:
-            out.finished.add(result.request_id)
+        done, hurried = self._hurried.judge(done)
+        out = StepResults(results=done + hurried)
+        out.finished.update(result.request_id for result in done)
+        for result in out.results:
             if result.failed:
                 out.failed.add(result.request_id)
                 out.bad_blocks |= result.bad_blocks
@@ -290,7 +303,7 @@ class WorkerHalf:
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
                 results = self._pulls.drive() if pulling else ()
-                if self._serving and not pulling:
+                if self._serving:
                     self._transport.progress()
             for result in results:
                 self._finish(result)

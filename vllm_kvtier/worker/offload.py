@@ -10,6 +10,7 @@ In use::
     offload.submit_store(order)            # copied once the forward of order.after_step was launched
     offload.submit_load(order, fence)      # blocks may be written once the fence has passed
     offload.cancel(ids); offload.cancel_loads(request_ids)
+    offload.load_now()                     # all that was submitted; the caller's stream goes on behind it
     ended = offload.drive()                # never waits for a copy; Ended(loads, stored, dropped)
     pause = offload.next_poll()            # seconds after which to call drive again; None: nothing to wait for
     if offload.active: ...                 # copies run: pauses are short, up to a few ms; else a timer will do
@@ -119,10 +120,11 @@ class _Lane:
         self.calls.append(call)
         self.nbytes += call.piece.nbytes
 
-    def remove(self, calls: Sequence[_Call], more: bool, now: float) -> None:
-        """These ended, as was seen ``now``; ``more``: there was work that could have been given ahead."""
+    def remove(self, calls: Sequence[_Call], more: bool, now: float, timed: bool) -> None:
+        """These ended, as was seen ``now`` (``timed``: just now); ``more``: there was work to be given ahead."""
         nbytes = sum(call.piece.nbytes for call in calls)
-        self.rate.add(nbytes, now - self._looked)
+        if timed:
+            self.rate.add(nbytes, now - self._looked)
         self._looked = now
         self.nbytes -= nbytes
         self.total += nbytes
@@ -177,6 +179,7 @@ class Offload:
         self._launched = -1
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
         self._logged: set[str] = set()
+        self._unwatched = False  # loads were given out and not looked after since
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -222,11 +225,27 @@ class Offload:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
+    def load_now(self) -> None:
+        """Give the copier all loads that wait, however much it has to do. What the calling thread launches on its
+        current stream from now on runs behind them, and behind those that were under way."""
+        self._follow(self._clock())
+        while self._loads.nbytes:
+            began = self._clock()
+            piece = self._loads.next_piece(self._loads.nbytes, self._loading.rate.value, began)
+            self._start(self._loading, self._backing.copier.load, piece, piece.after, began)
+        for call in self._loading.calls:
+            call.copy.hold()
+        self._unwatched = bool(self._loading.calls)
+
     def drive(self, stores: bool = True) -> Ended:
         """See what ended, give the copier more; never waits for a copy. ``stores``: whether to begin such."""
         now = self._clock()
         self._follow(now)
         self._reap(self._loading, self._loading.calls)
+        loads = self._loads.take_results()
+        for result in loads if self._unwatched else ():
+            result.timed = False
+        self._unwatched = False
         self._reap(self._storing, self._storing.calls)
         self._loads.expire(now)
         self._stores.expire(now)
@@ -234,7 +253,7 @@ class Offload:
         while self._issue_load() | (stores and self._issue_store()):
             if self._clock() >= now + STRETCH:
                 break
-        return Ended(self._loads.take_results(), *self._stores.take_results())
+        return Ended(loads + self._loads.take_results(), *self._stores.take_results())
 
     @property
     def active(self) -> bool:
@@ -356,7 +375,7 @@ class Offload:
         if not ended:
             return
         now = self._clock()
-        lane.remove(ended, self._work_at(lane) <= now, now)
+        lane.remove(ended, self._work_at(lane) <= now, now, not (self._unwatched and lane is self._loading))
         for call, error in zip(ended, errors, strict=True):
             if error is not None:
                 self._failed(lane, call.piece, error)

@@ -208,6 +208,7 @@ class LoadResult:
     seconds: float  # from when the worker got the order
     queued: float  # of these, until its first piece began
     corrupt: list[tuple[int, int]] = field(default_factory=list)  # (group, slot) whose checksum is wrong
+    timed: bool = True  # False: it had ended before anybody looked; ``seconds`` are the most that it took
 
     @property
     def failed(self) -> bool:

@@ -73,6 +73,7 @@ class TierWorker:
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
         self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
+        self._hurried: set[str] = set()  # requests whose loads somebody waits for in ``settle``
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
         self._stepped = -math.inf  # when the model runner's thread last looked after the copies
@@ -130,6 +131,31 @@ class TierWorker:
             self._reactor.call_soon(self._schedule)
         else:
             self._reactor.call_soon(lambda: self._load(loads, after))
+
+    def load_now(self, loads: list[LoadOrder]) -> None:
+        """Begin loads, all of them: what this thread launches on its stream from now on runs behind them. On a host
+        they have ended when this returns. ``settle`` is to follow."""
+        self._resting = False
+        after = self._mark()  # also behind what the step has launched already, which may write to new blocks
+        with self._lock:
+            self._stepped = time.monotonic()
+            self._start(loads, after)
+            self._hurried.update(order.request_id for order in loads)
+            self._offload.load_now()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until the loads begun by ``load_now`` have ended, at most so long; stores do not begin meanwhile.
+        Results go to ``finish``."""
+        until = time.monotonic() + seconds
+        while self._hurried and time.monotonic() < until:
+            self._stepped = time.monotonic()
+            with self._lock:
+                ended = self._advance(stores=False)
+            self._ended(ended)
+            if self._hurried:
+                time.sleep(IDLE_POLL)
+        self._hurried.clear()
+        self._reactor.call_soon(self._schedule)
 
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
@@ -285,6 +311,7 @@ class TierWorker:
         """Any thread."""
         for result in ended.loads:
             self._finish(result)
+            self._hurried.discard(result.request_id)
         if ended.stored or ended.dropped:
             self._reactor.call_soon(lambda: self._tell_stored(ended))
 

@@ -62,6 +62,11 @@ class LoadOrder:
     groups: list[GroupLoad]
     timeout: float  # seconds from when the worker gets it
     instance: str = ""  # the life of the store whose memory the slots are in
+    hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
+
+    @property
+    def all_blocks(self) -> set[int]:
+        return {block for group in self.groups for block in group.blocks.tolist()}
 
 
 @dataclass

@@ -1,0 +1,341 @@
+"""Long documents that memory cannot hold, kept on disk: time to first token, connector beside connector.
+
+    python benchmarks/documents.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 --dir /data/bench \\
+        --connectors none kvtier kvtier:always offloading lmcache lmcache:direct --out documents.json
+    python benchmarks/documents.py --model models/recall-6m --host-gib 0.06 --tokens 2048 --documents 12 \\
+        --connectors none kvtier                                                              # without GPU
+
+The engines of all connectors (see tiers.py) are up together and take turns document by document. Every document is
+asked about once, and then twice more, each time in another order; the GPU's prefix cache is emptied before each.
+Together they need several times the host memory that each connector is given, and after each computed document we wait
+until the connector has written it (or writes nothing for a while), which favours slow writers. Words for connectors:
+
+  none             vLLM alone
+  kvtier           ours; its store has a disk, admission "all" and a write queue as large as its memory; it loads where
+                   that is expected to be sooner
+  kvtier:always    the same, and it loads whatever it has; kvtier:WORD otherwise as --variants says
+  offloading       OffloadingConnector with TieringOffloadingSpec and its "fs" tier; a file for each GPU block
+  offloading256    the same, its chunks 256 tokens long
+  lmcache          LMCacheConnectorV1 with local_disk, as it comes: through the page cache
+  lmcache:direct   the same with its use_odirect
+
+All directories lie under --dir, on one file system. kvtier and the fs tier use O_DIRECT where the file system can;
+LMCache does not by itself. So that memory does not stand in for the disk, what was written is synced and dropped from
+the page cache before each pass (posix_fadvise): each pass reads each file once. The disk's own rates are measured at
+the start, with O_DIRECT, eight threads, 4 MiB at a time.
+
+Columns: ttft in ms, median, best and worst over the documents; share of the prompts' tokens by source: computed, gpu
+(prefix cache), memory, disk. What came from disk is what the connector counts as read, of LMCache what the kernel says
+that its process read from devices.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from disk_files import allocated, device_reads, disk_rate, drop_cached
+from tiers import (
+    GIB,
+    Peer,
+    add_arguments,
+    bytes_per_token,
+    facts,
+    guarded,
+    median,
+    random_prompt,
+    start,
+    stop,
+    table,
+    vocabulary,
+)
+
+from vllm_kvtier.devtools.clients import PromptTokens, prompt_tokens
+from vllm_kvtier.devtools.engines import kvtier
+from vllm_kvtier.devtools.processes import group_members
+from vllm_kvtier.devtools.stores import end_store, settled, store_counts, tier_of
+from vllm_kvtier.store.launch import start_store, store_path
+from vllm_kvtier.store.options import StoreOptions
+
+PASSES = "computed", "again", "once more"
+ALWAYS = {"load_policy": "always"}
+STILL_SECONDS = 1.5  # without a byte more on disk: nothing more comes
+WRITE_SECONDS = 25.0  # that a connector may take to write a document
+FS_READ = r"vllm:kv_offload_tiering_read_bytes_total"
+
+
+class DiskPeer(Peer):
+    """A Peer with a directory of its own on the disk."""
+
+    def __init__(self, connector: str, args: argparse.Namespace, model: Path, gpu_tokens: int, host_tokens: int):
+        self.folder, self._store = folder_of(connector, args), ""
+        if connector.startswith("kvtier"):
+            self._store = socket_in(run_of(connector, args))
+            start_store(self._store, store_options(self.folder, args))
+        super().__init__(connector, args, model, gpu_tokens, host_tokens)
+        self.kind = connector.partition(":")[0]
+        self.host_bytes = host_of(args)
+
+    @staticmethod
+    def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:
+        host, (kind, _, word) = host_of(args), connector.partition(":")
+        folder = folder_of(connector, args)
+        folder.mkdir(parents=True, exist_ok=True)
+        if connector == "none":
+            return None, {}
+        if kind == "kvtier":
+            run = run_of(connector, args)
+            options = {"always": ALWAYS, **args.variants}[word] if word else {}
+            return kvtier({**args.kvtier_options, **options}), {"XDG_RUNTIME_DIR": str(run)}
+        if connector in ("offloading", "offloading256"):
+            extra = {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": host,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+                **({"block_size": 256} if connector == "offloading256" else {}),
+            }
+            return {
+                "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
+            }, {}  # fmt: skip
+        if connector in ("lmcache", "lmcache:direct"):
+            return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, {
+                "LMCACHE_LOCAL_CPU": "True",
+                "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / GIB),
+                "LMCACHE_LOCAL_DISK": f"{folder}/",
+                "LMCACHE_MAX_LOCAL_DISK_SIZE": str(disk_of(args) / GIB),
+                "LMCACHE_EXTRA_CONFIG": json.dumps({"use_odirect": word == "direct"}),
+                "LMCACHE_TRACK_USAGE": "false",
+            }
+        raise SystemExit(f"unknown connector {connector!r}; see --help")
+
+    @property
+    def writes(self) -> bool:
+        return self.connector != "none"
+
+    def read_bytes(self) -> float:
+        """From disk, since the start."""
+        if self.kind == "kvtier":
+            return tier_of(store_counts(self._store)).read_bytes
+        if self.kind.startswith("offloading"):
+            return self.total(FS_READ)
+        return sum(map(device_reads, group_members(self.engine.pid))) if self.writes else 0.0
+
+    def written(self, wanted: float) -> None:
+        """Until so many bytes lie in its directory, or nothing more comes."""
+        deadline = time.monotonic() + WRITE_SECONDS
+        last, since = -1, 0.0
+        while self.writes and (now := time.monotonic()) < deadline:
+            there = allocated(self.folder)
+            if there != last:
+                last, since = there, now
+            if there >= wanted or now - since > STILL_SECONDS:
+                break
+            self.nudge()  # some only work in an engine's steps
+            time.sleep(0.02)
+        if self.kind == "kvtier":
+            settled(self._store)
+
+    def tiers(self) -> list[dict]:
+        """What a store of ours counts of its disk."""
+        return [vars(tier) for tier in store_counts(self._store).tiers] if self.kind == "kvtier" else []
+
+
+class Asked(NamedTuple):
+    """Of one document, in one pass."""
+
+    seconds: float
+    tokens: PromptTokens
+    read: float  # bytes from disk meanwhile
+
+
+def store_options(folder: Path, args: argparse.Namespace) -> StoreOptions:
+    """Of the store that an engine of ours finds: as its own would be, but that nothing is too much to be written."""
+    return StoreOptions(
+        size=str(host_of(args)),
+        idle_seconds=600,
+        disk_path=str(folder),
+        disk_size=str(disk_of(args)),
+        disk_admission="all",
+        disk_queue_mib=max(1, host_of(args) >> 20),
+    )
+
+
+def host_of(args: argparse.Namespace) -> int:
+    return int(args.host_gib * GIB)
+
+
+def disk_of(args: argparse.Namespace) -> int:
+    """Bytes that each may write: all documents, and what is asked besides."""
+    return math.ceil(1.3 * args.documents * args.tokens * bytes_per_token(args.model)) + (256 << 20)
+
+
+def folder_of(connector: str, args: argparse.Namespace) -> Path:
+    return args.dir / connector.replace(":", "-")
+
+
+def run_of(connector: str, args: argparse.Namespace) -> Path:
+    """Where a store of ours has its socket; short, as its path must be."""
+    return Path(args.logs) / f"run-{connector.partition(':')[2]}"
+
+
+def socket_in(run: Path) -> str:
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    run.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_RUNTIME_DIR"] = str(run)
+    try:
+        return store_path()
+    finally:
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def ask(peer: DiskPeer, prompt: list[int], name: str, number: int) -> Asked:
+    """``number``: of the document, from 1 on; how much must have been written after it was computed."""
+    peer.forget()
+    tokens, read, stored = prompt_tokens(peer.engine.base_url), peer.read_bytes(), peer.stored()
+    seconds = peer.first_token(prompt)
+    tokens = prompt_tokens(peer.engine.base_url) - tokens
+    if name == PASSES[0] and peer.writes:
+        peer.settle(stored, len(prompt))
+        peer.written(0.97 * number * len(prompt) * peer.per_token)
+    elif peer.kind == "kvtier":
+        settled(peer._store)  # what was begun for a prompt that was then computed must not slow the next one
+    return Asked(seconds, tokens, peer.read_bytes() - read)
+
+
+def one_pass(
+    peers: list[DiskPeer], documents: list[list[int]], name: str, order: list[int], deadline: float
+) -> dict[DiskPeer, dict[int, Asked]]:
+    """By peer and document. All of a pass have the same documents, but for those that failed."""
+    taken: dict[DiskPeer, dict[int, Asked]] = {peer: {} for peer in peers}
+    for turn, number in enumerate(order, 1):
+        if time.monotonic() > deadline and turn > 2:
+            print(f"out of time: {name} ends after {turn - 1} documents", flush=True)
+            break
+        for peer in list(peers):
+            asked = guarded(peers, peer, functools.partial(ask, peer, documents[number], name, turn))
+            if asked is not None:
+                taken[peer][number] = asked
+    return taken
+
+
+def row(peer: DiskPeer, name: str, taken: dict[int, Asked]) -> dict:
+    asked = list(taken.values())
+    times = [a.seconds * 1000 for a in asked]
+    # What was read for a prompt that was computed after all is not where its tokens came from.
+    total = sum(a.tokens.total for a in asked)
+    pulled = sum(a.tokens.pulled for a in asked)
+    disk = min(sum(a.read for a in asked) / peer.per_token, pulled)
+    shares = {
+        "computed": sum(a.tokens.computed for a in asked), "gpu": sum(a.tokens.cached for a in asked),
+        "memory": pulled - disk, "disk": disk,
+    }  # fmt: skip
+    return {
+        "connector": peer.connector, "pass": name, "n": len(asked), "ttft": round(median(times), 1),
+        "best": round(min(times), 1), "worst": round(max(times), 1),
+        **{source: round(n / total, 3) for source, n in shares.items()},
+        "read_gb": round(sum(a.read for a in asked) / 1e9, 2), "seconds": round(sum(times) / 1000, 2),
+    }  # fmt: skip
+
+
+class Results:
+    """On disk after each row."""
+
+    def __init__(self, path: Path | None, meta: dict):
+        self._path, self.data = path, {"meta": meta, "documents": []}
+
+    def add(self, row: dict) -> None:
+        self.data["documents"].append(row)
+        print(json.dumps(row), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self.data, indent=1))
+
+
+def fitting(args: argparse.Namespace) -> int:
+    """As many of the documents as there is room for on the disk, with a tenth to spare."""
+    each = args.tokens * bytes_per_token(args.model) * sum(connector != "none" for connector in args.connectors)
+    room = int(0.9 * shutil.disk_usage(args.dir).free // max(1, each))
+    if room < args.documents:
+        print(f"room for {room} of {args.documents} documents in {args.dir}", flush=True)
+    return min(room, args.documents)
+
+
+def run(args: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    args.dir = Path(tempfile.mkdtemp(prefix="documents-", dir=args.dir))
+    peers: list[DiskPeer] = []
+    try:
+        args.documents = fitting(args)
+        rate = disk_rate(args.dir, args.rate_mib << 20)
+        print(f"disk: {rate}", flush=True)
+        peers = start(args, args.tokens + 64, args.tokens, DiskPeer)
+        of_memory = args.documents * args.tokens * bytes_per_token(args.model) / host_of(args)
+        meta = {
+            **facts(args, peers), "tokens": args.tokens, "documents": args.documents, "disk": rate,
+            "times_memory": round(of_memory, 1),
+        }  # fmt: skip
+        results = Results(args.out, meta)
+        print(json.dumps(meta), flush=True)
+        measure(args, peers, results, begin + args.seconds)
+        results.data["counters"] = {peer.connector: peer.counters() for peer in peers}
+        results.data["tiers"] = {peer.connector: peer.tiers() for peer in peers if peer.tiers()}
+        results.write()
+    finally:
+        stop(peers)
+        for connector in args.connectors:  # also of those that were left out
+            if connector.startswith("kvtier"):
+                end_store(socket_in(run_of(connector, args)))
+        shutil.rmtree(args.dir, ignore_errors=True)
+    print(table(results.data["documents"]))
+    print(f"{time.monotonic() - begin:.0f} s in all")
+
+
+def measure(args: argparse.Namespace, peers: list[DiskPeer], results: Results, deadline: float) -> None:
+    rng, vocab = random.Random(5), vocabulary(args.model)
+    for peer in list(peers):  # what a first long prompt pays for is nobody's
+        guarded(peers, peer, functools.partial(peer.first_token, random_prompt(rng, vocab, args.tokens // 2)))
+    documents = [random_prompt(rng, vocab, args.tokens) for _ in range(args.documents)]
+    order = list(range(args.documents))
+    left = deadline - time.monotonic()
+    for number, name in enumerate(PASSES):
+        if number:
+            rng.shuffle(order)
+            for peer in peers:
+                drop_cached(peer.folder)
+        # The later passes have the documents of the first, and half of the time.
+        taken = one_pass(peers, documents, name, order, deadline - left * (0.5, 0.25, 0.0)[number])
+        for peer, asked in taken.items():
+            if asked:
+                results.add(row(peer, name, asked))
+        order = sorted({document for asked in taken.values() for document in asked}) if not number else order
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--dir", type=Path, default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a document")
+    parser.add_argument("--rate-mib", type=int, default=2048, help="of the measurement of the disk itself")
+    parser.set_defaults(host_gib=2.0)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Loads that a step waits for while the next step has been scheduled on top of it, as engines on GPUs do.
+
+vLLM schedules ahead on no CPU, although its CPU model runner can: so this file runs itself, in a process in which the
+platform is told otherwise, with the engine in that same process.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+from node_fleet import SLOT_PAGES, Memory, runtime_dir, store_env
+
+BLOCK = 32
+CASES = ((650, 0, 8), (700, 20, 1), (1300, 17, 24))  # tokens, the bad block, tokens asked for
+
+
+def test_bad_blocks_are_taken_back_with_the_next_step_under_way(model_path):
+    with runtime_dir() as folder:
+        env = {**os.environ, **store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        command = [sys.executable, __file__, str(model_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert told.pop(0) == {"scheduler": "AsyncScheduler", "steps": 2}
+    assert len(told) == len(CASES)
+    for case in told:
+        assert case == {"good": ["right", 1, 0], "bad": ["right", 0, 1], "again": ["right", 0, 0]}
+
+
+class InProcess:
+    def __init__(self, model: str):
+        from vllm.platforms.cpu import CpuPlatform
+
+        settle = CpuPlatform.check_and_update_config.__func__
+
+        def ahead(cls, config) -> None:
+            settle(cls, config)
+            config.scheduler_config.async_scheduling = True
+
+        CpuPlatform.check_and_update_config = classmethod(ahead)
+        from vllm import LLM
+
+        extra = {"store_size": "256MiB", "load_policy": "always", "store_idle_seconds": 5}
+        self._llm = LLM(
+            model, max_model_len=2048, block_size=BLOCK, kv_cache_memory_bytes=96 << 20, max_num_batched_tokens=512,
+            dtype="float32", enforce_eager=True, async_scheduling=True,
+            kv_transfer_config={
+                "kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+            },
+        )  # fmt: skip
+        self.core = self._llm.llm_engine.engine_core.engine_core
+        half = self.core.scheduler.connector._scheduler
+        # Without a loop that idles, nobody tells the connector of the engine.
+        queue = SimpleNamespace(put_nowait=lambda item: None)
+        engine = SimpleNamespace(scheduler=self.core.scheduler, input_queue=queue)
+        half._engine._engine = lambda: engine
+        self.counts, take = {}, half.counters.take
+
+        def taken() -> dict[str, float]:
+            counts = take()
+            for name, amount in counts.items():
+                self.counts[name] = self.counts.get(name, 0) + amount
+            return counts
+
+        half.counters.take = taken
+
+    def ask(self, prompt: list[int], count: int) -> list[int]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        [answer] = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+    def settle(self) -> None:
+        """What was computed is stored; nothing is in vLLM's own cache. Without a loop, requests let time pass."""
+        for i in range(100):
+            self.ask([300 + i], 1)
+            time.sleep(0.05)
+            if i > 10 and self._llm.reset_prefix_cache():
+                return
+        raise AssertionError("the prefix cache cannot be reset")
+
+    def judged(self, prompt: list[int], count: int, truth: list[int]) -> list:
+        """(whether the answer is right, loads that a step waited for and that were right, that were wrong)."""
+        names = ("synchronous_loads|ok", "synchronous_loads|failed")
+        before = [self.counts.get(name, 0) for name in names]
+        right = self.ask(prompt, count) == truth[:count]
+        self.ask([300], 1)
+        now = [self.counts.get(name, 0) for name in names]
+        return ["right" if right else "wrong", *(int(a - b) for a, b in zip(now, before, strict=True))]
+
+
+def main(model: str) -> None:
+    from vllm_kvtier.store.launch import store_path
+    from vllm_kvtier.store.mapping import PoolMapping
+
+    engine = InProcess(model)
+    print(json.dumps({"scheduler": type(engine.core.scheduler).__name__, "steps": engine.core.batch_queue_size}))
+    engine.settle()
+    memory, rng = Memory(PoolMapping.connect(store_path())), random.Random(1)
+    for length, which, count in CASES:
+        prompt = [rng.randrange(300, 2000) for _ in range(length)]
+        before, truth = memory.written(), engine.ask(prompt, 24)
+        engine.settle()
+        told = {"good": engine.judged(prompt, 24, truth)}
+        engine.settle()
+        pages = sorted(memory.written() - before)[which * SLOT_PAGES :][: SLOT_PAGES - 1]
+        numbers = np.random.default_rng(length).standard_normal((len(pages), memory.pages.shape[1] // 4), np.float32)
+        memory.pages[pages] = 3 * numbers.view(np.uint8)
+        told["bad"] = engine.judged(prompt, count, truth)
+        told["again"] = engine.judged(prompt, 24, truth)  # from vLLM's own cache
+        print(json.dumps(told), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,345 @@
+"""Real engines over a store with a disk below its memory: what memory gave up comes back from there, and is right,
+whoever is killed meanwhile and whatever became of the disk."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+from drive import Reply, assert_same, driving, random_tokens
+from fleet import ENGINE_FLAGS, start_missing
+from node_fleet import ASKED, runtime_dir, store_env, store_in
+from support import eventually
+from tier_fleet import (
+    BLOCK,
+    POOL_BLOCKS,
+    SLOT_PAGES,
+    TIER_OPTIONS,
+    DataFile,
+    TierDriver,
+    TieredNode,
+    prompts_of,
+    read_only,
+    seeded,
+    serve_options,
+    small_disk,
+    while_under_way,
+    written_since,
+)
+
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port, kill_all
+from vllm_kvtier.devtools.stores import lives, mover_of
+from vllm_kvtier.store.messages import PAGE
+
+
+@pytest.fixture(scope="module")
+def node(model_path, log_dir, plain) -> Iterator[TieredNode]:
+    """Tests leave it as they found it: both engines running, and a store with a disk that they use."""
+    with runtime_dir() as folder:
+        disk = folder / "disk"
+
+        def engine(name: str, **extra) -> Engine:
+            options = {**TIER_OPTIONS, "store_disk_path": str(disk), "endpoint_port": free_port(), **extra}
+            flags = {**ENGINE_FLAGS, "args": ("--dtype", "bfloat16")} if "codec" in extra else ENGINE_FLAGS
+            kv, env = kvtier(options), store_env(folder)
+            return Engine(model_path, name=f"tiers-{name}", kv=kv, log_dir=log_dir, env=env, **flags)
+
+        engines = [engine("A"), engine("coded", codec="int8")]
+        start_missing([*engines, plain])
+        yield TieredNode(*engines, plain, store_in(folder), {}, disk)
+        kill_all(engines)
+        for log in folder.rglob("*.log"):
+            shutil.copy(log, log_dir / "tiers-store.log")
+
+
+@pytest.fixture
+async def tiers(node) -> AsyncIterator[TierDriver]:
+    """The disk is there, and nothing in it or in memory; afterwards nothing is held."""
+    async with driving(node.single, TierDriver) as driver:
+        driver.node = node
+        await asyncio.to_thread(node.store.until_up)
+        await driver.is_open()
+        await asyncio.to_thread(node.store.clear)
+        yield driver
+        await driver.nothing_held()
+
+
+def whole(prompt: list[int]) -> int:
+    """Tokens in its whole blocks."""
+    return len(prompt) // BLOCK * BLOCK
+
+
+async def test_what_memory_gave_up_comes_from_disk(node, tiers):
+    """Prompts around the ends of blocks and of steps; and of two that begin alike, the beginning once."""
+    rng = seeded("lengths")
+    prompts = [random_tokens(rng, length) for length in (32, 33, 257, 1100, 2048)]
+    first = await tiers.kept(*prompts)
+    assert not any(reply.pulled for reply in first)
+    for prompt, computed in zip(prompts, first, strict=True):
+        await tiers.gone_from_memory(prompt)
+        reply, read = await tiers.from_disk(node.engine, prompt)
+        assert (reply.pulled, read) == (whole(prompt), whole(prompt)), reply.report
+        print(f"\n{len(prompt)} tokens: {computed.seconds * 1e3:.0f} ms, {reply.seconds * 1e3:.0f} from disk", end="")
+    await tiers.gone_from_memory(*prompts)
+    longer = prompts[3][:900] + random_tokens(rng, 200)
+    reply, read = await tiers.from_disk(node.engine, longer)
+    assert (reply.pulled, read) == (whole(longer[:900]), whole(longer[:900]))
+
+
+async def test_a_working_set_of_three_times_the_memory(node, tiers):
+    """One after the other, then several at a time that share what memory there is."""
+    prompts = prompts_of("working set", 9, 1100)
+    assert sum(map(len, prompts)) > 3 * POOL_BLOCKS * BLOCK
+    await tiers.kept(*prompts)
+    await tiers.reset(node.engine)
+    before = await tiers.disk()
+    for prompt in prompts:
+        reply = await tiers.asked(node.engine, prompt)
+        assert reply.pulled == whole(prompt), reply.report
+    read = (await tiers.disk()).read_blocks - before.read_blocks
+    assert read * BLOCK > 0.6 * sum(map(len, prompts)), "the rest was still in memory"
+    replies = await asyncio.gather(*(tiers.ask(node.engine, prompt, 8, ASKED) for prompt in prompts))
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert_same(reply, await tiers.truth(prompt), reply.report)
+    found = sum(reply.pulled + reply.report["local_tokens"] for reply in replies)
+    assert found >= whole(prompts[0]), "some; the memory is too small for all at a time, and who has no room computes"
+    print(f"\n{found} of {sum(map(len, prompts))} tokens found, nine at a time", end="")
+
+
+async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
+    """SIGKILL in the middle of a promotion: what had come stays, the rest is computed, and the disk comes back."""
+    stopped, random = prompts_of("killed reading", 2)
+    await tiers.kept(stopped, random)
+    await tiers.gone_from_memory(stopped, random)
+    before = await tiers.disk()
+    mover = await tiers.mover()
+    os.kill(mover, signal.SIGSTOP)  # it has been told to read, and will not have
+
+    async def kill() -> None:
+        await tiers.in_flight(lambda counts: counts.index.reservations > 0)
+        os.kill(mover, signal.SIGKILL)
+
+    reply = await while_under_way(tiers.asked(node.engine, stopped), kill)
+    assert reply.pulled == 0, reply.report
+    after = await tiers.is_open()
+    assert after.restarts > before.restarts and after.blocks >= before.blocks, (before, after)
+
+    async def kill_soon() -> None:
+        await asyncio.sleep(seeded("when").uniform(0.002, 0.02))
+        os.kill(await tiers.mover(), signal.SIGKILL)
+
+    await while_under_way(tiers.asked(node.engine, random), kill_soon)
+    await tiers.is_open()
+    await tiers.gone_from_memory(random)
+    reply, read = await tiers.from_disk(node.engine, random)
+    assert reply.pulled == read == whole(random), reply.report
+
+
+async def test_a_mover_that_is_killed_while_it_writes(node, tiers):
+    before, others = prompts_of("killed writing", 3), prompts_of("then", 2)
+    await tiers.kept(before[0])
+    mover = await tiers.mover()
+    os.kill(mover, signal.SIGSTOP)
+    await tiers.asked(node.engine, before[1])  # is stored, and told to be written
+    await tiers.stored(node.engine, before[1])
+    await asyncio.sleep(0.1)  # batches linger for 0.05 s
+    os.kill(mover, signal.SIGKILL)
+    await tiers.is_open()
+
+    async def kill_soon() -> None:
+        await tiers.stored(node.engine, before[2], 64)
+        os.kill(await tiers.mover(), signal.SIGKILL)
+
+    await while_under_way(tiers.asked(node.engine, before[2]), kill_soon)
+    await tiers.is_open()
+    # What was on disk is; what was being written is, or is computed; what comes now is written again.
+    await tiers.kept(*others)
+    await tiers.gone_from_memory(*before, *others)
+    for prompt in (before[0], *others):
+        reply, read = await tiers.from_disk(node.engine, prompt)
+        assert reply.pulled == read == whole(prompt), reply.report
+    for prompt in before[1:]:
+        await tiers.asked(node.engine, prompt)
+
+
+@pytest.mark.parametrize("found_by", ["the engine", "the mover"])
+async def test_damage_on_disk_is_found(node, tiers, found_by):
+    """One bit of one block: what precedes it is loaded, the rest computed, and the block never given again. The mover
+    looks at a sample of each block, the engine at every byte."""
+    [prompt] = prompts_of(f"damage {found_by}", 1)
+    rng, file = seeded(found_by), DataFile(node.disk)
+    before = file.pages()
+    await tiers.kept(prompt)
+    ours = written_since(before, file.pages())
+    # Nearly all: what was there before may have been the same, zeros above all.
+    assert len(ours) > 0.9 * whole(prompt) // BLOCK * SLOT_PAGES, len(ours)
+    # All of them are in the sample as well; of one it is not known, as it is not where a block begins.
+    damaged = ours if found_by == "the mover" else ours[len(ours) // 2 : len(ours) // 2 + 1]
+    file.flip(rng, damaged)
+    await tiers.gone_from_memory(prompt)
+    await tiers.flushed(node.engine)
+    wrong, before = await tiers.kvtier(node.engine, "integrity_failures"), await tiers.disk()
+    reply, _ = await tiers.from_disk(node.engine, prompt)
+    assert reply.pulled < whole(prompt), reply.report
+    await tiers.flushed(node.engine)
+    noticed = await tiers.kvtier(node.engine, "integrity_failures") - wrong
+    after = await tiers.disk()
+    assert noticed or after.read_failures > before.read_failures, (before, after)
+    if noticed:
+        assert after.discarded_blocks > before.discarded_blocks, (before, after)
+    # Computed, stored and written anew: nothing that is wrong is met again.
+    await tiers.stored(node.engine, prompt)
+    await tiers.quiet()
+    await tiers.gone_from_memory(prompt)
+    reply, read = await tiers.from_disk(node.engine, prompt)
+    assert reply.pulled == read == whole(prompt), reply.report
+    await tiers.flushed(node.engine)
+    assert await tiers.kvtier(node.engine, "integrity_failures") == wrong + noticed
+
+
+async def test_a_store_that_is_killed_finds_its_disk_again(node, tiers):
+    """The engine starts another one; in the middle of writing, too, what had been written is there."""
+    kept, cut_off = prompts_of("killed store", 2, 1300)
+    await tiers.kept(kept)
+    before = await tiers.disk()
+    mover, pid = await tiers.mover(), node.store.pid
+
+    async def kill() -> None:
+        await tiers.stored(node.engine, cut_off, 256)
+        await asyncio.to_thread(node.store.kill)
+
+    await while_under_way(tiers.asked(node.engine, cut_off), kill)
+    await asyncio.to_thread(node.store.until_up)
+    assert node.store.pid != pid
+    after = await tiers.is_open()
+    assert before.blocks <= after.blocks, (before, after)
+    assert not lives(mover), "it ends with its store"
+    await tiers.uses_store(node.engine)
+    await tiers.reset(node.engine)
+    reply, read = await tiers.from_disk(node.engine, kept)
+    assert reply.pulled == read == whole(kept), reply.report
+    await tiers.asked(node.engine, cut_off)
+
+
+@contextmanager
+def another_store(node: TieredNode, *options: str) -> Iterator[None]:
+    """In the place of the engine's own, which a test gets back afterwards."""
+    with node.store.alone():
+        node.store.kill()
+        node.store.serve(*options)
+        try:
+            yield
+        finally:
+            mover = mover_of(node.store.pid)
+            node.store.kill()
+            eventually(lambda: not lives(mover), 10, "the mover ends with its store")
+
+
+async def test_a_disk_that_is_smaller_than_its_work(node, tiers):
+    """It keeps to its size and gives up the oldest. That is no failure."""
+    prompts = prompts_of("small", 4)
+    size = 60 * SLOT_PAGES * PAGE
+    with another_store(node, *serve_options(node.disk.with_name("small"), size)):
+        await tiers.uses_store(node.engine)
+        for prompt in prompts:
+            await tiers.kept(prompt)
+        disk = await tiers.disk()
+        assert disk.evicted_blocks > 0 and disk.used_bytes <= size and not disk.write_failures, disk
+        await tiers.gone_from_memory(*prompts)
+        for prompt in prompts:
+            await tiers.asked(node.engine, prompt)
+    await tiers.uses_store(node.engine)
+
+
+async def test_a_file_system_that_is_full_and_then_read_only(node, tiers):
+    """What fitted is served; the rest is computed, and the store says why."""
+    prompts = prompts_of("full", 4)
+    with small_disk(node.disk.with_name("full"), 50 * SLOT_PAGES * PAGE) as folder:
+        with another_store(node, *serve_options(folder / "disk")):
+            await tiers.uses_store(node.engine)
+            for prompt in prompts:
+                await tiers.asked(node.engine, prompt)
+                await tiers.stored(node.engine, prompt)
+                await tiers.quiet()
+            disk = await tiers.disk()
+            assert disk.write_failures > 0, disk
+            print(f"\nfull: {disk.state}, {disk.reason!r}, {disk.blocks} blocks", end="")
+            await tiers.gone_from_memory(*prompts)
+            assert sum([(await tiers.asked(node.engine, prompt)).pulled for prompt in prompts]) > 0
+        read_only(folder)
+        with another_store(node, *serve_options(folder / "disk")):
+            await tiers.until(lambda: _opened(tiers), 20, "the disk is open")
+            disk = await tiers.disk()
+            assert disk.state == "read only" and disk.reason and disk.blocks > 0, disk
+            await tiers.uses_store(node.engine)
+            await tiers.reset(node.engine)
+            loaded = [(await tiers.asked(node.engine, prompt)).pulled for prompt in prompts]
+            assert sum(loaded) > 0, loaded
+            assert (await tiers.disk()).written_blocks == 0
+    await tiers.uses_store(node.engine)
+
+
+async def _opened(tiers: TierDriver) -> bool:
+    return (await tiers.disk()).state != "opening"
+
+
+async def test_who_waits_in_the_queue_warms_its_blocks(node, tiers):
+    """Long answers fill the engine's cache; meanwhile the next request's blocks come up."""
+    [waiting], busy = prompts_of("queue", 1, 640), prompts_of("busy", 2, 1950)
+    await tiers.kept(waiting)
+    await tiers.gone_from_memory(waiting)
+    await tiers.flushed(node.engine)
+    warmed, before = await tiers.kvtier(node.engine, "warmed"), await tiers.disk()
+    talking = [asyncio.ensure_future(tiers.ask(node.engine, prompt, 200)) for prompt in busy]
+
+    async def full() -> bool:
+        inspection = await tiers.inspect(node.engine)
+        return inspection.free_blocks < len(waiting) // BLOCK
+
+    await tiers.until(full, 10, "the engine's cache is full")
+    await tiers.quiet()
+    asked = asyncio.ensure_future(tiers.asked(node.engine, waiting))
+
+    async def came_up() -> bool:
+        return (await tiers.query(node.engine, waiting)).stored >= whole(waiting)
+
+    await tiers.until(came_up, 10, "the waiting request's blocks are in memory")
+    assert not asked.done() and not all(task.done() for task in talking), "it came up while the request waited"
+    reply, *_ = await asyncio.gather(asked, *talking)
+    assert reply.pulled == whole(waiting), reply.report
+    await tiers.flushed(node.engine)
+    assert await tiers.kvtier(node.engine, "warmed") > warmed
+    assert (await tiers.disk()).read_blocks - before.read_blocks >= whole(waiting) // BLOCK
+
+
+async def test_encoded_slots_go_down_and_up_unchanged(node, tiers):
+    """As bytes, and so to the same answer as from memory."""
+    [prompt] = prompts_of("coded", 1)
+
+    async def answer() -> Reply:
+        await tiers.reset(node.coded)
+        return await tiers.ask(node.coded, prompt, 8, ASKED)
+
+    with node.store.memory() as memory:
+        stale = memory.pages.copy()  # what was cleared is not erased
+    await tiers.ask(node.coded, prompt, 8)
+    await tiers.stored(node.coded, prompt)
+    await tiers.quiet()
+    from_memory = await answer()
+    with node.store.memory() as memory:
+        before = {memory.pages[page].tobytes() for page in written_since(stale, memory.pages)}
+    await tiers.gone_from_memory(prompt, engine=node.coded)
+    read = (await tiers.disk()).read_blocks
+    from_disk = await answer()
+    assert (await tiers.disk()).read_blocks - read == whole(prompt) // BLOCK
+    assert from_memory.pulled == from_disk.pulled == whole(prompt)
+    assert (from_disk.tokens, from_disk.logprobs) == (from_memory.tokens, from_memory.logprobs)
+    with node.store.memory() as memory:
+        after = {page.tobytes() for page in memory.pages}
+    assert len(before) > 31 * 20 and before <= after, (len(before), len(before - after))
+    await tiers.flushed(node.coded)
+    assert await tiers.kvtier(node.coded, "integrity_failures") == 0

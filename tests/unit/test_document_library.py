@@ -1,0 +1,209 @@
+"""The library demo's judgement of a store with a disk: what it must not let pass, and what it must."""
+
+import importlib.util
+import os
+
+import msgspec
+import pytest
+
+from vllm_kvtier.devtools.clients import Answer, PromptTokens
+from vllm_kvtier.devtools.stores import StoreFailed, end_store, open_tier, settled, store_counts, tier_of
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.launch import serves, start_store, store_path
+from vllm_kvtier.store.lower.base import TierCounts
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.records import IndexStats
+
+NUMBER = 12
+METRICS = """\
+vllm:kvtier_planned_total{engine="0",kind="faster",model_name="model"} 5.0
+vllm:kvtier_planned_total{engine="1",kind="faster",model_name="model"} 2.0
+vllm:kvtier_waits_total{engine="0",kind="for what comes up",model_name="model"} 8.0
+vllm:kvtier_waits_created{engine="0",kind="for what comes up",model_name="model"} 1.7e+09
+vllm:kvtier_loads_total{engine="0",kind="ok",model_name="model"} 4.0
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(root):
+    folder = root / "examples"
+    spec = importlib.util.spec_from_file_location("document_library", folder / "document_library.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # as when it is run: it shares what the other demos have
+        spec.loader.exec_module(module)
+    return module
+
+
+def counts(commits: int, on_disk: int) -> m.Counts:
+    """Of a pool of 1,000 pages that holds 10 blocks of 50; with so many blocks on disk."""
+    index = IndexStats(commits=commits, entries=10, used_pages=500, evictions=commits - 10)
+    disk = TierCounts("disk", "ready", blocks=on_disk, used_bytes=on_disk * 50 * m.PAGE, read_bytes=4096)
+    size = 1000 * m.PAGE
+    return m.Counts(1, "i", "v", 7, 1.0, "aging", False, size, size, size, "", [], index, [disk])
+
+
+@pytest.fixture
+def good(demo):
+    """All computed first, then all but the last tokens from disk, ten times sooner."""
+
+    def asked(number: int, pulled: int):
+        tokens = PromptTokens(computed=1500 - pulled, cached=0, pulled=pulled)
+        first_token = 0.1 if pulled else 1.0
+        return demo.Asked(tokens, first_token, f"It is {demo.code(number)[1]}.", pulled)
+
+    loaded = {demo.COMPUTED: 0, demo.FROM_DISK: 1472, demo.RESTARTED: 1472}
+    passes = {name: [asked(number, pulled) for number in range(NUMBER)] for name, pulled in loaded.items()}
+    decisions = {name: {"offers: faster": NUMBER} if pulled else {} for name, pulled in loaded.items()}
+    library = demo.Library(counts(200, 190), counts(700, 200), counts(0, 200), 0.1, counts(500, 200))
+    return demo.Played(passes, decisions, [demo.Failures()] * 2, [], library)
+
+
+@pytest.fixture
+def judge(demo):
+    def judge(played, recalls=True, times=10):
+        return demo.judge(played, recalls, times)
+
+    return judge
+
+
+def changed(played, name, number, **changes):
+    asked = list(played.passes[name])
+    asked[number] = msgspec.structs.replace(asked[number], **changes)
+    return played._replace(passes={**played.passes, name: asked})
+
+
+def answer(text, **logprobs):
+    """A referee's: ``text`` of one token, beside others with their log-probabilities."""
+    top = [{"token": token, "logprob": logprob} for token, logprob in {text: -0.7, **logprobs}.items()]
+    steps = [{"token": text, "logprob": -0.7, "top_logprobs": top}]
+    return Answer(text=text, finish_reason="stop", usage=None, params=None, seconds=0, logprobs=steps)
+
+
+@pytest.mark.parametrize("recalls", [False, True])
+def test_a_good_library_passes(demo, judge, good, recalls):
+    assert judge(good, recalls) == []
+    assert demo.times_memory(good.library) == 10
+
+
+@pytest.mark.parametrize("later", ["FROM_DISK", "RESTARTED"])
+def test_what_must_not_pass(demo, judge, good, later):
+    name = getattr(demo, later)
+    [problem] = judge(changed(good, name, 3, answer="It is 00000."))
+    assert f"'It is 00000.' {name}" in problem
+    computed = PromptTokens(computed=1500, cached=0, pulled=0)
+    played, slow = good, good
+    for number in range(NUMBER):
+        played = changed(played, name, number, tokens=computed, from_disk=0)
+        slow = changed(slow, name, number, first_token=1.1)
+    [problem] = judge(played)
+    assert problem.startswith(f"{name}: no document came from disk") and "offers: faster 12" in problem
+    [problem] = judge(slow)
+    assert problem == f"{name}: 12 documents took 13.20 s from disk, 12.00 s to compute."
+
+
+def test_what_was_computed_or_in_memory_is_no_fault(demo, judge, good):
+    """Where the planner expected it to be sooner; or because memory still had it."""
+    computed = PromptTokens(computed=1500, cached=0, pulled=0)
+    played = changed(good, demo.FROM_DISK, 0, tokens=computed, from_disk=0, first_token=1.5)
+    played = changed(played, demo.FROM_DISK, 1, from_disk=0)
+    assert judge(played) == []
+    assert played.passes[demo.FROM_DISK][1].from_memory == 1472
+    first = played.passes[demo.COMPUTED]
+    cells = demo.pass_cells(first, played.passes[demo.FROM_DISK])
+    assert cells == ["1,808", "0", "1,472", "14,720", "100", "1,500", "10.0 x"]
+    assert demo.pass_cells(first, first)[-1] == "-"
+
+
+def test_the_first_pass_is_judged_too(demo, judge, good):
+    early = PromptTokens(computed=500, cached=0, pulled=1000)
+    [problem] = judge(changed(good, demo.COMPUTED, 2, tokens=early))
+    assert "1000 tokens were loaded before anything was stored" in problem
+    for number in range(3):
+        assert judge(good) == [], "the model may be wrong about a few, as long as it is so each time"
+        for name in demo.PASSES:
+            good = changed(good, name, number, answer="It is 00000.")
+    assert judge(good) == ["of 12 codes only 9 were recalled."]
+    assert judge(good, recalls=False) == []
+
+
+def test_too_few_documents_show_nothing(judge, good):
+    [problem] = judge(good, times=11)
+    assert "need 10.0 times" in problem and "11 were asked for" in problem
+
+
+def test_what_the_disk_lost_is_missed(judge, good):
+    [problem] = judge(good._replace(library=good.library._replace(after=counts(0, 199))))
+    assert problem == "of 200 blocks on disk 199 were found after the kill."
+
+
+def test_failures_of_either_life_count(demo, judge, good):
+    lives = [demo.Failures(integrity=1), demo.Failures(integrity=2, loads=1)]
+    assert [problem[:8] for problem in judge(good._replace(failures=lives))] == ["3 blocks", "1 loads "]
+
+
+def test_near_ties_are_for_models_that_guess(demo, judge, good):
+    played = changed(good, demo.FROM_DISK, 0, answer="b")
+    played = changed(changed(played, demo.COMPUTED, 0, answer="a"), demo.RESTARTED, 0, answer="a")
+    others = [answer(a.answer) for a in good.passes[demo.COMPUTED][1:]]
+    assert judge(played._replace(referee=[answer("a", b=-0.8), *others]), recalls=False) == []
+    assert len(judge(played._replace(referee=[answer("a", b=-3.0), *others]), recalls=False)) == 1
+    assert any("'b'" in problem for problem in judge(played._replace(referee=[answer("a", b=-0.8), *others])))
+
+
+def test_documents_are_different(demo):
+    codes = [demo.code(number) for number in range(300)]
+    assert len({name for name, _ in codes}) == 300
+    texts = [str(demo.document(number)) for number in range(40)]
+    assert len({text.partition("Read this file")[2] for text in texts}) == 40
+    for number, (_, digits) in enumerate(codes[:40]):
+        asked = demo.document(number)
+        assert [digits in message["content"] for message in asked] == [False, True, False, False, False, False]
+
+
+def test_decisions_are_read_from_metrics(demo):
+    assert demo.decisions_in("") == {}
+    assert demo.decisions_in(METRICS) == {"offers: faster": 7, "waits: for what comes up": 8}
+
+
+def test_tables_fit_a_terminal(demo, good):
+    """80 columns, and nothing is cut off."""
+    with demo.console.capture() as capture:
+        demo.console.width = 80
+        demo.show(good, True)
+    shown = capture.get()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "4 more" in shown and "10.0 times the store's memory" in shown
+    assert demo.cells([good.passes[name][:1] for name in demo.PASSES]) == [
+        "1,500", "1,000", "100", "1,472", "100", "1,472",
+    ]  # fmt: skip
+
+
+def test_the_engine_is_alone_with_its_store_and_disk(demo, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["document_library.py", "--gpus", "1"])
+    args = demo.arguments()
+    assert (args.recalls, args.gpus, args.store_size, args.times) == (True, [1], "36MiB", 10)
+    engine = demo.make_engine(args, tmp_path, tmp_path / "disk")
+    extra = engine.kv["kv_connector_extra_config"]
+    assert (extra["store_disk_path"], extra["store_size"]) == (str(tmp_path / "disk"), "36MiB")
+    assert engine._env["XDG_RUNTIME_DIR"] == str(tmp_path)
+    assert extra["store_idle_seconds"] > engine.ready_seconds
+    monkeypatch.setattr("sys.argv", ["document_library.py", "--model", "another/model"])
+    assert demo.arguments().store_size == "1GiB"
+
+
+def test_a_store_is_read_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = store_path()
+    with pytest.raises(StoreFailed, match="no store says how it is"):
+        store_counts(path)
+    end_store(path)  # nothing to end is no error
+    start_store(path, StoreOptions(size="1MiB", idle_seconds=30, disk_path=str(tmp_path / "disk"), disk_size="8MiB"))
+    found, taken = open_tier(path)
+    assert tier_of(found).state == "ready" and taken < 30 and found.pid != os.getpid()
+    assert settled(path).index.reservations == 0
+    with pytest.raises(StoreFailed, match="no tier 'nodes'"):
+        open_tier(path, "nodes")
+    end_store(path)
+    assert not serves(path)

@@ -1,0 +1,147 @@
+"""Loads that a step waits for, on the scheduler's side: for whom, and what is kept back until the verdict."""
+
+from types import SimpleNamespace
+
+import pytest
+from support import make_request
+from test_scheduler_half import half as bare  # noqa: F401
+
+from vllm_kvtier.scheduler import hurry as module
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.hurry import Hurry
+from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.params import read
+from vllm_kvtier.scheduler.planner import Decision
+from vllm_kvtier.scheduler.tier import HOST, HostOffer
+from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.worker.queues import LoadResult
+
+UNIT = 4
+
+
+@pytest.fixture
+def engine():
+    return SimpleNamespace(
+        connector="ours", running=[], get_request_counts=lambda: (0, 1), prev_step_scheduled_req_ids=set()
+    )
+
+
+def make(engine, milliseconds=100.0, timeout=60.0, evicted=None):
+    pool = SimpleNamespace(evict=lambda hashes, group: evicted.extend(hashes), free=lambda ids: None)
+    return Hurry(milliseconds, timeout, pool, lambda: engine, "ours")
+
+
+def tracked(tokens=17, seconds=0.1):
+    request = make_request("r", list(range(tokens)), UNIT)
+    t = Tracked(request, read(None), Lifecycle("r"))
+    t.offer = HostOffer(HOST, "life", 1, 0, tokens // UNIT * UNIT, [[5, 6, 7, 8]], [], session=1, nbytes=10)
+    t.plan = Decision(True, seconds, 1.0, "faster")
+    return t
+
+
+def test_for_whom(engine):
+    hurry, t = make(engine), tracked()
+    assert hurry.suits(t, 0, 1)
+    assert not make(engine, 0.0).suits(t, 0, 1), "switched off"
+    assert not hurry.suits(t, 0, 2), "somebody else is known"
+    assert not hurry.suits(tracked(seconds=0.11), 0, 1), "too long"
+    assert not hurry.suits(t, 16, 1), "nothing would be loaded"
+    assert not Hurry(100.0, 60.0, None, lambda: None, "ours").suits(t, 0, 1), "vLLM's scheduler is not known yet"
+    t.request.resumable = True
+    assert not hurry.suits(t, 0, 1)
+    t.request.resumable = False
+    for other in ({"get_request_counts": lambda: (0, 2)}, {"connector": "a MultiConnector"}):
+        assert not make(SimpleNamespace(**{**vars(engine), **other})).suits(t, 0, 1)
+
+
+def ordered(hurry, t):
+    from vllm_kvtier.scheduler import orders
+    from vllm_kvtier.scheduler.ledger import Keys
+
+    t.load = orders.load_order(t, [(UNIT, None)], UNIT, Keys(1), ([11, 12, 13, 14, 15],), 16, 60.0)
+    t.pulled = 16
+    hurry.begin(t, t.load)
+    assert t.load.hurried and hurry.awaits_verdict
+
+
+@pytest.mark.parametrize("bad, gone", [((), 4), ((11,), 0), ((14,), 3), ((13, 12), 1)])
+def test_what_is_bad_is_found_no_more(engine, bad, gone):
+    """Nor is anything that was computed behind it."""
+    evicted = []
+    hurry, t = make(engine, evicted=evicted), tracked()
+    ordered(hurry, t)
+    results = [LoadResult("other", {11}, "", 1, 0.1, 0.0), LoadResult("r", set(bad), "", 1, 0.1, 0.0)]
+    assert hurry.judged(results[:1]) == set() and hurry.judged(results) == {"r"}
+    hurry.settle("other", results)
+    assert hurry.awaits_verdict
+    hurry.settle("r", results)
+    assert evicted == [bytes(h) for h in t.request.block_hashes[gone:]] and not hurry.awaits_verdict
+    assert hurry.judged(results) == set()
+
+
+def test_the_worst_rank_counts(engine):
+    evicted = []
+    hurry, t = make(engine, evicted=evicted), tracked()
+    ordered(hurry, t)
+    hurry.settle("r", [LoadResult("r", {14}, "", 1, 0.1, 0.0), LoadResult("r", {12, 13}, "", 1, 0.1, 0.0)])
+    assert evicted == [bytes(h) for h in t.request.block_hashes[1:]]
+
+
+def test_blocks_of_a_request_that_left_are_nobody_s_before_the_verdict(engine):
+    held = []
+    hurry, t = make(engine, evicted=[]), tracked()
+    hurry._pool.pin = lambda ids: held.extend(ids) or list(ids)
+    hurry._pool.free = lambda ids: [held.remove(i) for i in ids]
+    ordered(hurry, t)
+    hurry.finished(make_request("other", [1, 2, 3, 4], UNIT), [7])
+    assert not held
+    hurry.finished(t.request, [11, 12, 13, 14, 15])
+    assert held == [11, 12, 13, 14, 15]
+    hurry.settle("r", [LoadResult("r", set(), "", 1, 0.1, 0.0)])
+    assert not held
+
+
+def test_a_verdict_that_never_comes_is_a_bad_one(engine, monkeypatch, caplog):
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hurry, t = make(engine, evicted=[]), tracked()
+    assert hurry.overdue() is None
+    ordered(hurry, t)
+    now[0] += 60.0 + module.SLACK - 1
+    assert hurry.overdue() is None
+    now[0] += 1
+    result = hurry.overdue()
+    assert (result.request_id, result.bad_blocks) == ("r", {11, 12, 13, 14}) and "never verified" in caplog.text
+
+
+def test_the_last_token_of_a_prompt_of_whole_blocks_counts_as_loaded(engine):
+    hurry, t = make(engine), tracked(tokens=16)
+    ordered(hurry, t)
+    assert t.pulled == 16
+    t.pulled = 15  # what vLLM could be told
+    hurry.begin(t, t.load)
+    assert t.pulled == 16
+
+
+def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F811
+    """And the step's time does not say how long computing takes."""
+    half, seen = bare, {}
+    half._run_jobs = lambda: None
+    growth = [
+        SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
+        for state in (State.LOCAL, State.VERIFYING, State.LOADED)
+    ]
+    half._relieve = lambda blocks: None
+    half._pace = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
+    half._tables = SimpleNamespace(begin_step=lambda output, get: growth)
+    half._exporter = SimpleNamespace(
+        step=5, reserve=lambda n: 0, begin_step=lambda growth: seen.update(summed=growth) or []
+    )
+    half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
+    half._matcher.take_orders = lambda: ([], {})
+    half._matcher.take_aborted = lambda: []
+    output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
+        half._hurry.awaits_verdict = awaits
+        SchedulerHalf.begin_step(half, output)
+        assert seen == {"counts": not awaits, "summed": expected, "stored": expected}

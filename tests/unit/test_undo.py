@@ -1,0 +1,214 @@
+"""vLLM's own scheduler, with and without asynchronous scheduling: what was computed on a bad load is taken back."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+
+BLOCK, PROMPT = 16, 70  # tokens; four whole blocks and a rest
+DRAFTS = 2
+
+pytestmark = pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+
+
+class Connector(KVConnectorBase_V1):
+    """Has the first four blocks of any prompt once; the second is bad."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.scheduler = None
+        self.matched, self.stands_alone = [], None
+
+    def get_num_new_matched_tokens(self, request, computed):
+        self.matched.append((request.request_id, computed))
+        if len(self.matched) > 1:
+            return 0, False
+        self.stands_alone = undo.alone(self.scheduler, self)
+        return 64 - computed, False
+
+    def update_connector_output(self, output):
+        if output.invalid_block_ids:
+            request = self.scheduler.requests["r"]
+            BlockPool(self.scheduler.kv_cache_manager.block_pool).evict(map(bytes, request.block_hashes[1:]), 0)
+            undo.compute_again(self.scheduler, request)
+
+    def update_state_after_alloc(self, request, blocks, external):
+        pass
+
+    def build_connector_meta(self, output):
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, context, **options):
+        pass
+
+    def wait_for_layer_load(self, layer):
+        pass
+
+    def save_kv_layer(self, *args, **options):
+        pass
+
+    def wait_for_save(self):
+        pass
+
+
+def config(root, asynchronous, policy, drafts):
+    model = ModelConfig(
+        model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+    )
+    speculative = None
+    if drafts:
+        method = "ngram_gpu" if asynchronous else "ngram"
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=DRAFTS, prompt_lookup_max=3)
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=1024, is_encoder_decoder=False,
+            async_scheduling=asynchronous,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="Connector", kv_connector_module_path=__name__, kv_role="kv_both",
+            kv_load_failure_policy=policy,
+        ),
+        speculative_config=speculative,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def engine(root):
+    def make(asynchronous, policy="recompute", drafts=False):
+        vllm_config = config(root, asynchronous, policy, drafts)
+        vllm_config.cache_config.num_gpu_blocks = 40
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+            vllm_config=vllm_config,
+            kv_cache_config=KVCacheConfig(40, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        scheduler.connector.scheduler = scheduler
+        return scheduler
+
+    init_none_hash(sha256)
+    return make
+
+
+def request(name, max_tokens=4):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    params.update_from_generation_config({}, 1)
+    return Request(
+        request_id=name, prompt_token_ids=list(range(100, 100 + PROMPT)), sampling_params=params, pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )  # fmt: skip
+
+
+def run(step, token, bad=()):
+    """What the workers say of a step: each request that ends its prompt or decodes gets ``token``."""
+    names = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=[[token] for _ in names],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=KVConnectorOutput(invalid_block_ids=set(bad)),
+    )
+
+
+def tokens(outputs):
+    return [token for each in outputs.values() for output in each.outputs for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_request_begins_anew_behind_the_last_good_block(engine, asynchronous, drafts, max_tokens):
+    scheduler = engine(asynchronous, drafts=drafts)
+    scheduler.add_request(request("r", max_tokens))
+    first = scheduler.schedule()
+    assert first.has_sync_kv_loads and first.num_scheduled_tokens == {"r": PROMPT - 64}
+    assert scheduler.connector.stands_alone
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids("r")
+    ahead = scheduler.schedule() if asynchronous else None
+    assert tokens(scheduler.update_from_output(first, run(first, 666, blocks[1:3]))) == []
+    if drafts and not asynchronous:
+        scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[777] * DRAFTS]))
+    made, steps = [], [ahead] if ahead is not None else []
+    again = scheduler.schedule()
+    assert again.num_scheduled_tokens["r"] == PROMPT - BLOCK, "the first block was right"
+    assert again.preempted_req_ids == {"r"} and not again.scheduled_spec_decode_tokens
+    if not scheduler.use_v2_model_runner:
+        assert "r" in again.scheduled_cached_reqs.all_token_ids, "the model runner takes it for one that comes back"
+    steps.append(again)
+    for token in range(10, 20):
+        if not asynchronous and not steps:
+            steps.append(scheduler.schedule())
+        if asynchronous and len(steps) < 2:
+            steps.append(scheduler.schedule())
+        step = steps.pop(0)
+        made += tokens(scheduler.update_from_output(step, run(step, 666 if step is ahead else token)))
+        if "r" not in scheduler.requests:
+            break
+    start = 11 if asynchronous else 10
+    assert made == list(range(start, start + max_tokens))
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_bad_is_found_in_the_prefix_cache(engine, asynchronous):
+    scheduler = engine(asynchronous)
+    scheduler.add_request(request("r"))
+    first = scheduler.schedule()
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids("r")
+    if asynchronous:
+        scheduler.schedule()
+    scheduler.update_from_output(first, run(first, 666, blocks[1:2]))
+    pool = BlockPool(scheduler.kv_cache_manager.block_pool)
+    hashes = [bytes(h) for h in request("other").block_hashes]
+    assert [pool.cached_block(h, 0) for h in hashes] == [blocks[0], 0, 0, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_that_shall_fail_fails(engine, asynchronous):
+    scheduler = engine(asynchronous, "fail")
+    r = request("r")
+    scheduler.add_request(r)
+    first = scheduler.schedule()
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids("r")
+    scheduler.connector.update_connector_output = lambda output: undo.compute_again(scheduler, r)
+    if asynchronous:
+        scheduler.schedule()
+    outputs = scheduler.update_from_output(first, run(first, 666, blocks[1:2]))
+    assert tokens(outputs) == [] and r.status is RequestStatus.FINISHED_ERROR
+    assert [output.finish_reason.name for each in outputs.values() for output in each.outputs] == ["ERROR"]
+
+
+def test_who_is_alone(engine):
+    scheduler = engine(False)
+    connector = scheduler.connector
+    assert undo.alone(scheduler, connector)
+    scheduler.add_request(request("r"))
+    assert undo.alone(scheduler, connector), "the one that is being matched"
+    scheduler.add_request(request("s"))
+    assert not undo.alone(scheduler, connector)
+    assert not undo.alone(None, connector) and not undo.alone(scheduler, copy.copy(connector))
+    busy = SimpleNamespace(connector=connector, get_request_counts=lambda: (1, 0))
+    assert not undo.alone(busy, connector)

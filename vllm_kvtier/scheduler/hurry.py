@@ -1,0 +1,117 @@
+"""Loads that the step which computes on them waits for, instead of the engine's loop.
+
+An asynchronous load leaves the engine to others, and costs its request some empty steps until vLLM sees its end, and
+all of the time that launching the forward takes. Where nobody else is there, vLLM is told that the tokens are loaded
+synchronously: it schedules the request at once, the worker begins the load before the forward is launched, and the
+device runs the forward behind it. The verdict on the checksums comes with the step's output.
+
+Until then nobody else is matched: vLLM has the blocks in its prefix cache since they were allocated, and would share
+what is not verified; and as nobody is given blocks, those that are reported bad are still this request's. Nothing of
+the request is stored or summed for peers either. If the verdict is bad, nothing of what was computed on it is kept:
+the blocks leave the prefix cache, and the request begins anew behind the last good one (``vllm_compat.undo``).
+
+On the scheduler's thread only.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from vllm_kvtier.scheduler.tier import HostOffer
+from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.requests import ended_well
+from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.work import LoadOrder
+
+logger = logging.getLogger("vllm.kvtier.hurry")
+
+# The workers end each such load within its step, and within its time limit; their word then comes with the output.
+SLACK = 10.0  # seconds
+
+
+class Hurry:
+    def __init__(
+        self,
+        milliseconds: float,
+        timeout: float,
+        pool: BlockPool,
+        scheduler: Callable[[], Any],
+        connector: Any,
+    ):
+        """``milliseconds``: longest load, as expected; 0: none. ``timeout``: seconds that the workers may take at most.
+        ``scheduler``: vLLM's, None if not known (yet). ``connector``: what it must use, and nothing beside it."""
+        self._seconds, self._timeout, self._pool = milliseconds / 1e3, timeout, pool
+        self._scheduler, self._connector = scheduler, connector
+        self._out: Tracked | None = None  # its verdict is awaited
+        self._until = 0.0
+        self._kept: list[int] = []  # its blocks, if it has ended
+
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether nobody may be matched now."""
+        return self._out is not None
+
+    def suits(self, t: Tracked, computed: int, tracked: int) -> bool:
+        """Whether ``t.offer``, which is worth it, is to be loaded so. ``tracked``: requests that we know."""
+        if not self._seconds or tracked != 1 or t.plan is None or t.plan.load_seconds > self._seconds:
+            return False
+        if not isinstance(t.offer, HostOffer) or t.request.num_tokens - 1 <= computed:
+            return False
+        # Of a session that goes on with more input, vLLM takes tokens back in ways of its own.
+        return not getattr(t.request, "resumable", False) and undo.alone(self._scheduler(), self._connector)
+
+    def begin(self, t: Tracked, order: LoadOrder) -> None:
+        """Blocks are allocated; the load is ordered for the step that is being scheduled."""
+        order.hurried = True
+        if t.local + t.pulled == t.request.num_tokens - 1 < t.offer.tokens:
+            t.pulled += 1  # loaded with its block; vLLM could not be told so
+        self._out, self._until = t, time.monotonic() + self._timeout + SLACK
+
+    def overdue(self) -> LoadResult | None:
+        """What to make of a verdict that never came. Nothing that we know of leads here, but the engine must not stand
+        still for ever."""
+        if self._out is None or time.monotonic() < self._until:
+            return None
+        order = self._out.load
+        logger.error("kvtier: request %s: its load was never verified; it is computed", order.request_id)
+        return LoadResult(order.request_id, order.all_blocks, "never verified", 0, self._timeout, 0.0)
+
+    def judged(self, results: Iterable[Any]) -> set[str]:
+        """The request on which all ranks give their verdict in these results, if one does: of one step's output."""
+        name = self._out.request.request_id if self._out is not None else None
+        return {name for result in results if result.request_id == name}
+
+    def finished(self, request: Any, blocks: list[int]) -> None:
+        """The request ended. If it was aborted, its blocks stay nobody else's until the verdict: vLLM goes by their ids
+        when some are reported bad, and there are requests that it schedules whatever it is told (prompt
+        log-probabilities). One that ended well did so in the step's output, where nothing was bad."""
+        if self._out is not None and self._out.request is request and not ended_well(request):
+            self._kept = self._pool.pin(blocks)
+
+    def settle(self, request_id: str, results: Iterable[Any]) -> None:
+        """The verdict, before the matcher hears that the load has ended."""
+        t = self._out
+        if t is None or t.request.request_id != request_id:
+            return
+        kept, self._out, self._kept = self._kept, None, []
+        self._pool.free(kept)
+        bad = {block for result in results if result.request_id == request_id for block in result.bad_blocks}
+        if bad:
+            self._take_back(t, bad)
+
+    def _take_back(self, t: Tracked, bad: set[int]) -> None:
+        """What was computed behind the first of these blocks, and was cached with it."""
+        (load,) = t.load.groups
+        first = int(t.places[load.group][np.isin(load.blocks, list(bad))].min())
+        # By content, because the request may have lost its blocks meanwhile.
+        self._pool.evict((bytes(h) for h in t.request.block_hashes[first:]), load.group)
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            undo.compute_again(scheduler, t.request)
+        # Not to be matched anew for this: what the store has of it was just tried.
+        t.preemptions = getattr(t.request, "num_preemptions", 0)

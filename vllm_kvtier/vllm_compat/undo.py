@@ -1,0 +1,48 @@
+"""Taking a request's computation back: what vLLM needs for a load that the step which computes on it waits for.
+
+vLLM (0.29 on) lets a step's forward wait for a load, and drops the step's output for a request whose blocks are
+reported bad. But with asynchronous scheduling the next step computes on the same blocks already, and what was loaded
+has been in the prefix cache since it was allocated. So the request is preempted as vLLM itself does it when its cache
+is reset, output in flight included, and computed again from the first bad block on.
+"""
+
+import dataclasses
+import inspect
+import time
+from typing import Any
+
+
+def possible() -> bool:
+    """Whether this vLLM's forward waits for loads, and its scheduler can drop what it has in flight of a request."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    waits = any(field.name == "has_sync_kv_loads" for field in dataclasses.fields(SchedulerOutput))
+    return waits and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
+
+
+def alone(scheduler: Any, connector: Any) -> bool:
+    """Whether ``connector`` is all that serves the engine, and no request is there but the one being matched.
+
+    With another connector beside it (MultiConnector) that one would keep what was computed on unverified blocks.
+    """
+    if scheduler is None or connector is None or scheduler.connector is not connector:
+        return False
+    running, waiting = scheduler.get_request_counts()
+    return not running and waiting <= 1
+
+
+def compute_again(scheduler: Any, request: Any) -> None:
+    """Take back what was computed of a request that runs, while the scheduler reads a step's output; one that was
+    preempted or ended meanwhile has nothing to be taken back. What is not to be found again must not be in the prefix
+    cache any more.
+
+    In vLLM with ``kv_load_failure_policy`` "fail" the request has ended when this is called.
+    """
+    if request not in scheduler.running:
+        return
+    scheduler.running.remove(request)
+    # No output in flight is to be delivered: it was computed on what is bad.
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    # It may be scheduled again in the very next step: the model runner then needs all of its tokens anew.
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
