@@ -107,7 +107,13 @@ def order(name: str, source: str, ids, seconds: float) -> PullOrder:
     )
 
 
-@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGSTOP, id="stopped"),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_hanging_peer_sends_late_lands_nowhere(start, monkeypatch, end):
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")  # else UCX sees one machine, and reads the peer's memory without it

@@ -126,7 +126,9 @@ def test_the_reading_node_dies(nodes):
     finds(other, 120, "d", 120)
 
 
-@pytest.mark.parametrize("cable", [True, False], ids=["cable", "stopped"])
+@pytest.mark.parametrize(
+    "cable", [pytest.param(True, id="cable", marks=pytest.mark.slow), pytest.param(False, id="stopped")]
+)
 def test_the_serving_node_is_silent_in_the_middle_of_a_read(nodes, cable):
     """The cable is pulled, or its process hangs; then all goes on, and what was on its way arrives."""
     server, asker = nodes.both()

@@ -120,6 +120,7 @@ def test_the_end_in_the_midst_of_everything(store):
         assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
 
 
+@pytest.mark.slow
 def test_nothing_adds_up_over_many_lives_of_a_mover(store):
     store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
     with Engine(store) as engine:
