@@ -119,7 +119,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | int,
         _doc(
             "Memory of a node store that this engine starts: bytes, a number with a unit (64GiB), or a share of what "
-            "the container may use (25%). A store that runs already keeps its size."
+            "the container may use (25%). A store that runs already keeps its size and its tiers."
         ),
     ] = "10%"
     codec: Annotated[
@@ -172,7 +172,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc("On which NUMA nodes that memory lies: where it is first touched, or on all of them in turn."),
     ] = "local"
     store_policy: Annotated[
-        str, _doc("Eviction policy of a node store that this engine starts; empty: the best on our trace.")
+        str, _doc("Eviction policy of a node store that this engine starts: aging (if empty), arc, lru or s3fifo.")
     ] = ""
     store_tenant_share: Annotated[
         float, _doc("Largest share of the node store one tenant (cache salt) may fill.", gt=0, le=1)
@@ -188,12 +188,18 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_disk_preallocate: Annotated[
         bool, _doc("Take all of that from the file system at once, instead of as it fills.")
     ] = False
+    store_disk_backend: Annotated[
+        Literal["auto", "POSIX", "GDS", "GDS_MT"], _doc("NIXL backend that reads and writes there; auto is POSIX.")
+    ] = "auto"
     store_disk_admission: Annotated[
         Literal["reuse", "all"],
-        _doc("What is written to disk: blocks that were seen a second time, or all of them."),
+        _doc(
+            "What is written to disk: blocks that were seen a second time (found in memory, or stored anew after it "
+            "had forgotten them), or all of them at the first."
+        ),
     ] = "reuse"
     store_disk_min_tokens: Annotated[
-        int, _doc("Prompts shorter than this are not written to disk: computing them takes no longer.", ge=0)
+        int, _doc("Prompts shorter than this are not written to disk or objects: computing them takes no longer.", ge=0)
     ] = 0
     store_object_url: Annotated[
         str,
@@ -206,6 +212,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, _doc("URL of an S3-compatible service, if it is not AWS's own.")
     ] = ""
     store_object_region: Annotated[str, _doc("Region of the bucket; empty: as AWS's own tools find it.")] = ""
+    store_object_admission: Annotated[
+        Literal["reuse", "all"], _doc("What is written to the object store, as store_disk_admission.")
+    ] = "reuse"
     store_nodes: Annotated[
         str,
         _doc("Other nodes' stores (host:port,host:port) that are asked for what is not here; see cluster_key_file."),
@@ -361,7 +370,7 @@ class Option(msgspec.Struct, frozen=True):
 
 
 def options() -> list[Option]:
-    """All options in the order of the class, for documentation and ``kvtier doctor``."""
+    """All options in the order of the class, for documentation."""
     aliases = {own: other for other, own in ALIASES.items()}
     rows = []
     for name, default in zip(KVTierConfig.__struct_fields__, KVTierConfig.__struct_defaults__, strict=True):

@@ -5,7 +5,7 @@
 The mover is a process of its own and is driven over its socket as the store drives it: Read and Write messages of at
 most 32 MiB or 256 blocks at random places, two Reads or one Write (and, "two writes", two) under way. A Write gives
 up what lay in its places, in the journal, syncs its data and then the journal again. fio: libaio, O_DIRECT, the same
-block sizes and as much under way as we have, an fdatasync for as many writes as we have in a batch.
+block sizes and as much under way as we have in one batch, an fdatasync for as many writes as we have in one.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_kvtier.scheduler.params import MAX_SOURCES, Handoff, Hints, Promise, Report, read, write, write_report
 
 FIELDS = ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier"]
-OURS = ["export", "sources", "host", "port", "v"]
+OURS = ["export", "sources", "stores", "host", "port", "v"]
 
 json_values = st.recursive(
     st.none()
@@ -92,3 +92,16 @@ def test_what_we_write_we_read():
     assert read(turned) == Hints(sources=(("h", 7),), export_prefill=True, asked=True)
     assert read(write_report(Report(33, 16, 16, "h:7"))) == Hints(asked=True)
     assert write_report(Report(33, 16, 16, "h:7"))["kvtier"]["computed_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "listed, taken",
+    [
+        (["10.0.0.2:7200", "node-3:7200"], ("10.0.0.2:7200", "node-3:7200")),
+        (["10.0.0.2", 5, None, "a:b", "x:0", "*:7200", ":7200"], ()),
+        ("10.0.0.2:7200", ()),
+        ([f"n{i}:7200" for i in range(20)], tuple(f"n{i}:7200" for i in range(MAX_SOURCES))),
+    ],
+)
+def test_stores_of_other_nodes_that_a_router_names(listed, taken):
+    assert read({"kvtier": {"stores": listed}}).stores == taken

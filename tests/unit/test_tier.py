@@ -285,3 +285,11 @@ def test_what_belongs_to_a_connection_is_said_with_it():
     commit, abort, discard = made.client.told
     assert commit == ("commit", [5], 3) and abort == ("abort", [6], 3)
     assert discard == ("discard", made.tier.space(b""), 0, CHAIN[0][:HASH], 7, 3)
+
+
+def test_a_running_store_without_the_tiers_that_are_asked_for_is_mentioned_once(caplog, tmp_path):
+    made = make_tier(ONE, unit=16, store_disk_path=str(tmp_path))
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.tier"):
+        made.client.connect("another life")
+        made.client.connect("and another")
+    assert len([record for record in caplog.records if "no tier disk" in record.message]) == 1

@@ -69,7 +69,8 @@ def stats(
     clients, tiers, index = (numbers.pop(name) for name in ("clients", "tiers", "index"))
     _add_rows(table, "", {**numbers, **index})
     for tier in tiers:
-        _add_rows(table, f"{tier.pop('name')} ", {**tier, **tier.pop("extra")})
+        name, extra = tier.pop("name"), tier.pop("extra")
+        _add_rows(table, f"{name} ", {**tier, **extra})
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
     Console().print(table)
@@ -78,7 +79,8 @@ def stats(
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
     for key, value in numbers.items():
         shown = f"{value} ({in_words(value)})" if key.endswith("_bytes") else str(value)
-        table.add_row(of + key.replace("_", " "), f"{value:.1f}" if isinstance(value, float) else shown)
+        fraction = isinstance(value, float) and not value.is_integer()
+        table.add_row(of + key.replace("_", " "), f"{value:.1f}" if fraction else shown.removesuffix(".0"))
 
 
 def clear(

@@ -125,7 +125,7 @@ class HostTier:
         self.logical: list[int] = []  # per group, bytes of KV that a slot stands for
         self._instance = ""
         self._said = ""
-        self._waiting = False
+        self._waiting = self._compared = False
         self.epoch = 0  # offers of an earlier one are of another space
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
@@ -192,6 +192,15 @@ class HostTier:
             self._instance = client.instance
             if not client.instance:
                 self._on_lost()
+        if client.connected and not self._compared:
+            self._compared = True
+            wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
+            lacking = [name for name, option in wanted.items() if option and name not in client.tiers]
+            if lacking:
+                logger.warning(
+                    "kvtier: the node store that runs has no tier %s, as this engine's options ask for: it was started "
+                    "with others; end it, and the next engine starts one anew", " or ".join(lacking),
+                )
         if client.connected and self._said:
             self._said = ""
             logger.info("kvtier: the node store is there again")

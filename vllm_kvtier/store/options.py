@@ -28,7 +28,7 @@ class StoreOptions:
     huge_pages: str = _option(
         "auto",
         "2 MiB pages: auto takes them where enough are reserved (vm.nr_hugepages), else transparent ones where "
-        "the kernel allows; always fails without reserved ones.",
+        "the kernel allows; always fails without reserved ones; never.",
         ("auto", "never", "always"),
     )
     numa: str = _option(
@@ -36,8 +36,8 @@ class StoreOptions:
         "Where the pool lies on machines with several memory nodes: local (the kernel decides) or interleave.",
         ("local", "interleave"),
     )
-    idle_seconds: float = _option(600.0, "End after so many seconds without an engine; 0: never.")
-    policy: str = _option("", "Eviction policy; empty: the default.")
+    idle_seconds: float = _option(600.0, "End after so many seconds without an engine; 0: only when told to.")
+    policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
     tenant_share: float = _option(1.0, "Share of the pool, 0 to 1, that one named tenant may hold.")
     pin_share: float = _option(0.5, "Share of the pool, 0 to 1, that may be pinned.")
     lease_seconds: float = _option(60.0, "A load that takes longer is no longer protected from eviction.")
@@ -46,17 +46,22 @@ class StoreOptions:
     disk_size: str = _option("64GiB", "Most that may lie there: bytes, 500GiB, or the like.")
     disk_preallocate: bool = _option(False, "Take all of that from the file system at once.")
     disk_backend: str = _option(
-        "auto", "NIXL backend that reads and writes: auto is POSIX.", ("auto", "POSIX", "GDS", "GDS_MT")
+        "auto", "NIXL backend that reads and writes: POSIX (auto), GDS or GDS_MT.", ("auto", "POSIX", "GDS", "GDS_MT")
     )
-    disk_direct: str = _option("auto", "Go round the page cache where the file system can.", ("auto", "never"))
+    disk_direct: str = _option(
+        "auto", "Go round the page cache: where the file system can (auto), or never.", ("auto", "never")
+    )
     disk_admission: str = _option(
         "reuse",
-        "What is written: all blocks, or reuse: those seen a second time; what is asked for once wears no disk.",
+        "What is written: all blocks, or reuse: those seen a second time, found in memory or stored anew after memory "
+        "had forgotten them; what is asked for once wears no disk.",
         ("all", "reuse"),
     )
-    disk_min_tokens: int = _option(0, "Prompts shorter than this are not written: computing them takes no longer.")
+    disk_min_tokens: int = _option(
+        0, "Prompts shorter than this are not written, to disk or as objects: computing them takes no longer."
+    )
     disk_queue_mib: int = _option(
-        0, "Most that may wait for being written; what comes beyond it is not. 0: as much as half the memory."
+        0, "Most that may wait for a tier to write it; what comes beyond it is not written. 0: half the memory."
     )
     object_url: str = _option("", "s3://bucket/prefix that keeps blocks and shares them between nodes; empty: none.")
     object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")
@@ -69,7 +74,9 @@ class StoreOptions:
     node_listen: str = _option("", "host:port where other nodes' stores may ask for what is here; empty: nowhere.")
     cluster_key_file: str = _option("", "Key of the cluster; without one nothing listens or asks beyond loopback.")
     log_file: str = _option("", "Log here (at most 2 MiB are kept) instead of standard error.")
-    log_level: str = _option("info", "How much to log.", ("debug", "info", "warning", "error"))
+    log_level: str = _option(
+        "info", "How much to log: debug, info, warning or error.", ("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self):
         for option in fields(self):
