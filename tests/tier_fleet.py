@@ -108,7 +108,7 @@ class TierDriver(NodeDriver):
         for prompt in prompts:
             replies.append(await self.asked(engine or self.node.engine, prompt, count))
             await self.stored(engine or self.node.engine, prompt)
-        await self.quiet()
+            await self.quiet()  # or memory would give up, for the next, what has not been written yet
         return replies
 
     async def gone_from_memory(self, *prompts: list[int], engine: Engine | None = None) -> None:

@@ -139,6 +139,7 @@ async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
     assert reply.pulled == read == whole(random), reply.report
 
 
+@pytest.mark.slow
 async def test_a_mover_that_is_killed_while_it_writes(node, tiers):
     before, others = prompts_of("killed writing", 3), prompts_of("then", 2)
     await tiers.kept(before[0])

@@ -306,7 +306,7 @@ SCRIPTS = st.lists(
     st.tuples(st.sampled_from(["write", "write", "write", "drop", "read"]), st.integers(1, 4)), min_size=3, max_size=9
 )
 QUICK = settings(
-    max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True
 )
 
 
