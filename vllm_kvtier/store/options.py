@@ -61,7 +61,7 @@ class StoreOptions:
         0, "Prompts shorter than this are not written, to disk or as objects: computing them takes no longer."
     )
     disk_queue_mib: int = _option(
-        0, "Most that may wait for a tier to write it; what comes beyond it is not written. 0: half the memory."
+        0, "Most that may wait for a tier to write it; what comes beyond it is not written. 0: all of the memory."
     )
     object_url: str = _option("", "s3://bucket/prefix that keeps blocks and shares them between nodes; empty: none.")
     object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")

@@ -176,7 +176,7 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
     if written:
         # What waits holds no memory; it is only lost if memory needs its place before its turn. What is being written
         # does: not so much that promotions find no room.
-        queue = options.disk_queue_mib << 20 or memory.nbytes // 2
+        queue = options.disk_queue_mib << 20 or memory.nbytes
         batch = memory.nbytes // 8
         demotion = Demotion(
             index, list(written), DEMOTION, lambda tier: admission(*written[tier]), queue, batch, reactor
