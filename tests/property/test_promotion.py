@@ -148,6 +148,11 @@ class World:
         return not (stats.leases or stats.reservations or len(self.promotion) or any(t.found for t in self.tiers))
 
 
+def expected(world: World, ahead) -> tuple[float, float]:
+    below = world.promotion.below(ahead)
+    return below.seconds, below.asking
+
+
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 4)
@@ -158,12 +163,12 @@ def test_a_chain_comes_up_in_order_and_whoever_waits_hears_of_it():
     world, chain, heard = World(disk), chain_of("a", 10), []
     disk.units[chain[:HASH]] = 9
     ahead = world.ahead(chain)
-    assert (ahead.units, ahead.over) == (9, False) and world.promotion.seconds(ahead) == (9 * 4096 / 1e6, 0.0)
+    assert (ahead.units, ahead.over) == (9, False) and expected(world, ahead) == (9 * 4096 / 1e6, 0.0)
     world.promotion.wait(ahead, 10.0, lambda: heard.append(world.here(chain)))
     assert [len(blocks) for blocks, _ in disk.reads] == [4, 4]
     disk.finish()
     assert world.here(chain) == 4 and not heard
-    assert world.promotion.seconds(ahead)[0] == pytest.approx(5 * 4096 / 1e6)
+    assert expected(world, ahead)[0] == pytest.approx(5 * 4096 / 1e6)
     disk.finish()
     disk.finish()
     assert heard == [9] and ahead.over and world.quiet()
@@ -185,7 +190,7 @@ def test_each_tier_is_asked_from_where_the_one_before_ended():
     world, chain = World(disk, s3), chain_of("a", 12)
     disk.units[chain[:HASH]], s3.units[chain[:HASH]] = 4, 10
     ahead = world.ahead(chain)
-    assert ahead.units == 4 and world.promotion.seconds(ahead)[1] == 0.02
+    assert ahead.units == 4 and expected(world, ahead)[1] == 0.02
     disk.finish()
     assert not ahead.over  # it is not known yet whether there is more
     s3.answer()
@@ -202,7 +207,7 @@ def test_who_waits_is_told_when_what_was_found_is_here_and_more_is_asked_for():
     ahead = world.ahead(chain)
     world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
     disk.finish()
-    assert heard == [4] and not ahead.over and world.promotion.seconds(ahead) == (0.0, 0.02)
+    assert heard == [4] and not ahead.over and expected(world, ahead) == (0.0, 0.02)
     world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
     s3.answer()
     s3.finish()

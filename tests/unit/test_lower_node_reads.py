@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.nodes import peers as node_peers
 from vllm_kvtier.store.lower.nodes import reads as node_reads
 from vllm_kvtier.store.lower.nodes import wire as w
-from vllm_kvtier.store.lower.nodes.agent import pieces_of, runs
+from vllm_kvtier.store.lower.nodes.agent import Kind, pieces_of, runs
 from vllm_kvtier.store.lower.nodes.options import Address
 from vllm_kvtier.store.lower.nodes.reads import Reads
-from vllm_kvtier.store.messages import HASH, PAGE, PIECE
+from vllm_kvtier.store.messages import PAGE, PIECE
 
-SPACE = b"a space 16 bytes"
 POOL = 64 << 20
 
 
 class FakeReader:
+    kind = Kind()
+
     def __init__(self, log, states, closes=True):
         self.log, self.states, self.closes, self.begun = log, states, closes, 0
 
@@ -56,9 +56,10 @@ class Reading:
         self.reads = Reads(
             SimpleNamespace(address=0, nbytes=POOL),
             lambda name: FakeReader(self.log, self.states, self.closes),
-            lambda job, seconds: self.log.append((job.message.id, job.good, job.error)),
+            lambda job, seconds: self.log.append((job.tag, job.good, job.error)),
             lambda peer, reason: self.reads.gone(peer, reason),
             lambda reason: self.log.append("stuck"),
+            lambda job: self.log.append(("failed", job.tag)),
         )
 
     def peer(self, name="peer"):
@@ -67,8 +68,9 @@ class Reading:
         return node_peers.Peer(Address("h", 1), None, 0.0, 0.0, welcome, metadata=b"m", generation=1)
 
     def start(self, peer, near, far, id=1):
-        moves = [m.Move(SPACE, 0, bytes(HASH), bytes(HASH), b"", slot, 4) for slot in near]
-        self.reads.start(m.Read(id, 1, moves), peer, far)
+        """Pages of ours and of the peer's, of blocks of four."""
+        near, far = (np.array(pages, np.int64) * PAGE for pages in (near, far))
+        self.reads.start(id, peer, near, far, np.full(len(near), 4 * PAGE))
 
     def answers(self) -> dict:
         return {entry[0]: entry[1:] for entry in self.log if isinstance(entry[0], int)}
@@ -101,7 +103,7 @@ def test_a_failed_read_is_answered_when_nothing_can_arrive_any_more():
     r.reads.drive()
     r.states["bad"] = (True, "it died")
     r.reads.drive()
-    assert not r.answers()  # somebody else is reading: for a while
+    assert not r.answers() and ("failed", 1) in r.log  # somebody else is reading: for a while
     r.states["slow"] = (True, "")
     r.reads.drive()
     assert r.answers()[2] == ([True], "")
@@ -155,7 +157,9 @@ def test_runs_cover_every_block_once(blocks, most):
     near = np.array([piece - 20 + b[0] for b in blocks], np.int64)
     far = np.array([piece - 20 + b[1] for b in blocks], np.int64)
     pages = np.array([b[2] for b in blocks], np.int64)
-    rows, row_of = runs(near, far, pages, most)
+    rows, row_of = runs(near * PAGE, far * PAGE, pages * PAGE, most * PAGE)
+    assert not (rows % PAGE).any()
+    rows //= PAGE
     for row in range(len(rows)):
         mine = np.flatnonzero(row_of == row)
         expected = [(int(near[i]) + k, int(far[i]) + k) for i in mine for k in range(int(pages[i]))]

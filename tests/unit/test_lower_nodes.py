@@ -28,7 +28,7 @@ CHAIN = chain_of((8, "x"))
 
 
 def an_ask(chain: bytes = CHAIN, start: int = 0, id: int = 0) -> w.Ask:
-    return w.Ask(id, SPACE, 16, [GROUP], chain, start)
+    return w.Ask(id, SPACE, 16, [GROUP], chain, start, 2.0)
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------
@@ -38,7 +38,8 @@ FROM_SERVER = [
     w.Welcome("you", "agent", 1 << 47, POOL),
     w.Refused("no"),
     w.Offer(1, 2, 8, [[4, 8, 12]], b"metadata"),
-    w.Nothing(1),
+    w.Nothing(1, below=3),
+    w.Coming(1, 5, 0.5),
     w.Pong(),
 ]
 
@@ -61,10 +62,18 @@ def test_bounds():
         msgspec.structs.replace(an_ask(), unit_tokens=0),
         w.Release(-1),
         w.Hello("x" * 300),
+        w.Hello("x", objects="x" * 300),
+        msgspec.structs.replace(an_ask(), patience=-1.0),
+        msgspec.structs.replace(an_ask(), patience=1e9),
     ):
         with pytest.raises(msgspec.DecodeError):
             w.decode_from_asker([w.encode(bad)])
-    for bad in (w.Offer(1, 2, 3, [[-4]]), w.Offer(1, 2, 3, [[]] * 65), w.Welcome("i", "a", -1, POOL)):
+    for bad in (
+        w.Offer(1, 2, 3, [[-4]]),
+        w.Offer(1, 2, 3, [[]] * 65),
+        w.Welcome("i", "a", -1, POOL),
+        w.Coming(1, -1, 0.0),
+    ):
         with pytest.raises(msgspec.DecodeError):
             w.decode_from_server([w.encode(bad)])
 
@@ -172,7 +181,12 @@ class Lender:
         self.lending = Lending(self.index, -1)
 
     def lend(self, asker=7, id=1, groups=(GROUP,), chain=CHAIN, start=0) -> m.Lent:
-        return self.lending.handle(m.Lend(id, asker, "them", 16, list(groups), SPACE, chain, start))
+        answers = []
+        self.handle(m.Lend(id, asker, "them", 16, list(groups), SPACE, chain, start), answers.append)
+        return answers[0]
+
+    def handle(self, message, answer=None):
+        self.lending.handle(message, answer)
 
     @property
     def leases(self) -> int:
@@ -183,17 +197,17 @@ def test_lent_and_returned():
     lender = Lender()
     lent = lender.lend()
     assert (lent.units, len(lent.slots[0])) == (6, 6) and lender.leases == 1
-    lender.lending.handle(m.Return(8, lent.lease))  # somebody else's
+    lender.handle(m.Return(8, lent.lease))  # somebody else's
     assert lender.leases == 1
-    lender.lending.handle(m.Return(7, lent.lease))
-    lender.lending.handle(m.Return(7, lent.lease))
+    lender.handle(m.Return(7, lent.lease))
+    lender.handle(m.Return(7, lent.lease))
     assert lender.leases == 0 and len(lender.lending) == 0
 
 
 def test_what_is_lent_dies_with_the_asker_the_mover_or_time():
     lender = Lender()
     lender.lend(7), lender.lend(7), lender.lend(8)
-    lender.lending.handle(m.Left(7))
+    lender.handle(m.Left(7))
     assert lender.leases == 1
     lender.lending.end()
     assert lender.leases == 0 and len(lender.lending) == 0
@@ -256,8 +270,10 @@ class FakeMover:
 
 class Tiered:
     def __init__(self, nodes="localhost:1"):
-        self.lender = Lender()
-        self.tier = NodesTier(nodes, "", "", self.lender.lending, 0, POOL, None, clock=Clock(), make_mover=FakeMover)
+        self.lender, self.clock = Lender(), Clock()
+        self.tier = NodesTier(
+            nodes, "", "", self.lender.lending, 0, POOL, None, clock=self.clock, make_mover=FakeMover, objects="ours"
+        )
         self.mover = self.tier._mover
         self.mover.up()
         self.found, self.read = [], []
@@ -277,7 +293,7 @@ BLOCKS = [
 def test_found_read_released():
     t = Tiered()
     t.find()
-    assert t.mover.requests[0][0].chain == CHAIN
+    assert t.mover.requests[0][0].chain == CHAIN and t.mover.options["objects"] == "ours"
     t.mover.answer(token=5, units=6)
     t.tier.read(t.found[0], BLOCKS, t.read.append)
     assert t.tier.reading
@@ -287,6 +303,36 @@ def test_found_read_released():
     assert t.mover.sent == [m.Release(5)]
     counts = t.tier.counts()
     assert (counts.found_blocks, counts.read_blocks, counts.read_bytes, counts.read_failures) == (6, 1, 4 * PAGE, 1)
+
+
+def test_what_another_node_brings_up_is_told_before_it_is_found():
+    t = Tiered()
+    told = []
+    t.tier.on_coming = lambda want, units, seconds: told.append((want, units, seconds))
+    want = t.find()
+    before = t.tier.latency()
+    t.clock.now += 0.1
+    t.mover.on_message(m.Coming(t.mover.requests[0][0].id, 6, 3.0))
+    learned = t.tier.latency()
+    assert told == [(want, 6, 3.0)] and learned > before
+    t.clock.now += 3.0
+    t.mover.on_message(m.Coming(t.mover.requests[0][0].id, 8, 0.5))
+    t.clock.now += 1.0
+    t.mover.answer(token=5, units=8)
+    # What somebody's disk took does not make a question to other nodes a matter of seconds.
+    assert t.tier.latency() == learned and t.found[0].units == 8
+    t.mover.on_message(m.Coming(1, 8, 0.5))  # it has been answered
+    assert len(told) == 2 and t.mover.state == READY
+
+
+def test_nothing_is_promised_of_what_came_wrong_before():
+    t = Tiered()
+    told = []
+    t.tier.on_coming = lambda want, units, seconds: told.append(units)
+    t.tier.discard(SPACE, 0, CHAIN[2 * HASH : 3 * HASH])
+    t.find()
+    t.mover.on_message(m.Coming(t.mover.requests[0][0].id, 6, 3.0))
+    assert told == [2]
 
 
 def test_nobody_to_ask():

@@ -16,6 +16,7 @@ from support import eventually
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import client as client_module
 from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import starting
 from vllm_kvtier.store.client import Failed, StoreClient
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.server import StoreServer
@@ -341,7 +342,7 @@ def test_a_launch_that_hangs_does_not_keep_it_from_another_store(path, connect):
 
 
 def test_a_launch_that_fails_is_told_and_tried_less_and_less(path, connect, monkeypatch):
-    monkeypatch.setattr(client_module, "LAUNCH_SECONDS", (0.02, 0.05))
+    monkeypatch.setattr(starting, "PAUSE_SECONDS", (0.02, 0.05))
     monkeypatch.setattr(client_module, "RETRY_SECONDS", (0.05, 0.1))
     calls = []
 
@@ -353,9 +354,9 @@ def test_a_launch_that_fails_is_told_and_tried_less_and_less(path, connect, monk
     eventually(lambda: "does not fit" in client.reason)
     eventually(lambda: "a bug" in client.reason)
     assert calls[1] - calls[0] > 0.015
-    monkeypatch.setattr(client_module, "LAUNCH_SECONDS", (60.0, 60.0))
-    client._launch_pause = 60.0
-    eventually(lambda: client._launch_after > time.monotonic() + 30)
+    monkeypatch.setattr(starting, "PAUSE_SECONDS", (60.0, 60.0))
+    client._starter._pause = 60.0
+    eventually(lambda: client._starter._after > time.monotonic() + 30)
     server = make(path)
     eventually(lambda: client.connected, what="another store is found all the same")
     server.stop()

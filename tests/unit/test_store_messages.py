@@ -64,6 +64,9 @@ def ends(reactor):
         m.Discard(SPACE, 0, bytes(16), 7),
         m.Clear(1),
         m.Clear(1, SPACE),
+        m.Lookup(1, SPACE, bytes(160), 3, 1 << 30, 1.5, ["node:1"], bytes(8), 4),
+        m.Present(bytes(8), "127.0.0.1", 65535, "instance"),
+        m.Resident(bytes(m.MAX_UNITS * 8), bytes(8), True),
     ],
 )
 def test_requests_come_back_as_they_were(message):
@@ -87,11 +90,94 @@ def test_requests_come_back_as_they_were(message):
         m.Hello("e", 1, "engine", 16, [m.GroupShape(1, m.PIECE // m.PAGE + 1)]),
         m.Hello("e" * 300, 1, "engine"),
         m.Done(1, 1),
+        m.Lookup(1, SPACE, b"", 0, 0, mix=bytes(9)),
+        m.Lookup(1, SPACE, b"", 0, 0, mix=bytes(8), stride=0),
+        m.Lookup(1, SPACE, b"", 0, 0, mix=bytes(8), stride=(1 << 16) + 1),
+        m.Present(bytes(7), "h", 1, "i"),
+        m.Present(bytes(9), "h", 1, "i"),
+        m.Present(bytes(8), "h" * 257, 1, "i"),
+        m.Present(bytes(8), "h", 0, "i"),
+        m.Present(bytes(8), "h", 65536, "i"),
+        m.Present(bytes(8), "h", 1, "i" * 257),
+        m.Resident(bytes(m.MAX_UNITS * 8 + 1), b""),
+        m.Resident(b"", bytes(m.MAX_UNITS * 8 + 1)),
+        m.Company(1),
     ],
 )
 def test_requests_out_of_bounds_are_refused(message):
     with pytest.raises(msgspec.DecodeError):
         m.decode_request(m.encode(message))
+
+
+HOLDERS = [m.Holder("127.0.0.1", 7000, f"engine {n}", 12 - n) for n in range(m.MAX_HOLDERS)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Company(3),
+        m.Found(1, 0, 4, [[]], None, HOLDERS),
+        m.Found(1, 2, 4, [[7]], m.Below(4, 1.0, 0.0), HOLDERS[:1]),
+    ],
+)
+def test_replies_come_back_as_they_were(message):
+    assert m.decode_reply(m.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Company(-1),
+        m.Found(1, 0, 4, [[]], None, [*HOLDERS, *HOLDERS]),
+        m.Found(1, 0, 4, [[]], None, [m.Holder("h", 0, "i", 1)]),
+        m.Found(1, 0, 4, [[]], None, [m.Holder("h", 1, "i", -1)]),
+        m.Found(1, 0, 4, [[]], None, [m.Holder("h" * 257, 1, "i", 1)]),
+        m.Present(bytes(8), "h", 1, "i"),
+    ],
+)
+def test_replies_out_of_bounds_are_refused(message):
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_reply(m.encode(message))
+
+
+SMALL = st.integers(0, 1 << 20)
+WORDS = st.text(max_size=12)
+HOLDER = st.builds(m.Holder, WORDS, st.integers(1, 65535), WORDS, SMALL)
+SLOTS = st.lists(st.lists(SMALL, max_size=5), max_size=3)
+
+
+@given(
+    message=st.one_of(
+        st.builds(m.Present, st.binary(min_size=8, max_size=8), WORDS, st.integers(1, 65535), WORDS),
+        st.builds(m.Resident, st.binary(max_size=80), st.binary(max_size=80), st.booleans()),
+        st.builds(
+            m.Lookup,
+            SMALL,
+            st.just(SPACE),
+            st.binary(max_size=80),
+            SMALL,
+            SMALL,
+            mix=st.binary(max_size=8),
+            stride=st.integers(1, 1 << 16),
+        ),
+        st.builds(m.Company, SMALL),
+        st.builds(m.Found, SMALL, SMALL, SMALL, SLOTS, holders=st.lists(HOLDER, max_size=m.MAX_HOLDERS)),
+    ),
+    damage=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=3),
+    cut=st.integers(0, 400),
+)
+def test_damaged_messages_decode_within_their_bounds_or_raise_decode_error(message, damage, cut):
+    request = isinstance(message, m.Request)
+    assert (m.decode_request if request else m.decode_reply)(m.encode(message)) == message
+    frame = bytearray(m.encode(message))
+    for place, value in damage:
+        frame[place % len(frame)] = value
+    for decode in (m.decode_request, m.decode_reply):
+        try:
+            heard = decode(bytes(frame)[: 400 - cut])
+        except msgspec.DecodeError:
+            continue
+        assert decode(m.encode(heard)) == heard, "what was let through is within the bounds"
 
 
 @given(st.binary(max_size=300))

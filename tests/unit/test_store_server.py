@@ -249,7 +249,21 @@ IDS = st.integers(0, 1 << 53)
 PAGES = st.one_of(st.integers(0, 300), st.integers(0, 1 << 40))
 SPACES = st.sampled_from([SPACE, bytes(16)])
 SLOTS = st.lists(st.integers(1, 300), max_size=20)
+FAMILIES = st.sampled_from([b"family 1", b"family 2"])
+KEYS = st.one_of(st.binary(max_size=40), st.integers(0, 9).map(lambda n: bytes(range(8 * n))))
 REQUESTS = st.one_of(
+    st.builds(m.Present, FAMILIES, st.text(max_size=5), st.integers(1, 65535), st.text(max_size=5)),
+    st.builds(m.Resident, KEYS, KEYS, st.booleans()),
+    st.builds(
+        m.Lookup,
+        IDS,
+        SPACES,
+        HASHES,
+        st.integers(0, 20),
+        PAGES,
+        mix=st.sampled_from([b"", bytes(8), bytes(7)]),
+        stride=st.integers(1, 5),
+    ),
     st.builds(m.Lookup, IDS, SPACES, HASHES, st.integers(0, 20), PAGES),
     st.builds(m.Touch, SPACES, HASHES),
     st.builds(m.Release, st.integers(0, 50)),
@@ -293,8 +307,9 @@ def test_fuzz_nothing_that_is_said_harms_the_others(target, shapes, requests, da
         except (BrokenPipeError, ConnectionResetError):
             pass
     with RawClient(target.path, tool_hello()) as tool:
-        index = tool.stat().index
-        assert (index.leases, index.reservations) == (0, 0)
+        counts = tool.stat()
+        assert (counts.index.leases, counts.index.reservations) == (0, 0)
+        assert counts.directory == m.DirectoryCounts(0, 0)
 
 
 def test_after_all_that_every_slot_is_there(target):
@@ -303,6 +318,7 @@ def test_after_all_that_every_slot_is_there(target):
         assert client.stat().index.used_pages == 0
         slots = client.store(chain_of((255, "whole pool")))
         assert sorted(slots) == list(range(1, 256))
+        assert not target._company._directory._families and not target._company._told
 
 
 # -- the socket and the memory ---------------------------------------------------------------------------------

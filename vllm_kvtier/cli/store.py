@@ -66,8 +66,10 @@ def stats(
         print(json.dumps(numbers))
         return
     table = Table(show_header=False, box=None)
-    clients, tiers, index = (numbers.pop(name) for name in ("clients", "tiers", "index"))
+    clients, tiers, index, directory = (numbers.pop(name) for name in ("clients", "tiers", "index", "directory"))
     _add_rows(table, "", {**numbers, **index})
+    if directory["holders"]:
+        _add_rows(table, "directory ", directory)
     for tier in tiers:
         name, extra = tier.pop("name"), tier.pop("extra")
         _add_rows(table, f"{name} ", {**tier, **extra})

@@ -19,18 +19,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.mapping import PoolMapping
 from vllm_kvtier.store.pending import Failed, Pending
+from vllm_kvtier.store.starting import Starter
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05, 5.0  # first and longest pause between two attempts to connect; doubled in between
-LAUNCH_SECONDS = 5.0, 60.0  # the same after a failed start, which costs half a second of a processor each
 REFUSED_SECONDS = 15.0  # a store of another version stays one until somebody replaces it, as an upgrade does
+RESIDENT_BYTES = 64 << 10  # of keys a message
 _MASK = (1 << 48) - 1  # of question ids
 
 __all__ = ["Failed", "Pending", "StoreClient"]
@@ -42,11 +42,11 @@ class StoreClient:
     Attributes (any thread): ``connected``; ``reason`` (why not connected, in words; "" while connected);
     ``instance`` ("" while not connected), ``session`` (number of this connection, grows), ``pool_pages``,
     ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected), ``tiers`` (names of
-    those below its memory).
+    those below its memory), ``company`` (how many others are present with this one's family; 0 until ``present``).
 
     ``launch`` is called on a thread of its own when nobody listens at ``path``; it returns once somebody does, or
-    raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard)
-    do nothing while not connected, or when ``session`` is given and is not the current one.
+    raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard,
+    present, resident) do nothing while not connected, or when ``session`` is given and is not the current one.
     """
 
     def __init__(
@@ -62,11 +62,14 @@ class StoreClient:
         self.connected, self.reason = False, "not connected yet"
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
         self.tiers: tuple[str, ...] = ()
+        self.company = 0
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
-        self._launch, self._ask_timeout = launch, ask_timeout
+        self._starter = None if launch is None else Starter(reactor, launch, self._launched)
+        self._ask_timeout = ask_timeout
         self._on_change = on_change or (lambda: None)
         self._lock = threading.Lock()  # guards what is above, below, and the order of questions on the stream
         self._stream: Stream | None = None  # None until welcomed
+        self._presented = 0  # the session that knows of our resident blocks
         self._pending: dict[int, Pending] = {}  # by question, oldest first, and so answered
         self._patient: dict[int, Pending] = {}  # answered in any order
         self._next_id = random.getrandbits(32)
@@ -79,9 +82,6 @@ class StoreClient:
         self._greeting_timer: Timer | None = None
         self._retry_timer: Timer | None = None
         self._pause = RETRY_SECONDS[0]
-        self._launch_pause = LAUNCH_SECONDS[0]
-        self._launch_failure, self._launch_after = "", 0.0  # why, and until when nothing is started
-        self._launching = False
         self._refused = False  # the end that comes is a refusal
 
     def start(self) -> None:
@@ -114,11 +114,16 @@ class StoreClient:
         pages_limit: int,
         patience: float = 0.0,
         nodes: Sequence[str] = (),
+        mix: bytes = b"",
+        stride: int = 1,
     ) -> Pending:
         """Outcome: messages.Found, with a lease on what was found. Of a chain longer than messages.MAX_UNITS only
-        so much is asked for. ``patience``: seconds that the store may wait for what comes up from below."""
-        chain = chain[: m.MAX_UNITS * m.HASH]
-        return self._ask(lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, list(nodes)), patience)
+        so much is asked for. ``patience``: seconds that the store may wait for what comes up from below. ``mix``,
+        ``stride``: which resident blocks holders are asked for, as in messages.Lookup; nobody before ``present``."""
+        chain, nodes = chain[: m.MAX_UNITS * m.HASH], list(nodes)
+        return self._ask(
+            lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, nodes, mix, stride), patience
+        )
 
     def warm(self, space: bytes, chain: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
         self._tell(m.Warm(space, chain[: m.MAX_UNITS * m.HASH], pages_limit, list(nodes)), None)
@@ -161,6 +166,27 @@ class StoreClient:
 
     def discard(self, space: bytes, group: int, hash: bytes, slot: int, session: int | None = None) -> None:
         self._tell(m.Discard(space, group, hash, slot), session)
+
+    def present(self, family: bytes, host: str, port: int, instance: str, session: int | None = None) -> None:
+        """Others of the family may ask for our resident blocks there. Anew on each connection; see messages.Present."""
+        with self._lock:
+            if self._stream is not None and session in (None, self.session):
+                self._presented = self.session
+                self._stream.send(m.encode(m.Present(family, host, port, instance)))
+
+    def resident(self, added: bytes, gone: bytes, session: int | None = None, anew: bool = False) -> bool:
+        """These became resident, then these ceased to be: packed keys, 8 bytes each; ``anew``: nothing else is. False:
+        not told, because not connected or not ``present`` on this connection (which would cost the connection)."""
+        with self._lock:
+            if self._stream is None or self._presented != self.session or session not in (None, self.session):
+                return False
+            parts = [(added, gone)] if added or gone or anew else []
+            if len(added) + len(gone) > RESIDENT_BYTES:  # a few milliseconds' work each, others' questions in between
+                parts = [(added[at : at + RESIDENT_BYTES], b"") for at in range(0, len(added), RESIDENT_BYTES)]
+                parts += [(b"", gone[at : at + RESIDENT_BYTES]) for at in range(0, len(gone), RESIDENT_BYTES)]
+            for number, part in enumerate(parts):
+                self._stream.send(m.encode(m.Resident(*part, anew and not number)))
+            return True
 
     def _ask(self, make: Callable[[int], msgspec.Struct], patience: float = 0.0) -> Pending:
         with self._lock:
@@ -216,36 +242,17 @@ class StoreClient:
         stream.send(self._hello)
 
     def _nobody_listens(self) -> None:
-        if self._launch is None:
+        if self._starter is None:
             self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
-            return
-        if time.monotonic() < self._launch_after:
-            self._disconnected(self._launch_failure)
-            return
-        # Tried again meanwhile: somebody else may bring one up, and whoever is starting ours may hang.
-        self._disconnected("the node store is being started")
-        if not self._launching:
-            self._launching = True
-            threading.Thread(target=self._run_launch, name="kvtier-launch", daemon=True).start()
-
-    def _run_launch(self) -> None:
-        try:
-            self._launch()
-            failure = ""
-        except KVTierError as error:
-            failure = str(error)
-        except Exception as error:
-            logger.exception("kvtier: unexpected error while starting the node store")
-            failure = f"the node store could not be started: {error}"
-        self._reactor.call_soon(lambda: self._launched(failure))
+        else:
+            # Tried again meanwhile: somebody else may bring one up, and whoever is starting ours may hang.
+            self._disconnected(self._starter.start())
 
     def _launched(self, failure: str) -> None:
-        self._launching = False
         if self._stream is not None or self._greeting is not None:
             return
         if failure:
-            self._launch_failure, self._launch_after = failure, time.monotonic() + self._launch_pause
-            self._launch_pause = min(self._launch_pause * 2, LAUNCH_SECONDS[1])
+            self._starter.failed(failure)
             self._disconnected(failure)
             return
         if self._retry_timer is not None:
@@ -292,6 +299,9 @@ class StoreClient:
         elif isinstance(reply, m.Ready):
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self._changed()
+        elif isinstance(reply, m.Company):
+            self.company = reply.others
+            self._changed()
         elif isinstance(reply, m.Refused):
             self._refused = True
             stream.close(f"it refuses: {reply.reason}")
@@ -315,7 +325,9 @@ class StoreClient:
             stream.close("it is of another version or sends nonsense")
             return
         self._forget_greeting()
-        self._pause, self._launch_pause = RETRY_SECONDS[0], LAUNCH_SECONDS[0]
+        self._pause = RETRY_SECONDS[0]
+        if self._starter is not None:
+            self._starter.succeeded()
         with self._lock:
             self.connected, self.reason, self.instance = True, "", reply.instance
             self.tiers = tuple(reply.tiers)
@@ -344,7 +356,7 @@ class StoreClient:
         with self._lock:
             self._stream = None
             self.connected, self.reason, self.instance = False, words, ""
-            self.pool_pages = self.ready_pages = 0
+            self.pool_pages = self.ready_pages = self.company = 0
             fd, self._pool_fd = self._pool_fd, -1
             pending = [*self._pending.values(), *self._patient.values()]
             self._pending, self._patient = {}, {}

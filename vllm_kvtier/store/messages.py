@@ -7,6 +7,8 @@ Words and sizes, the same everywhere in ``store``:
   one a unit, each cut to ``HASH`` bytes, packed into one ``bytes``.
 * A *space* is a digest of everything else that makes blocks interchangeable; the store only compares it.
 * Block ``i`` of group ``g`` is named ``(space, g, chain[(i + 1) * units - 1])``; its parent is block ``i - 1``.
+* A *resident* block lies in an engine's own cache, verifiable. The store never sees it; its *directory* knows who has
+  which, by content *keys*: the first 8 bytes of a block's hash XOR a number that a *mix* carries, little-endian.
 
 A connection begins with Hello, answered by Welcome (which carries the pool's memfd) or Refused. Whatever a
 connection has leased or reserved is free again when it ends. ``decode_*`` raise ``msgspec.DecodeError`` for
@@ -26,13 +28,15 @@ from vllm_kvtier.wire.slots import PAGE, PIECE
 # For who speaks to the store: all of its words and numbers are here.
 __all__ = ["EXISTS", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: the block is the first of its chain
 MAX_UNITS = 1 << 17  # of a chain: 2 MiB
 MAX_ITEMS = 1 << 16  # of one Reserve, Commit or Abort
 MAX_GROUPS = 64
 MAX_NODES = 8  # that one request may name
+MAX_RESIDENT = 1 << 22  # blocks of one engine's cache
+MAX_HOLDERS = 3  # that one answer names
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -48,12 +52,17 @@ Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
 Pages = Annotated[list[TakenPage], msgspec.Meta(max_length=MAX_ITEMS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Nodes = Annotated[list[Name], msgspec.Meta(max_length=MAX_NODES)]
+Units = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Family = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_UNITS * 8)]
+Mix = Annotated[bytes, msgspec.Meta(max_length=8)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class GroupShape(msgspec.Struct, frozen=True):
     """One KV cache group of an engine."""
 
-    units: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]  # of hashes a block
+    units: Units  # of hashes a block
     slot_pages: Annotated[int, msgspec.Meta(ge=1, le=PIECE // PAGE)]  # 4 KiB pages a block, all its parts
     window: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None = None  # tokens a block stays needed; None: all
 
@@ -87,6 +96,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     pages_limit: Page  # only slots below this page: what the asker's workers have registered
     patience: Seconds = 0.0
     nodes: Nodes = []  # host:port of other nodes' stores that may have it
+    mix: Mix = b""  # 8 bytes: holders of resident blocks are asked for too; only who is Present gets any
+    stride: Units = 1  # units a block of the group whose blocks are looked for there
 
 
 class Warm(msgspec.Struct, frozen=True, tag="warm"):
@@ -174,7 +185,44 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     chain: Hashes
 
 
-Request = Hello | Lookup | Warm | Touch | Release | Reserve | Commit | Abort | Discard | Pin | Clear | Stat | Inspect
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """The sender has resident blocks; others of its ``family`` ask for them at ``host``:``port``. No answer, but
+    Company comes at once. Said again, it replaces what was said; what is resident stays unless the family changes."""
+
+    family: Family  # engines that make the same key of the same content, and can read each other's caches
+    host: Name
+    port: Port
+    instance: Name  # of this life of the engine
+
+
+class Resident(msgspec.Struct, frozen=True, tag="resident"):
+    """These became resident, and then these ceased to be. Only after Present; at most MAX_RESIDENT in all. No answer.
+    What the sender never says is gone stays as long as its connection, or until it begins ``anew``."""
+
+    added: Keys
+    gone: Keys
+    anew: bool = (
+        False  # nothing else is: all that was said before is forgotten first, as after a time of saying nothing
+    )
+
+
+Request = (
+    Hello
+    | Lookup
+    | Warm
+    | Touch
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Discard
+    | Pin
+    | Clear
+    | Stat
+    | Inspect
+    | Present
+    | Resident
+)
 
 # -- store to client ----------------------------------------------------------------------------------------
 
@@ -205,6 +253,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pool_pages: Page
 
 
+class Company(msgspec.Struct, frozen=True, tag="company"):
+    """How many other connections are Present with the receiver's family: with none, nobody asks for its resident
+    blocks and it need not tell of them. Sent unasked, after Present and when it changes."""
+
+    others: Count
+
+
 class Below(msgspec.Struct, frozen=True):
     """What is on its way up of a chain: ``units``: where that ends as far as is known; ``seconds``: until it is
     expected in memory; ``asking``: until more is expected to be known, 0: nobody is being asked."""
@@ -214,10 +269,20 @@ class Below(msgspec.Struct, frozen=True):
     asking: Annotated[float, msgspec.Meta(ge=0)]
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """An engine that has all resident blocks of units ``[start, units)``, as far as it told; ask it."""
+
+    host: Name
+    port: Port
+    instance: Name
+    units: Count  # a multiple of the question's ``stride``, beyond its ``start``
+
+
 class Found(msgspec.Struct, frozen=True, tag="found"):
     """Units ``[start, units)`` can be loaded; ``units == start``: nothing, and then ``lease`` is 0.
 
     ``slots[g][j]`` is the slot of group g's block ``start // groups[g].units + j``; 0 where its window needs none.
+    ``holders``, those with most first, are named whether or not anything was found here.
     """
 
     id: Count
@@ -225,6 +290,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     units: Count
     slots: Annotated[list[Annotated[list[Page], msgspec.Meta(max_length=MAX_UNITS)]], msgspec.Meta(max_length=64)]
     below: Below | None = None
+    holders: Annotated[list[Holder], msgspec.Meta(max_length=MAX_HOLDERS)] = []
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
@@ -256,6 +322,11 @@ class ClientCounts(msgspec.Struct, frozen=True):
     reservations: Count  # slots being written
 
 
+class DirectoryCounts(msgspec.Struct, frozen=True):
+    holders: Count = 0  # engines that are Present
+    keys: Count = 0  # of their resident blocks, counted once for each who has it
+
+
 class Counts(msgspec.Struct, frozen=True, tag="counts"):
     """The server's state."""
 
@@ -273,9 +344,10 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     clients: list[ClientCounts]
     index: IndexStats
     tiers: list[TierCounts] = []  # below memory, nearest first
+    directory: DirectoryCounts = DirectoryCounts()
 
 
-Reply = Welcome | Refused | Ready | Found | Reserved | Done | Holding | Counts
+Reply = Welcome | Refused | Ready | Company | Found | Reserved | Done | Holding | Counts
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -73,6 +73,8 @@ class StoreOptions:
     nodes: str = _option("", "Stores of other nodes that are asked for what is not here: host:port,host:port.")
     node_listen: str = _option("", "host:port where other nodes' stores may ask for what is here; empty: nowhere.")
     cluster_key_file: str = _option("", "Key of the cluster; without one nothing listens or asks beyond loopback.")
+    metrics_port: int = _option(0, "Port of 127.0.0.1 where Prometheus finds the store's metrics; 0: none.")
+    metrics_host: str = _option("127.0.0.1", "Listen there for Prometheus instead; anybody who can connect may read.")
     log_file: str = _option("", "Log here (at most 2 MiB are kept) instead of standard error.")
     log_level: str = _option(
         "info", "How much to log: debug, info, warning or error.", ("debug", "info", "warning", "error")
@@ -88,6 +90,8 @@ class StoreOptions:
         for name in ("disk_path", "cluster_key_file", "log_file"):
             if path := getattr(self, name):  # what it names must not depend on where the processes run that use it
                 object.__setattr__(self, name, os.path.abspath(os.path.expanduser(path)))
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise ConfigError(f"store option metrics_port={self.metrics_port}: 1 to 65535, or 0 for no metrics")
         if self.disk_path:
             parse_bytes(self.disk_size, "store option disk_size")
         if self.object_url:

@@ -24,6 +24,8 @@ from vllm_kvtier import __version__
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store import address
 from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.company import Company
+from vllm_kvtier.store.directory import sought
 from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import Index
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # least and most between two looks at deadlines; they are a matter of minutes
-_ENGINE_ONLY = (m.Lookup, m.Warm, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard)
+_ENGINE_ONLY = (m.Lookup, m.Warm, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard, m.Present, m.Resident)
 
 
 @dataclass(eq=False)
@@ -98,7 +100,11 @@ class StoreServer:
         self._started = time.monotonic()
         self._clients: dict[int, _Client] = {}
         self._next_client = 1
+        self._company = Company(
+            lambda number, message: self._clients[number].stream.send(m.encode(message)), self.reactor.call_soon
+        )
         self._idle: Timer | None = None
+        self._metrics = None
         self._handlers = {
             m.Lookup: self._lookup,
             m.Warm: self._warm,
@@ -112,6 +118,8 @@ class StoreServer:
             m.Clear: self._clear,
             m.Stat: self._stat,
             m.Inspect: self._inspect,
+            m.Present: lambda c, r: self._company.present(c.number, r),
+            m.Resident: lambda c, r: self._company.resident(c.number, r),
         }
         self.reactor.on_stop(self._close)
 
@@ -121,10 +129,22 @@ class StoreServer:
         self.reactor.call_soon(self.lower.start)
         self.reactor.start()
         self.memory.start(lambda: self.reactor.call_soon(self._progress))
+        if self.options.metrics_port:
+            from vllm_kvtier.store import metrics  # few want them, and everybody waits for the store to start
+
+            self._metrics = metrics.serve(
+                self.options.metrics_host,
+                self.options.metrics_port,
+                self.reactor,
+                lambda: metrics.State(self._counts(), self.lower.durations()),
+            )
 
     def stop(self) -> None:
         """Orderly: clients see the connection end, the socket and the lock go. Idempotent."""
         self.reactor.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -174,6 +194,7 @@ class StoreServer:
             client.greeting.cancel()
         self.lower.forget(client.number)
         self.index.disconnect(client.number)
+        self._company.left(client.number)
         if client.hello is not None and client.hello.kind != "tool":
             logger.info("kvtier: %s left: %s", client, reason)
         else:
@@ -251,8 +272,11 @@ class StoreServer:
         logger.log(logging.DEBUG if hello.kind == "tool" else logging.INFO, "kvtier: %s connected", client)
 
     def _lookup(self, client: _Client, r: m.Lookup) -> None:
+        elsewhere = sought(r.chain, r.start, r.mix, r.stride)
+
         def answer(found: Found, below: m.Below | None) -> None:
-            client.stream.send(m.encode(m.Found(r.id, found.lease, found.units, found.slots, below)))
+            holders = self._company.holders(client.number, elsewhere)
+            client.stream.send(m.encode(m.Found(r.id, found.lease, found.units, found.slots, below, holders)))
             self._watch_deadlines()
 
         want = _want(client, r.space, r.chain, r.start, r.nodes)
@@ -286,9 +310,12 @@ class StoreServer:
         client.stream.send(m.encode(m.Holding(r.id, holding.units, holding.blocks)))
 
     def _stat(self, client: _Client, r: m.Stat) -> None:
+        client.stream.send(m.encode(self._counts(r.id)))
+
+    def _counts(self, id: int = 0) -> m.Counts:
         clients = [(c.hello, self.index.held(c.number)) for c in self._clients.values() if c.hello is not None]
-        counts = m.Counts(
-            id=r.id,
+        return m.Counts(
+            id=id,
             instance=self.instance,
             version=__version__,
             pid=os.getpid(),
@@ -302,8 +329,8 @@ class StoreServer:
             clients=[m.ClientCounts(hello.name, hello.pid, hello.kind, *held) for hello, held in clients],
             index=self.index.stats(),
             tiers=self.lower.counts(),
+            directory=self._company.counts(),
         )
-        client.stream.send(m.encode(counts))
 
     # -- time and memory ----------------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ into them. Who loads a block checks it, so that whatever a tier got wrong is fou
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.records import HASH
 
 
@@ -31,7 +32,8 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 class Want:
     """A chain of which units [0, start) are at hand, and what follows is looked for.
 
-    ``shapes``: of the space's groups. ``nodes``: addresses of stores of other nodes that the request names.
+    ``shapes``: of the space's groups. ``nodes``: addresses of stores of other nodes that the request names. ``skip``:
+    names of tiers that are not to be asked for it.
     """
 
     space: bytes
@@ -40,6 +42,7 @@ class Want:
     chain: bytes
     start: int
     nodes: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
 
     @property
     def units(self) -> int:
@@ -88,12 +91,19 @@ class TierCounts:
 
 class Tier(abc.ABC):
     """``on_change()``, set by who owns the tier, is called when ``usable`` or ``writable`` may have changed;
-    ``on_quiet()``, set by demotion, when the last read under way is over."""
+    ``on_quiet()``, set by demotion, when the last read under way is over; ``on_coming(want, units, seconds)``, set by
+    promotion, when it is known before ``find`` is through what it is expected to come to, and in how many seconds."""
 
     name: str
     lent: int = 0  # how often, so far, others were lent of this store's memory through it
     on_change: Callable[[], None] = staticmethod(lambda: None)
     on_quiet: Callable[[], None] = staticmethod(lambda: None)
+    on_coming: Callable[[Want, int, float], None] = staticmethod(lambda want, units, seconds: None)
+
+    @property
+    def durations(self) -> Mapping[str, Durations]:
+        """Of the answers of its process, by kind of request: read, write, find."""
+        return {}
 
     @property
     @abc.abstractmethod

@@ -8,6 +8,7 @@ each time, a new one is started. Everything here belongs to the reactor's thread
 import logging
 import select
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import zmq
 
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.child import Child, spawn_mover
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
@@ -31,6 +33,7 @@ STOP_SECONDS = 3.0  # how long ``stop`` waits for a process that was told to end
 BACKLOG = 256 << 20  # bytes waiting for a mover that is busy
 
 Reply = m.Moved | m.Located
+KINDS = {m.Read: "read", m.Write: "write", m.Look: "find"}
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class _Request:
     message: m.Read | m.Write | m.Look
     on_reply: Callable[[Reply | None], None]
     deadline: Timer
+    asked: float  # clock time
 
     def faults(self, reply: Reply) -> str:
         """What is wrong with a reply, "" if nothing is."""
@@ -72,6 +76,7 @@ class Mover:
     ):
         self.kind, self.state, self.reason = kind, STOPPED, ""
         self.restarts = self.timeouts = 0
+        self.durations = {kind: Durations() for kind in KINDS.values()}  # of what was answered
         self._options, self._pool_fd, self._pool_bytes = dict(options), pool_fd, pool_bytes
         self._reactor, self._spawn, self._open_seconds = reactor, spawn, open_seconds
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
@@ -95,7 +100,7 @@ class Mover:
         self._last_id += 1
         return self._last_id
 
-    def send(self, message: m.Drop | m.Release | m.Lent) -> bool:
+    def send(self, message: m.Drop | m.Release | m.Lent | m.Coming) -> bool:
         """What has no answer. False: it is not READY."""
         return self.state == READY and self._stream.send(m.encode(message))
 
@@ -108,7 +113,7 @@ class Mover:
             on_reply(None)
             return
         timer = self._reactor.call_later(seconds, lambda: self._too_late(message, seconds))
-        self._requests[message.id] = _Request(message, on_reply, timer)
+        self._requests[message.id] = _Request(message, on_reply, timer, time.monotonic())
         self._stream.send(m.encode(message))
 
     def set_aside(self, reason: str) -> None:
@@ -308,6 +313,7 @@ class Mover:
             return
         del self._requests[reply.id]
         request.deadline.cancel()
+        self.durations[KINDS[type(request.message)]].observe(time.monotonic() - request.asked)
         request.on_reply(reply)
 
     def _hear_stderr(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_kvtier.store.messages import Count, GroupShape, Hashes, Page, Sentence, Space
+from vllm_kvtier.store.messages import Count, GroupShape, Hashes, Page, Seconds, Sentence, Space
 from vllm_kvtier.store.records import HASH
 
 MAX_FRAME = 64 << 20  # bytes
@@ -96,12 +96,22 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """Answer to Lend, as ``messages.Found``."""
+    """Answer to Lend, as ``messages.Found``. ``below``: so many units might be had, were it asked with patience."""
 
     id: Count
     lease: Count
     units: Count
     slots: list[list[int]]
+    below: Count = 0
+
+
+class Coming(msgspec.Struct, frozen=True, tag="coming"):
+    """Both ways, before the answer to a Lend or a Look, perhaps several times: it waits for what is brought up from
+    below memory, to unit ``units`` as far as is known, which is expected in so many ``seconds``."""
+
+    id: Count
+    units: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
 
 
 # -- mover to server ----------------------------------------------------------------------------------------
@@ -152,7 +162,8 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
 
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
-    """Another node's store asks for a chain of ours. Answer: Lent."""
+    """Another node's store asks for a chain of ours. Answer: Lent, at once or, where there is more below memory, when
+    that has come up, after ``patience`` seconds at most. ``objects``: the object store it asks itself."""
 
     id: Count
     asker: Count  # number of its connection
@@ -162,6 +173,8 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
     space: Space
     chain: Hashes
     start: Count
+    patience: Seconds = 0.0
+    objects: str = ""
 
 
 class Return(msgspec.Struct, frozen=True, tag="return"):
@@ -177,8 +190,8 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     asker: Count
 
 
-ToMover = Open | Read | Write | Drop | Look | Release | Lent
-ToServer = Opened | Refused | Kept | Moved | Located | Lend | Return | Left
+ToMover = Open | Read | Write | Drop | Look | Release | Lent | Coming
+ToServer = Opened | Refused | Kept | Moved | Located | Coming | Lend | Return | Left
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

@@ -10,12 +10,13 @@ it, and the others are over no sooner than he. Nobody is needed to wait: an ahea
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.lower.base import Block, Find, Tier, Want
-from vllm_kvtier.store.messages import GroupShape
+from vllm_kvtier.store.messages import Below, GroupShape
 from vllm_kvtier.store.records import EXISTS, HASH, NO_ROOM, ZERO, BadRequest
 from vllm_kvtier.wire.slots import PAGE
 
@@ -74,12 +75,15 @@ class Segment:
 
 
 class Ahead:
-    """Attributes: ``units``: the chain's end as far as it has been found; ``asking``: a tier is being asked."""
+    """Attributes: ``units``: the chain's end as far as it has been found; ``asking``: a tier is being asked, for
+    ``asked``; ``coming``: (end of the chain, time) that it says its answer is going to have, if it does."""
 
     def __init__(self, key: tuple, want: Want, pages_limit: int):
         self.key, self.want, self.pages_limit = key, want, pages_limit
         self.units = want.start
         self.asking: Tier | None = None
+        self.asked: Want | None = None
+        self.coming: tuple[int, float] | None = None
         self.waits_for: set[Segment] = set()  # its own, and those of others that read what it wants
         self.waiters: list[Waiter] = []
         self.leases: list[int] = []  # on what has come
@@ -113,6 +117,8 @@ class Promotion:
         self._inbound: dict[_Key, Segment] = {}
         self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
         self._full_until = 0.0  # no room before that
+        for tier in self._tiers:
+            tier.on_coming = self._coming
         self.promoted_blocks = self.promoted_bytes = self.refused_room = self.failed_blocks = 0
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -123,22 +129,52 @@ class Promotion:
 
         One that is over when this returns found nothing, or nothing that could be read.
         """
-        if want.start >= want.units or not any(tier.usable for tier in self._tiers):
+        if want.start >= want.units or not any(tier.usable for tier in self._tiers_for(want)):
             return None
-        key = (want.space, want.chain[-HASH:], want.nodes)
+        key = (want.space, want.chain[-HASH:], want.nodes, want.skip)
         known = self._aheads.get(key)
         if known is not None:
             return known if known.hopeful else None
         if len(self._aheads) >= MOST_AHEADS or self._clock() < self._full_until:
             return None
         ahead = self._aheads[key] = Ahead(key, want, pages_limit)
-        self._seek(ahead, iter(self._tiers))
+        self._seek(ahead, iter(self._tiers_for(want)))
         return ahead
 
-    def seconds(self, ahead: Ahead) -> tuple[float, float]:
-        """(until what was found so far has arrived, until it is known whether there is more), as expected."""
+    def peek(self, want: Want) -> int:
+        """How far the chain might go on below: known where tiers answer at once, else perhaps all of it. Nothing is
+        brought up."""
+        units = want.start
+        for tier in self._tiers_for(want):
+            if units >= want.units or not tier.usable:
+                continue
+            if tier.latency():
+                return want.units
+            found: list[int] = []
+
+            def look(find: Find, tier=tier, found=found) -> None:
+                found.append(find.units)
+                if find.units > find.want.start:
+                    tier.release(find)
+
+            tier.find(replace(want, start=units), look)
+            units = max(units, *found)
+        return units
+
+    def below(self, ahead: Ahead) -> Below:
+        """What is expected of it: the end of the chain as far as it is known, the seconds until that is here, and
+        those until it is known whether there is more."""
         arrive = max((s.tier.seconds(self._left_bytes[s.tier]) for s in ahead.waits_for), default=0.0)
-        return arrive, ahead.asking.latency() if ahead.asking is not None else 0.0
+        if ahead.asking is None:
+            return Below(ahead.units, arrive, 0.0)
+        if ahead.coming is None:
+            return Below(ahead.units, arrive, ahead.asking.latency())
+        units, when = ahead.coming
+        answer = max(ahead.asking.latency(), when - self._clock())
+        if units <= ahead.units or ahead.waits_for:  # first things first
+            return Below(ahead.units, arrive, answer)
+        nbytes = sum(block.pages for block in _blocks(Find(ahead.asked, units))) * PAGE
+        return Below(units, answer + ahead.asking.seconds(nbytes), 0.0 if units == ahead.want.units else answer)
 
     def wait(self, ahead: Ahead, patience: float, call: Callable[[], None]) -> Waiter:
         """``call`` when all that was found is here, or known not to be in time; ``patience`` seconds from now
@@ -162,18 +198,33 @@ class Promotion:
             if not tier.usable:
                 continue
             ahead.asking = tier
-            further = Want(want.space, want.unit_tokens, want.shapes, want.chain, ahead.units, want.nodes)
-            tier.find(further, lambda find, tier=tier: self._found(ahead, tiers, tier, find))
+            ahead.asked = replace(want, start=ahead.units)
+            tier.find(ahead.asked, lambda find, tier=tier: self._found(ahead, tiers, tier, find))
             return
         ahead.asking = None
         self._settle(ahead)
         if not ahead.over:
-            soonest = self._clock() + self.seconds(ahead)[0]
-            for waiter in [waiter for waiter in ahead.waiters if waiter.until < soonest]:
-                ahead.waiters.remove(waiter)
-                waiter.fire()
+            self._tell_who_waits_in_vain(ahead)
+
+    def _coming(self, want: Want, units: int, seconds: float) -> None:
+        """A tier that is being asked says what its answer is going to be, and when."""
+        ahead = next((ahead for ahead in self._aheads.values() if ahead.asked is want), None)
+        if ahead is not None and ahead.asking is not None:
+            ahead.coming = units, self._clock() + seconds
+            if units > ahead.units and not ahead.waits_for:
+                self._tell_who_waits_in_vain(ahead)
+
+    def _tell_who_waits_in_vain(self, ahead: Ahead) -> None:
+        soonest = self._clock() + self.below(ahead).seconds
+        for waiter in [waiter for waiter in ahead.waiters if waiter.until < soonest]:
+            ahead.waiters.remove(waiter)
+            waiter.fire()
+
+    def _tiers_for(self, want: Want) -> list[Tier]:
+        return [tier for tier in self._tiers if tier.name not in want.skip]
 
     def _found(self, ahead: Ahead, tiers: Iterable[Tier], tier: Tier, find: Find) -> None:
+        ahead.asked = ahead.coming = None
         if find.units > find.want.start:
             ahead.units = find.units
             self._begin(ahead, tier, find)

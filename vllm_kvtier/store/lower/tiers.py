@@ -1,6 +1,7 @@
 """All that lies below the server's memory, as the server sees it: one object, whatever tiers there are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.limits import parse_bytes
@@ -8,8 +9,10 @@ from vllm_kvtier.store.lower.admission import admission
 from vllm_kvtier.store.lower.base import Tier, TierCounts, Want
 from vllm_kvtier.store.lower.demotion import Demotion
 from vllm_kvtier.store.lower.disk.tier import DiskTier
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.lower.nodes.lending import Lending
 from vllm_kvtier.store.lower.nodes.tier import NodesTier
+from vllm_kvtier.store.lower.objects.names import store_digest
 from vllm_kvtier.store.lower.objects.tier import ObjectTier
 from vllm_kvtier.store.lower.promotion import Promotion, Waiter
 from vllm_kvtier.store.memory import PoolMemory
@@ -64,8 +67,7 @@ class Lower:
         from now on. ``answer`` is called once, at once or, while more is on its way, within ``patience`` seconds; not
         at all if the client goes meanwhile."""
         found = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
-        rest = Want(want.space, want.unit_tokens, want.shapes, want.chain, found.units, want.nodes)
-        ahead = self._promotion.ahead(rest, pages_limit)
+        ahead = self._promotion.ahead(replace(want, start=found.units), pages_limit)
         if ahead is None or not ahead.waits_for and ahead.asking is None:
             if ahead is not None and ahead.units > found.units:
                 # It came up at once: it had been on its way.
@@ -73,7 +75,7 @@ class Lower:
                 found = self._index.lookup(client, want.space, want.chain, want.start, pages_limit)
             answer(found, None)
         elif patience <= 0:
-            answer(found, Below(ahead.units, *self._promotion.seconds(ahead)))
+            answer(found, self._promotion.below(ahead))
         else:
             self._wait(client, want, pages_limit, patience, ahead, found, answer)
 
@@ -87,7 +89,7 @@ class Lower:
             except BadRequest:  # the space was cleared, and belongs to an engine with other groups now
                 again = Found(0, want.start, [[] for _ in want.shapes])
             more = not ahead.over and (ahead.asking is not None or ahead.units > again.units)
-            answer(again, Below(ahead.units, *self._promotion.seconds(ahead)) if more else None)
+            answer(again, self._promotion.below(ahead) if more else None)
 
         waiting = self._waiting.setdefault(client, set())
         waiter = self._promotion.wait(ahead, patience, over)
@@ -96,9 +98,11 @@ class Lower:
     def warm(self, want: Want, pages_limit: int) -> None:
         """A request that will come needs this: what of it is below comes up; nothing is leased for anybody."""
         units = self._index.reach(want.space, want.chain, 0, pages_limit)
-        self._promotion.ahead(
-            Want(want.space, want.unit_tokens, want.shapes, want.chain, units, want.nodes), pages_limit
-        )
+        self._promotion.ahead(replace(want, start=units), pages_limit)
+
+    def peek(self, want: Want) -> int:
+        """How far the chain, at hand up to ``want.start``, might go on in the tiers; nothing is begun."""
+        return self._promotion.peek(want)
 
     def forget(self, client: int) -> None:
         """It is gone: nobody waits for what it asked. What is on its way goes on."""
@@ -112,6 +116,10 @@ class Lower:
     def clear(self, space: bytes | None) -> None:
         for tier in self._tiers:
             tier.clear(space)
+
+    def durations(self) -> dict[tuple[str, str], Durations]:
+        """Of requests to tiers' processes, by tier and kind, as they are now."""
+        return {(tier.name, kind): d.copy() for tier in self._tiers for kind, d in tier.durations.items()}
 
     def counts(self) -> list[TierCounts]:
         """Nearest first; ``extra`` with what demotion did and dropped."""
@@ -129,6 +137,7 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
     """
     written: dict[Tier, tuple[str, int]] = {}  # those that blocks are written to: what admits them
     tiers: list[Tier] = []
+    lending = None
     if options.disk_path:
         disk = DiskTier(
             {
@@ -148,7 +157,8 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
         tiers.append(disk)
         written[disk] = options.disk_admission, options.disk_min_tokens
     if options.nodes or options.node_listen or options.cluster_key_file:
-        lending = Lending(index, LENDING, tick)
+        objects = store_digest(options.object_url, options.object_endpoint) if options.object_url else ""
+        lending = Lending(index, LENDING, tick, objects=objects)
         tiers.append(
             NodesTier(
                 options.nodes,
@@ -158,10 +168,11 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
                 memory.fd,
                 memory.nbytes,
                 reactor,
+                objects=objects,
             )
         )
     if options.object_url:
-        objects = ObjectTier(
+        bucket = ObjectTier(
             options.object_url,
             options.object_endpoint,
             options.object_region,
@@ -170,8 +181,8 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
             memory.nbytes,
             reactor,
         )
-        tiers.append(objects)
-        written[objects] = options.object_admission, options.disk_min_tokens
+        tiers.append(bucket)
+        written[bucket] = options.object_admission, options.disk_min_tokens
     demotion = None
     if written:
         # What waits holds no memory; it is only lost if memory needs its place before its turn. What is being written
@@ -181,4 +192,7 @@ def lower_tiers(options: StoreOptions, index: Index, memory: PoolMemory, reactor
         demotion = Demotion(
             index, list(written), DEMOTION, lambda tier: admission(*written[tier]), queue, batch, reactor
         )
-    return Lower(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))
+    lower = Lower(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))
+    if lending is not None:
+        lending.below = lower
+    return lower

@@ -16,6 +16,7 @@ from vllm_kvtier.store.lower import mover as mv
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.base import Block, Find, Tier, TierCounts, Want
 from vllm_kvtier.store.lower.disk.places import Gone, Places, Shapes
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.lower.rate import Rate
 from vllm_kvtier.store.policies import Policy
 from vllm_kvtier.store.records import EXISTS, NO_PARENT_STORED, NO_ROOM
@@ -103,6 +104,10 @@ class DiskTier(Tier):
 
     def stop(self) -> None:
         self._mover.stop()
+
+    @property
+    def durations(self) -> Mapping[str, Durations]:
+        return self._mover.durations
 
     @property
     def usable(self) -> bool:

@@ -1,4 +1,5 @@
-"""NIXL agents between nodes: one that lets others read our pool, and one with which we read theirs.
+"""NIXL agents between nodes: one that lets others read our pool, and one with which we read theirs, also an engine's
+worker, into memory of its own that may be a GPU's.
 
 They are two because reading is what goes wrong. UCX cannot take back a read that it has begun: after NIXL has
 released it and forgotten the peer, data that a peer sends late still lands in the memory that it was meant for (seen
@@ -16,6 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,10 +35,21 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Pool(Protocol):
-    """What is needed of ``runner.Pool``."""
+    """What is needed of ``runner.Pool``: memory that is read from, or into."""
 
     address: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a pool's memory, as NIXL sees it. ``piece``: bytes that are registered at a time, beginning at multiples of
+    it; nothing that is read may lie across. ``load``: gives NIXL's Python API, in whichever build this process uses."""
+
+    memory: str = "DRAM"
+    device: int = 0
+    piece: int = PIECE
+    load: Callable[[], Any] = load_nixl
 
 
 class Drive:
@@ -76,8 +89,9 @@ class Registered:
     Raises KVTierError if there is no NIXL, or no UCX. ``generation``: counts what was registered.
     """
 
-    def __init__(self, pool: Pool, name: str):
-        self._api = load_nixl()
+    def __init__(self, pool: Pool, name: str, kind: Kind | None = None):
+        self.kind = kind or Kind()
+        self._api = self.kind.load()
         self.name, self._pool = name, pool
         self._agent = self._api.nixl_agent(name, self._api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         try:
@@ -91,10 +105,10 @@ class Registered:
     def register(self, pieces: set[int]) -> None:
         """Raises KVTierError if the memory cannot be registered."""
         for piece in sorted(pieces - self._registrations.keys()):
-            start = piece * PIECE
-            span = (self._pool.address + start, min(PIECE, self._pool.nbytes - start), 0, "")
+            kind, start = self.kind, piece * self.kind.piece
+            span = (self._pool.address + start, min(kind.piece, self._pool.nbytes - start), kind.device, "")
             try:
-                self._registrations[piece] = self._agent.register_memory([span], "DRAM", backends=["UCX"])
+                self._registrations[piece] = self._agent.register_memory([span], kind.memory, backends=["UCX"])
             except Exception as error:
                 raise KVTierError(
                     f"memory cannot be registered for the network: {_words(error)}; is the limit on locked memory "
@@ -135,8 +149,8 @@ class Server(Registered):
 class Reader(Registered):
     """Reads. Transfers are NIXL's handles."""
 
-    def __init__(self, pool: Pool, name: str):
-        super().__init__(pool, name)
+    def __init__(self, pool: Pool, name: str, kind: Kind | None = None):
+        super().__init__(pool, name, kind)
         self.peers: dict[str, int] = {}  # generation of the metadata, by agent
 
     def introduce(self, agent: str, metadata: bytes, generation: int) -> None:
@@ -161,12 +175,12 @@ class Reader(Registered):
                 logger.debug("kvtier: disconnecting %s: %s", agent, _words(error))
 
     def begin(self, agent: str, local: np.ndarray, remote: np.ndarray) -> Any:
-        """Start to read remote rows into local ones, uint64[n, 3] of (address, bytes, 0). Raises KVTierError if
+        """Start to read remote rows into local ones, uint64[n, 3] of (address, bytes, device). Raises KVTierError if
         nothing has begun. May take as long as copying it where the peer is on this machine."""
         try:
             transfer = self._agent.initialize_xfer(
                 "READ",
-                self._agent.get_xfer_descs(local, "DRAM"),
+                self._agent.get_xfer_descs(local, self.kind.memory),
                 self._agent.get_xfer_descs(remote, "DRAM"),
                 agent,
                 backends=["UCX"],
@@ -196,28 +210,27 @@ class Reader(Registered):
 
 
 def pieces_of(slots: np.ndarray) -> set[int]:
-    """Pieces of the pool where these pages lie."""
+    """Pieces of a pool of DRAM where these pages lie."""
     return set(np.unique(slots // (PIECE // PAGE)).tolist())
 
 
-def runs(near: np.ndarray, far: np.ndarray, pages: np.ndarray, most_pages: int) -> list[np.ndarray]:
-    """Blocks (page numbers in our pool and the peer's, and sizes) as few rows (near, far, pages) of what lies side by
-    side on both sides, within one piece of each, of ``most_pages`` at the most unless one block is longer: int64[n, 3].
-    Also returns which row each block is in: int64[blocks]. Blocks keep their order."""
+def runs(near: np.ndarray, far: np.ndarray, sizes: np.ndarray, most: int, piece: int = PIECE) -> list[np.ndarray]:
+    """Blocks (bytes from the beginning of our pool and of the peer's, and sizes) as few rows (near, far, size) of what
+    lies side by side on both sides, within one piece of each (``piece``: of ours), of ``most`` bytes at the most unless
+    a block is longer: int64[n, 3]. Also returns which row each block is in: int64[blocks]. Blocks keep their order."""
     if not len(near):
         return [np.zeros((0, 3), np.int64), np.zeros(0, np.int64)]
-    ends_near, ends_far = near + pages, far + pages
-    piece = PIECE // PAGE
+    ends_near, ends_far = near + sizes, far + sizes
     joined = (
         (near[1:] == ends_near[:-1])
         & (far[1:] == ends_far[:-1])
         & (near[1:] // piece == near[:-1] // piece)
-        & (far[1:] // piece == far[:-1] // piece)
+        & (far[1:] // PIECE == far[:-1] // PIECE)
     )
     row_of = np.zeros(len(near), np.int64)
-    rows: list[list[int]] = [[int(near[0]), int(far[0]), int(pages[0])]]
-    for i, (follows, size) in enumerate(zip(joined.tolist(), pages[1:].tolist(), strict=True), 1):
-        if follows and rows[-1][2] + size <= most_pages:
+    rows: list[list[int]] = [[int(near[0]), int(far[0]), int(sizes[0])]]
+    for i, (follows, size) in enumerate(zip(joined.tolist(), sizes[1:].tolist(), strict=True), 1):
+        if follows and rows[-1][2] + size <= most:
             rows[-1][2] += size
         else:
             rows.append([int(near[i]), int(far[i]), size])

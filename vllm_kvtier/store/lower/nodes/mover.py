@@ -1,7 +1,7 @@
 """The mover of other nodes' stores: asks them for chains, reads their blocks into our pool, and lets them read ours.
 
-Options of Open are StoreOptions' ``nodes``, ``node_listen`` and ``cluster_key_file``. A question goes to all stores
-that may know, at once; the one that has most is kept, the others are told so.
+Options of Open are StoreOptions' ``nodes``, ``node_listen`` and ``cluster_key_file``, and ``objects``: digest of the
+object store that our own store asks after other nodes.
 """
 
 import itertools
@@ -9,32 +9,21 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.nodes import wire as w
 from vllm_kvtier.store.lower.nodes.agent import Drive, Reader, Server, quiet_ucx
-from vllm_kvtier.store.lower.nodes.options import Address, NodeOptions
+from vllm_kvtier.store.lower.nodes.asking import Answer, Asking
+from vllm_kvtier.store.lower.nodes.options import NodeOptions
 from vllm_kvtier.store.lower.nodes.peers import Peer, Peers
 from vllm_kvtier.store.lower.nodes.reads import Job, Reads
 from vllm_kvtier.store.lower.nodes.serving import Serving
 from vllm_kvtier.store.lower.runner import Host
-from vllm_kvtier.store.messages import MAX_NODES
-from vllm_kvtier.store.records import HASH
-from vllm_kvtier.wire.reactor import Timer
+from vllm_kvtier.wire.slots import PAGE
 
-ASK_SECONDS = 1.0  # for all answers to a question
-BETTER_SECONDS = 0.25  # for better answers than the first
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """One Look. ``best``: of the offers so far, whose lease we hold."""
-
-    look: m.Look
-    waiting: int = 0
-    best: tuple[Peer, w.Offer] | None = None
-    over: bool = False
-    timers: list[Timer] = field(default_factory=list)
+PATIENCE = 10.0  # for what another node brings up; what it has by then is read, and the rest found the next time
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +44,7 @@ class NodeMover:
         self._options = NodeOptions.parse(options)
         self._instance = uuid.uuid4().hex
         self._peers = Peers(self._reactor, self._instance, self._options, self._peer_gone)
+        self._asking = Asking(self._reactor, self._peers, self._options.nodes)
         self._reads = Reads(host.pool, self._make_reader, self._read_over, self._read_broke, host.fail)
         self._drive = Drive(self._reactor, host.guard)
         self._drive.add(self._reads.drive)
@@ -91,6 +81,8 @@ class NodeMover:
                 self._peers.release(held.peer, held.offer.lease)
         elif isinstance(message, m.Lent) and self._serving is not None:
             self._serving.lent(message)
+        elif isinstance(message, m.Coming) and self._serving is not None:
+            self._serving.coming(message)
         else:
             raise KVTierError(f"{type(message).__name__} is nothing for other nodes")
 
@@ -100,47 +92,20 @@ class NodeMover:
     # -- asking -------------------------------------------------------------------------------------------------
 
     def _look(self, look: m.Look) -> None:
-        named = [address for text in look.nodes[:MAX_NODES] if (address := Address.parse(text)) is not None]
-        question = Question(look)
         ask = w.Ask(0, look.space, look.unit_tokens, look.groups, look.chain, look.start)
-        if look.groups and not w.ask_fault(look.chain, look.start, look.groups):
-            for address in dict.fromkeys([*named, *self._options.nodes]):
-                question.waiting += self._peers.ask(
-                    address, ask, lambda peer, offer: self._answered(question, peer, offer)
-                )
-        if question.waiting:
-            question.timers.append(self._reactor.call_later(ASK_SECONDS, lambda: self._decide(question)))
-        else:
-            self._decide(question)
+        self._asking.ask(
+            ask,
+            look.nodes,
+            lambda answer: self._decided(look, answer),
+            PATIENCE,
+            lambda units, seconds: self._host.send(m.Coming(look.id, units, seconds)),
+        )
 
-    def _answered(self, question: Question, peer: Peer, offer: w.Offer | None) -> None:
-        question.waiting -= 1
-        if offer is not None:
-            if question.over or question.best is not None and question.best[1].units >= offer.units:
-                self._peers.release(peer, offer.lease)
-            else:
-                if question.best is not None:
-                    self._peers.release(question.best[0], question.best[1].lease)
-                else:
-                    question.timers.append(self._reactor.call_later(BETTER_SECONDS, lambda: self._decide(question)))
-                question.best = (peer, offer)
-        if not question.over and (not question.waiting or self._is_all(question)):
-            self._decide(question)
-
-    def _is_all(self, question: Question) -> bool:
-        return question.best is not None and question.best[1].units == len(question.look.chain) // HASH
-
-    def _decide(self, question: Question) -> None:
-        if question.over:
-            return
-        question.over = True
-        for timer in question.timers:
-            timer.cancel()
-        look = question.look
-        if question.best is None or question.best[0].closed:
+    def _decided(self, look: m.Look, answer: Answer) -> None:
+        peer, offer = answer.peer, answer.offer
+        if peer is None:
             self._host.send(m.Located(look.id, 0, look.start))
             return
-        peer, offer = question.best
         token = next(self._tokens)
         self._held[token] = Held(look, peer, offer)
         self._host.send(m.Located(look.id, token, offer.units))
@@ -156,15 +121,15 @@ class NodeMover:
         look = held.look
         if not held.slots:
             held.slots = w.slots_by_name(held.offer, look.chain, look.start, look.groups)
-        far = [
-            held.slots.get((move.group, move.hash), 0)
-            if move.space == look.space and move.group < len(look.groups)
-            and move.pages == look.groups[move.group].slot_pages
-            else 0
-            for move in read.moves
-        ]  # fmt: skip
+        near, far, pages = [], [], []
+        for move in read.moves:
+            ours = move.space == look.space and move.group < len(look.groups)
+            right = ours and move.pages == look.groups[move.group].slot_pages
+            near.append(move.slot)
+            far.append(held.slots.get((move.group, move.hash), 0) if right else 0)
+            pages.append(move.pages)
         self._peers.begin_read(held.peer)
-        self._reads.start(read, held.peer, far)
+        self._reads.start(read, held.peer, *(np.array(each, np.int64) * PAGE for each in (near, far, pages)))
         self._drive.wake()
 
     def _make_reader(self, name: str) -> Reader:
@@ -172,9 +137,9 @@ class NodeMover:
 
     def _read_over(self, job: Job, seconds: float) -> None:
         if any(job.good):
-            self._peers.reached(job.peer)
-        self._peers.end_read(job.peer)
-        self._host.send(m.Moved(job.message.id, job.good, job.error[:1000], seconds))
+            self._peers.reached(job.source)
+        self._peers.end_read(job.source)
+        self._host.send(m.Moved(job.tag.id, job.good, job.error[:1000], seconds))
 
     def _read_broke(self, peer: Peer, reason: str) -> None:
         self._peers.close(peer, reason)

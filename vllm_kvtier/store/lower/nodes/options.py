@@ -40,11 +40,13 @@ class Address:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Of StoreOptions ``nodes``, ``node_listen`` and ``cluster_key_file``. ``key`` None: loopback only."""
+    """Of StoreOptions ``nodes``, ``node_listen`` and ``cluster_key_file``. ``key`` None: loopback only. ``objects``:
+    digest of the object store that this store asks, "" if none."""
 
     nodes: tuple[Address, ...] = ()
     listen: Address | None = None
     key: ClusterKey | None = None
+    objects: str = ""
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "NodeOptions":
@@ -56,7 +58,8 @@ class NodeOptions:
             raise ConfigError(f"store option nodes names {len(words)} stores; {MAX_NODES} is the most")
         nodes = tuple(dict.fromkeys(_address("nodes", word) for word in words))
         listen = str(options.get("node_listen", "")).strip()
-        parsed = cls(nodes, _address("node_listen", listen) if listen else None, key)
+        listens = _address("node_listen", listen) if listen else None
+        parsed = cls(nodes, listens, key, str(options.get("objects", "")))
         for name, addresses in (("nodes", nodes), ("node_listen", (parsed.listen,) if parsed.listen else ())):
             for address in addresses:
                 if not parsed.allows(address):

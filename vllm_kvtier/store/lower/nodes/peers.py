@@ -16,6 +16,7 @@ import zmq
 
 from vllm_kvtier.store.lower.nodes import wire as w
 from vllm_kvtier.store.lower.nodes.options import Address, NodeOptions
+from vllm_kvtier.store.records import HASH
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ GREETING_SECONDS = 5.0  # until Welcome
 SLOW_SECONDS = 1.0  # since a question that was not answered yet: nothing more is asked until it is
 ANSWER_SECONDS = 10.0  # until an answer, whoever still waits for it
 
-Answer = Callable[["Peer", w.Offer | None], None]
+# Coming, perhaps several times, then the answer; None: the connection ended.
+Answer = Callable[["Peer", w.Offer | w.Nothing | w.Coming | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +42,7 @@ class Peer:
     last_used: float
     last_heard: float
     welcome: w.Welcome | None = None
-    questions: dict[int, tuple[w.Ask, Answer, float]] = field(default_factory=dict)  # and when; oldest first
+    questions: dict[int, tuple[w.Ask, Answer, float]] = field(default_factory=dict)  # and when its patience ends
     leases: set[int] = field(default_factory=set)
     reads: int = 0  # that need the other side's help
     metadata: bytes = b""
@@ -50,19 +52,39 @@ class Peer:
     pinging: Timer | None = None
 
     @property
+    def agent(self) -> str:
+        """Of NIXL; "" while it has not greeted us."""
+        return self.welcome.agent if self.welcome is not None else ""
+
+    @property
+    def base(self) -> int:
+        """Address of its pool, there."""
+        return self.welcome.base
+
+    @property
     def busy(self) -> bool:
         return bool(self.questions or self.leases or self.reads)
 
     def waiting_since(self, now: float) -> float:
-        """When the oldest question was asked that has no answer yet; ``now`` if there is none."""
-        return next((asked for _, _, asked in self.questions.values()), now)
+        """Since when an answer could be here that is not; ``now`` if there is none. One that may wait for what is on
+        the other side's disk is not late while it may."""
+        return min((due for _, _, due in self.questions.values()), default=now)
 
 
 class Peers:
-    """``instance``: ours, in which we recognise ourselves in a list that all nodes share."""
+    """``instance``: ours, in which we recognise ourselves in a list that all nodes share. ``on_gone(peer, reason)``:
+    the connection has ended. ``log``: of the process that asks."""
 
-    def __init__(self, reactor: Reactor, instance: str, options: NodeOptions, on_gone: Callable[[Peer, str], None]):
+    def __init__(
+        self,
+        reactor: Reactor,
+        instance: str,
+        options: NodeOptions,
+        on_gone: Callable[[Peer, str], None],
+        log: logging.Logger = logger,
+    ):
         self._reactor, self._instance, self._options, self._on_gone = reactor, instance, options, on_gone
+        self._log = log
         self._peers: dict[Address, Peer] = {}
         self._paused: dict[Address, tuple[float, float]] = {}  # (until, how long)
         self._aliases: dict[Address, Address] = {}  # of stores that are connected by another address
@@ -73,8 +95,8 @@ class Peers:
         return len(self._peers)
 
     def ask(self, address: Address, ask: w.Ask, answer: Answer) -> bool:
-        """``answer(peer, offer or None)`` is called later, once; an offer's lease is to be ``release`` d. False: this
-        peer is not asked at present, and nothing is called."""
+        """``answer(peer, reply)`` is called later, the last time with what is not Coming; an offer's lease is to be
+        ``release`` d. False: this peer is not asked at present, and nothing is called."""
         peer = self._peers.get(self._aliases.get(address, address)) or self._connect(address)
         if peer is None:
             return False
@@ -82,11 +104,15 @@ class Peers:
         if now - peer.waiting_since(now) > SLOW_SECONDS:
             return False
         ask = msgspec.structs.replace(ask, id=next(self._ids))
-        peer.questions[ask.id] = (ask, answer, now)
+        peer.questions[ask.id] = (ask, answer, now + ask.patience)
         if peer.welcome is not None:
             self._send(peer, ask)
         self._keep_alive(peer)
         return True
+
+    def find(self, instance: str) -> Peer | None:
+        """The connection to this life of a store."""
+        return next((p for p in self._peers.values() if p.welcome and p.welcome.instance == instance), None)
 
     def release(self, peer: Peer, lease: int) -> None:
         """Idempotent, also after the connection's end."""
@@ -153,7 +179,7 @@ class Peers:
             return None
         peer = self._peers[address] = Peer(address, socket, now, now)
         self._reactor.add_socket(socket, lambda: drain(socket, lambda frames: self._receive(peer, frames)))
-        self._send(peer, w.Hello(self._instance))
+        self._send(peer, w.Hello(self._instance, objects=self._options.objects))
         peer.greeting = self._reactor.call_later(
             GREETING_SECONDS, lambda: self.close(peer, "it does not answer, or has another cluster key")
         )
@@ -187,6 +213,8 @@ class Peers:
             self.close(peer, f"it refused: {message.reason}", said=peer.welcome is None)
         elif isinstance(message, w.Offer | w.Nothing):
             self._answered(peer, message)
+        elif isinstance(message, w.Coming):
+            self._coming(peer, message)
 
     def _welcomed(self, peer: Peer, welcome: w.Welcome) -> None:
         if peer.welcome is not None:
@@ -220,13 +248,20 @@ class Peers:
             self._send(known, ask)
         self._keep_alive(known)
 
+    def _coming(self, peer: Peer, message: w.Coming) -> None:
+        ask, answer, _ = peer.questions.get(message.id, (None, None, 0.0))
+        if ask is None or not ask.patience or message.units * HASH > len(ask.chain):
+            self.close(peer, "it promises what nobody asked for")
+            return
+        answer(peer, message)
+
     def _answered(self, peer: Peer, message: w.Offer | w.Nothing) -> None:
         ask, answer, _ = peer.questions.pop(message.id, (None, None, 0.0))
         if ask is None or peer.welcome is None:
             self.close(peer, "it answers what nobody asked")
             return
         if isinstance(message, w.Nothing):
-            answer(peer, None)
+            answer(peer, message)
             return
         if message.metadata:
             peer.metadata, peer.generation = message.metadata, next(self._generations)
@@ -281,4 +316,4 @@ class Peers:
             if len(self._said) >= MAX_REMEMBERED:
                 self._said.clear()
             self._said.add((address, text))
-            logger.warning("kvtier: nothing from the store at %s: %s (said once)", address, text)
+            self._log.warning("kvtier: nothing from the store at %s: %s (said once)", address, text)

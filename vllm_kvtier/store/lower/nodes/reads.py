@@ -1,7 +1,7 @@
-"""Reads from other nodes' pools into ours: cut into transfers, a few at a time, and answered when nothing of them can
-arrive any more.
+"""Reads from other nodes' pools into memory of ours: cut into transfers, a few at a time, and answered when nothing of
+them can arrive any more. A store's mover reads into the store's pool so, an engine's worker into a ring of its own.
 
-A read that failed, or did not come on, condemns the reader (``node_agent`` says why): nothing new begins with it, what
+A read that failed, or did not come on, condemns the reader (``agent`` says why): nothing new begins with it, what
 others are reading may end within a while, then it is closed, the failed reads are answered, and a new one is made.
 """
 
@@ -9,35 +9,46 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.lower import moving as m
-from vllm_kvtier.store.lower.nodes.agent import Pool, Reader, pieces_of, runs
-from vllm_kvtier.store.lower.nodes.peers import Peer
-from vllm_kvtier.wire.slots import PAGE
+from vllm_kvtier.store.lower.nodes.agent import Pool, Reader, runs
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_PAGES = (8 << 20) // PAGE  # of one transfer: where copying it takes the processor, 2 ms of that
-IN_FLIGHT = 4  # transfers of one peer
-STALL_SECONDS = 4.0  # in which no transfer of a peer ends: it does not come on
+TRANSFER_BYTES = 8 << 20  # of one transfer: where copying it takes the processor, 2 ms of that
+IN_FLIGHT = 4  # transfers of one source
+STALL_SECONDS = 4.0  # in which no transfer of a source ends: it does not come on
 GRACE_SECONDS = 2.0  # for others' transfers when the reader is condemned
 MOST_SECONDS = 60.0  # of one read, from when it was asked for
 
 
+class Source(Protocol):
+    """Whose pool is read: one object a connection, compared by identity. ``agent``: of NIXL, "" if that is not known
+    yet; ``base``: address of the pool there; ``generation``: of ``metadata``, never the same for another."""
+
+    @property
+    def agent(self) -> str: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def metadata(self) -> bytes: ...
+    @property
+    def generation(self) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """One Read. ``good``: of its moves, so far."""
+    """One read. ``tag``: by which the reader's user knows it; ``good``: of its blocks, so far."""
 
-    message: m.Read
-    peer: Peer
+    tag: Any
+    source: Source
     good: list[bool]
-    rows: deque[tuple[np.ndarray, list[int]]]  # (near, far, pages) of each transfer that has not begun; its moves
+    rows: deque[tuple[np.ndarray, list[int]]]  # (near, far, bytes) of each transfer that has not begun; its blocks
     started: float
     running: int = 0
     error: str = ""
@@ -47,12 +58,12 @@ class Job:
 class Running:
     handle: Any
     job: Job
-    moves: list[int]
+    blocks: list[int]
 
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Of one peer."""
+    """Of one source."""
 
     jobs: deque[Job] = field(default_factory=deque)
     running: list[Running] = field(default_factory=list)
@@ -60,24 +71,29 @@ class Queue:
 
 
 class Reads:
-    """make_reader: a new one. on_done(job, seconds). on_broken(peer, reason): it is to be closed. on_stuck(reason):
-    the process has to end, because the memory of a failed read cannot be had back otherwise."""
+    """make_reader: a new one. on_done(job, seconds): nothing of it arrives any more. on_broken(source, reason): it is
+    to be closed. on_stuck(reason): the memory of a failed read cannot be had back before this process ends; what
+    failed is never answered, and nothing may be started again. on_failed(job): it has, and is not over yet.
+    ``transfer``: bytes of one, unless a block is longer."""
 
     def __init__(
         self,
         pool: Pool,
         make_reader: Callable[[str], Reader],
         on_done: Callable[[Job, float], None],
-        on_broken: Callable[[Peer, str], None],
+        on_broken: Callable[[Source, str], None],
         on_stuck: Callable[[str], None],
+        on_failed: Callable[[Job], None] = lambda job: None,
+        transfer: int = TRANSFER_BYTES,
     ):
-        self._pool, self._make_reader = pool, make_reader
+        self._pool, self._make_reader, self._transfer = pool, make_reader, transfer
         self._on_done, self._on_broken, self._on_stuck = on_done, on_broken, on_stuck
+        self._on_failed = on_failed
         self._names = itertools.count(1)
         self._reader: Reader | None = None
         self._condemned_until = 0.0
         self._failed: list[Job] = []  # to be answered when their reader is gone
-        self._queues: dict[Peer, Queue] = {}
+        self._queues: dict[Source, Queue] = {}
         self._strangers: list[str] = []  # agents to be forgotten
         self.replaced = 0
 
@@ -90,43 +106,42 @@ class Reads:
         if self._reader is None:
             self._reader = self._make_reader(f"reader {next(self._names)}")
 
-    def start(self, message: m.Read, peer: Peer, far: Sequence[int]) -> None:
-        """``far``: the peer's slot of each move, 0 where it has none. Begun and ended in ``drive``."""
-        near = np.array([move.slot for move in message.moves], np.int64)
-        pages = np.array([move.pages for move in message.moves], np.int64)
-        there = np.array(far, np.int64)
-        usable = np.flatnonzero((there > 0) & (near > 0) & (pages > 0) & (near + pages <= self._pool.nbytes // PAGE))
-        rows, row_of = runs(near[usable], there[usable], pages[usable], TRANSFER_PAGES)
-        job = Job(message, peer, [False] * len(message.moves), _batches(rows, usable, row_of), time.monotonic())
+    def start(self, tag: Any, source: Source, near: np.ndarray, far: np.ndarray, sizes: np.ndarray) -> None:
+        """Read blocks of ``sizes`` bytes at ``far`` of the source's pool to ``near`` of ours, int64[n] each, in bytes
+        from the pool's beginning, where nothing lies: 0 is no place. Begun and ended in ``drive``."""
+        usable = np.flatnonzero((far > 0) & (near > 0) & (sizes > 0) & (near + sizes <= self._pool.nbytes))
+        rows, row_of = runs(near[usable], far[usable], sizes[usable], self._transfer)
+        batches = _batches(rows, usable, row_of, self._transfer)
+        job = Job(tag, source, [False] * len(near), batches, time.monotonic())
         if not len(usable):
             job.error = "the store that was to have these blocks does not have them"
-        queue = self._queues.setdefault(peer, Queue(last_end=job.started))
+        queue = self._queues.setdefault(source, Queue(last_end=job.started))
         if not queue.jobs:
             queue.last_end = job.started
         queue.jobs.append(job)
 
-    def gone(self, peer: Peer, reason: str) -> None:
+    def gone(self, source: Source, reason: str) -> None:
         """Its connection ended: nothing new is read from it."""
-        if peer in self._queues:
-            self._break(peer, reason)
-        elif peer.welcome is not None:
-            self._strangers.append(peer.welcome.agent)
+        if source in self._queues:
+            self._break(source, reason)
+        elif source.agent:
+            self._strangers.append(source.agent)
 
     def drive(self) -> bool:
         """One look at everything; whether there is more to do."""
         now = time.monotonic()
         while self._strangers and self._reader is not None and not self._failed:
             self._reader.forget(self._strangers.pop())  # before it is read from again, by a new connection
-        for peer, queue in list(self._queues.items()):
-            if peer in self._queues:
-                self._advance(peer, queue, now)
+        for source, queue in list(self._queues.items()):
+            if source in self._queues:
+                self._advance(source, queue, now)
         if self._failed:
             self._replace_reader(now)
         return self.active
 
-    # -- of one peer --------------------------------------------------------------------------------------------
+    # -- of one source ------------------------------------------------------------------------------------------
 
-    def _advance(self, peer: Peer, queue: Queue, now: float) -> None:
+    def _advance(self, source: Source, queue: Queue, now: float) -> None:
         for running in list(queue.running):
             over, error = self._reader.state(running.handle)
             if not over:
@@ -137,64 +152,65 @@ class Reads:
             job = running.job
             job.running -= 1
             if error:
-                self._break(peer, f"a read failed: {error}", clean=False)
+                self._break(source, f"a read failed: {error}", clean=False)
                 return
-            for move in running.moves:
-                job.good[move] = True
-            self._end_if_over(peer, queue, job, now)
-        if peer not in self._queues:
+            for block in running.blocks:
+                job.good[block] = True
+            self._end_if_over(source, queue, job, now)
+        if source not in self._queues:
             return
         if queue.running and now - queue.last_end > STALL_SECONDS:
-            self._break(peer, f"a read did not come on within {STALL_SECONDS:g} s; can its network be reached?")
+            self._break(source, f"a read did not come on within {STALL_SECONDS:g} s; can its network be reached?")
         elif any(now - job.started > MOST_SECONDS for job in itertools.islice(queue.jobs, 1)):
-            self._break(peer, f"a read took more than {MOST_SECONDS:g} s")
+            self._break(source, f"a read took more than {MOST_SECONDS:g} s")
         elif not self._failed:
-            self._begin_more(peer, queue, now)
+            self._begin_more(source, queue, now)
 
-    def _begin_more(self, peer: Peer, queue: Queue, now: float) -> None:
+    def _begin_more(self, source: Source, queue: Queue, now: float) -> None:
         for job in list(queue.jobs):
             while job.rows and len(queue.running) < IN_FLIGHT:
-                rows, moves = job.rows.popleft()
+                rows, blocks = job.rows.popleft()
                 try:
-                    self.open()
-                    self._reader.register(pieces_of(rows[:, 0]))
-                    self._reader.introduce(peer.welcome.agent, peer.metadata, peer.generation)
-                    sizes = (rows[:, 2] * PAGE).astype(np.uint64)
-                    zeros = np.zeros(len(rows), np.uint64)
-                    near = (rows[:, 0] * PAGE + self._pool.address).astype(np.uint64)
-                    far = (rows[:, 1] * PAGE).astype(np.uint64) + np.uint64(peer.welcome.base)
-                    handle = self._reader.begin(
-                        peer.welcome.agent, np.stack([near, sizes, zeros], 1), np.stack([far, sizes, zeros], 1)
-                    )
+                    handle = self._begin(source, rows)
                 except KVTierError as error:
-                    self._break(peer, str(error))
+                    self._break(source, str(error))
                     return
                 if not queue.running:
                     queue.last_end = now
-                queue.running.append(Running(handle, job, moves))
+                queue.running.append(Running(handle, job, blocks))
                 job.running += 1
             if not job.rows and not job.running:
-                self._end_if_over(peer, queue, job, now)
+                self._end_if_over(source, queue, job, now)
             if len(queue.running) >= IN_FLIGHT:
                 return
 
-    def _end_if_over(self, peer: Peer, queue: Queue, job: Job, now: float) -> None:
+    def _begin(self, source: Source, rows: np.ndarray) -> Any:
+        self.open()
+        reader, kind = self._reader, self._reader.kind
+        reader.register(set(np.unique(rows[:, 0] // kind.piece).tolist()))
+        reader.introduce(source.agent, source.metadata, source.generation)
+        near, far, sizes = rows.astype(np.uint64).T
+        ours = [near + np.uint64(self._pool.address), sizes, np.full(len(rows), kind.device, np.uint64)]
+        theirs = [far + np.uint64(source.base), sizes, np.zeros(len(rows), np.uint64)]
+        return reader.begin(source.agent, np.stack(ours, 1), np.stack(theirs, 1))
+
+    def _end_if_over(self, source: Source, queue: Queue, job: Job, now: float) -> None:
         if job.rows or job.running or job not in queue.jobs:
             return
         queue.jobs.remove(job)
         if not queue.jobs:
-            del self._queues[peer]
+            del self._queues[source]
         self._on_done(job, now - job.started)
 
-    def _break(self, peer: Peer, reason: str, clean: bool = True) -> None:
+    def _break(self, source: Source, reason: str, clean: bool = True) -> None:
         """All reads from it have failed. Unless nothing can arrive any more, which ``clean`` says of those that are
         over, they are answered when the reader is gone."""
-        queue = self._queues.pop(peer)
+        queue = self._queues.pop(source)
         now = time.monotonic()
         for job in queue.jobs:
             job.error = job.error or reason
         if clean and not queue.running:
-            self._strangers.append(peer.welcome.agent)
+            self._strangers.append(source.agent)
             for job in queue.jobs:
                 self._on_done(job, now - job.started)
         else:
@@ -204,16 +220,18 @@ class Reads:
             for running in queue.running:
                 self._reader.release(running.handle)
             queue.running.clear()  # whoever holds a handle keeps the agent alive
-        self._on_broken(peer, reason)
+            for job in queue.jobs:
+                self._on_failed(job)
+        self._on_broken(source, reason)
 
     # -- the reader ---------------------------------------------------------------------------------------------
 
     def _replace_reader(self, now: float) -> None:
-        others = [peer for peer, queue in self._queues.items() if queue.running]
+        others = [source for source, queue in self._queues.items() if queue.running]
         if others and now < self._condemned_until:
             return
-        for peer in others:
-            self._break(peer, "another read did not end, and this one did not in time")
+        for source in others:
+            self._break(source, "another read did not end, and this one did not in time")
         reader, self._reader = self._reader, None
         self._strangers.clear()
         if reader is not None:
@@ -228,14 +246,15 @@ class Reads:
             queue.last_end = now
 
 
-def _batches(rows: np.ndarray, moves: np.ndarray, row_of: np.ndarray) -> deque[tuple[np.ndarray, list[int]]]:
-    """Rows as transfers of about TRANSFER_PAGES, each with the numbers of its moves."""
+def _batches(
+    rows: np.ndarray, blocks: np.ndarray, row_of: np.ndarray, transfer: int
+) -> deque[tuple[np.ndarray, list[int]]]:
+    """Rows as transfers of about so many bytes, each with the numbers of its blocks."""
     batches: deque[tuple[np.ndarray, list[int]]] = deque()
     if not len(rows):
         return batches
-    of_row = np.cumsum(rows[:, 2]) - rows[:, 2]
-    batch_of = of_row // TRANSFER_PAGES
+    batch_of = (np.cumsum(rows[:, 2]) - rows[:, 2]) // transfer
     for batch in np.unique(batch_of):
         mine = batch_of == batch
-        batches.append((rows[mine], moves[mine[row_of]].tolist()))
+        batches.append((rows[mine], blocks[mine[row_of]].tolist()))
     return batches

@@ -44,6 +44,7 @@ class Connection:
     number: int  # as our server knows it
     last_seen: float
     name: str = ""  # "": has not said hello
+    objects: str = ""  # as in Hello
     asks: int = 0
     leases: set[int] = field(default_factory=set)
     told: int = 0  # generation of the agent's metadata that it was given
@@ -79,6 +80,12 @@ class Serving:
         """Whether anybody reads just now."""
         return self._readers > 0
 
+    def coming(self, message: m.Coming) -> None:
+        """Our server's answer will take a while."""
+        connection, ask = self._asked.get(message.id, (None, None))
+        if connection is not None:
+            self._send(connection, w.Coming(ask.id, message.units, min(message.seconds, w.MOST_SECONDS)))
+
     def lent(self, message: m.Lent) -> None:
         """Our server's answer."""
         connection, ask = self._asked.pop(message.id, (None, None))
@@ -86,7 +93,7 @@ class Serving:
             return  # it left, which our server was told after it was asked
         connection.asks -= 1
         if not message.lease:
-            self._send(connection, w.Nothing(ask.id))
+            self._send(connection, w.Nothing(ask.id, below=message.below))
             return
         try:
             slots = np.concatenate([np.array(row, np.int64) for row in message.slots])
@@ -99,7 +106,7 @@ class Serving:
         connection.leases.add(message.lease)
         metadata = self._agent.metadata if connection.told != self._agent.generation else b""
         connection.told = self._agent.generation
-        self._send(connection, w.Offer(ask.id, message.lease, message.units, message.slots, metadata))
+        self._send(connection, w.Offer(ask.id, message.lease, message.units, message.slots, metadata, message.below))
         self._watch()
 
     def close(self) -> None:
@@ -172,7 +179,7 @@ class Serving:
             self._answer(connection.identity, w.Refused(reason))
             self._forget(connection)
             return
-        connection.name, connection.told = hello.instance or "?", 0
+        connection.name, connection.objects, connection.told = hello.instance or "?", hello.objects, 0
         self._send(connection, self._welcome)
 
     def _ask(self, connection: Connection, ask: w.Ask) -> None:
@@ -187,7 +194,16 @@ class Serving:
         connection.asks += 1
         self._host.send(
             m.Lend(
-                lend, connection.number, connection.name, ask.unit_tokens, ask.groups, ask.space, ask.chain, ask.start
+                lend,
+                connection.number,
+                connection.name,
+                ask.unit_tokens,
+                ask.groups,
+                ask.space,
+                ask.chain,
+                ask.start,
+                min(ask.patience, w.MAX_PATIENCE),
+                connection.objects,
             )
         )
 

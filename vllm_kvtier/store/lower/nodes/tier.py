@@ -1,34 +1,33 @@
 """Other nodes' stores as a tier of this one: asked for what follows, read from, never written to."""
 
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.base import Block, Find, Tier, TierCounts, Want
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.lower.mover import OPENING, READY, Mover
 from vllm_kvtier.store.lower.nodes.lending import Lending
 from vllm_kvtier.store.lower.nodes.options import NodeOptions
+from vllm_kvtier.store.lower.nodes.wrong import WrongBlocks
 from vllm_kvtier.store.lower.rate import Rate
 from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.records import HASH
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE
 
-# The mover answers well before these, whatever its peers do; one that does not is not alive itself.
-LOOK_SECONDS = 10.0
+# The mover answers well before these, whatever its peers do and bring up; one that does not is not alive itself.
+LOOK_SECONDS = 30.0
 READ_SECONDS = 75.0
 GUESS = 1e9, 0.005  # bytes a second and seconds a read, before anything was measured
 FIRST_LATENCY = 0.005  # seconds of a find, likewise
 WEIGHT = 0.2  # of the latest find
-MAX_BAD = 4096  # blocks remembered to have come with a wrong checksum
 
 
 class NodesTier(Tier):
     """nodes, node_listen, cluster_key_file: as the options of these names. lending: what others are lent of the
-    memory at ``pool_fd``; it belongs to this tier from now on.
+    memory at ``pool_fd``; it belongs to this tier from now on. objects: digest of the object store below this store.
 
     Raises ConfigError, in words, for options that cannot be meant or would speak to others without a key.
     """
@@ -46,23 +45,29 @@ class NodesTier(Tier):
         pool_bytes: int,
         reactor: Reactor,
         *,
+        objects: str = "",
         clock: Callable[[], float] = time.monotonic,
         make_mover: Callable[..., Mover] = Mover,
     ):
         # The mover does not run where we do.
         file = os.path.abspath(cluster_key_file) if cluster_key_file else ""
-        options = {"nodes": nodes, "node_listen": node_listen, "cluster_key_file": file}
+        options = {"nodes": nodes, "node_listen": node_listen, "cluster_key_file": file, "objects": objects}
         self._listed = bool(NodeOptions.parse(options).nodes)
         self._lending, self._clock = lending, clock
         self._counts = TierCounts(self.name)
         self._life = 0  # of the mover: what it named in another life means nothing
-        self._bad: dict[tuple[bytes, int, bytes], None] = {}  # oldest first
+        self._wrong = WrongBlocks()
+        self._looks: dict[int, tuple[Want, float]] = {}  # under way; since when, 0: that was learned from
         self._latency, self._reads = FIRST_LATENCY, Rate(*GUESS)
         self._mover = make_mover(self.name, options, pool_fd, pool_bytes, reactor, self._hear, self._up, self._down)
 
     @property
     def lent(self) -> int:
         return self._lending.lent_leases
+
+    @property
+    def durations(self) -> Mapping[str, Durations]:
+        return self._mover.durations
 
     @property
     def usable(self) -> bool:
@@ -75,7 +80,7 @@ class NodesTier(Tier):
             done(Find(want, want.start))
             return
         self._counts.finds += 1
-        began, life = self._clock(), self._life
+        life = self._life
         groups = [GroupShape(shape.units, shape.size, shape.window) for shape in want.shapes]
         look = m.Look(
             self._mover.next_id(), want.space, want.unit_tokens, groups, want.chain, want.start, list(want.nodes)
@@ -83,7 +88,8 @@ class NodesTier(Tier):
 
         def answered(reply: m.Located | None) -> None:
             if reply is not None:
-                self._latency += WEIGHT * (self._clock() - began - self._latency)
+                self._learn(look.id)
+            self._looks.pop(look.id, None)
             if reply is None or not reply.token or not want.start < reply.units <= want.units:
                 done(Find(want, want.start))
                 return
@@ -94,7 +100,21 @@ class NodesTier(Tier):
                 self.release(find)
             done(find)
 
+        self._looks[look.id] = want, self._clock()
         self._mover.request(look, LOOK_SECONDS, answered)
+
+    def _learn(self, look: int) -> None:
+        """What it takes to be told something: what somebody's disk takes on top of it, he says himself."""
+        _, began = self._looks[look]
+        if began:
+            self._latency += WEIGHT * (self._clock() - began - self._latency)
+
+    def _coming(self, coming: m.Coming) -> None:
+        want, _ = self._looks.get(coming.id, (None, 0.0))
+        if want is not None:
+            self._learn(coming.id)
+            self._looks[coming.id] = want, 0.0
+            self.on_coming(want, self._good_units(want, min(coming.units, want.units)), coming.seconds)
 
     def release(self, find: Find) -> None:
         life, token = find.token
@@ -105,16 +125,7 @@ class NodesTier(Tier):
         return self._latency
 
     def _good_units(self, want: Want, units: int) -> int:
-        """As far as nothing came with a wrong checksum before."""
-        if not self._bad:
-            return units
-        align = math.lcm(*(shape.units for shape in want.shapes))
-        for group, shape in enumerate(want.shapes):
-            for end in range(want.start + shape.units, units + 1, shape.units):
-                if (want.space, group, want.chain[(end - 1) * HASH : end * HASH]) in self._bad:
-                    units = max(want.start, (end - shape.units) // align * align)
-                    break
-        return units
+        return self._wrong.good_units(want.space, want.chain, want.shapes, want.start, units)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -149,11 +160,8 @@ class NodesTier(Tier):
         return self._reads.under_way > 0
 
     def discard(self, space: bytes, group: int, block_hash: bytes) -> None:
-        """Not found here again for as long as it is remembered; it may be right in some store, and wrong in another."""
-        self._bad[space, group, block_hash] = None
+        self._wrong.add(space, group, block_hash)
         self._counts.discarded_blocks += 1
-        if len(self._bad) > MAX_BAD:
-            del self._bad[next(iter(self._bad))]
 
     # -- what it is not ------------------------------------------------------------------------------------------
 
@@ -186,17 +194,18 @@ class NodesTier(Tier):
             extra={
                 "lent_blocks": lending.lent_blocks,
                 "lent_leases": lending.lent_leases,
+                "lent_brought_up": lending.brought_up,
                 "leases_out": len(lending),
             },
         )
 
     def _hear(self, message: m.ToServer) -> None:
-        if not isinstance(message, m.Lend | m.Return | m.Left):
+        if isinstance(message, m.Coming):
+            self._coming(message)
+        elif isinstance(message, m.Lend | m.Return | m.Left):
+            self._lending.handle(message, self._mover.send)
+        else:
             self._mover.set_aside(f"it sent {type(message).__name__}, which is not for a tier of nodes")
-            return
-        answer = self._lending.handle(message)
-        if answer is not None:
-            self._mover.send(answer)
 
     def _up(self, opened: m.Opened) -> None:
         self._life += 1

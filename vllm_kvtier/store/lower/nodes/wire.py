@@ -4,8 +4,10 @@ The asker connects (DEALER) to the server (ROUTER), where a store asks, its move
 answers. A connection begins with Hello, answered by Welcome or Refused. What a connection was lent is free again when
 it falls silent, which is why it says Ping while it holds something. The bytes themselves are read by NIXL, out of the
 server's pool and without its doing; while it does, the asker says so (``Reading``), because some networks need the
-server to look after them. A message that is none of these, or out of these bounds, costs the sender the connection.
-Numbers of slots are 4 KiB pages of the server's pool. No message carries an absolute time.
+server to look after them. What the server has below its memory it brings up when it is asked with patience; the answer
+waits for that, and until then Coming says what is expected. A message that is none of these, or out of these bounds,
+costs the sender the connection. Numbers of slots are 4 KiB pages of the server's pool. No message carries an absolute
+time.
 """
 
 import math
@@ -16,15 +18,28 @@ import msgspec
 import numpy as np
 
 from vllm_kvtier import __version__
-from vllm_kvtier.store.messages import MAX_GROUPS, MAX_UNITS, Count, GroupShape, Hashes, Name, Page, Sentence, Space
+from vllm_kvtier.store.messages import (
+    MAX_GROUPS,
+    MAX_UNITS,
+    Count,
+    GroupShape,
+    Hashes,
+    Name,
+    Page,
+    Seconds,
+    Sentence,
+    Space,
+)
 from vllm_kvtier.store.records import HASH
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 16 << 20  # bytes
 MAX_METADATA = 4 << 20  # bytes; a few hundred a piece of the pool, at most
 PING_SECONDS = 1.0  # between two of an asker that holds something or waits for something
 SILENT_SECONDS = 4.0  # after which either side takes the other for dead
+MOST_SECONDS = 86400.0  # that anything is said to take
+MAX_PATIENCE = 30.0  # seconds that anybody's answer may wait for what is below the server's memory
 
 UnitTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Groups = Annotated[list[GroupShape], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
@@ -37,15 +52,18 @@ Slots = Annotated[list[Annotated[list[Page], msgspec.Meta(max_length=MAX_UNITS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """``instance``: of the asking mover, new at every start."""
+    """``instance``: of the asking mover, new at every start. ``objects``: digest of the object store that the asker
+    asks itself, "" if none: nobody need look there for it."""
 
     instance: Name
     protocol: int = PROTOCOL
     version: Name = __version__
+    objects: Name = ""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """What do you have in memory of this chain from unit ``start`` on? Leases it. Answer: Offer or Nothing."""
+    """What do you have of this chain from unit ``start`` on? Leases what is in memory. Answer: Offer or Nothing, at
+    once, or with ``patience`` when what is below memory has been brought up, after so many seconds at most."""
 
     id: Count
     space: Space
@@ -53,6 +71,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     groups: Groups
     chain: Hashes
     start: Count
+    patience: Seconds = 0.0
 
 
 class Reading(msgspec.Struct, frozen=True, tag="reading"):
@@ -93,20 +112,33 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Units [start, units), under a lease; ``slots`` as in ``messages.Found``. ``metadata``: of the agent, where it
-    grew since the last that this connection was given, else empty."""
+    grew since the last that this connection was given, else empty. ``below``: units there might be, if it is asked
+    with patience; 0, or no more than ``units``: nothing further."""
 
     id: Count
     lease: Count
     units: Count
     slots: Slots
     metadata: Metadata = b""
+    below: Count = 0
 
 
 class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
-    """``lacks``: there is nothing; otherwise there may be, but not now."""
+    """``lacks``: there is nothing in memory; otherwise there may be, but not now. ``below``: as in Offer."""
 
     id: Count
     lacks: bool = True
+    below: Count = 0
+
+
+class Coming(msgspec.Struct, frozen=True, tag="coming"):
+    """Before the answer to an Ask with patience, perhaps several times: it is being brought up, to unit ``units`` as
+    far as is known, which is expected in so many ``seconds``; the answer comes when patience ends if that is earlier,
+    with what there is by then."""
+
+    id: Count
+    units: Count
+    seconds: Seconds
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -114,7 +146,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 FromAsker = Hello | Ask | Reading | Release | Ping
-FromServer = Welcome | Refused | Offer | Nothing | Pong
+FromServer = Welcome | Refused | Offer | Nothing | Coming | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 _from_asker = msgspec.msgpack.Decoder(FromAsker)

@@ -4,6 +4,7 @@ Names follow from contents alone, so that any number of stores may share a prefi
 without knowing of each other.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -48,6 +49,11 @@ def parse_url(url: str) -> Place:
     if len(prefix) > _MOST_PREFIX or not prefix.isprintable():
         raise ConfigError(f"object_url={url!r}: the prefix must be at most {_MOST_PREFIX} printable characters")
     return Place(parts.netloc, prefix)
+
+
+def store_digest(url: str, endpoint: str) -> str:
+    """Equal where two nodes name the same objects in the same words; says nothing of the URL. Raises ConfigError."""
+    return hashlib.blake2b(f"{parse_url(url)} {endpoint.rstrip('/')}".encode(), digest_size=16).hexdigest()
 
 
 def check_endpoint(endpoint: str) -> str:

@@ -7,12 +7,13 @@ altogether, the tier is set aside and opened again later; when only writing is r
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.base import Block, Find, Tier, TierCounts, Want
 from vllm_kvtier.store.lower.child import Child, spawn_mover
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.lower.mover import READY, SET_ASIDE, Mover
 from vllm_kvtier.store.lower.objects.names import check_endpoint, parse_url
 from vllm_kvtier.store.messages import GroupShape
@@ -75,6 +76,10 @@ class ObjectTier(Tier):
         self._latency = FIRST_LATENCY
 
     # -- Tier ---------------------------------------------------------------------------------------------------
+
+    @property
+    def durations(self) -> Mapping[str, Durations]:
+        return self._mover.durations
 
     @property
     def usable(self) -> bool:

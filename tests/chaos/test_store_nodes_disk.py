@@ -1,0 +1,155 @@
+"""Two node stores, of which one has a disk: what lies there and not in its memory the other gets, right, and nothing
+that happens to the one costs the other more than it."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from store_process import Engine, Store
+from store_support import EVERYTHING, SPACE, chain_of
+from support import eventually
+
+from vllm_kvtier.store import messages as m
+
+CHAINS = [chain_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
+
+
+class Pair:
+    """A has a disk, B none; each knows the other."""
+
+    def __init__(self, folder):
+        ports = [_free_port() for _ in range(2)]
+        self.stores, self.options = [], []
+        for side, (own, other) in enumerate([ports, ports[::-1]]):
+            home = folder / "ab"[side]
+            home.mkdir()
+            self.stores.append(Store(home, (), {"UCX_TLS": "tcp"}))
+            self.options.append([f"--nodes=127.0.0.1:{other}", f"--node-listen=127.0.0.1:{own}"])
+        self.options[0] += [f"--disk-path={folder / 'disk'}", "--disk-size=64MiB", "--disk-admission=all"]
+
+    def start(self, side: int) -> Store:
+        store = self.stores[side]
+        store.kill()
+        store.start(*self.options[side])
+        return store
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.kill()
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A was killed and started anew: all that it had is on its disk, and nothing in its memory. B is new."""
+    pair = Pair(tmp_path)
+    try:
+        a = pair.start(0)
+        with Engine(a) as near:
+            assert [near.fill(chain) for chain in CHAINS] == [32] * len(CHAINS)
+
+            def written() -> bool:
+                lane = a.disk().extra
+                return lane["queued_blocks"] == 0 and lane["written"] == 32 * len(CHAINS)
+
+            eventually(written, 30, "all of it is on the disk")
+        a = pair.start(0)
+        assert a.disk().blocks == 32 * len(CHAINS) and a.counts().index.entries == 0
+        pair.start(1)
+        yield pair
+    finally:
+        pair.close()
+
+
+def quiet(*stores: Store) -> None:
+    for store in stores:
+        eventually(lambda store=store: (i := store.counts().index).leases == i.reservations == 0, 20)
+
+
+def test_what_is_on_the_others_disk_is_found(pair):
+    a, b = pair.stores
+    with Engine(b) as far:
+        # Asked for half of the first, so that there is a beginning in A's memory when all of it is asked for.
+        assert far.find(CHAINS[0][: len(CHAINS[0]) // 2]) == 16
+        assert [far.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        assert far.find(chain_of((32, "nobody's"))) == 0
+        assert [far.find(chain, patience=0) for chain in CHAINS] == [32] * len(CHAINS)  # it is B's own by now
+    mine, theirs = a.tier("nodes"), b.tier("nodes")
+    assert a.disk().read_blocks == theirs.read_blocks == 32 * len(CHAINS)
+    assert mine.extra["lent_brought_up"] == len(CHAINS) + 1 and mine.extra["lent_blocks"] >= 32 * len(CHAINS)
+    # A did not ask B, who was asking.
+    assert mine.finds == 0 and theirs.extra["lent_leases"] == 0
+    quiet(a, b)
+
+
+def test_the_other_forgets_and_gets_it_again_from_memory(pair):
+    a, b = pair.stores
+    with Engine(b) as far:
+        assert far.find(CHAINS[0]) == 32
+    b = pair.start(1)
+    with Engine(b) as far:
+        assert far.find(CHAINS[0]) == 32
+    assert a.disk().read_blocks == 32  # once
+
+
+def test_a_disk_that_stands_still_costs_who_asks_his_patience_and_no_more(pair):
+    a, b = pair.stores
+    mover = _disk_mover(a)
+    os.kill(mover, signal.SIGSTOP)
+    with Engine(b) as far:
+        began = time.monotonic()
+        assert far.find(CHAINS[1], patience=1.0) == 0
+        assert time.monotonic() - began < 3
+        # An engine that asks meanwhile is told how much is coming, and can tell whether that is worth a wait.
+        told = far.ask(m.Lookup(1, SPACE, CHAINS[1], 0, EVERYTHING)).below
+        assert told.units == 32 and 0 < told.seconds < 5
+        os.kill(mover, signal.SIGCONT)
+        assert far.find(CHAINS[1]) == 32
+        # It was waited for, not given up as dead: neither side began anew.
+        assert (b.tier("nodes").restarts, b.tier("nodes").timeouts, a.disk().restarts) == (0, 0, 0)
+    quiet(a, b)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_dies_while_it_is_brought_up(pair, victim):
+    a, b = pair.stores
+    mover = _disk_mover(a)
+    os.kill(mover, signal.SIGSTOP)
+    with Engine(b) as far:
+        began = time.monotonic()
+        assert far.find(CHAINS[2], patience=0.5) == 0  # A is bringing it up
+        eventually(lambda: a.tier("nodes").extra["lent_brought_up"] == 1)
+        pair.stores[victim].kill()
+        if victim == 0:
+            assert far.find(CHAINS[3], patience=1.0) == 0
+            assert time.monotonic() - began < 6
+        else:
+            os.kill(mover, signal.SIGCONT)
+            quiet(a)
+    survivor = pair.start(victim)
+    quiet(survivor, pair.stores[1 - victim])
+    with Engine(b) as far:
+        eventually(lambda: far.find(CHAINS[2], patience=5.0) == 32, 60, "found as soon as both are there again")
+
+
+def _disk_mover(store: Store) -> int:
+    """Pid of its disk's mover: the one that has the disk's files open."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as stat:
+                    parent = int(stat.read().rpartition(") ")[2].split()[1])
+                if parent == store.process.pid:
+                    folder = f"/proc/{entry}/fd"
+                    if any("/disk/" in os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)):
+                        return int(entry)
+            except OSError:
+                continue  # it ended meanwhile
+    raise AssertionError("no mover has the disk open")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

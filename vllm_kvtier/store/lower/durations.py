@@ -1,0 +1,21 @@
+"""How long requests took, as a histogram that Prometheus can add up over stores."""
+
+from bisect import bisect_left
+
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds, inclusive
+
+
+class Durations:
+    """``counts[i]``: of those up to BOUNDS[i] and above the bound before it; the last: longer than all. ``seconds``:
+    their sum."""
+
+    def __init__(self, counts: list[int] | None = None, seconds: float = 0.0):
+        self.counts = counts or [0] * (len(BOUNDS) + 1)
+        self.seconds = seconds
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
+    def copy(self) -> "Durations":
+        return Durations(list(self.counts), self.seconds)
