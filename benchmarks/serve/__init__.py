@@ -1,0 +1,1 @@
+"""A load generator for servers that speak OpenAI's format, and for comparing engines with different connectors."""
