@@ -13,26 +13,16 @@ import argparse
 import heapq
 import itertools
 import json
-import lzma
 import time
 from collections import defaultdict
 from pathlib import Path
 
+from vllm_kvtier.plan.replay import NEVER, SPACE
+from vllm_kvtier.plan.trace import ideal, read
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import HASH, Index
 from vllm_kvtier.store.messages import GroupShape
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
-
-SPACE = bytes(HASH)
-NEVER = 1 << 60
-
-
-def read(path: Path) -> list[tuple[float, list[int]]]:
-    """(seconds, block ids) of each request."""
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-    with opened as lines:
-        rows = map(json.loads, lines)
-        return [(row.get("timestamp", 0) / 1000, row["hash_ids"]) for row in rows]
 
 
 def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) -> dict:
@@ -65,16 +55,6 @@ def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) ->
         "us_per_block": 1e6 * seconds / asked,
         "adjacent_slots": stored / max(1, runs),
     }
-
-
-def ideal(requests: list[tuple[float, list[int]]]) -> float:
-    """Hit rate of an infinite cache."""
-    seen: set[int] = set()
-    hits = 0
-    for _, ids in requests:
-        hits += sum(1 for _ in itertools.takewhile(seen.__contains__, ids))
-        seen.update(ids)
-    return hits / sum(len(ids) for _, ids in requests)
 
 
 def belady(requests: list[tuple[float, list[int]]], blocks: int) -> float:

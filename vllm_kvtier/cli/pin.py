@@ -4,21 +4,19 @@ The engine knows how a prompt becomes blocks (its tokenizer, its hashes); it is 
 """
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_kvtier.doctor.server import Server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.client import AsyncEndpointClient, PeerRefused
 
 TOKENIZE_SECONDS = 60.0
 
-Server = Annotated[str, typer.Option("--server", help="The vLLM server, as http://HOST:PORT: tokenizes the prompt.")]
+ServerUrl = Annotated[str, typer.Option("--server", help="The vLLM server, as http://HOST:PORT: tokenizes the prompt.")]
 Endpoint = Annotated[
     str, typer.Option("--endpoint", help="HOST:PORT of the same engine's connector (option endpoint_port, or its log).")
 ]
@@ -30,18 +28,7 @@ Key = Annotated[Path | None, typer.Option("--cluster-key", help="The engines' cl
 
 def tokenize(server: str, text: str) -> list[int]:
     """Token ids of ``text`` as the server's completions see it. Raises KVTierError with the server's words."""
-    request = urllib.request.Request(
-        f"{server.rstrip('/')}/tokenize",
-        json.dumps({"prompt": text}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=TOKENIZE_SECONDS) as answer:
-            return json.load(answer)["tokens"]
-    except urllib.error.HTTPError as error:
-        raise KVTierError(f"{server} does not tokenize: {error} {error.read(500).decode(errors='replace')}") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise KVTierError(f"{server} does not tokenize: {error}") from error
+    return Server(server, TOKENIZE_SECONDS).tokenize(text)
 
 
 async def keep(endpoint: str, tokens: list[int], salt: str, pinned: bool | None, key: Path | None = None) -> int:
@@ -83,7 +70,7 @@ def _run(
 
 
 def pin(
-    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    server: ServerUrl, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
     cluster_key: Key = None,
 ) -> None:  # fmt: skip
     """Keep what the node store has of a prompt from being evicted."""
@@ -91,7 +78,7 @@ def pin(
 
 
 def unpin(
-    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    server: ServerUrl, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
     cluster_key: Key = None,
 ) -> None:  # fmt: skip
     """Let it be evicted again."""
@@ -99,7 +86,7 @@ def unpin(
 
 
 def warm(
-    server: Server, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
+    server: ServerUrl, endpoint: Endpoint, prompt: Prompt = None, file: File = None, cache_salt: Salt = "",
     cluster_key: Key = None,
 ) -> None:  # fmt: skip
     """Bring what the node store has of a prompt on disk, in an object store or on other nodes up into its memory."""

@@ -1,0 +1,172 @@
+"""Engines that are none, for `kvtier doctor` and its sisters: a real endpoint and real HTTP, with chosen answers.
+
+Their prompts are bytes, a token each; their blocks' names follow from what a real engine's do (seed, salt, tokens), and
+what of them is stored is asked of a real node store.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.store import messages as sm
+from vllm_kvtier.store.client import StoreClient
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.geometry import CacheGeometry, GroupGeometry, RegionGeometry
+from vllm_kvtier.wire.reactor import Reactor
+
+UNIT = 16
+NAMESPACE = m.Namespace("model-a", "auto/bfloat16", "sha256_cbor", "5eed", UNIT, 1, 1)
+
+
+def geometry(order: str = "outer", heads: int = 4) -> CacheGeometry:
+    region = RegionGeometry("layer0", heads, 0, UNIT, 1, 256, order, "", "bfloat16")
+    return CacheGeometry((GroupGeometry(UNIT, "full", None, (region,)),), "little")
+
+
+def ranks(count: int = 1, shape: CacheGeometry | None = None) -> list[m.RankInfo]:
+    return [m.RankInfo(r, f"agent{r}", b"", "DRAM", 0, 100, (), shape or geometry(), 0) for r in range(count)]
+
+
+class FakeEngine:
+    """``namespace``: None: it is still starting, with ``why``. ``store``: path of the node store that it uses."""
+
+    def __init__(self, namespace=NAMESPACE, store="", why=None, key=None, ranks=None, **options):
+        self.namespace, self.gpu_cache, self.exported = namespace, {}, {}
+        self.reactor = Reactor("fake-engine")
+        self.silent = False
+        table = ExportTable(UNIT, {Kind.HANDOFF: 1000, Kind.RETAINED: 1000})
+        self.endpoint = Endpoint(
+            self.reactor, KVTierConfig(**options), key, table,
+            on_freed=lambda: None, on_question=self._question, on_serving=lambda on: None, on_puller=lambda ask: None,
+        )  # fmt: skip
+        if why is not None:
+            self.endpoint.unusable = why
+        else:
+            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, "fake/1", ranks or globals()["ranks"]()))
+        self.address = f"127.0.0.1:{self.endpoint.port}"
+        self._path = store
+        self._client = None
+        if store:
+            shapes = [sm.GroupShape(units=1, slot_pages=BLOCK_PAGES)]
+            hello = sm.Hello("fake", os.getpid(), "engine", unit_tokens=UNIT, groups=shapes)
+            connected = threading.Event()
+            self._client = StoreClient(self.reactor, store, hello, on_change=connected.set)
+            self._client.start()
+        self.reactor.start()
+        if store:
+            assert connected.wait(10) and self._client.connected, self._client.reason
+
+    @property
+    def space(self) -> bytes:
+        return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH).digest()
+
+    def chain(self, text: str, salt: str = "") -> bytes:
+        """Packed hashes of the whole blocks of a prompt."""
+        tokens, last = text.encode(), repr((self.namespace.hash_seed, salt)).encode()
+        hashes = []
+        for at in range(0, len(tokens) - UNIT + 1, UNIT):
+            last = hashlib.blake2b(last + tokens[at : at + UNIT], digest_size=sm.HASH).digest()
+            hashes.append(last)
+        return b"".join(hashes)
+
+    def stores(self, text: str, salt: str = "") -> int:
+        """As an engine does that computed this prompt: blocks newly stored."""
+        chain = self.chain(text, salt)
+        hello = sm.Hello("filler", os.getpid(), "engine", unit_tokens=UNIT, groups=[sm.GroupShape(1, BLOCK_PAGES)])
+        with RawClient(self._path, hello) as client:
+            groups, hashes, parents = items_of(chain)
+            reserved = client.ask(sm.Reserve(1, self.space, b"", groups, hashes, parents, EVERYTHING))
+            slots = [slot for slot in reserved.slots if slot > 0]
+            client.tell(sm.Commit(slots))
+            client.stat()  # answered behind the commit
+        return len(slots)
+
+    def _question(self, question, answer) -> None:
+        if self.silent:
+            return
+        if isinstance(question, m.Inspect):
+            store = self._client.instance if self._client is not None else ""
+            counts = dict.fromkeys(m.Inspection.__struct_fields__, 0)
+            answer(m.Inspection(**{**counts, "question": question.question, "blocks": 100, "store": store}))
+            return
+        text = bytes(question.tokens).decode()
+        said = dict(
+            question=question.question, prompt=len(text),
+            gpu_cache=self.gpu_cache.get((text, question.cache_salt), 0),
+            exported=self.exported.get((text, question.cache_salt), 0),
+        )  # fmt: skip
+        if self._client is None:
+            answer(m.Holding(**said))
+            return
+        pending = self._client.inspect(self.space, self.chain(text, question.cache_salt))
+        pending.then(lambda p: answer(m.Holding(**said, stored=getattr(p.outcome, "units", 0) * UNIT)))
+
+    def stop(self) -> None:
+        self.reactor.stop()
+
+
+METRICS = """# HELP vllm:kvtier_declined_total requests not pulled
+# TYPE vllm:kvtier_declined_total counter
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="100"} 1.0
+"""
+
+
+def counter(name: str, value: float, kind: str = "") -> str:
+    """A line of one of the connector's counters."""
+    return f'# TYPE vllm:kvtier_{name}_total counter\nvllm:kvtier_{name}_total{{engine="0",kind="{kind}"}} {value}\n'
+
+
+class FakeServer:
+    """vLLM's HTTP side. ``tokens``: what it makes of a text; ``metrics``: what /metrics says."""
+
+    def __init__(self, version="0.33.0", metrics=METRICS, tokens=None):
+        self.version, self.metrics, self.asked = version, metrics, []
+        self.tokens = tokens or (lambda text: list(text.encode()))
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                answers = {"/version": {"version": fake.version}}
+                if self.path == "/metrics":
+                    self._say(fake.metrics.encode(), 200)
+                else:
+                    self._say(json.dumps(answers.get(self.path, {})).encode(), 200 if self.path in answers else 404)
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.asked.append(body)
+                text = body.get("prompt") or "".join(f"<{e['role']}>{e['content']}" for e in body["messages"])
+                self._say(json.dumps({"tokens": fake.tokens(text)}).encode(), 200)
+
+            def _say(self, data: bytes, status: int):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                """Not to the tests' output."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def changed(**fields) -> m.Namespace:
+    return msgspec.structs.replace(NAMESPACE, **fields)

@@ -1,0 +1,137 @@
+"""`kvtier bench`: each bench moves what it says, right bytes, and says why where it cannot."""
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_kvtier import codecs
+from vllm_kvtier.bench import copies, disk, pull
+from vllm_kvtier.bench.row import Row, rates, repeat
+from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.plan.pays import from_bench
+
+pytestmark = pytest.mark.timeout(180)  # on a machine whose cores are busy otherwise
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, ["bench", "--seconds", "0.2", "--device", "cpu", *map(str, arguments)])
+
+
+def test_rounds_take_turns():
+    seen = []
+
+    def way(name, rate):
+        return lambda seconds: (seen.append(name), (rate, 1.0))[1]
+
+    assert rates({"a": way("a", 10), "b": way("b", 20)}, 0.1) == {"a": 10, "b": 20}
+    assert seen == ["a", "b"] * 3
+    assert repeat(lambda: 5, 0.0)[0] == 5
+    assert Row("x", "y", 5.0, 10.0).share == 0.5 and Row("x", "y", 5.0).share is None
+
+
+def test_copies_are_right():
+    """What was stored and loaded into other blocks equals what it was made of."""
+    torch.manual_seed(2)
+    on = copies.scene(cuda=False, coded=True)
+    for row in on.memory.view(torch.int64).split(1 << 20):
+        row.copy_(torch.randint(1 << 40, row.shape))
+    mover = copies.Mover(on, "raw")
+    try:
+        moved, took = mover.load(0.01)
+        count = mover._count
+        assert moved % copies.BLOCK == 0 and took > 0
+        while mover._at:  # until each block was loaded
+            mover.load(0.0)
+        pages = on.memory.view(copies.LAYERS, 2 * on.blocks, -1)
+        stored, loaded = (torch.from_numpy(mover._blocks[way][:count]) for way in ("store", "load"))
+        assert torch.equal(pages[:, stored], pages[:, loaded])
+    finally:
+        mover.close()
+
+
+def test_a_wrong_block_is_no_figure():
+    on = copies.scene(cuda=False, coded=True)
+    mover = copies.Mover(on, "raw")
+    try:
+        mover.load(0.0)
+        mover._keys += 1
+        with pytest.raises(KVTierError, match="wrong checksum"):
+            mover.load(0.01)
+    finally:
+        mover.close()
+
+
+def test_copy_and_codec(tmp_path):
+    result = bench("copy", "codec", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["failed"] == {}
+    rows = {(row["bench"], row["name"]): row for row in found["rows"]}
+    named = {f"{name} {way}" for name in codecs.names() if name != "raw" for way in ("store", "load")}
+    assert set(rows) == {("copy", "store"), ("copy", "load")} | {("codec", name) for name in named}
+    assert all(row["bytes_per_second"] > 1e6 and row["limit"] > 1e7 for row in found["rows"])
+    assert from_bench(found)["memory"] == rows["copy", "load"]["bytes_per_second"], "what `kvtier plan` reads"
+
+
+def test_disk(tmp_path):
+    result = bench("disk", "--disk", tmp_path / "there", "--disk-mib", 64, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [row["name"] for row in found["rows"]] == ["read", "write"]
+    assert all(row["bytes_per_second"] > 1e6 and row["limit"] > 1e6 for row in found["rows"])
+    assert "disk" in from_bench(found)
+    assert list((tmp_path / "there").iterdir()) == [], "nothing is left there"
+
+
+def test_a_disk_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = bench("disk", "--disk", tmp_path / "file")
+    assert result.exit_code == 1 and "disk: " in result.stderr and "cannot be written to" in result.stderr
+    with pytest.raises(KVTierError, match="the disk tier cannot use"):
+        disk.Mover(tmp_path / "file" / "below", 64 << 20)
+
+
+def test_pull():
+    result = bench("pull")
+    assert result.exit_code == 0, result.stderr
+    assert "in order" in result.stdout and "scattered" in result.stdout and "memcpy on one core" in result.stdout
+
+
+def test_a_backend_that_is_missing():
+    result = bench("pull", "--nixl-backend", "CARRIER_PIGEON")
+    assert result.exit_code == 1 and "none of the backends CARRIER_PIGEON" in result.stderr.replace("\n", " ")
+    with pytest.raises(KVTierError):
+        pull.measure(0.1, ["CARRIER_PIGEON"], cuda=False)
+
+
+def test_one_that_fails_costs_only_itself(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = bench("copy", "disk", "--disk", tmp_path / "file", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and list(found["failed"]) == ["disk"] and len(found["rows"]) == 2
+
+
+def test_plots(tmp_path, monkeypatch):
+    file = tmp_path / "bench.png"
+    try:
+        import matplotlib  # noqa: F401
+
+        result = bench("copy", "--plot", file)
+        assert result.exit_code == 0 and file.read_bytes().startswith(b"\x89PNG")
+    except ModuleNotFoundError:
+        pass
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = bench("copy", "--plot", file)
+    assert result.exit_code == 1 and "a plot needs matplotlib" in result.stderr
+
+
+def test_wrong_options():
+    for arguments in (["zip"], ["--device", "abacus"]):
+        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+    if not torch.cuda.is_available():
+        result = CliRunner().invoke(app, ["bench", "copy", "--device", "cuda"])
+        assert result.exit_code == 1 and "no CUDA device here" in result.stderr

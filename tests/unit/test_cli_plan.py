@@ -1,0 +1,295 @@
+"""`kvtier plan`: sizes against what engines were seen to store, hits against brute force, break-even by arithmetic."""
+
+import json
+import lzma
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from doctor_fakes import METRICS, FakeServer, counter
+from typer.testing import CliRunner
+
+from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.plan import model as models
+from vllm_kvtier.plan import trace as traces
+from vllm_kvtier.plan.pays import Link, Prefill, break_even, load_seconds, parse_rate
+from vllm_kvtier.plan.replay import replay
+from vllm_kvtier.store.lower.admission import admission
+from vllm_kvtier.wire.slots import PAGE
+
+LLAMA = {
+    "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "torch_dtype": "bfloat16", "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def config(**fields) -> models.Model:
+    return models.from_config({**LLAMA, **fields}, "test")
+
+
+# Blocks of 32 tokens in a pool of 981 pages, as real engines filled it (tests/engines/test_codecs.py; README, codecs).
+@pytest.mark.parametrize(
+    ("codec", "blocks"), [("raw", 20), ("int8", 39), ("fp8", 39), ("k8v4", 51), ("int4", 70), ("rot4", 75)]
+)
+def test_as_many_tokens_as_engines_were_seen_to_store(root, codec, blocks):
+    model = models.read(str(root / "models" / "recall-6m"))
+    found = models.footprint(model, codec, block_tokens=32)
+    assert found.tokens_in_store(981 * PAGE) == blocks * 32
+    assert found.gpu == 6 * 4 * (64 + 64) * 2
+
+
+def test_qwen3_8b(root):
+    """147,456 bytes a token, 2.25 MiB a block, a page more in the store."""
+    model = models.read(str(root / "benchmarks" / "models" / "qwen3-8b-shapes" / "config.json"))
+    found = models.footprint(model, "raw")
+    assert found.gpu == found.logical == 147456 and found.pages == ((9 << 18) // PAGE + 1,)
+    assert found.tokens_in_cache(147456 * 100) == 96
+
+
+def test_ranks():
+    one, two, eight = (models.footprint(config(), "raw", n) for n in (1, 2, 8))
+    assert one.gpu == 2 * two.gpu == 2 * eight.gpu, "heads are spread, and beyond that repeated"
+    assert one.logical == two.logical == eight.logical and two.pages == eight.pages, "the store keeps each head once"
+    with pytest.raises(KVTierError, match="2 KV heads cannot be spread over 3 ranks"):
+        models.footprint(config(), "raw", 3)
+
+
+def test_mla_is_kept_once():
+    deepseek = config(kv_lora_rank=512, qk_rope_head_dim=64)
+    one, four = models.footprint(deepseek, "raw"), models.footprint(deepseek, "raw", 4)
+    assert one.gpu == four.gpu == 4 * (512 + 64) * 2 and one.stored == four.stored
+    assert models.footprint(deepseek, "fp8").loaded < 0.6 * one.loaded
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, [("full", 4, None)]),
+        ({"sliding_window": 100, "use_sliding_window": False}, [("full", 4, None)]),
+        ({"sliding_window": 100}, [("sliding", 4, 100)]),
+        ({"sliding_window": 100, "sliding_window_pattern": 2}, [("sliding", 2, 100), ("full", 2, None)]),
+        (
+            {"sliding_window": 9, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            [("sliding", 3, 9), ("full", 1, None)],
+        ),
+        ({"num_kv_shared_layers": 1}, [("full", 3, None)]),
+        ({"kv_lora_rank": 64, "qk_rope_head_dim": 0}, [("mla", 4, None)]),
+    ],
+)
+def test_layers_by_kind(fields, layers):
+    found = config(**fields)
+    assert [(each.kind, each.count, each.window) for each in found.layers] == layers
+
+
+def test_a_model_inside_a_model():
+    assert models.from_config({"text_config": LLAMA, "dtype": "float16"}, "m").layers[0].heads == 2
+
+
+def test_hybrid_models_have_a_remark():
+    found = config(layer_types=["linear_attention"] * 3 + ["full_attention"])
+    assert found.layers[0].count == 1 and "3 of 4 layers keep a state" in found.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": None, "layer_types": ["odd"]}, "layers of type odd"),
+        ({"torch_dtype": "int3"}, "a KV cache of int3"),
+        ({"layer_types": ["mamba"] * 4}, "none of its layers"),
+        ({"head_dim": None, "hidden_size": None}, "lacks or hides"),
+    ],
+)
+def test_configurations_that_are_not_understood(fields, words):
+    fields = {**LLAMA, **fields}
+    fields["num_hidden_layers"] = fields["num_hidden_layers"] or 1
+    with pytest.raises(KVTierError, match=words):
+        models.from_config(fields, "m")
+
+
+def test_quantized_caches_stay_as_they_are():
+    model = models.from_config(LLAMA, "m", "fp8_e4m3")
+    raw, coded = models.footprint(model, "raw"), models.footprint(model, "int4")
+    assert raw == coded and raw.gpu == models.footprint(config(), "raw").gpu / 2
+
+
+# -- traces --------------------------------------------------------------------------------------------------------
+
+
+def conversations(seed: int, count: int = 300) -> traces.Requests:
+    draw, threads, requests, fresh = random.Random(seed), [], [], 0
+    for number in range(count):
+        if not threads or draw.random() < 0.3:
+            threads.append([0, 1])
+        thread = draw.choice(threads[-12:])
+        for _ in range(draw.randrange(1, 5)):
+            fresh += 1
+            thread.append(fresh + 1)
+        requests.append((float(number), list(thread)))
+    return requests
+
+
+def test_without_limits_the_ideal_is_reached():
+    requests = conversations(1)
+    found = replay(requests, 100_000)
+    assert found["memory_hits"] == pytest.approx(traces.ideal(requests)) and found["disk_hits"] == 0
+
+
+def test_a_cache_before_memory_takes_its_hits_and_loses_none():
+    requests = conversations(2)
+    alone, both = replay(requests, 200), replay(requests, 200, cache=50)
+    assert both["cache_hits"] > 0.05 and both["cache_hits"] + both["memory_hits"] == pytest.approx(both["hits"])
+    assert both["hits"] >= alone["hits"] - 0.02
+
+
+def test_a_small_lru_cache_by_brute_force():
+    requests = conversations(3, 120)
+    size, order, hits, asked = 40, [], 0, 0
+    for _, ids in requests:
+        found = 0
+        while found < len(ids) and ids[found] in order:
+            found += 1
+        hits, asked = hits + found, asked + len(ids)
+        # Most recent last; of a chain its end is older than its beginning, and goes first.
+        order = [i for i in order if i not in ids] + ids[::-1]
+        order = order[-size:]
+    seen = replay(requests, 1, cache=size)
+    assert seen["cache_hits"] == pytest.approx(hits / asked, abs=0.05)
+
+
+def test_a_disk_adds_what_memory_forgot():
+    requests = conversations(4)
+    found = replay(requests, 50, 100_000, lambda: admission("all"))
+    assert found["hits"] == pytest.approx(traces.ideal(requests), abs=0.02) and found["disk_hits"] > 0.05
+
+
+def test_files_that_are_no_traces(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    for text, words in (
+        ("nonsense", "is no trace"),
+        ('{"a": 1}', "a line has no 'hash_ids'"),
+        ("", "holds no request"),
+        ("[1]", "no trace"),
+    ):
+        file.write_text(text)
+        with pytest.raises(KVTierError, match=words):
+            traces.read(file)
+
+
+def test_plain_and_packed_files(tmp_path):
+    line = '{"timestamp": 1500, "hash_ids": [1, 2]}\n'
+    (tmp_path / "a.jsonl").write_text(line)
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line.encode()))
+    assert traces.read(tmp_path / "a.jsonl") == traces.read(tmp_path / "a.jsonl.xz") == [(1.5, [1, 2])]
+
+
+# -- when it pays --------------------------------------------------------------------------------------------------
+
+
+def test_break_even_by_arithmetic():
+    """0.01 s + n * 1e-4 s against n * 3e-4 s: from 50 tokens on, the next whole block is 64."""
+    ways = [(Link(1e6, latency=0.01), 100.0)]
+    assert break_even(ways, Prefill(((1000, 0.3),)), 16, 10_000) == 64
+    assert break_even(ways, Prefill(((1000, 0.05),)), 16, 10_000) is None
+    assert break_even(ways, Prefill(((1000, 0.101),)), 16, 8_000) is None, "not up to the longest prompt"
+
+
+def test_break_even_of_prefills_that_grow():
+    """Attention makes long prompts dearer: what never pays at first pays from some length on."""
+    prefill = Prefill.parse("1000:0.05,10000:2.0,100000:100")
+    ways = [(Link(1e6, latency=0.0), 100.0)]
+    found = break_even(ways, prefill, 16, 100_000)
+    for tokens, pays in ((found, True), (found - 16, False)):
+        assert (load_seconds(ways, tokens) < prefill.seconds(tokens)) is pays
+
+
+def test_prefills_between_and_beyond_the_points():
+    prefill = Prefill.parse("1000:0.1,3000:0.5")
+    assert [prefill.seconds(n) for n in (500, 1000, 2000, 3000, 5000)] == pytest.approx([0.05, 0.1, 0.3, 0.5, 0.9])
+    assert Prefill.parse("2000").seconds(500) == pytest.approx(0.25)
+
+
+def test_rates_in_words():
+    assert [parse_rate(text) for text in ("25GB/s", "1.5 gb", "800MB/s", "7")] == [25e9, 1.5e9, 8e8, 7]
+    for text in ("fast", "-1GB/s", "3 knots"):
+        with pytest.raises(KVTierError, match="give 25GB/s"):
+            parse_rate(text)
+    for text in ("fast", "0", "10:0", "10:1:2"):
+        with pytest.raises(KVTierError, match="give tokens a second"):
+            Prefill.parse(text)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given(root, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps({"timestamp": t * 1000, "hash_ids": ids}) + "\n" for t, ids in conversations(5)))
+    return ["plan", "--model", str(root / "models" / "recall-6m"), "--memory", "64MiB", "--trace", str(file)]
+
+
+def test_all_of_it(given):
+    options = ["--trace-tokens", "64", "--disk", "1GiB", "--gpu-cache", "16MiB", "--codec", "raw", "--codec", "rot4"]
+    rates = ["--load-rate", "2GB/s", "--disk-rate", "0.2GB/s", "--prefill", "5000"]
+    result = CliRunner().invoke(app, [*given, *options, *rates, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    raw, *_, rot4 = found["codecs"]
+    assert (raw["codec"], rot4["codec"]) == ("raw", "rot4")
+    assert rot4["tokens"]["memory"] > 3.5 * raw["tokens"]["memory"]
+    assert raw["tokens"]["cache"] == rot4["tokens"]["cache"] == (16 << 20) // 6144 // 16 * 16
+    runs = found["trace"]["runs"]
+    assert runs[0]["hits"] <= runs[1]["hits"] <= found["trace"]["ideal"] + 1e-9
+    lengths = {row["codec"]: row["tokens"] for row in found["break_even"]}
+    assert 0 < lengths["rot4"]["memory"] <= lengths["raw"]["memory"] < lengths["raw"]["disk"]
+    text = CliRunner().invoke(app, [*given, *options, *rates], env={"COLUMNS": "120"}).stdout
+    assert "Tokens that fit" in text and "without limit" in text and "Loading beats computing" in text
+
+
+def test_rates_of_an_engine(given):
+    lines = counter("loaded_bytes", 4e9) + counter("load_seconds", 2)
+    lines += "vllm:prompt_tokens_total 9000\nvllm:request_prefill_time_seconds_sum 3\n"
+    server = FakeServer(metrics=METRICS + lines)
+    try:
+        result = CliRunner().invoke(app, [*given[:-2], "--server", server.url, "--json"])
+    finally:
+        server.stop()
+    found = json.loads(result.stdout)
+    assert found["rates"]["memory"] == 2e9
+    assert found["break_even"][0]["tokens"]["memory"] == 16
+
+
+def test_rates_of_a_measurement(given, tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"rows": [{"bench": "copy", "name": "load", "bytes_per_second": 3e9}]}))
+    result = CliRunner().invoke(app, [*given[:-2], "--machine", str(file), "--prefill", "5000", "--json"])
+    assert json.loads(result.stdout)["rates"] == {"memory": 3e9}
+
+
+def test_without_torch(given, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none here', name='torch')")
+    command = [sys.executable, "-m", "vllm_kvtier.cli", *given]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "need torch" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--codec", "zip"], "no codec is named 'zip'"),
+        (["--policy", "fifo"], "no policy is named 'fifo'"),
+        (["--memory", "64KiB", "--trace-tokens", "4096"], "holds less than one block"),
+        (["--kv-cache-dtype", "int3"], "a KV cache of int3"),
+        (["--tp", "3"], "cannot be spread over 3 ranks"),
+        (["--prefill", "soon"], "give tokens a second"),
+        (["--server", "http://127.0.0.1:9"], "no vLLM server answers"),
+        (["--model", "nobody/nothing-such"], "is no file, no directory"),
+    ],
+)
+def test_wrong_options_in_words(given, options, words):
+    result = CliRunner().invoke(app, [*given, *options])
+    assert result.exit_code == 1 and words in result.stderr.replace("\n", " ")

@@ -1,0 +1,172 @@
+"""`kvtier top`: what it shows of a real store under real traffic, of engines, and of what has ended."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from doctor_fakes import METRICS, FakeServer, counter
+from rich.console import Console
+from store_process import Store
+from store_support import RawClient, chain_of, engine_hello
+from typer.testing import CliRunner
+
+from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.cli.frame import frame, sparks
+from vllm_kvtier.cli.readings import Rates, Reading, Watcher
+from vllm_kvtier.doctor.server import Scrape
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def server():
+    made = FakeServer()
+    yield made
+    made.stop()
+
+
+def drawn(*readings: Reading) -> str:
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))
+    console.print(frame(readings, "/a/store.sock"))
+    return console.export_text()
+
+
+def test_traffic_shows(store, tmp_path):
+    script = Path(__file__).parents[1] / "store_support.py"
+    busy = subprocess.Popen([sys.executable, str(script), store.path, "20", "7"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert busy.stdout.readline() == "begins\n"
+        svg = tmp_path / "top.svg"
+        given = ["top", "--once", "--socket", store.path, "--interval", "0.3", "--readings", "3", "--svg", str(svg)]
+        result = CliRunner().invoke(app, given, env={"COLUMNS": "160"})
+    finally:
+        busy.kill()
+        busy.wait()
+    text = result.stdout
+    assert result.exit_code == 0, text
+    memory = next(line for line in text.splitlines() if line.startswith(" memory") or line.startswith("memory"))
+    assert "ready" in memory and "of 4 MiB" in memory and "B/s" in memory and " - " not in memory
+    found = next(line for line in text.splitlines() if "of the blocks asked for" in line)
+    assert "%" in found and any(spark in found for spark in "▁▂▃▄▅▆▇█")
+    assert "engine busy-7" in text
+    picture = svg.read_text()
+    assert "font-face" not in picture, "a picture loads nothing from elsewhere"
+    assert picture.startswith("<svg") and "memory" in picture and "kvtier&#160;top" in picture.replace(" ", "&#160;")
+
+
+def test_rates_are_differences(store):
+    with Watcher(store.path, []) as watcher, RawClient(store.path, engine_hello()) as client:
+        before = watcher.read()
+        client.store(chain_of((10, "a")))
+        client.lookup(chain_of((10, "a"), (10, "b")))
+        now = watcher.read()
+    rates = Rates(before, now)
+    assert rates.of_store(lambda c: c.index.commits) * rates.seconds == pytest.approx(10)
+    assert rates.of_store(lambda c: c.index.looked_up_units) * rates.seconds == pytest.approx(20)
+    assert "50.0%" in drawn(before, now)
+    assert Rates(None, now).of_store(lambda c: c.index.commits) is None
+
+
+def test_a_store_that_ends_and_comes_back(store):
+    with Watcher(store.path, []) as watcher:
+        first = watcher.read()
+        store.kill()
+        gone = watcher.read()
+        assert first.counts and not gone.counts
+        assert "no use" in drawn(gone) or "listens" in drawn(gone)
+        store.start()
+        deadline = time.monotonic() + 15
+        while not (back := watcher.read()).counts:
+            assert time.monotonic() < deadline, back.reason
+    assert back.counts.instance != first.counts.instance
+    assert Rates(first, back).of_store(lambda c: c.index.commits) is None, "counters of two lives give no rate"
+
+
+def test_engines_show(store, server):
+    gauges = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"
+    server.metrics = METRICS + gauges + counter("loaded_tokens", 100, "host")
+    with Watcher(store.path, [server.url, "http://127.0.0.1:9"]) as watcher:
+        before = watcher.read()
+        server.metrics = METRICS + gauges + counter("loaded_tokens", 5100, "host")
+        now = watcher.read()
+    loaded = Rates(before, now).of_engine(server.url, lambda s: s.ours("loaded_tokens"))
+    assert loaded * (now.at - before.at) == pytest.approx(5000)
+    text = drawn(before, now)
+    line = next(line for line in text.splitlines() if f"127.0.0.1:{server.port}" in line)
+    assert line.split()[1:4] == ["3", "2", "25%"]
+    assert "127.0.0.1:9" in text and "no vLLM" in text, "one that does not answer says so"
+
+
+def test_a_restarted_engine_gives_no_rate():
+    before, now = (Reading(at, None, "", {"u": Scrape(counter("pulls", n, "ok"))}) for at, n in ((1.0, 9), (2.0, 1)))
+    assert Rates(before, now).of_engine("u", lambda s: s.ours("pulls")) is None
+
+
+def test_tiers_show(store, tmp_path):
+    store.kill()
+    (tmp_path / "file").write_text("")
+    store.await_tiers = False
+    store.start(f"--disk-path={tmp_path}/file/disk")
+    with Watcher(store.path, []) as watcher:
+        deadline = time.monotonic() + 15
+        while (reading := watcher.read()).counts.tiers[0].state != "set aside":
+            assert time.monotonic() < deadline
+    text = drawn(reading)
+    assert "disk" in text and "set aside" in text
+
+
+def test_sparks():
+    assert sparks([0.0, 0.5, 1.0, None]) == "▁▅█ "
+
+
+def test_live_until_it_is_interrupted(store):
+    """On a terminal of its own: pictures follow one another, and Ctrl-C ends it well."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "vllm_kvtier.cli", "top", "--interval", "0.1", "--socket", store.path]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+    try:
+        seen, deadline = b"", time.monotonic() + 30
+        while seen.count(b"memory") < 3:
+            assert time.monotonic() < deadline, seen
+            assert top.poll() is None, seen.decode()
+            if select.select([ours], [], [], 1.0)[0]:
+                seen += os.read(ours, 65536)
+        top.send_signal(signal.SIGINT)
+        end = threading.Thread(target=_drain, args=(ours,), daemon=True)
+        end.start()
+        assert top.wait(20) == 0
+    finally:
+        top.kill()
+        top.wait()
+        os.close(ours)
+
+
+def _drain(terminal: int) -> None:
+    """Nobody may wait for a terminal that is full."""
+    try:
+        while os.read(terminal, 65536):
+            continue
+    except OSError:
+        return
+
+
+def test_nobody_answers(tmp_path):
+    result = CliRunner().invoke(app, ["top", "--once", "--interval", "0.05", "--socket", str(tmp_path / "none.sock")])
+    assert result.exit_code == 1 and "no node store listens" in result.stdout
+    result = CliRunner().invoke(app, ["top", "--svg", "x.svg"])
+    assert result.exit_code == 2

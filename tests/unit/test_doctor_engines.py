@@ -1,0 +1,263 @@
+"""`kvtier doctor` names what is wrong with engines: their versions, their endpoints, and whether two can share."""
+
+import json
+
+import msgspec
+import pytest
+from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geometry, ranks
+from typer.testing import CliRunner
+
+from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.doctor.endpoint import EndpointProbe, field_words
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(kind, *args, **kwargs):
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def doctor(*arguments: str) -> tuple[int, list[dict]]:
+    """Exit status and checks, of everything but this machine."""
+    result = CliRunner().invoke(app, ["doctor", "--json", "--remote", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+def only(checks: list[dict], state: str) -> dict:
+    found = [check for check in checks if check["state"] == state]
+    assert len(found) == 1, checks
+    return found[0]
+
+
+def both(a: FakeEngine, b: FakeEngine) -> tuple[int, list[dict]]:
+    return doctor("--endpoint", a.address, "--endpoint", b.address)
+
+
+def test_two_engines_alike_are_fine(make):
+    code, checks = both(make(FakeEngine), make(FakeEngine))
+    assert code == 0 and [check["state"] for check in checks] == ["ok"] * 3
+    assert "they can use each other's KV" in checks[2]["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"), [("aa", "one node"), ("ab", "two pid namespaces"), ("a-", "each other's KV")]
+)
+def test_how_they_reach_each_other(make, nodes, words):
+    def somewhere(node: str) -> list[m.RankInfo]:
+        shared = None if node == "-" else m.Shared(node, 1, 1, "", ())
+        return [msgspec.structs.replace(rank, shared=shared) for rank in ranks()]
+
+    code, checks = both(*(make(FakeEngine, ranks=somewhere(node)) for node in nodes))
+    assert code == 0 and checks[2]["sentence"].endswith(words)
+
+
+def test_an_identity_is_learned_whole(make):
+    names = {"codecs": "store fp8", "model": "m" * 32}
+    namespace = changed(**names)
+    with EndpointProbe(make(FakeEngine, namespace).address) as probe:
+        identity = probe.identity()
+    compared = {name for name in namespace.__struct_fields__ if not field_words(name).endswith(" differs")}
+    assert identity.fields and set(identity.fields) <= compared
+    assert identity.fields == {name: getattr(namespace, name) for name in identity.fields}
+    assert {"model", "hash_seed", "hash_block_tokens", "codecs", "cache_dtype"} <= set(identity.fields)
+    assert identity.block_tokens == 16 and len(identity.ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause", "remedy"),
+    [
+        ({"hash_seed": "0ddb"}, "hash seed differs: 5eed on {a}, 0ddb on {b}", "PYTHONHASHSEED"),
+        ({"model": "model-b"}, "weights differs: model-a on {a}, model-b on {b}", "same model"),
+        ({"cache_dtype": "fp8/bfloat16"}, "KV cache dtype differs: auto/bfloat16 on {a}", "--kv-cache-dtype"),
+        ({"hash_block_tokens": 32}, "block size differs: 16 on {a}, 32 on {b}", "--block-size"),
+        ({"hash_algorithm": "sha256/py3.12"}, "hash algorithm differs: sha256_cbor on {a}", "sha256_cbor"),
+        ({"codecs": "store fp8"}, "encoded differs: none on {a}, store fp8 on {b}", "codec"),
+    ],
+)
+def test_what_keeps_two_engines_apart_is_named(make, fields, cause, remedy):
+    a, b = make(FakeEngine), make(FakeEngine, changed(**fields))
+    code, checks = both(a, b)
+    found = only(checks, "fail")
+    assert code == 2
+    assert cause.format(a=a.address, b=b.address) in found["sentence"] and remedy in found["remedy"]
+
+
+def test_xxhash_seeds_have_their_own_remedy(make):
+    xx = {"hash_algorithm": "xxhash/py3.11"}
+    _, checks = both(make(FakeEngine, changed(**xx)), make(FakeEngine, changed(**xx, hash_seed="other")))
+    found = only(checks, "fail")
+    assert "the random seed of xxhash differs" in found["sentence"] and "sha256_cbor" in found["remedy"]
+
+
+def test_all_differences_are_named_not_only_the_first(make):
+    _, checks = both(make(FakeEngine), make(FakeEngine, changed(hash_seed="x", model="y")))
+    assert len([check for check in checks if check["state"] == "fail"]) == 2
+
+
+def test_tensor_parallel_sizes_differ(make):
+    code, checks = both(make(FakeEngine), make(FakeEngine, ranks=ranks(2)))
+    found = only(checks, "warn")
+    assert code == 1 and "tensor parallel size: 1 ranks on" in found["sentence"]
+
+
+def test_layouts_differ(make):
+    code, checks = both(make(FakeEngine), make(FakeEngine, ranks=ranks(1, geometry("token"))))
+    found = only(checks, "fail")
+    assert code == 2 and "heads before tokens within a page on 127.0.0.1" in found["sentence"]
+    assert "VLLM_KV_CACHE_LAYOUT" in found["remedy"]
+
+
+# -- endpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_listens(make):
+    engine = make(FakeEngine)
+    engine.stop()
+    code, checks = doctor("--endpoint", engine.address)
+    assert code == 2 and f"nothing listens on {engine.address}" in only(checks, "fail")["sentence"]
+
+
+def test_the_http_port_is_no_endpoint(make):
+    server = make(FakeServer)
+    _, checks = doctor("--endpoint", f"127.0.0.1:{server.port}")
+    found = only(checks, "fail")
+    assert "is no connector's endpoint" in found["sentence"] and "not the HTTP port" in found["remedy"]
+
+
+def test_an_engine_that_cannot_serve_says_why(make):
+    code, checks = doctor("--endpoint", make(FakeEngine, why="NIXL has none of the backends UCX here").address)
+    assert code == 1 and "NIXL has none of the backends UCX" in only(checks, "warn")["sentence"]
+
+
+def test_a_scheduler_that_hangs(make):
+    engine = make(FakeEngine)
+    engine.silent = True
+    code, checks = doctor("--endpoint", engine.address)
+    found = only(checks, "warn")
+    assert code == 1 and "its connector answers, its scheduler does not" in found["sentence"]
+
+
+def test_no_address(make):
+    _, checks = doctor("--endpoint", "somewhere")
+    assert "'somewhere' is not HOST:PORT" in only(checks, "fail")["sentence"]
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    def make(name):
+        ClusterKey.create(str(tmp_path / name))
+        return tmp_path / name
+
+    return make
+
+
+def test_the_right_key_opens(make, key_file):
+    file = key_file("key")
+    engine = make(FakeEngine, key=ClusterKey.load(str(file)))
+    code, checks = doctor("--endpoint", engine.address, "--cluster-key", file)
+    assert code == 0 and len(checks) == 2
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "cause"),
+    [
+        ("a", "b", "has another cluster key than the one given here"),
+        ("a", None, "talks only to holders of its cluster key"),
+        (None, "b", "has no cluster key, and one was given here"),
+    ],
+)
+def test_keys_that_do_not_fit(make, key_file, there, here, cause):
+    engine = make(FakeEngine, key=ClusterKey.load(str(key_file(there))) if there else None)
+    code, checks = doctor("--endpoint", engine.address, *(["--cluster-key", key_file(here)] if here else []))
+    assert code == 2 and cause in only(checks, "fail")["sentence"]
+
+
+def test_key_files(key_file, tmp_path):
+    file = key_file("key")
+    file.chmod(0o644)
+    code, checks = doctor("--cluster-key", file)
+    assert code == 2 and "readable by others" in checks[0]["sentence"] and "chmod 600" in checks[0]["remedy"]
+    _, checks = doctor("--cluster-key", tmp_path / "none")
+    assert "No such file" in checks[0]["sentence"] and "wire.auth" in checks[0]["remedy"]
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    _, checks = doctor("--cluster-key", file)
+    assert "does not hold a key" in checks[0]["sentence"]
+
+
+# -- servers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_without_trouble(make):
+    server = make(FakeServer)
+    code, checks = doctor("--server", server.url)
+    assert code == 0 and "vLLM 0.33.0" in checks[0]["sentence"]
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.40.1", "dev"])
+def test_a_server_of_another_vllm(make, version):
+    code, checks = doctor("--server", make(FakeServer, version).url)
+    assert code == 2 and f"it runs vLLM {version}" in only(checks, "fail")["sentence"]
+
+
+def test_no_server(make):
+    server = make(FakeServer)
+    server.stop()
+    server.stop = lambda: None
+    code, checks = doctor("--server", server.url)
+    assert code == 2 and "no vLLM server answers at" in only(checks, "fail")["sentence"]
+
+
+def test_an_engine_without_the_connector(make):
+    plain = "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total 5.0\n"
+    code, checks = doctor("--server", make(FakeServer, metrics=plain).url)
+    assert code == 2 and "runs without the connector" in only(checks, "fail")["sentence"]
+
+
+def test_prefix_caching_off(make):
+    off = METRICS.replace('caching="True"', 'caching="False"')
+    code, checks = doctor("--server", make(FakeServer, metrics=off).url)
+    assert code == 2 and "prefix caching is off" in only(checks, "fail")["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (counter("integrity_failures", 3), "3 blocks arrived with a wrong checksum"),
+        (counter("store_lost", 2), "the node store went away 2 times"),
+        (counter("pulls", 4, "failed"), "4 loads or pulls failed"),
+        (counter("declined", 7, "namespace"), "not pulled from: namespace (7)"),
+        (counter("planned", 9, "slower"), "of 9 prompts that the node store had, 9 were computed"),
+        (counter("not_stored", 50, "store full"), "not stored: store full (50)"),
+    ],
+)
+def test_counters_that_tell_of_trouble(make, lines, cause):
+    code, checks = doctor("--server", make(FakeServer, metrics=METRICS + lines).url)
+    assert code == 1 and cause in only(checks, "warn")["sentence"]
+
+
+def test_counters_that_tell_of_none(make):
+    lines = counter("declined", 7, "local hit") + counter("not_stored", 50, "stored already")
+    code, checks = doctor("--server", make(FakeServer, metrics=METRICS + lines).url)
+    assert code == 0 and checks[1]["sentence"] == "nothing went wrong that it counted"
+
+
+def test_engines_of_two_versions(make):
+    code, checks = doctor("--server", make(FakeServer, "0.32.0").url, "--server", make(FakeServer).url)
+    assert code == 1 and "different vLLM: 0.32.0 at" in only(checks, "warn")["sentence"]
+
+
+def test_refusals_are_read_whatever_they_are_called():
+    """The words come from Namespace.mismatch itself: a field that is compared has some."""
+    words = {name: field_words(name) for name in m.Namespace.__struct_fields__}
+    assert len(set(words.values())) == len(words)

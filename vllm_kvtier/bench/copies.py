@@ -1,0 +1,213 @@
+"""Blocks between an engine's cache and slots of the store's memory, as they are and through codecs.
+
+The copier is the engines' own, checksums made and checked. Beside it: on a GPU one pinned copy each way, without one
+``memcpy`` on one core, which is what an engine copies with.
+"""
+
+import ctypes
+import mmap
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_kvtier import codecs
+from vllm_kvtier.bench.row import Row, rates, repeat
+from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.geometry import Field, GroupView, Region
+from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
+from vllm_kvtier.worker.copier import make_copier
+from vllm_kvtier.worker.one_core import one_core
+from vllm_kvtier.worker.views import CacheView
+
+# Qwen3-8B's cache: pages of 64 KiB, blocks of 2.25 MiB.
+LAYERS, HEADS, SIZE, TOKENS = 36, 8, 128, 16
+CELL = 2 * SIZE * 2  # bytes of a token and head
+BLOCK = LAYERS * HEADS * TOKENS * CELL
+AHEAD = 3  # calls of a device under way, as in an engine
+CALL = 64 << 20  # bytes of one call to a device
+# More than a processor's caches hold, and few enough that the slowest codec gets through; a GPU's link wants more.
+_HOST_BLOCKS, _HOST_CODED_BLOCKS, _DEVICE_BLOCKS = 48, 12, 512
+
+
+class Pool:
+    """Memory like the store's, with ``count`` slots of ``pages``, none across a piece; touched as far as they go."""
+
+    def __init__(self, count: int, pages: int):
+        places = np.arange(count + 1)  # one more: page 0 names no slot
+        per_piece = PIECE // PAGE // pages
+        slots = places // per_piece * (PIECE // PAGE) + places % per_piece * pages
+        self.slots = slots[1:]
+        self.nbytes = -(-(int(slots[-1]) + pages) // (PIECE // PAGE)) * PIECE
+        self._mapping = mmap.mmap(-1, self.nbytes)
+        self.buffer = memoryview(self._mapping)
+        self.address = ctypes.addressof((ctypes.c_char * self.nbytes).from_buffer(self._mapping))
+        np.frombuffer(self.buffer, np.uint8)[: (int(slots[-1]) + pages) * PAGE : PAGE] = 1
+
+
+@dataclass
+class Scene:
+    """A cache of random numbers."""
+
+    view: CacheView
+    blocks: int  # half of the cache's: to be stored; the others are loaded into
+    memory: torch.Tensor
+
+    @property
+    def device(self) -> str:
+        return self.view.device.type
+
+
+def scene(cuda: bool, coded: bool) -> Scene:
+    """Raises KVTierError where memory is short."""
+    blocks = _DEVICE_BLOCKS if cuda else _HOST_CODED_BLOCKS if coded else _HOST_BLOCKS
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    try:
+        tile = torch.randn(BLOCK // 2, dtype=torch.bfloat16, device=device)
+        memory = tile.repeat(2 * blocks).view(torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        raise KVTierError(f"no room for a cache of {2 * blocks * BLOCK >> 20} MiB: {error}") from error
+    page = BLOCK // LAYERS
+    regions = tuple(
+        Region(
+            f"layer{i}", memory.data_ptr() + i * 2 * blocks * page, page, HEADS, TOKENS * CELL, 0, TOKENS, CELL, CELL,
+            dtype="bfloat16", fields=(Field("k", SIZE), Field("v", SIZE)),
+        )
+        for i in range(LAYERS)
+    )  # fmt: skip
+    group = GroupView(0, TOKENS, "full", None, regions)
+    return Scene(CacheView([group], 2 * blocks, device, [memory.untyped_storage()]), blocks, memory)
+
+
+class Mover:
+    """The engines' copier over a scene, blocks in no order."""
+
+    def __init__(self, on: Scene, codec: str):
+        group = on.view.groups[0]
+        self._layout: PartLayout = part_layout(group, codecs.get(codec))
+        pages = slot_layout([self._layout]).pages
+        random = np.random.default_rng(1)
+        mapped = Pool(on.blocks, pages)
+        self._slots = random.permutation(mapped.slots)
+        order = random.permutation(2 * on.blocks)
+        self._blocks = {"store": order[: on.blocks], "load": order[on.blocks :]}
+        self._keys = random.integers(0, 1 << 63, on.blocks, dtype=np.uint64)
+        pool = (mapped.address, mapped.nbytes, mapped)
+        if on.device == "cuda":  # a CUDA copier keeps a tensor alive
+            pool = (mapped.address, mapped.nbytes, torch.frombuffer(mapped.buffer, dtype=torch.uint8))
+        self._copier = make_copier(on.view, pool, [self._layout], [0])
+        for start in range(0, mapped.nbytes, PIECE):
+            self._copier.register(start, PIECE)
+        self._copier.warm_up()
+        least = CALL if on.device == "cuda" else self._copier.piece_bytes
+        self._step = min(on.blocks, max(1, least // self._layout.nbytes))
+        self._count, self._wait = on.blocks, 0.0 if on.device == "cpu" else 20e-6
+        self._ahead = AHEAD if on.device == "cuda" else 1
+        self._at = 0
+        self._stored = False
+
+    def store(self, seconds: float) -> tuple[int, float]:
+        return self._run("store", seconds)
+
+    def load(self, seconds: float) -> tuple[int, float]:
+        """Of what was stored; stores all of it first if that is not so. Raises KVTierError for a wrong checksum."""
+        if not self._stored:
+            for at in range(0, self._count, self._step):
+                self._finish(self._begin("store", at))
+            self._stored = True
+        return self._run("load", seconds)
+
+    def _run(self, direction: str, seconds: float) -> tuple[int, float]:
+        begun, moved, under_way = time.perf_counter(), 0, []
+        while True:
+            more = time.perf_counter() - begun < seconds or not moved
+            if more and len(under_way) < self._ahead:
+                under_way.append(self._begin(direction, self._at))
+                moved += min(self._step, self._count - self._at) * BLOCK
+                self._at = self._at + self._step if self._at + self._step < self._count else 0
+            elif under_way:
+                self._finish(under_way.pop(0))
+            else:
+                return moved, time.perf_counter() - begun
+
+    def _begin(self, direction: str, at: int):
+        call = self._copier.store if direction == "store" else self._copier.load
+        rows = slice(at, min(at + self._step, self._count))
+        return call(0, self._blocks[direction][rows], self._keys[rows], self._slots[rows])
+
+    def _finish(self, copy) -> None:
+        while not copy.done():
+            time.sleep(self._wait)  # a device tells nobody: engines look at it as often
+        if copy.bad is not None and copy.bad.any():
+            raise KVTierError("a block came back with a wrong checksum: this machine's memory or link is broken")
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+def limits(on: Scene) -> dict:
+    """Ways to move as much, of which the rates are the machine's."""
+    if on.device == "cuda":
+        host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+        device = on.memory[: host.numel()]
+
+        def pinned(to, source, seconds: float) -> tuple[int, float]:
+            def once() -> int:
+                to.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                return host.numel()
+
+            return repeat(once, seconds)
+
+        return {
+            "limit store": lambda seconds: pinned(host, device, seconds),
+            "limit load": lambda seconds: pinned(device, host, seconds),
+        }
+    here = on.memory.numpy()[: on.memory.numel() // 2]
+    there = np.ones_like(here)
+
+    def memcpy(seconds: float) -> tuple[int, float]:
+        def once() -> int:
+            ctypes.memmove(there.ctypes.data, here.ctypes.data, here.size)
+            return here.size
+
+        return repeat(once, seconds)
+
+    return {"limit store": memcpy, "limit load": memcpy}
+
+
+def measure(
+    seconds: float, cuda: bool | None = None, names: tuple[str, ...] = (codecs.Codec.RAW,), bench: str = "copy"
+) -> list[Row]:
+    """Out of the cache (store) and into it (load), for each codec, all in turns with the machine's own rates."""
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    on = scene(cuda, names != (codecs.Codec.RAW,))
+    word = "a pinned copy" if cuda else "memcpy on one core"
+    movers = {name: Mover(on, name) for name in names}
+    ways = limits(on)
+    for name, mover in movers.items():
+        ways[f"{name} store"], ways[f"{name} load"] = mover.store, mover.load
+    try:
+        with one_core():
+            found = rates(ways, seconds)
+    finally:
+        for mover in movers.values():
+            mover.close()
+    return [
+        Row(
+            bench,
+            way if names == (codecs.Codec.RAW,) else f"{name} {way}",
+            found[f"{name} {way}"],
+            found[f"limit {way}"],
+            word,
+        )
+        for name in names
+        for way in ("store", "load")
+    ]
+
+
+def measure_codecs(seconds: float, cuda: bool | None = None) -> list[Row]:
+    """The same for each codec that is not raw: bytes are KV's, not the encoded ones."""
+    return measure(seconds, cuda, tuple(name for name in codecs.names() if name != codecs.Codec.RAW), "codec")

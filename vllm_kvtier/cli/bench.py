@@ -1,0 +1,132 @@
+"""``kvtier bench``: this machine's rates of copies, codecs, disk and pulls, beside its limits."""
+
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvtier.cli import inputs
+from vllm_kvtier.errors import KVTierError
+
+BENCHES = ("copy", "codec", "disk", "pull")
+
+Names = Annotated[
+    list[str] | None, typer.Argument(help="copy, codec, disk, pull; without: all of them.", metavar="[BENCH]...")
+]
+Seconds = Annotated[
+    float, typer.Option("--seconds", min=0.1, help="Of measuring, each of them; setting up comes on top.")
+]
+Folder = Annotated[
+    Path | None, typer.Option("--disk", help="Directory on the disk to measure; without: where temporary files go.")
+]
+DiskMib = Annotated[int, typer.Option("--disk-mib", min=64, help="Written there, twice; gone afterwards.")]
+Device = Annotated[str, typer.Option("--device", help="cuda or cpu; auto: CUDA if there is any.")]
+Backends = Annotated[list[str] | None, typer.Option("--nixl-backend", help="As nixl_backends; repeatable.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON object instead of a table; `kvtier plan --machine` reads it.")
+]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw it, as PNG, SVG or PDF (needs matplotlib).")]
+
+
+def bench(
+    benches: Names = None,
+    seconds: Seconds = 8.0,
+    disk: Folder = None,
+    disk_mib: DiskMib = 512,
+    device: Device = "auto",
+    nixl_backend: Backends = None,
+    as_json: AsJson = False,
+    plot: PlotFile = None,
+) -> None:
+    """Measure copies, codecs, disk and pulls on this machine, each beside what the machine does at most.
+
+    Blocks are those of an 8B model: 16 tokens, 2.25 MiB. A bench that cannot run here says why and costs only itself.
+    Exit status: 0, or 1 if none could run.
+    """
+    wanted = benches or list(BENCHES)
+    if unknown := [name for name in wanted if name not in BENCHES]:
+        raise typer.BadParameter(f"no bench is named {unknown[0]!r}: there are {', '.join(BENCHES)}")
+    if device not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter("auto, cuda or cpu", param_hint="--device")
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    folder = disk or Path(tempfile.gettempdir())
+    rows, failed = [], {}
+    for name in wanted:
+        with errors.status(f"{name} ..."):
+            try:
+                rows += _measure(name, seconds, folder, disk_mib << 20, device, nixl_backend or ["UCX"])
+            except KVTierError as error:
+                failed[name] = str(error)
+    for name, reason in failed.items():
+        errors.print(f"{name}: {reason}", markup=False)
+    about = _about(device)
+    with inputs.errors_in_words():
+        if plot is not None and rows:
+            from vllm_kvtier.bench.picture import draw
+
+            draw(rows, plot, about["device"])
+    if as_json:
+        print(json.dumps({"machine": about, "rows": msgspec.to_builtins(rows), "failed": failed}, indent=1))
+    else:
+        _show(rows, about, Console())
+    raise typer.Exit(int(not rows))
+
+
+def _measure(name: str, seconds: float, folder: Path, nbytes: int, device: str, backends: list[str]) -> list:
+    """Raises KVTierError where it cannot be measured here."""
+    try:
+        if name == "disk":
+            from vllm_kvtier.bench import disk
+
+            return disk.measure(seconds, folder, nbytes)
+        from vllm_kvtier.bench import copies, pull
+    except ModuleNotFoundError as error:
+        raise KVTierError(f"it needs {error.name}, which vLLM brings") from error
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise KVTierError("there is no CUDA device here")
+    cuda = None if device == "auto" else device == "cuda"
+    if name == "pull":
+        return pull.measure(seconds, backends, cuda)
+    return copies.measure(seconds, cuda) if name == "copy" else copies.measure_codecs(seconds, cuda)
+
+
+def _about(device: str) -> dict[str, str | int]:
+    name = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    try:
+        import torch
+
+        if device != "cpu" and torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+    except ModuleNotFoundError:
+        name += ", no torch"
+    return {"device": name, "kernel": platform.release(), "cores": len(os.sched_getaffinity(0))}
+
+
+def _show(rows: list, about: dict[str, str | int], console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for head in ("bench", "", "GB/s", "limit", "share", "the limit is"):
+        table.add_column(head, justify="right" if head in ("GB/s", "limit", "share") else "left")
+    before = ""
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.2f}"
+        limit = f"{row.limit / 1e9:.2f}" if row.limit else ""
+        first = "" if row.bench == before else row.bench
+        table.add_row(first, row.name, f"{row.bytes_per_second / 1e9:.2f}", limit, share, row.limit_is)
+        before = row.bench
+    console.print(f"{about['device']}, Linux {about['kernel']}", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    for remark in dict.fromkeys(row.remark for row in rows if row.remark):
+        console.print(remark, style="yellow", markup=False, soft_wrap=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("bench")(bench)

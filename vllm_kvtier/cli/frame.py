@@ -1,0 +1,200 @@
+"""One picture of ``kvtier top``: tiers, hit rates, bandwidths, leases, engines."""
+
+import itertools
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from vllm_kvtier.cli.readings import Rates, Reading
+from vllm_kvtier.doctor.server import PREFIX, Scrape
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.limits import in_words
+
+_BAR = 20  # characters
+_SPARKS = "▁▂▃▄▅▆▇█"
+_STATES = {"ready": "green", "opening": "cyan", "read only": "yellow", "set aside": "red"}
+_CLIENTS = 12  # lines of them
+
+
+def frame(readings: Sequence[Reading], path: str) -> RenderableType:
+    """``readings``: oldest first; rates are those between the last two, sparks go over all."""
+    now = readings[-1]
+    rates = Rates(readings[-2] if len(readings) > 1 else None, now)
+    parts: list[RenderableType] = []
+    if now.counts is None:
+        parts.append(Panel(Text(now.reason, style="yellow"), title=f"node store {path}", title_align="left"))
+    else:
+        parts += [_store(now.counts, rates, readings, path), _tiers(now.counts, rates)]
+        if now.counts.clients:
+            parts.append(_clients(now.counts))
+    if now.engines:
+        parts.append(_engines(now, rates))
+    return Group(*parts)
+
+
+def _store(counts: m.Counts, rates: Rates, readings: Sequence[Reading], path: str) -> Panel:
+    index = counts.index
+    asked = rates.of_store(lambda c: c.index.looked_up_units)
+    found = rates.of_store(lambda c: c.index.found_units)
+    lines = Table.grid(padding=(0, 2))
+    lines.add_row("found", _share(found, asked), "of the blocks asked for", Text(sparks(_history(readings)), "green"))
+    lines.add_row("", _share(index.found_units, index.looked_up_units), "since the start", "")
+    of = (("lookups/s", lambda c: c.index.lookups), ("evicted/s", lambda c: c.index.evictions))
+    moves = "   ".join(f"{name} {_number(rates.of_store(value))}" for name, value in of)
+    held = f"leases {index.leases}   being written {index.reservations}   pinned {_size(index.pinned_pages * m.PAGE)}"
+    lines.add_row("now", "", Text(f"{moves}   {held}"), "")
+    directory = getattr(counts, "directory", None)
+    if directory is not None and directory.keys:
+        lines.add_row("GPUs", "", f"{directory.holders} engines lend {directory.keys:,} blocks of their caches", "")
+    if counts.note:
+        lines.add_row(Text("note", "yellow"), "", Text(counts.note, "yellow"), "")
+    title = f"node store {path} (pid {counts.pid}, up {_duration(counts.seconds)}, {counts.policy})"
+    return Panel(lines, title=title, title_align="left")
+
+
+def _tiers(counts: m.Counts, rates: Rates) -> Table:
+    index = counts.index
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for name in ("tier", "state", "filled", "", "blocks", "found/s", "in", "out", "evicted/s"):
+        table.add_column(name, justify="left" if name in ("tier", "state", "filled") else "right", no_wrap=True)
+    used, growing = index.used_pages * m.PAGE, counts.ready_bytes < counts.pool_bytes
+    block = used / index.entries if index.entries else 0.0  # bytes, on average
+    table.add_row(
+        "memory",
+        Text(f"usable {counts.ready_bytes / counts.pool_bytes:.0%}", "cyan") if growing else Text("ready", "green"),
+        *_filled(used, counts.pool_bytes),
+        f"{index.entries:,}",
+        _number(rates.of_store(lambda c: c.index.found_units)),
+        _rate(rates.of_store(lambda c: c.index.commits), block),
+        _rate(rates.of_store(lambda c: c.index.found_units), block),
+        _number(rates.of_store(lambda c: c.index.evictions)),
+    )
+    for tier in counts.tiers:
+
+        def per_second(name: str, tier=tier) -> float | None:
+            return rates.of_tier(tier.name, lambda t: getattr(t, name))
+
+        table.add_row(
+            tier.name,
+            Text(tier.state, _STATES.get(tier.state, "")),
+            *_filled(tier.used_bytes, tier.capacity_bytes),
+            f"{tier.blocks:,}",
+            _number(per_second("found_blocks")),
+            _rate(per_second("written_bytes")),
+            _rate(per_second("read_bytes")),
+            _number(per_second("evicted_blocks")),
+        )
+        if tier.reason:
+            table.add_row("", Text(tier.reason, "yellow"))
+    return table
+
+
+def _clients(counts: m.Counts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("client", "pid", "leases", "writing"):
+        table.add_column(name, justify="left" if name == "client" else "right")
+    busy = sorted(counts.clients, key=lambda c: (c.kind != "engine", -c.leases - c.reservations))
+    for client in busy[:_CLIENTS]:
+        table.add_row(f"{client.kind} {client.name}", str(client.pid), str(client.leases), str(client.reservations))
+    if len(busy) > _CLIENTS:
+        table.add_row(f"and {len(busy) - _CLIENTS} more")
+    return table
+
+
+def _engines(now: Reading, rates: Rates) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = ("run", "wait", "cache", "in tok/s", "out tok/s", "GPU hits", "loaded", "load", "store", "pulled", "pull")
+    table.add_column("engine", no_wrap=True, min_width=15)
+    for name in (*heads, "declined"):
+        table.add_column(name, justify="right", no_wrap=True)
+    failed: list[Text] = []
+    for url, scrape in now.engines.items():
+        if not isinstance(scrape, Scrape):
+            failed.append(Text(f" {scrape}", "yellow"))
+            continue
+
+        def per_second(name: str, url=url) -> float | None:
+            return rates.of_engine(url, lambda s: s.total(name))
+
+        table.add_row(
+            url.partition("://")[2],
+            f"{scrape.total('vllm:num_requests_running'):.0f}",
+            f"{scrape.total('vllm:num_requests_waiting'):.0f}",
+            f"{scrape.total('vllm:kv_cache_usage_perc'):.0%}",
+            _number(per_second("vllm:prompt_tokens")),
+            _number(per_second("vllm:generation_tokens")),
+            _share(per_second("vllm:prefix_cache_hits"), per_second("vllm:prefix_cache_queries")),
+            _number(per_second(PREFIX + "loaded_tokens")),
+            _rate(per_second(PREFIX + "loaded_bytes")),
+            _rate(per_second(PREFIX + "stored_bytes")),
+            _number(per_second(PREFIX + "pulled_tokens")),
+            _rate(per_second(PREFIX + "pulled_bytes")),
+            _number(per_second(PREFIX + "declined")),
+        )
+    return Group(*([table] if table.row_count else []), *failed)
+
+
+def _history(readings: Sequence[Reading]) -> list[float | None]:
+    """Share found from each reading to the next."""
+    shares: list[float | None] = []
+    for before, after in itertools.pairwise(readings):
+        rates = Rates(before, after)
+        asked = rates.of_store(lambda c: c.index.looked_up_units)
+        found = rates.of_store(lambda c: c.index.found_units)
+        shares.append(found / asked if asked and found is not None else None)
+    return shares
+
+
+def sparks(shares: Sequence[float | None]) -> str:
+    """A character each, of a number from 0 to 1; blank where there is none."""
+    return "".join(
+        " " if share is None else _SPARKS[min(len(_SPARKS) - 1, max(0, int(share * len(_SPARKS))))] for share in shares
+    )
+
+
+def _filled(used: int, capacity: int) -> tuple[Text, str]:
+    if not capacity:
+        return Text("no limit", "dim"), _size(used)
+    share = min(1.0, used / capacity)
+    full = round(_BAR * share)
+    return Text.assemble(("█" * full, "green"), ("░" * (_BAR - full), "dim")), f"{_size(used)} of {_size(capacity)}"
+
+
+def _size(nbytes: int) -> str:
+    return in_words(nbytes) if nbytes else "0"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return f"{part / whole:.1%}" if part is not None and whole else "-"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def _rate(value: float | None, times: float = 1.0) -> str:
+    """Bytes a second."""
+    if value is None:
+        return "-"
+    nbytes = value * times
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B/s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    return (
+        f"{days} d {hours % 24} h"
+        if days
+        else f"{hours} h {minutes % 60} min"
+        if hours
+        else f"{minutes} min {seconds % 60:.0f} s"
+    )

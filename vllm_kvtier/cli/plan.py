@@ -1,0 +1,309 @@
+"""``kvtier plan``: how many tokens fit where, what of a trace would be found there, and when that pays."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvtier.cli import inputs
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.limits import MemoryLimits, in_words, memory_limits, parse_bytes, pool_bytes
+from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
+
+ModelName = Annotated[str, typer.Option("--model", help="config.json, its directory, or a name in the hub's cache.")]
+Parallel = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks of one engine.")]
+CacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="As vLLM's: auto, fp8, bfloat16, float16.")]
+BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens of vLLM's blocks.")]
+Cache = Annotated[
+    str, typer.Option("--gpu-cache", help="Each GPU's KV cache (vLLM's log tells): 40GiB. Empty: left out.")
+]
+Memory = Annotated[str, typer.Option("--memory", help="Of the node store, as store_size: 64GiB, 10%.")]
+Disk = Annotated[str, typer.Option("--disk", help="As store_disk_size: 2TiB. Empty: no disk.")]
+Admission = Annotated[str, typer.Option("--disk-admission", help="reuse or all, as the option.")]
+Codecs = Annotated[
+    list[str] | None, typer.Option("--codec", help="For which the trace is replayed; repeatable. Without: raw.")
+]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", help="Requests, JSON lines in Mooncake's format, .xz or plain.", exists=True)
+]
+TraceTokens = Annotated[int, typer.Option("--trace-tokens", min=1, help="Tokens of a block of the trace.")]
+Policy = Annotated[str, typer.Option("--policy", help="Eviction policy of memory, as store_policy.")]
+Link = Annotated[
+    str, typer.Option("--load-rate", help="From memory into one GPU: 50GB/s. With the disk also --disk-rate.")
+]
+DiskRate = Annotated[str, typer.Option("--disk-rate", help="Of reads from the disk: 3GB/s.")]
+PrefillRate = Annotated[
+    str, typer.Option("--prefill", help="Tokens/s that the engine computes: 12000; or seconds: 2048:0.055,8192:0.226.")
+]
+Machine = Annotated[
+    Path | None, typer.Option("--machine", help="Rates from here: what `kvtier bench --json` printed.", exists=True)
+]
+Server = Annotated[str | None, typer.Option("--server", help="Rates from an engine that runs: its http://HOST:PORT.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+
+
+def plan(
+    model: ModelName,
+    tensor_parallel: Parallel = 1,
+    kv_cache_dtype: CacheDtype = "auto",
+    block_size: BlockSize = 16,
+    gpu_cache: Cache = "",
+    memory: Memory = "10%",
+    disk: Disk = "",
+    disk_admission: Admission = "reuse",
+    codec: Codecs = None,
+    trace: TraceFile = None,
+    trace_tokens: TraceTokens = 512,
+    policy: Policy = DEFAULT_POLICY,
+    load_rate: Link = "",
+    disk_rate: DiskRate = "",
+    prefill: PrefillRate = "",
+    machine: Machine = None,
+    server: Server = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many tokens fit per tier and codec, what a trace would find there, and the break-even prompt length.
+
+    Sizes come from the layouts that engines use, hits from a replay through the store's own policies (one engine's
+    prompts, nothing missed for want of speed), the break-even length from the rates given. Exit status: 0, or 1.
+    """
+    with inputs.errors_in_words():
+        if policy not in POLICIES:
+            raise KVTierError(f"no policy is named {policy!r}: choose one of {', '.join(POLICIES)}")
+        if disk_admission not in ("reuse", "all"):
+            raise KVTierError(f"--disk-admission {disk_admission!r}: reuse or all")
+        found = _sizes(model, kv_cache_dtype, tensor_parallel, block_size, gpu_cache, memory, disk)
+        rates = _rates(load_rate, disk_rate, prefill, machine, server)
+        found["break_even"] = _break_even(found, rates)
+        found["rates"] = {name: value for name, value in rates.items() if name != "prefill"}
+        if trace is not None:
+            found["trace"] = _replay(found, trace, trace_tokens, codec or ["raw"], disk_admission, policy)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found, Console())
+
+
+def _sizes(
+    model: str, cache_dtype: str, tensor_parallel: int, block: int, cache: str, memory: str, disk: str
+) -> dict[str, Any]:
+    try:
+        from vllm_kvtier.plan import model as models  # brings torch, which codecs are made with
+    except ModuleNotFoundError as error:
+        raise KVTierError(f"the layouts of slots need {error.name}, which vLLM brings: pip install torch") from error
+    read = models.read(model, cache_dtype)
+    tiers = {"memory": pool_bytes(memory, _no_limits() if not memory.strip().endswith("%") else memory_limits())}
+    if disk:
+        tiers["disk"] = parse_bytes(disk, "--disk")
+    cache_bytes = parse_bytes(cache, "--gpu-cache") if cache else 0
+    rows = []
+    sizes = {name: models.footprint(read, name, tensor_parallel, block) for name in models.codec_names()}
+    for name, of in sorted(sizes.items(), key=lambda item: -item[1].stored):
+        fits = {tier: of.tokens_in_store(nbytes) for tier, nbytes in tiers.items()}
+        if cache_bytes:
+            fits = {"cache": of.tokens_in_cache(cache_bytes), **fits}
+        rows.append(
+            {
+                "codec": name,
+                "stored_bytes_per_token": of.stored,
+                "loaded_bytes_per_token_and_rank": of.loaded,
+                "smaller": of.logical / of.stored,
+                "tokens": fits,
+            }
+        )
+    return {
+        "model": read.name,
+        "layers": models.groups_in_words(read),
+        "kv_cache_dtype": read.dtype,
+        "tensor_parallel_size": tensor_parallel,
+        "block_tokens": block,
+        "longest_prompt": read.longest,
+        "bytes_per_token_and_gpu": of.gpu,
+        "remarks": list(read.remarks),
+        "tiers": {**({"cache": cache_bytes} if cache_bytes else {}), **tiers},
+        "codecs": rows,
+    }
+
+
+def _no_limits() -> MemoryLimits:
+    """A plan is for a machine that need not be this one."""
+    return MemoryLimits(1 << 60, 1 << 60, "the machine planned for")
+
+
+def _rates(load: str, disk: str, prefill: str, machine: Path | None, server: str | None) -> dict[str, Any]:
+    """Given ones before those of an engine before those of a measurement."""
+    from vllm_kvtier.plan.pays import Prefill, from_bench, parse_rate
+
+    found: dict[str, Any] = {}
+    if machine is not None:
+        try:
+            found |= from_bench(json.loads(machine.read_text("utf-8")))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise KVTierError(f"{machine} is not what `kvtier bench --json` prints: {error}") from error
+    if server is not None:
+        found |= _measured(server)
+    if load:
+        found["memory"] = parse_rate(load)
+    if disk:
+        found["disk"] = parse_rate(disk)
+    if prefill:
+        found["prefill"] = Prefill.parse(prefill)
+    return found
+
+
+def _measured(url: str) -> dict[str, Any]:
+    """What an engine has seen so far: bytes/s of its loads, tokens/s of its prefills."""
+    from vllm_kvtier.doctor.server import Server as Vllm
+    from vllm_kvtier.plan.pays import Prefill
+
+    scrape, found = Vllm(url).metrics(), {}
+    if seconds := scrape.ours("load_seconds"):
+        found["memory"] = scrape.ours("loaded_bytes") / seconds
+    spent = scrape.total("vllm:request_prefill_time_seconds_sum")
+    known = scrape.total("vllm:prefix_cache_hits") + scrape.ours("loaded_tokens") + scrape.ours("pulled_tokens")
+    computed = scrape.total("vllm:prompt_tokens") - known
+    if spent > 0 and computed > 0:
+        found["prefill"] = Prefill.parse(str(computed / spent))
+    if not found:
+        raise KVTierError(f"{url} has neither loaded nor computed anything that a rate could be told from")
+    return found
+
+
+def _break_even(found: dict[str, Any], rates: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm_kvtier.plan.pays import Link as Way
+    from vllm_kvtier.plan.pays import break_even
+
+    if "prefill" not in rates or "memory" not in rates:
+        return []
+    rows = []
+    for row in found["codecs"]:
+        ways = {"memory": [(Way(rates["memory"]), row["loaded_bytes_per_token_and_rank"])]}
+        if "disk" in found["tiers"] and "disk" in rates:
+            way = Way(rates["disk"], latency=2e-3, shared=True)
+            ways["disk"] = [(way, row["stored_bytes_per_token"]), *ways["memory"]]
+        lengths = {
+            tier: break_even(links, rates["prefill"], found["block_tokens"], found["longest_prompt"])
+            for tier, links in ways.items()
+        }
+        rows.append({"codec": row["codec"], "tokens": lengths})
+    return rows
+
+
+def _replay(
+    found: dict[str, Any], file: Path, tokens: int, codecs: list[str], admitted: str, policy: str
+) -> dict[str, Any]:
+    from vllm_kvtier.plan import trace as traces
+    from vllm_kvtier.plan.replay import replay
+    from vllm_kvtier.store.lower.admission import admission
+
+    requests = traces.read(file)
+    by_name = {row["codec"]: row["tokens"] for row in found["codecs"]}
+    if unknown := [name for name in codecs if name not in by_name]:
+        raise KVTierError(f"no codec is named {unknown[0]!r}: there are {', '.join(by_name)}")
+    rows = []
+    for name in codecs:
+        blocks = {tier: fits // tokens for tier, fits in by_name[name].items()}
+        if not blocks["memory"]:
+            raise KVTierError(f"the memory holds less than one block of the trace ({tokens} tokens) as {name}")
+        if sys.stderr.isatty():
+            print(f"replaying {len(requests):,} requests as {name} ...", file=sys.stderr)
+        seen = replay(
+            requests,
+            blocks["memory"],
+            blocks.get("disk", 0),
+            lambda: admission(admitted),
+            cache=blocks.get("cache", 0),
+            memory_policy=policy,
+        )
+        rows.append({"codec": name, "blocks": blocks, **{key: v for key, v in seen.items() if key != "us_per_block"}})
+    asked = sum(len(ids) for _, ids in requests)
+    return {
+        "name": file.name,
+        "requests": len(requests),
+        "tokens": asked * tokens,
+        "policy": policy,
+        "ideal": traces.ideal(requests),
+        "runs": rows,
+    }
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    _say(console, f"{found['model']}: {found['layers']}")
+    ranks = found["tensor_parallel_size"]
+    _say(
+        console,
+        f"{in_words(round(found['bytes_per_token_and_gpu']))} a token in {'the' if ranks == 1 else 'each'} GPU's cache "
+        f"({found['kv_cache_dtype']}, {ranks} rank{'s' * (ranks > 1)}, blocks of {found['block_tokens']} tokens)",
+    )
+    for remark in found["remarks"]:
+        console.print(remark, style="yellow", markup=False)
+    names = {"cache": "GPU cache", "memory": "memory", "disk": "disk"}
+    _say(console, "\nTokens that fit")
+    table = Table(box=None, pad_edge=False)
+    for head in ("codec", "bytes a token", "smaller"):
+        table.add_column(head, justify="left" if head == "codec" else "right")
+    for tier, nbytes in found["tiers"].items():
+        table.add_column(f"{names[tier]} ({in_words(nbytes)})", justify="right")
+    for row in found["codecs"]:
+        fits = (f"{row['tokens'][tier]:,}" for tier in found["tiers"])
+        table.add_row(row["codec"], f"{row['stored_bytes_per_token']:,.0f}", f"{row['smaller']:.2f} x", *fits)
+    console.print(table)
+    _show_break_even(found, names, console)
+    if "trace" in found:
+        _show_trace(found["trace"], names, console)
+
+
+def _show_break_even(found: dict[str, Any], names: dict[str, str], console: Console) -> None:
+    if not found["break_even"]:
+        console.print(
+            "\nBreak-even prompt length: give --prefill, and --load-rate, --machine or --server",
+            style="dim",
+            markup=False,
+        )
+        return
+    tiers = list(found["break_even"][0]["tokens"])
+    rates = ", ".join(f"{names[tier]} {found['rates'][tier] / 1e9:.2f} GB/s" for tier in tiers)
+    _say(
+        console,
+        f"\nLoading beats computing from so many tokens on, up to {found['longest_prompt']:,} (at {rates})",
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("codec")
+    for tier in tiers:
+        table.add_column(names[tier], justify="right")
+    for row in found["break_even"]:
+        cells = ("never" if row["tokens"][tier] is None else f"{row['tokens'][tier]:,}" for tier in tiers)
+        table.add_row(row["codec"], *cells)
+    console.print(table)
+
+
+def _show_trace(trace: dict[str, Any], names: dict[str, str], console: Console) -> None:
+    _say(
+        console,
+        f"\n{trace['name']}: {trace['requests']:,} requests, {trace['tokens']:,} tokens; share of them found",
+    )
+    table = Table(box=None, pad_edge=False)
+    tiers = list(trace["runs"][0]["blocks"])
+    table.add_column("codec")
+    for tier in tiers:
+        table.add_column(f"in {names[tier]}", justify="right")
+    for head in ("together", "without limit", *(["written to disk"] if "disk" in tiers else [])):
+        table.add_column(head, justify="right")
+    for run in trace["runs"]:
+        cells = [f"{run[f'{tier}_hits']:.1%}" for tier in tiers] + [f"{run['hits']:.1%}", f"{trace['ideal']:.1%}"]
+        if "disk" in tiers:
+            cells.append(f"{run['written_blocks']:,} blocks")
+        table.add_row(run["codec"], *cells)
+    console.print(table)
+
+
+def _say(console: Console, words: str) -> None:
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("plan")(plan)

@@ -1,0 +1,80 @@
+"""What is installed in this environment: vLLM and NIXL."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from vllm_kvtier import __version__
+from vllm_kvtier.doctor.report import Check, fail, ok, warn
+from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.vllm_compat import version
+
+# In a process of its own: its libraries write to stderr, take seconds to load, and may crash where a driver is odd.
+_ASK_NIXL = """
+import json, sys
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.lower.agent import load_nixl
+try:
+    api = load_nixl()
+except KVTierError as error:
+    print(json.dumps({"missing": str(error)}))
+    sys.exit()
+found = {"plugins": [], "made": [], "errors": {}}
+for backend in sys.argv[1:]:
+    try:
+        agent = api.nixl_agent("doctor-" + backend, api.nixl_agent_config(backends=[backend]))
+        found["plugins"] = list(agent.plugin_list)
+        found["made"] += [backend] if backend in agent.backends else []
+    except Exception as error:
+        found["errors"][backend] = f"{type(error).__name__}: {error}"
+if not found["plugins"]:
+    found["plugins"] = list(api.nixl_agent("doctor", api.nixl_agent_config(backends=[])).plugin_list)
+print(json.dumps(found))
+"""
+_NIXL_SECONDS = 60.0
+_INSTALL_NIXL = "pip install nixl (on machines without a GPU nixl-cu13)"
+
+
+def vllm() -> Check:
+    try:
+        version.check_supported()
+    except UnsupportedVLLM as error:
+        return fail("vLLM", str(error), "run doctor in the environment that engines run in")
+    python = ".".join(map(str, sys.version_info[:3]))
+    return ok("vLLM", f"{version.installed_version()}, vllm-kvtier {__version__}, Python {python}")
+
+
+def nixl(backends: Sequence[str], environment: Mapping[str, str] | None = None) -> Check:
+    """Whether NIXL has ``backends``, by making an agent of each."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_NIXL, *backends],
+            capture_output=True,
+            text=True,
+            timeout=_NIXL_SECONDS,
+            env={**os.environ, **(environment or {})},
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return fail(
+            "NIXL", f"it does not come up within {_NIXL_SECONDS:g} s", "look at the network's devices and drivers"
+        )
+    except (IndexError, ValueError):
+        words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return fail("NIXL", f"it ends the process that loads it: {words}", _INSTALL_NIXL)
+    if "missing" in found:
+        return warn(
+            "NIXL", f"{found['missing']}: engines do not pull from each other, nor stores from nodes", _INSTALL_NIXL
+        )
+    lacking = [backend for backend in backends if backend not in found["made"]]
+    have = ", ".join(found["plugins"]) or "none"
+    if lacking:
+        why = "; ".join(found["errors"].get(b, "") for b in lacking if found["errors"].get(b))
+        return fail(
+            "NIXL",
+            f"its backend {' and '.join(lacking)} is missing: there are {have}" + (f" ({why})" if why else ""),
+            "name others in nixl_backends, or install a NIXL that has it",
+        )
+    return ok("NIXL", f"{' and '.join(found['made'])} can be used; there are {have}")

@@ -1,0 +1,39 @@
+"""What a check found, in words."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+State = Literal["ok", "warn", "fail", "unknown"]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """``sentence``: what was found, with the cause where something is wrong; ``remedy``: what to do, "" for ok."""
+
+    name: str
+    state: State
+    sentence: str
+    remedy: str = ""
+
+
+def ok(name: str, sentence: str) -> Check:
+    return Check(name, "ok", sentence)
+
+
+def warn(name: str, sentence: str, remedy: str) -> Check:
+    return Check(name, "warn", sentence, remedy)
+
+
+def fail(name: str, sentence: str, remedy: str) -> Check:
+    return Check(name, "fail", sentence, remedy)
+
+
+def unknown(name: str, sentence: str, remedy: str = "") -> Check:
+    return Check(name, "unknown", sentence, remedy)
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """2 if anything fails, 1 if something is to be looked at, else 0; what is not known counts as neither."""
+    states = {check.state for check in checks}
+    return 2 if "fail" in states else 1 if "warn" in states else 0

@@ -1,0 +1,207 @@
+"""What a token of a model takes in a KV cache and in the node store, read from its ``config.json``.
+
+Layers that keep KV alike (attention over everything, over a window, MLA) form a group, as in vLLM; bytes come from the
+same layouts that slots are made of (``codecs.parts``, ``wire.slots``), rounding and checksums included.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvtier import codecs, fingerprint
+from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.geometry import Field, GroupView, Region
+from vllm_kvtier.wire.slots import PAGE, PIECE, slot_layout
+
+_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+_KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+}
+# Layers that keep a state instead of a cell a token.
+_NO_KV = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """``count`` layers that keep KV alike; ``fields``: numbers a token and head."""
+
+    kind: str
+    count: int
+    heads: int
+    fields: tuple[Field, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """``dtype``: of the KV cache. ``remarks``: what its configuration has that is left out here, in words."""
+
+    name: str
+    dtype: str
+    layers: tuple[Layers, ...]
+    longest: int  # tokens of a prompt
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of a token. ``gpu``: bytes in one rank's cache; ``stored``: bytes in the store, all ranks; ``loaded``: bytes that
+    one rank loads; ``pages``: 4 KiB pages of a block, by group; ``logical``: bytes of KV, each once."""
+
+    block_tokens: int
+    gpu: float
+    stored: float
+    loaded: float
+    logical: float
+    pages: tuple[int, ...]
+
+    def tokens_in_store(self, nbytes: int) -> int:
+        """How many tokens fit into so much: whole slots, none across a piece of pinned memory, page 0 unused."""
+        if len(self.pages) == 1:
+            whole, rest = divmod(nbytes // PAGE, PIECE // PAGE)
+            pieces = [PIECE // PAGE] * whole + [rest]
+            pieces[0] -= 1
+            return sum(max(0, piece) // self.pages[0] for piece in pieces) * self.block_tokens
+        return int(max(0, nbytes - PAGE) / self.stored)
+
+    def tokens_in_cache(self, nbytes: int) -> int:
+        """In one rank's cache of so many bytes."""
+        return int(nbytes / self.gpu) // self.block_tokens * self.block_tokens
+
+
+def read(model: str, cache_dtype: str = "auto") -> Model:
+    """``model``: a config.json, a directory with one, or a name in the hub's cache. Raises KVTierError."""
+    path = Path(model).expanduser()
+    if not path.is_file():
+        folder = fingerprint.model_folder(model)
+        if folder is None:
+            raise KVTierError(f"{model} is no file, no directory, and not in the hub's cache here")
+        path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise KVTierError(f"{path} is no model's configuration: {error}") from error
+    if not isinstance(config, dict):
+        raise KVTierError(f"{path} is no model's configuration")
+    return from_config(config, model, cache_dtype)
+
+
+def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto") -> Model:
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping) or "num_hidden_layers" not in text:
+        raise KVTierError(f"{name}: its configuration does not say how many layers it has (num_hidden_layers)")
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "")
+    dtype = dtype.removeprefix("torch.") or "bfloat16"
+    if cache_dtype != "auto":
+        dtype = "fp8" if cache_dtype.startswith("fp8") else cache_dtype
+    if dtype not in _DTYPES:
+        raise KVTierError(f"{name}: a KV cache of {dtype} is not known here; give --kv-cache-dtype")
+    remarks: list[str] = []
+    kinds = _kinds(text, remarks, name)
+    layers = []
+    for kind in dict.fromkeys(kinds):
+        window = text.get("sliding_window") if kind == "sliding" else text.get("attention_chunk_size")
+        layers.append(_layers(text, kind, kinds.count(kind), None if kind in ("full", "mla") else window, name))
+    if not layers:
+        raise KVTierError(f"{name}: none of its layers keeps KV of tokens")
+    return Model(name, dtype, tuple(layers), int(text.get("max_position_embeddings", 0)) or 1 << 17, tuple(remarks))
+
+
+def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[str]:
+    """Of each layer that keeps KV of its own."""
+    count = int(text["num_hidden_layers"])
+    if text.get("kv_lora_rank"):
+        return ["mla"] * count
+    given = text.get("layer_types") or text.get("layers_block_type")
+    if given:
+        kinds = []
+        for each in given:
+            if each in _KINDS:
+                kinds.append(_KINDS[each])
+            elif each not in _NO_KV:
+                raise KVTierError(f"{name}: layers of type {each} are not known here")
+        if len(kinds) < len(given):
+            remarks.append(
+                f"{len(given) - len(kinds)} of {len(given)} layers keep a state, not blocks: vllm-kvtier leaves "
+                "such models alone"
+            )
+    else:
+        window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+        pattern = int(text.get("sliding_window_pattern") or 0)
+        kinds = ["sliding" if window and (not pattern or (i + 1) % pattern) else "full" for i in range(count)]
+    if shared := int(text.get("num_kv_shared_layers") or 0):
+        kinds = kinds[: len(kinds) - shared]
+    return kinds
+
+
+def _layers(text: Mapping[str, Any], kind: str, count: int, window: int | None, name: str) -> Layers:
+    try:
+        if kind == "mla":
+            rope = int(text["qk_rope_head_dim"])
+            fields = (Field("latent", int(text["kv_lora_rank"])), Field("rope", rope))
+            return Layers(kind, count, 1, fields if rope else fields[:1])
+        heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+        size = int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
+        return Layers(kind, count, heads, (Field("k", size), Field("v", int(text.get("v_head_dim") or size))), window)
+    except (KeyError, TypeError, ValueError) as error:
+        raise KVTierError(f"{name}: its configuration lacks or hides {error}") from error
+
+
+def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: int = 16) -> Footprint:
+    """Raises KVTierError for heads that cannot be spread over so many ranks, or a codec that does not exist."""
+    gpu = stored = loaded = logical = 0.0
+    pages = []
+    for layers in model.layers:
+        ranks, heads = _spread(layers, tensor_parallel, model.name)
+        group = _group(layers, heads, block_tokens, model.dtype)
+        part = part_layout(group, codecs.choose(codec, group)).nbytes
+        slot = slot_layout([part] * ranks).pages
+        pages.append(slot)
+        gpu += group.block_bytes / block_tokens
+        loaded += part / block_tokens
+        stored += slot * PAGE / block_tokens
+        logical += group.block_bytes * ranks / block_tokens
+    return Footprint(block_tokens, gpu, stored, loaded, logical, tuple(pages))
+
+
+def _spread(layers: Layers, tensor_parallel: int, name: str) -> tuple[int, int]:
+    """(ranks that hold something of their own, heads of each)."""
+    if layers.heads == 1:
+        return 1, 1
+    if layers.heads >= tensor_parallel and layers.heads % tensor_parallel == 0:
+        return tensor_parallel, layers.heads // tensor_parallel
+    if tensor_parallel % layers.heads == 0:
+        return layers.heads, 1
+    raise KVTierError(f"{name}: {layers.heads} KV heads cannot be spread over {tensor_parallel} ranks")
+
+
+def _group(layers: Layers, heads: int, block_tokens: int, dtype: str) -> GroupView:
+    """As a worker describes it, but for addresses."""
+    cell = sum(field.count for field in layers.fields) * _DTYPES[dtype]
+    regions = tuple(
+        Region(
+            f"layer{i}", 0, heads * block_tokens * cell, heads, block_tokens * cell, 0, block_tokens, cell, cell,
+            dtype=dtype, fields=layers.fields if dtype in ("bfloat16", "float16") else (),
+        )
+        for i in range(layers.count)
+    )  # fmt: skip
+    return GroupView(0, block_tokens, layers.kind, layers.window, regions)
+
+
+def groups_in_words(model: Model) -> str:
+    return ", ".join(
+        f"{layers.count} layers of {layers.kind} attention"
+        + (f" over {layers.window:,} tokens" if layers.window else "")
+        + f" ({layers.heads} head{'s' * (layers.heads != 1)} of {'+'.join(str(f.count) for f in layers.fields)})"
+        for layers in model.layers
+    )
+
+
+def codec_names() -> Sequence[str]:
+    return codecs.names()
