@@ -107,7 +107,13 @@ class Driver:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def ask(
-        self, engine: Engine, prompt: Prompt, max_tokens: int = 8, params: dict | None = None, **body: Any
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        max_tokens: int = 8,
+        params: dict | None = None,
+        headers: dict[str, str] | None = None,
+        **body: Any,
     ) -> Reply:
         """A greedy answer of exactly ``max_tokens`` tokens (``ignore_eos``), unless ``body`` says otherwise."""
         chat = not prompt or isinstance(prompt[0], dict)
@@ -124,7 +130,8 @@ class Driver:
         content = json.dumps({**defaults, **asked, **extra, **body})  # in ASCII, whatever characters it names
         started = time.monotonic()
         url = f"{engine.base_url}/v1/{'chat/completions' if chat else 'completions'}"
-        response = await self._http.post(url, content=content, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        response = await self._http.post(url, content=content, headers=headers)
         if response.status_code != 200:
             raise Refused(response.status_code, response.text)
         document = response.json()

@@ -33,12 +33,23 @@ class Clock:
         return self.now
 
 
+class FakeBlock:
+    def __init__(self, pool: "FakePool", block_id: int):
+        self._pool, self.block_id, self.ref_cnt = pool, block_id, 0
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """As vLLM has it: the hash and the group it is cached for."""
+        keys = (key for key, block in self._pool.cached.items() if block == self.block_id)
+        return next((block_hash + group.to_bytes(4, "big") for block_hash, group in keys), None)
+
+
 class FakePool:
     """vLLM's ``BlockPool`` as far as it is used here, with reference counts that must never go below zero."""
 
     def __init__(self, num_blocks: int, hash_block_size: int):
         self.hash_block_size, self.num_gpu_blocks = hash_block_size, num_blocks
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(num_blocks)]
+        self.blocks = [FakeBlock(self, i) for i in range(num_blocks)]
         self.cached: dict[tuple[bytes, int], int] = {}  # (hash, group) -> block id
 
     def touch(self, blocks) -> None:

@@ -66,10 +66,11 @@ class FakeClient:
             pending.resolve(Failed("gone"))
         self.on_change()
 
-    def lookup(self, space, chain, start, pages_limit, patience=0.0, nodes=()):
+    def lookup(self, space, chain, start, pages_limit, patience=0.0, nodes=(), mix=b"", stride=1):
         assert len(space) == HASH and len(chain) % HASH == 0 and start <= len(chain) // HASH and pages_limit
         asked = SimpleNamespace(
-            space=space, chain=chain, start=start, limit=pages_limit, patience=patience, nodes=nodes
+            space=space, chain=chain, start=start, limit=pages_limit, patience=patience, nodes=nodes, mix=mix,
+            stride=stride,
         )
         pending = FakePending(self.session, asked, time.monotonic() + self.ask_timeout + patience)
         if self.connected:
@@ -78,16 +79,16 @@ class FakeClient:
             pending.resolve(Failed(self.reason))
         return pending
 
-    def answer(self, pending, units, slots):
+    def answer(self, pending, units, slots, holders=()):
         """With a lease, as the store does if it found something."""
         self.open.remove(pending)
         self.leases += 1
         self.held.add(self.leases)
-        pending.resolve(Found(1, self.leases, units, slots))
+        pending.resolve(Found(1, self.leases, units, slots, holders=list(holders)))
 
-    def refuse(self, pending, outcome=None):
+    def refuse(self, pending, outcome=None, holders=()):
         self.open.remove(pending)
-        pending.resolve(outcome or Found(1, 0, pending.asked.start, []))
+        pending.resolve(outcome or Found(1, 0, pending.asked.start, [], holders=list(holders)))
 
     def release(self, lease, session=None):
         if self.connected and session == self.session:

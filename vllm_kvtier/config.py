@@ -69,6 +69,17 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     handoff_share: Annotated[
         float, _doc("Largest share of the KV cache that prefills waiting to be fetched may hold.", gt=0, le=1)
     ] = 0.9
+    peer_fetch: Annotated[
+        Literal["auto", "off"],
+        _doc(
+            "Prefixes that other engines of this node have in their GPU caches: auto (copied from there, if that is "
+            "sooner than loading or computing them; needs the node store, which knows who has what) or off, both ways."
+        ),
+    ] = "auto"
+    lend_share: Annotated[
+        float,
+        _doc("Largest share of the KV cache that engines of this node may be copying from at a time.", gt=0, le=1),
+    ] = 0.5
     endpoint_host: Annotated[
         str,
         _doc("Address on which other engines reach this one; beyond loopback only with cluster_key_file."),
@@ -217,11 +228,17 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "reuse"
     store_nodes: Annotated[
         str,
-        _doc("Other nodes' stores (host:port,host:port) that are asked for what is not here; see cluster_key_file."),
+        _doc(
+            "Other nodes' stores (host:port,host:port) that are asked for what is not here; see cluster_key_file. With "
+            "store off this engine asks them and reads from them by itself, and keeps nothing."
+        ),
     ] = ""
     store_node_listen: Annotated[
         str, _doc("host:port where other nodes' stores may ask a store that this engine starts; empty: nowhere.")
     ] = ""
+    store_metrics_port: Annotated[
+        int, _doc("Port of 127.0.0.1 for Prometheus, of a store that this engine starts; 0: none.", ge=0, le=65535)
+    ] = 0
     store_patience: Annotated[
         float,
         _doc(

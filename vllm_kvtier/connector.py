@@ -26,7 +26,7 @@ from vllm_kvtier.vllm_compat.types import (
     transfer_results,
 )
 from vllm_kvtier.vllm_compat.version import check_supported
-from vllm_kvtier.vllm_compat.worker import cache_device, rank_in_engine, shards, wants_host_buffer
+from vllm_kvtier.vllm_compat.worker import cache_device, heads, rank_in_engine, shards, wants_host_buffer
 from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.half import StepResults, WorkerHalf
@@ -116,6 +116,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: cache_view(kv_caches, cache_config, config, device),
             self._share,
             lambda view: shards(config, [group.kind for group in view.groups], rank),
+            lambda view: heads(config, view.groups, rank),
         )
 
     def _share(self, view: CacheView) -> PeerMemory:

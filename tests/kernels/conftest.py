@@ -14,7 +14,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA and "triton" not in sys.modules:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    import vllm_kvtier.kernels.coded  # imports all the others
+    import vllm_kvtier.kernels.coded  # imports all the others, but for one
+    import vllm_kvtier.kernels.peer
 
     import vllm_kvtier.codecs
 

@@ -17,8 +17,9 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
-from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.scheduler.exports import ExportTable, Kind, Lease
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
+from vllm_kvtier.scheduler.lending import Lender
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.params import read
@@ -27,6 +28,7 @@ from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.turns import Turns
 from vllm_kvtier.wire import messages as m
 
 UNIT = 4
@@ -76,23 +78,36 @@ class Running:
 
 
 class Engine:
-    def __init__(self, groups, bidirectional, seed):
+    def __init__(self, groups, bidirectional, seed, shared=False):
         Lifecycle.violations = 0
         self.rng = random.Random(seed)
         self.orders, self.checked = [], 0
         self.groups, self.align = groups, alignment(groups, UNIT)
         self.fake = FakePool(BLOCKS, UNIT)
         self.pool = BlockPool(self.fake)
-        budget = {Kind.HANDOFF: 30, Kind.RETAINED: 16}
+        budget = {Kind.HANDOFF: 30, Kind.RETAINED: 16, Kind.LENT: 20}
         self.table = ExportTable(UNIT, budget, align=self.align // UNIT)
-        self.ledger, self.peers, counters = Ledger(), ReadyPeers(groups), Counters()
+        self.ledger, self.peers, counters = Ledger([size for size, _ in groups]), ReadyPeers(groups), Counters()
         config = KVTierConfig(bidirectional=bidirectional, pull_threshold=1)
         self.keys = Keys(0x1234567)
         self.matcher = Matcher(
             config, self.peers, self.ledger, lambda: self.keys, groups, UNIT, lambda: ("me", 1), counters
         )
-        self.exporter = Exporter(config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False)
-        self.tables = BlockTables(groups, UNIT, self.ledger.forget, lambda t: self.exporter.kind(t) is not None)
+        self.exporter = Exporter(
+            config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False, lambda: shared
+        )
+        self.tables = BlockTables(groups, UNIT, self.ledger.forget, self.exporter.sums)
+        turns = Turns()
+        turns.watch(SimpleNamespace())
+        self.lender = Lender(
+            turns, self.pool, self.ledger, self.table, lambda: self.keys, groups, UNIT, self.align // UNIT, counters
+        )
+        self.doubled: set[int] = set()
+        self.directory: set[int] = set()  # what the node store was told of us
+        self.loans: list[tuple[Lease, list[bytes]]] = []
+        self.lent = 0
+        if shared:
+            self.ledger.publish(0)
         self.requests: dict[str, Running] = {}
         self.content = [[0] * (2 * UNIT) for _ in range(BLOCKS)]  # versions
         self.version = 0
@@ -266,6 +281,8 @@ class Engine:
                 seen.add(block)
                 self.sums[block] = (key, valid, tuple(self.content[block][:valid]))
         self.orders += orders
+        if self.rng.random() < 0.7:
+            self.table.mark_summed(self.exporter.step)
         for name, n in scheduled.items():
             r = self.requests[name]
             r.request.num_computed_tokens += n
@@ -339,6 +356,59 @@ class Engine:
         self.table.relieve(self.rng.randint(1, 20))
         self.exporter.drain()
 
+    # -- other engines of the node ---------------------------------------------------------------------------------
+
+    def lend(self):
+        """Somebody asks for a prefix of what some request has, from some token on."""
+        if not self.requests:
+            return
+        request = self.rng.choice(list(self.requests.values())).request
+        chain = [bytes(h) for h in request.block_hashes]
+        start = self.rng.randint(0, len(chain) * UNIT // self.align) * self.align if self.rng.random() < 0.4 else 0
+        ask = m.Ask(1, "", start, chain, lend=True, mapped=True)
+        answers = []
+        self.lender.ask(ask, "reader", 5.0, answers.append)
+        (found,) = answers
+        if isinstance(found, Lease):
+            assert start < found.tokens <= len(chain) * UNIT and found.tokens % self.align == 0
+            self.loans.append((found, chain))
+            self.lent += 1
+
+    def loan_ends(self):
+        if self.loans:
+            lease, _ = self.loans.pop(self.rng.randrange(len(self.loans)))
+            assert self.table.release(lease.id, "reader", True)
+            self.exporter.drain()
+
+    def what_is_lent_is_as_it_was_summed(self):
+        for lease, chain in self.loans:
+            for g, group in enumerate(lease.export.groups):
+                size = group.block_tokens
+                first = lease.start if group.window is None else max(lease.start, lease.tokens - group.window)
+                assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not lent"
+                for place, block in enumerate(group.ids[lease.start // size :], lease.start // size):
+                    if not block:
+                        continue
+                    key = self.keys.key(chain[(place + 1) * size // UNIT - 1], g, b"")
+                    assert self.fake.blocks[block].ref_cnt > 0
+                    assert self.sums.get(block) == (key, size, tuple(self.content[block][:size]))
+
+    def the_directory_is_kept_current(self):
+        added, gone = self.ledger.take_changes()
+        self.directory |= set(added)
+        self.directory -= set(gone)
+        here = [(key, valid) for key, valid, _, g in self.ledger._made.values() if g == 0]
+        found = {key for key, _ in here if self.ledger.find(key)}
+        assert self.directory == found
+        # Of two blocks with the same content one is known, and with it goes the knowledge.
+        once = {key for key, valid in here if valid == self.groups[0][0] and here.count((key, valid)) == 1}
+        assert found <= {key for key, _ in here} and (not self.ledger.published or len(once - found) <= self.twice(here))
+
+    def twice(self, here) -> int:
+        """How many contents have been in two blocks, so far."""
+        self.doubled |= {key for key, valid in here if here.count((key, valid)) > 1}
+        return len(self.doubled)
+
     # -- what always holds -------------------------------------------------------------------------------------------
 
     def what_is_promised_is_in_the_table(self):
@@ -382,6 +452,7 @@ class Engine:
                 self.matcher.loaded(name, False)
             self.release(r)
         self.table.clear()
+        self.table.disconnect("reader")
         self.exporter.drain()
         assert not self.peers.leases and not len(self.matcher) and not len(self.tables)
         assert all(b.ref_cnt == 0 for b in self.fake.blocks), "a block is still held"
@@ -391,16 +462,35 @@ GROUPS = [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None), (UNIT, 7
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=["full", "windows", "sizes"])
-@given(seed=st.integers(0, 1 << 32), bidirectional=st.booleans())
+@given(seed=st.integers(0, 1 << 32), bidirectional=st.booleans(), shared=st.booleans())
 @settings(max_examples=40, phases=WITHOUT_SHRINKING)
-def test_a_life_of_an_engine(groups, bidirectional, seed):
-    engine = Engine(groups, bidirectional, seed)
+def test_a_life_of_an_engine(groups, bidirectional, shared, seed):
+    engine = Engine(groups, bidirectional, seed, shared)
     events = [engine.step, engine.new_request, engine.loads_end, engine.finish, engine.preempt, engine.exports_end]
+    events += [engine.lend, engine.loan_ends]
     for _ in range(120):
-        engine.rng.choices(events, [8, 5, 4, 2, 0.7, 0.2])[0]()
+        engine.rng.choices(events, [8, 5, 4, 2, 0.7, 0.2, 3, 2])[0]()
         engine.what_is_promised_is_in_the_table()
+        engine.what_is_lent_is_as_it_was_summed()
+        engine.the_directory_is_kept_current()
         engine.nothing_is_kept_for_ever()
     engine.end()
+    assert shared or bidirectional or not engine.lent
+
+
+def test_lives_lend():
+    """The machine above does lend, from every kind of model."""
+    for groups in GROUPS:
+        lent = 0
+        for seed in range(8):
+            engine = Engine(groups, False, seed, True)
+            events = [engine.step, engine.new_request, engine.loads_end, engine.finish, engine.lend, engine.loan_ends]
+            for _ in range(120):
+                engine.rng.choices(events, [8, 5, 4, 1, 3, 2])[0]()
+                engine.what_is_lent_is_as_it_was_summed()
+            engine.end()
+            lent += engine.lent
+        assert lent > 20
 
 
 # -- single cases ----------------------------------------------------------------------------------------------------

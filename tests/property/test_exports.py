@@ -54,12 +54,13 @@ class Exports(RuleBasedStateMachine):
     def start(self, groups, handoff, retained):
         self.groups = groups
         self.align = max(size for size, _ in groups) // UNIT
-        self.budget = {Kind.HANDOFF: handoff, Kind.RETAINED: retained}
+        self.budget = {Kind.HANDOFF: handoff, Kind.RETAINED: retained, Kind.LENT: 20}
         self.clock = Clock()
         self.table = ExportTable(UNIT, self.budget, self.clock, self.align)
         self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
         self.ended: list[ModelExport] = []
         self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
+        self.served: set[int] = set()  # lent blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
         self.next_block = 1
         self.summed = -1
@@ -72,6 +73,9 @@ class Exports(RuleBasedStateMachine):
             del self.exports[e.export.id]
             self.ended.append(e)
 
+    def lent(self) -> list[ModelExport]:
+        return [e for e in self.ended if e.export.kind is Kind.LENT and e.leases]
+
     def unlease(self, lease_id: int) -> ModelExport:
         e, _, _ = self.model_leases.pop(lease_id)
         e.leases.discard(lease_id)
@@ -82,7 +86,7 @@ class Exports(RuleBasedStateMachine):
     @rule(
         target=names,
         name=st.sampled_from("abcdef"),
-        kind=st.sampled_from(Kind),
+        kind=st.sampled_from([Kind.HANDOFF, Kind.RETAINED]),
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9 * UNIT),
         nulls=st.integers(0, 8),
         ready=st.integers(-1, 3),
@@ -119,6 +123,22 @@ class Exports(RuleBasedStateMachine):
             self.end(same.pop(0))  # the oldest, and no more of them than needed
         self.exports[name] = e
         return name
+
+    @rule(target=leases, who=st.sampled_from("xyz"), blocks=st.integers(1, 12), served=st.booleans())
+    def lend(self, who, blocks, served):
+        """Of the prefix cache: one lease, with which it ends, and nobody else finds it."""
+        lent = sum(len(e.pinned) for e in self.lent())
+        assert self.table.room(Kind.LENT) == 20 - lent
+        ids = list(range(self.next_block, self.next_block + blocks))
+        self.next_block += blocks
+        group = GroupBlocks(UNIT, ids)
+        export = Export("", Kind.LENT, blocks * UNIT, (), b"", b"", [group], list(ids), -1, 0.0)
+        lease = self.table.lend(export, 0, who, 5.0, served)
+        e = ModelExport(export, [], ids, {lease.id}, ended=True)
+        self.ended.append(e)
+        self.model_leases[lease.id] = e, who, self.clock.now + 5.0
+        self.served.update({lease.id} if served else ())
+        return lease.id
 
     @rule(target=leases, name=names, who=st.sampled_from("xyz"), start=st.integers(0, 5), right=st.booleans())
     def lease_export(self, name, who, start, right):
@@ -262,6 +282,10 @@ class Exports(RuleBasedStateMachine):
             "leases": len(self.model_leases),
             "handoff_blocks": pinned[Kind.HANDOFF],
             "retained_blocks": pinned[Kind.RETAINED],
+            "lent_blocks": sum(len(e.pinned) for e in self.lent()),
+            "served": sum(
+                e.export.kind is not Kind.LENT or n in self.served for n, (e, *_) in self.model_leases.items()
+            ),
         }
         assert all(pinned[kind] <= self.budget[kind] for kind in Kind)
 
@@ -373,7 +397,7 @@ def test_long_random_lives(seed):
         tokens = [rng.randint(0, 1) if i > 2 * UNIT else 1 for i in range(rng.randint(1, 9 * UNIT))]
         ready = rng.choice([-1, -1, -1, m.summed, m.summed + 1])
         m.add(
-            name=rng.choice("abcdef"), kind=rng.choice(list(Kind)), tokens=tokens, nulls=rng.randint(0, 1), ready=ready,
+            name=rng.choice("abcdef"), kind=rng.choice([Kind.HANDOFF, Kind.RETAINED]), tokens=tokens, nulls=rng.randint(0, 1), ready=ready,
             seconds=rng.randint(1, 30), variant=rng.choice(variants),
         )  # fmt: skip
 

@@ -12,11 +12,11 @@ from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler import matching, whereabouts
+from vllm_kvtier.scheduler import asking, matching, whereabouts
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
+from vllm_kvtier.scheduler.peers import Loan, NoOffer, Offer, PendingAsk
 from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
@@ -38,7 +38,10 @@ class FakePeers:
         self.introduced = ["a/1", "b/1"]
 
     def ask(self, address, **fields):
-        assert set(fields) <= {"start", "variant", "reply_host", "reply_port", "chain", "export", "digest"}
+        assert set(fields) <= {
+            "start", "variant", "reply_host", "reply_port", "chain", "export", "digest", "lend", "mapped",
+            "patience",
+        }  # fmt: skip
         pending = PendingAsk(address, m.Ask(len(self.offered), "", **fields), self.clock() + 2.0)
         m.decode_engine(m.encode(pending.ask))  # it can be sent
         self.open.append(pending)
@@ -74,7 +77,10 @@ class FakePeers:
         start = pending.ask.start if start is None else start
         if blocks is None:
             blocks = [list(range(1, 1 + -(-tokens // size) - start // size)) for size, _ in self.groups]
-        return Offer(pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
+        fields = (pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
+        if pending.ask.lend:
+            return Loan(*fields, mapped=pending.ask.mapped, alike=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
+        return Offer(*fields)
 
 
 class Machine(RuleBasedStateMachine):
@@ -85,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         self.align = max(size for size, _ in self.groups)
         self.now = 1000.0
         self.real_time = matching.time
-        matching.time = SimpleNamespace(monotonic=lambda: self.now)
+        matching.time = asking.time = SimpleNamespace(monotonic=lambda: self.now)
         self.peers = FakePeers(self.groups, lambda: self.now)
         self.config = KVTierConfig(bidirectional=both, pull_threshold=threshold)
         self.matcher = Matcher(
@@ -281,7 +287,7 @@ class Machine(RuleBasedStateMachine):
             assert not self.peers.held and not len(self.matcher)
             assert Lifecycle.violations == 0
         finally:
-            matching.time = self.real_time
+            matching.time = asking.time = self.real_time
 
 
 Machine.TestCase.settings = settings(settings.default, stateful_step_count=40, max_examples=60)

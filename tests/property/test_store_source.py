@@ -17,19 +17,19 @@ from tier_fakes import make_tier
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler import matching
+from vllm_kvtier.scheduler import asking, matching
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import NoOffer, Offer
+from vllm_kvtier.scheduler.peers import Loan, NoOffer, Offer
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.messages import HASH, Done, Found
+from vllm_kvtier.store.messages import HASH, Done, Found, Holder
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.worker.queues import LoadResult
-from vllm_kvtier.worker.work import LoadOrder
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder
 
 UNIT = 4
 KEYS = Keys(7)
@@ -45,17 +45,24 @@ class FakePlanner:
     """Says what it is told to say; loads under way must balance."""
 
     def __init__(self):
-        self.load, self.open = True, []
+        self.load, self.open, self.near = True, [], True
 
     def decide(self, source, start, end, nbytes, prompt):
-        assert source == "host" and 0 <= start < end <= prompt and nbytes > 0
+        assert source in ("host", "gpu") and 0 <= start < end <= prompt and nbytes > 0
         return Decision(self.load, 0.1, 0.2, "faster" if self.load else "slower")
 
+    def load_seconds(self, source, nbytes):
+        return 0.1 if (source == "gpu") is self.near else 0.2
+
+    def compute_seconds(self, start, end, prompt):
+        assert 0 <= start < end <= prompt
+        return 0.05
+
     def started(self, source, nbytes):
-        self.open.append(nbytes)
+        self.open.append((source, nbytes))
 
     def ended(self, source, nbytes):
-        self.open.remove(nbytes)  # ValueError for what never began, as the real one
+        self.open.remove((source, nbytes))  # ValueError for what never began, as the real one
 
 
 class World:
@@ -69,8 +76,11 @@ class World:
         self.peers, self.planner, self.counters = FakePeers(groups, clock), FakePlanner(), Counters()
         self.matcher = Matcher(
             self.config, self.peers, Ledger(), lambda: KEYS, groups, UNIT, lambda: ("me", 9), self.counters,
-            True, self.tier, self.planner, hurry,
+            True, self.tier, self.planner, hurry, "ours/1", lambda tokens: 100 * tokens,
+            lambda: 0 if self.full else 1 << 20,
         )  # fmt: skip
+        self.full = False
+        self.holders: list[Holder] = []  # that the store names in its next answer
         self.stored: dict[tuple[int, bytes], int] = {}  # (group, hash) -> slot: the store has it
         self.last = 0
 
@@ -102,9 +112,9 @@ class World:
                     row.append(0 if i < needed else slot)
                 rows.append(row)
             if all(None not in row for row in rows):
-                self.client.answer(pending, tokens // UNIT, rows)
+                self.client.answer(pending, tokens // UNIT, rows, self.holders)
                 return
-        self.client.refuse(pending)
+        self.client.refuse(pending, holders=self.holders)
 
     def lie(self, pending, rng):
         start, size = pending.asked.start, self.groups[0][0]
@@ -178,10 +188,7 @@ class World:
                 peers.append(t.pending.outcome)
         assert {o.lease for o in host if o.session == self.client.session and self.client.connected} == self.client.held
         assert {o.lease for o in peers} == self.peers.held
-        loads = [
-            t.offer.nbytes for t in tracked
-            if t.life.state in busy[1:] and isinstance(t.offer, HostOffer)
-        ]  # fmt: skip
+        loads = [(t.offer.place, t.offer.nbytes) for t in tracked if t.life.state in busy[1:] and t.offer.place]
         assert sorted(loads) == sorted(self.planner.open)
         loading = {t.request.request_id for t in tracked if t.life.state in (State.LOADING, State.ABANDONED)}
         assert set(self.matcher._inbound.values()) <= loading
@@ -200,10 +207,11 @@ class Life(World):
         self.hurry = Hurry(100.0, 60.0, pool, lambda: self.engine, "ours")
         self.alone = self.rng.random() < 0.5  # mostly one request at a time
         super().__init__(groups, lambda: self.now, self.hurry, pull_threshold=self.rng.choice([0, 4, 16]))
-        self.real, matching.time = matching.time, SimpleNamespace(monotonic=lambda: self.now)
+        self.real = matching.time
+        matching.time = asking.time = SimpleNamespace(monotonic=lambda: self.now)
         self.cached: set[bytes] = set()
         self.unverified: set[bytes] = set()  # of them, from the load that a step waits for or computed on that
-        self.made = self.loads = self.lies = self.waited = self.hurried = 0
+        self.made = self.loads = self.lies = self.waited = self.hurried = self.fetched = self.fetched_hurriedly = 0
 
     def engine_of_one_group(self):
         """vLLM's scheduler, as far as it is asked whether somebody else is there, and takes requests back."""
@@ -256,7 +264,7 @@ class Life(World):
             return
         rng, r = self.rng, self.rng.choice(waiting)
         request, name = r.request, r.request.request_id
-        self.planner.load = rng.random() < 0.8
+        self.planner.load, self.planner.near, self.full = rng.random() < 0.8, rng.random() < 0.7, rng.random() < 0.1
         computed = self.hit(request)
         t = self.matcher.track(request)
         external, asynchronous = self.matcher.match(request, computed)
@@ -268,7 +276,8 @@ class Life(World):
         assert 0 <= external <= request.num_tokens - computed
         assert asynchronous is (external > 0 and not t.hurried)
         if external and t.hurried:
-            assert isinstance(t.offer, HostOffer) and list(self.live) == [name]
+            assert isinstance(t.offer, HostOffer) or t.offer.mapped
+            assert list(self.live) == [name]
             assert computed + external < request.num_tokens, "vLLM has a token to compute in the same step"
         if rng.random() < 0.2:
             return  # no room; vLLM asks again
@@ -285,6 +294,8 @@ class Life(World):
             self.cached.update(request.block_hashes)
             return
         self.loads += 1
+        self.fetched += isinstance(orders[0], FetchOrder)
+        self.fetched_hurriedly += isinstance(orders[0], FetchOrder) and t.hurried
         r.status, r.order, r.total = "loading", orders[0], total
         assert getattr(r.order, "hurried", False) is t.hurried
         if t.hurried:
@@ -295,6 +306,19 @@ class Life(World):
             self.unverified = set(request.block_hashes[computed // UNIT :])
         if host:
             self.check_load(orders[0], request, tables, computed, total, t.offer.lease not in self.liars)
+        elif isinstance(t.offer, Loan):
+            self.check_fetch(orders[0], t, request, tables, computed, total)
+
+    def check_fetch(self, order, t, request, tables, computed, total):
+        assert isinstance(order, FetchOrder if t.offer.mapped else PullOrder) and order.source == t.offer.instance
+        for row in order.groups:
+            size = self.groups[row.group][0]
+            places = [i for i in range(computed // size, -(-total // size)) if tables[row.group][i]]
+            assert row.local.tolist() == [tables[row.group][i] for i in places]
+            assert row.remote.tolist() == [t.offer.blocks[row.group][i - t.offer.start // size] for i in places]
+            hashes = [bytes(request.block_hashes[(i + 1) * size // UNIT - 1]) for i in places]
+            assert row.keys.tolist() == [KEYS.key(h, row.group, b"") for h in hashes]
+            assert (row.valid == size).all()
 
     liars: set = set()
 
@@ -302,6 +326,11 @@ class Life(World):
         if not self.client.open:
             return
         pending = self.rng.choice(self.client.open)
+        self.holders = []
+        for _ in range(self.rng.choice([0, 0, 1, 2])):
+            units = pending.asked.start + self.rng.randint(1, 12)
+            name = self.rng.choice(["a/1", "b/1", "ours/1"])
+            self.holders.append(Holder(host=name[0], port=1, instance=name, units=units))
         if self.rng.random() < 0.2:
             self.lies += 1
             before = set(self.client.held)
@@ -382,7 +411,7 @@ class Life(World):
             r.status = "running"
             self.engine.running.remove(request)
         else:
-            assert ran and r.status == "waiting" and self.matcher.get(name).life.state is State.LOCAL
+            assert ran and r.status == "waiting" and self.matcher.get(name).life.state in (State.LOCAL, State.NEW)
 
     def preempt_early(self):
         """Before its first step's output was read."""
@@ -453,7 +482,7 @@ class Life(World):
             assert not len(self.matcher) and not self.matcher._inbound
             assert Lifecycle.violations == 0
         finally:
-            matching.time = self.real
+            matching.time = asking.time = self.real
 
 
 @pytest.mark.parametrize("groups", sorted(GROUPS))
@@ -472,6 +501,23 @@ def test_long_random_lives(groups, seed):
             life.balanced()
     finally:
         life.end()
+
+
+def test_lives_fetch():
+    """The machine above has requests fetched from other engines of the node, also in the step that computes on them."""
+    fetched, hurried = 0, 0
+    for seed in range(40):
+        life = Life(ONE, seed)
+        events = [life.new_request, life.fill_store, life.schedule, life.store_answers, life.peer_answers]
+        events += [life.load_ends, life.finish, life.verdict]
+        try:
+            for _ in range(300):
+                life.rng.choices(events, [4, 1, 12, 7, 9, 4, 1, 4])[0]()
+                life.balanced()
+        finally:
+            life.end()
+        fetched, hurried = fetched + life.fetched, hurried + life.fetched_hurriedly
+    assert fetched > 20 and hurried > 0
 
 
 # -- single cases ----------------------------------------------------------------------------------------------------
@@ -614,7 +660,7 @@ def test_lies_are_computed(groups, number):
 
 def test_a_store_that_never_answers_is_not_waited_for_for_ever(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
     world = World(ONE)
     request = make_request("r", list(range(18)), UNIT)
     assert world.matcher.match(request, 0) == (None, False)

@@ -14,7 +14,7 @@ from support import eventually
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.endpoint import Endpoint
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Refusal
 from vllm_kvtier.scheduler.peers import NoOffer, Offer, Peers
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -41,9 +41,9 @@ def ranks(agent="agent") -> list[m.RankInfo]:
 class Source:
     """An engine that exports: endpoint, table, and what its engine's thread would be told."""
 
-    def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, **options):
+    def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, **options):
         self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
-        self.table = ExportTable(UNIT, {Kind.HANDOFF: 1000, Kind.RETAINED: 1000})
+        self.table = ExportTable(UNIT, dict.fromkeys(Kind, 1000))
         self.reactor = Reactor(instance)
         self.serving, self.queries, self.pullers, self.freed = [], [], [], []
         self.endpoint = Endpoint(
@@ -52,6 +52,7 @@ class Source:
             on_question=lambda query, answer: self.queries.append((query, answer)),
             on_serving=self.serving.append,
             on_puller=self.pullers.append,
+            lend=lend,
         )  # fmt: skip
         self.address = ("127.0.0.1", self.endpoint.port)
         if is_open:
@@ -350,7 +351,6 @@ def test_asks_never_answered_leave_nothing_behind(make):
         ("model", "model's configuration or weights"),
         ("hash_seed", "PYTHONHASHSEED"),
         ("hash_block_tokens", "block size"),
-        ("tensor_parallel", "tensor parallel size"),
     ],
 )
 def test_mismatch_is_refused_in_words_and_remembered(make, field, words, caplog):
@@ -362,6 +362,20 @@ def test_mismatch_is_refused_in_words_and_remembered(make, field, words, caplog)
     assert asker.answer(source.address) == first
     assert time.monotonic() - begin < 0.5
     assert caplog.text.count(words) == 1, "said once"
+
+
+def test_pages_that_differ_are_only_read_mapped(make):
+    """Other ranks or strides: not by NIXL, which reads pages as they lie."""
+    lent = []
+
+    def lend(ask, connection, seconds, answer):
+        lent.append(ask)
+        answer(Refusal.BUSY)
+
+    source = make(Source, lend=lend)
+    asker = make(Asker, check=lambda ranks: "2 ranks here, 1 there")
+    assert asker.answer(source.address).code == "layout" and asker.answer(source.address, lend=True).code == "layout"
+    assert asker.answer(source.address, lend=True, mapped=True).code == "busy" and len(lent) == 1
 
 
 def test_protocol_and_layout_mismatch(make):

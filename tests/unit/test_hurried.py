@@ -1,14 +1,13 @@
 """Loads that a step's forward waits for, on the worker: each is judged in its own step, and vLLM hears of none."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from test_worker_half import half  # noqa: F401
 
+from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.queues import LoadResult
-from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StepWork
+from vllm_kvtier.worker.work import FetchOrder, GroupLoad, GroupPull, LoadOrder, StepWork
 
 
 def order(name, hurried=True):
@@ -97,5 +96,101 @@ def test_what_did_not_come_in_time_failed(worker, how, monkeypatch, caplog):
 
 def test_steps_without_such_loads_cost_nothing():
     hurried, done = Hurried(), [result("a")]
-    hurried.settle(SimpleNamespace())
+    hurried.settle(LoadOrder, lambda seconds: 1 / 0)
     assert hurried.judge(done) == (done, [])
+
+
+# -- fetches -----------------------------------------------------------------------------------------------------------
+
+
+def fetch(name, hurried=True, timeout=30.0):
+    blocks = np.array([7, 8])
+    return FetchOrder(name, "s/1", [GroupPull(0, blocks, blocks, blocks.astype(np.uint64), blocks)], timeout, hurried)
+
+
+def fetched(name, *bad):
+    return FetchResult(name, set(bad), bool(bad), "", 30, 0.1)
+
+
+class Fetching:
+    """As ``Tier``."""
+
+    def __init__(self, owner):
+        self.owner, self.late, self.log, self.bad = owner, False, [], ()
+        self.known = {}
+
+    def introduce(self, sources):
+        self.known.update(sources)
+
+    def begin_now(self, orders):
+        assert all(order.source in self.known for order in orders)
+        self.log.append(("now", [o.request_id for o in orders]))
+
+    def begin(self, orders):
+        self.log.append(("begin", [o.request_id for o in orders]))
+
+    def settle(self, seconds):
+        self.log.append(("settle", seconds))
+        if not self.late:
+            self.owner._finish(fetched("r", *self.bad))
+
+    def step(self, fence):
+        self.log.append(("step", fence))
+
+    def collect(self, idle):
+        self.log.append("collect")
+
+
+@pytest.fixture
+def fetcher(worker):
+    worker._fetching = Fetching(worker)
+    return worker
+
+
+def test_a_fetch_is_begun_before_the_forward_and_judged_with_its_step(fetcher):
+    work = StepWork(7, fetches=[fetch("r"), fetch("s", False)], sources={"s/1": []})
+    fetcher.hurry(work)
+    assert fetcher._fetching.log == [("now", ["r"])]
+    fetcher.submit(work)
+    out = fetcher.collect()
+    assert fetcher._fetching.log[1:] == [("settle", 30.0), ("begin", ["s"]), ("step", None), "collect"]
+    assert [r.request_id for r in out.results] == ["r"] and not out.finished and not out.bad_blocks
+    fetcher._finish(fetched("s"))
+    assert fetcher.collect().finished == {"s"}
+
+
+@pytest.mark.parametrize("how", ["not set up", "never begun", "raised", "late", "wrong"])
+def test_a_fetch_that_did_not_come_in_time_failed(fetcher, how, monkeypatch):
+    fetching, work = fetcher._fetching, StepWork(7, fetches=[fetch("r")], sources={"s/1": []})
+    if how == "not set up":
+        fetcher._fetching = None
+    elif how == "raised":
+        monkeypatch.setattr(fetching, "begin_now", lambda orders: 1 / 0)
+    elif how == "wrong":
+        fetching.bad = (7, 8)
+    fetching.late = how == "late"
+    if how != "never begun":
+        fetcher.hurry(work)
+    fetcher.submit(work)
+    out = fetcher.collect()
+    [judged] = out.results
+    assert isinstance(judged, FetchResult) and judged.bad_blocks == out.bad_blocks == {7, 8} and judged.failed
+    assert out.failed == {"r"} and not out.finished and bool(judged.reason) == (how != "wrong")
+    if how == "late":
+        fetcher._finish(fetched("r"))
+        assert not fetcher.collect().results
+    fetcher._finish(fetched("r"))
+    assert fetcher.collect().finished == {"r"}
+
+
+def test_a_load_and_a_fetch_of_one_request_are_two(fetcher):
+    work = StepWork(7, loads=[order("r")], fetches=[fetch("r")], sources={"s/1": []})
+    fetcher._tier.bad, fetcher._fetching.late = (4,), True
+    fetcher.hurry(work)
+    fetcher.submit(work)
+    out = fetcher.collect()
+    assert [(type(r), r.bad_blocks) for r in out.results] == [(LoadResult, {4}), (FetchResult, {7, 8})]
+    fetcher._finish(result("r"))
+    assert fetcher.collect().finished == {"r"}, "the load is another one"
+    fetcher._finish(fetched("r"))
+    assert not fetcher.collect().results

@@ -6,8 +6,10 @@ import pytest
 
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.scheduler.outcomes import Outcomes
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
+from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.queues import LoadResult
 
@@ -15,14 +17,17 @@ from vllm_kvtier.worker.queues import LoadResult
 @pytest.fixture
 def half():
     half = SchedulerHalf.__new__(SchedulerHalf)
-    half.counters, half._failed_loads, half._slowest = Counters(), set(), {}
+    half.counters, half._sharing = Counters(), None
     half._hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     half.ended = []
     half._matcher = SimpleNamespace(
-        get=lambda name: SimpleNamespace(life=SimpleNamespace(state=State[name])),
+        get=lambda name: SimpleNamespace(life=SimpleNamespace(state=State[name]), offer=None),
         discard=lambda name, corrupt: None,
         loaded=lambda name, failed: half.ended.append((name, failed)),
+        nearby=SimpleNamespace(cannot_map=lambda instance, alike: half.unmapped.append((instance, alike))),
     )
+    half.unmapped = []
+    half._outcomes = Outcomes(half._matcher, half._hurry, None, half.counters)
     return half
 
 
@@ -50,6 +55,16 @@ def test_a_pull_that_failed_failed_whoever_waited(half):
     assert half.counters.take()["pulls|failed"] == 1 and half.ended == [("ABANDONED", True)]
 
 
+def test_a_source_that_cannot_be_mapped_is_remembered(half):
+    offer = SimpleNamespace(instance="near/1", alike=True)
+    half._matcher.get = lambda name: SimpleNamespace(life=SimpleNamespace(state=State.LOADING), offer=offer)
+    half.arrived([FetchResult("r", {1, 2}, True, "no", 0, 0.1, unmappable="another pid namespace")], {"r"})
+    assert half.unmapped == [("near/1", True)] and half.ended == [("r", True)]
+    assert half.counters.take()["fetches|failed"] == 1
+    half.arrived([FetchResult("r", {1}, True, "wrong", 5, 0.1, checksum=True)], {"r"})
+    assert len(half.unmapped) == 1 and half.counters.take()["integrity_failures"] == 1
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["namespace first", "workers first"])
 @pytest.mark.parametrize("theirs", ["int8", "raw"])
 def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs):
@@ -57,6 +72,7 @@ def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs
     opened = []
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._tier, half._described, half._ranks, half._summed, half._wire_codecs = None, {}, {}, {}, {}
+    half._sharing = None
     half._facts = SimpleNamespace(world_size=2, engine_id="engine")
     half._endpoint = SimpleNamespace(open=lambda *_: opened.append(1), unusable=None, host="here", port=1)
     half.instance, half._namespace, half._wire_codec = "engine/1", None, "raw"

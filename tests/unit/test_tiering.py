@@ -298,7 +298,7 @@ def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
     half._device = None
-    half._memory, half._hurried = None, Hurried()
+    half._memory, half._fetching, half._hurried = None, None, Hurried()
     half._tier = SimpleNamespace(
         load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)
     )

@@ -79,7 +79,7 @@ def world(monkeypatch):
     api = SimpleNamespace(
         nixl_agent_config=lambda **options: options, nixl_agent=lambda name, config: Agent(world, name)
     )
-    monkeypatch.setattr(transport_module, "_nixl", lambda: api)
+    monkeypatch.setattr(transport_module, "nixl_api", lambda: api)
     return world
 
 

@@ -23,7 +23,7 @@ def half():
     half._rank, half._unusable, half._device = 0, None, None
     half._reactor = SimpleNamespace(call_soon=half.queued.append)
     half._link = SimpleNamespace(tell=lambda message: None)
-    half._memory = half._pulls = half._tier = half._view = half._transport = None
+    half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
     half._serving = half._driving = half._idle = False
     half._summing, half._done, half._hurried = [], [], Hurried()
     half._done_lock, half._nixl = threading.Lock(), threading.Lock()

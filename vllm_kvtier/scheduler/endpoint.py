@@ -27,11 +27,14 @@ _REASONS = {
     Refusal.DIGEST: "the asker's token chain is not the export's",
     Refusal.NOTHING: "no block of this chain beyond the start is exported",
     Refusal.NOT_READY: "checksums were not made in time",
+    Refusal.BUSY: "too many blocks are lent already, or too few are free",
 }
 MAX_SILENT_CONNECTIONS = 4096
 
 Question = m.Query | m.Inspect | m.Keep | m.Warm
 Answer = Callable[[m.Holding | m.Inspection | m.Kept], None]
+# (what is asked for, whose connection, seconds, whom to tell the outcome)
+Lend = Callable[[m.Ask, bytes, float, Callable[[Lease | Refusal], None]], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
 # Seconds that reads are served after an ask that got no lease: its sender may be reading what it was promised
@@ -65,16 +68,17 @@ class Endpoint:
         on_question: Callable[[Question, Answer], None],
         on_serving: Callable[[bool], None],
         on_puller: Callable[[m.Ask], None],
+        lend: Lend | None = None,
         port_offset: int = 0,
     ):
         """``on_freed``: blocks wait in ``exports.take_freed``. ``on_question``: answer on the engine's thread.
 
         ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too
-        leased this chain.
+        leased this chain. ``lend``: lease blocks of the prefix cache itself; its answer may come from another thread.
         """
         self._reactor, self._config, self._exports = reactor, config, exports
         self._on_freed, self._on_question = on_freed, on_question
-        self._on_serving, self._on_puller = on_serving, on_puller
+        self._on_serving, self._on_puller, self._lend = on_serving, on_puller, lend
         self._connections: dict[bytes, Connection] = {}
         self._parked: list[Parked] = []
         self._timer: Timer | None = None
@@ -139,7 +143,7 @@ class Endpoint:
         until = self._exports.expire()
         if self._exports.has_freed():
             self._on_freed()
-        serving = self._exports.counts()["leases"] > 0 or now < self._serve_until
+        serving = self._exports.counts()["served"] > 0 or now < self._serve_until
         if serving != self._serving:
             self._serving = serving
             self._on_serving(serving)
@@ -175,7 +179,8 @@ class Endpoint:
             case m.Hello():
                 self._hello(identity, connection, message)
             case m.Ask() if connection.greeted:
-                self._ask(identity, message, time.monotonic() + PARK_SHARE * self._config.ask_timeout)
+                patience = min(PARK_SHARE * self._config.ask_timeout, message.patience)
+                self._ask(identity, message, time.monotonic() + patience)
             case m.Ask():
                 self._refuse(identity, message.ask, "instance", "no handshake on this connection")
             case m.Release():
@@ -210,22 +215,42 @@ class Endpoint:
             self._refuse(identity, ask.ask, "instance", "this engine was restarted since the handshake")
             return
         seconds = self._config.lease_seconds
+        if ask.lend:
+            if self._lend is None:
+                self._settled(identity, ask, deadline, Refusal.NOTHING)
+                return
+            self._lend(
+                ask, identity, seconds,
+                lambda found: self._reactor.call_soon(lambda: self._lent(identity, ask, deadline, found)),
+            )
+            return
         if ask.export:
             found = self._exports.lease_export(ask.export, ask.digest, ask.variant, ask.start, identity, seconds)
         else:
             found = self._exports.lease_chain(ask.chain, ask.variant, ask.start, identity, seconds)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_ASK
+        self._settled(identity, ask, deadline, found)
+
+    def _lent(self, identity: bytes, ask: m.Ask, deadline: float, found: Lease | Refusal) -> None:
+        if isinstance(found, Lease) and identity not in self._connections:
+            self._exports.disconnect(identity)  # it went meanwhile
+        else:
+            self._settled(identity, ask, deadline, found)
+        self.settle()
+
+    def _settled(self, identity: bytes, ask: m.Ask, deadline: float, found: Lease | Refusal) -> None:
         if found is Refusal.NOT_READY and time.monotonic() < deadline:
             self._parked.append(Parked(identity, ask, deadline))
         elif isinstance(found, Lease):
-            self._grant(identity, ask, found, seconds)
+            self._grant(identity, ask, found)
         else:
             self._refuse(identity, ask.ask, found.value, _REASONS[found])
 
-    def _grant(self, identity: bytes, ask: m.Ask, lease: Lease, seconds: float) -> None:
-        if ask.reply_port:
+    def _grant(self, identity: bytes, ask: m.Ask, lease: Lease) -> None:
+        if ask.reply_port and not ask.lend:
             self._on_puller(ask)
+        seconds = self._config.lease_seconds
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
         self._send(identity, m.Granted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds))
 

@@ -41,11 +41,12 @@ class Exporter:
         groups: list[tuple[int, int | None]],
         counters: Counters,
         lookahead: bool,
+        shared: Callable[[], bool] = lambda: False,
     ):
         """``lookahead``: vLLM's hashes also cover tokens after the block (some speculative decoding); then there are
-        no partial tails."""
+        no partial tails. ``shared``: whether engines of this node may copy any block as long as it is in the cache."""
         self._config, self._table, self._pool, self._ledger, self._keys = config, table, pool, ledger, keys
-        self._groups, self._counters, self._lookahead = groups, counters, lookahead
+        self._groups, self._counters, self._lookahead, self._shared = groups, counters, lookahead, shared
         self._unit = pool.hash_block_tokens
         self._align = alignment(groups, self._unit)
         self._pending: list[Entry] = []
@@ -59,13 +60,17 @@ class Exporter:
             return Kind.HANDOFF
         return Kind.RETAINED if self._config.bidirectional else None
 
+    def sums(self, tracked: Tracked) -> bool:
+        """Whether others may read this request's blocks."""
+        return self._shared() or self.kind(tracked) is not None
+
     def begin_step(self, growth: list[Growth]) -> list[SumBatch]:
         """What a step's scheduled requests fill; the checksums to make behind its forward."""
         self.step += 1
         # An export may have ended meanwhile and its blocks been handed out anew: what they held is gone.
         entries, self._pending = [e for e in self._pending if self._ledger.has(e)], []
         for tracked, table, computed in growth:
-            if self.kind(tracked) is not None:
+            if self.sums(tracked):
                 entries += self._completed(tracked, table, computed)
         return batches(entries)
 

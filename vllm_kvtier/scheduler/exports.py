@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 class Kind(enum.Enum):
     HANDOFF = "handoff"  # a prefill another engine was promised; ends when consumed
     RETAINED = "retained"  # a finished conversation kept for its next turn
+    LENT = "lent"  # blocks of the prefix cache that an engine of the node copies just now; ends with its only lease
 
 
 class Refusal(enum.Enum):
@@ -33,6 +34,7 @@ class Refusal(enum.Enum):
     DIGEST = "digest"
     NOTHING = "nothing"
     NOT_READY = "not_ready"
+    BUSY = "busy"
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Lease:
     deadline: float
     start: int
     tokens: int
+    served: bool = True  # it is read through NIXL, which has to be driven here
 
 
 class ExportTable:
@@ -135,6 +138,22 @@ class ExportTable:
             for block_hash in export.chain:
                 self._by_hash.setdefault(block_hash, []).append(export)
             return True
+
+    @property
+    def summed_step(self) -> int:
+        """All checksums of steps up to this one have been made."""
+        return self._summed_step
+
+    def room(self, kind: Kind) -> int:
+        """Blocks that may still be pinned for this kind, if nothing gives way."""
+        return self._budget[kind] - self._pinned[kind]
+
+    def lend(self, export: Export, start: int, connection: Hashable, seconds: float, served: bool) -> Lease:
+        """Take over ``export.pinned`` (of kind LENT) for one lease, with which it ends; nobody else finds it."""
+        with self._lock:
+            export.ended = True
+            self._pinned[Kind.LENT] += len(export.pinned)
+            return self._lease(export, start, export.tokens, connection, seconds, served)
 
     def take_freed(self) -> list[list[int]]:
         """Block ids to unpin now, an inner list an export, in sequence order."""
@@ -265,8 +284,10 @@ class ExportTable:
             return {
                 "exports": len(self._exports),
                 "leases": len(self._leases),
+                "served": sum(lease.served for lease in self._leases.values()),
                 "handoff_blocks": self._pinned[Kind.HANDOFF],
                 "retained_blocks": self._pinned[Kind.RETAINED],
+                "lent_blocks": self._pinned[Kind.LENT],
             }
 
     # -- under the lock ----------------------------------------------------------------------------------------
@@ -293,8 +314,13 @@ class ExportTable:
             return Refusal.NOT_READY
         if start >= tokens or not export.covers(start, tokens):
             return Refusal.NOTHING
+        return self._lease(export, start, tokens, connection, seconds, True)
+
+    def _lease(
+        self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool
+    ) -> Lease:
         now = self._clock()
-        lease = Lease(next(self._lease_ids), export, connection, now, now + seconds, start, tokens)
+        lease = Lease(next(self._lease_ids), export, connection, now, now + seconds, start, tokens, served)
         self._leases[lease.id] = lease
         self._by_connection.setdefault(connection, set()).add(lease.id)
         export.leases.add(lease.id)
@@ -325,5 +351,7 @@ class ExportTable:
 
     def _free_if_over(self, export: Export) -> None:
         if export.ended and not export.leases and export.pinned:
+            if export.kind is Kind.LENT:
+                self._pinned[Kind.LENT] -= len(export.pinned)
             self._freed.append(export.pinned)
             export.pinned = []

@@ -8,7 +8,6 @@ waits, but for milliseconds for the node store where nobody else is served, and 
 import hashlib
 import logging
 import os
-import time
 from typing import Any
 
 import msgspec
@@ -18,19 +17,22 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
+from vllm_kvtier.scheduler.far import FarTier, is_far, tier_bandwidth
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
+from vllm_kvtier.scheduler.lending import Lender
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.offloading import Offloader
+from vllm_kvtier.scheduler.outcomes import Outcomes, Result
 from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Address, Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.questions import Questions
+from vllm_kvtier.scheduler.sharing import Sharing
 from vllm_kvtier.scheduler.tables import BlockTables
-from vllm_kvtier.scheduler.tier import HostOffer, HostTier
-from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
@@ -40,9 +42,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.offload import LoadResult
-from vllm_kvtier.worker.pulls import PullResult
-from vllm_kvtier.worker.work import LoadOrder, PullOrder, StepWork
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork
 
 logger = logging.getLogger("vllm.kvtier.scheduler")
 
@@ -63,6 +63,7 @@ class SchedulerHalf:
         budget = {
             Kind.HANDOFF: int(pool.num_blocks * config.handoff_share),
             Kind.RETAINED: int(pool.num_blocks * config.retain_share),
+            Kind.LENT: int(pool.num_blocks * config.lend_share),
         }
         unit = pool.hash_block_tokens
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
@@ -77,27 +78,32 @@ class SchedulerHalf:
         self._wire_codecs: dict[int, str | dict[str, str]] = {}  # as each rank understood the option
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
-        self._failed_loads: set[str] = set()
-        self._slowest: dict[str, tuple[float, bool]] = {}  # request -> seconds of the slowest rank, exact or at most
         # A restarted engine is another instance, even with the same configured engine id and address.
         self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, self._heard)
+        ledger = Ledger([size for size, _ in facts.groups])
+        self._ledger = ledger
+        align = alignment(facts.groups, unit)
+        lender = Lender(
+            self._engine.turns, pool, ledger, self._exports, self._keys, facts.groups, unit, align // unit,
+            self.counters,
+        )
         self._endpoint = Endpoint(
             self._reactor, config, key, self._exports,
-            on_freed=self._engine.wake,
+            on_freed=self._freed,
             on_question=lambda question, answer: self._questions.ask(question, answer),
             on_serving=lambda active: self._link.tell(m.Serve(active)),
             on_puller=lambda ask: self._matcher.whereabouts.note(ask.chain[-1], (ask.reply_host, ask.reply_port))
             if ask.chain
             else None,
+            lend=lender.ask,
             port_offset=facts.data_parallel_rank,
         )
-        self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks)
-        ledger = Ledger()
-        self._ledger = ledger
+        self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks, facts.world_size)
         self._described: dict[int, m.Described] = {}
-        self._planner = Planner({"host": facts.link_bandwidth}, step_tokens=facts.step_tokens, known=2)
+        bandwidths = {"host": tier_bandwidth(config, facts), "gpu": facts.peer_bandwidth}
+        self._planner = Planner(bandwidths, step_tokens=facts.step_tokens, known=2)
         self._pace = Pace(self._planner)
         self._tier = self._offloader = None
         if config.store != "off" and not facts.unsupported:
@@ -108,18 +114,28 @@ class SchedulerHalf:
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
                 on_free=self._engine.wake,
             )
-        wait = config.sync_load_ms if facts.waits and facts.groups[0][0] == unit else 0.0
+        elif is_far(config) and not facts.unsupported:
+            self._tier = FarTier(config, facts, unit, self._reactor, self._link.tell)
+        self._sharing = None
+        if self._offloader is not None and config.peer_fetch == "auto" and facts.resumes:
+            self._sharing = self._tier.sharing = Sharing(
+                ledger, self._keys, facts.groups, unit, self.instance, self._engine.wake
+            )
+        waits = facts.waits and facts.groups[0][0] == unit and not is_far(config)
+        wait = config.sync_load_ms if waits else 0.0
         self._hurry = Hurry(wait, config.transfer_timeout, pool, lambda: self._engine.scheduler, connector)
         self._matcher = Matcher(
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
-            facts.resumes, self._tier, self._planner, self._hurry,
+            facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
         )
+        self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters)
         self._exporter = Exporter(
-            config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0
+            config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0,
+            lambda: self._sharing is not None and self._sharing.active,
         )
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
-            facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.kind(t) is not None
+            facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.sums(t)
         )
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake
@@ -183,66 +199,19 @@ class SchedulerHalf:
         orders, introductions = self._matcher.take_orders()
         pulls = [order for order in orders if isinstance(order, PullOrder)]
         loads = [order for order in orders if isinstance(order, LoadOrder)]
+        fetches = [order for order in orders if isinstance(order, FetchOrder)]
+        if self._sharing is not None:
+            self._sharing.settle()
         aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads, aborted, idle)
+        return StepWork(self._exporter.step, sums, pulls, introductions, loads, fetches, aborted, idle)
 
     def end_step(self) -> None:
         """A step's output was read."""
         self._pace.end_step()
 
-    def arrived(self, results: list[PullResult | LoadResult], finished: set[str]) -> None:
+    def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
-        judged = self._hurry.judged(results)
-        for result in results:
-            kind = "load" if isinstance(result, LoadResult) else "pull"
-            self.counters.count(f"{kind}s", self._outcome(result))
-            if result.request_id in judged:
-                self.counters.count("synchronous_loads", self._outcome(result))
-            self.counters.count(f"{kind}ed_bytes", amount=result.bytes)
-            self.counters.count(f"{kind}_seconds", amount=result.seconds)
-            if result.failed:
-                self._failed_loads.add(result.request_id)
-                if kind == "load" and result.corrupt:
-                    self.counters.count("integrity_failures", amount=len(result.corrupt))
-                    self._matcher.discard(result.request_id, result.corrupt)
-                elif result.checksum:
-                    self.counters.count("integrity_failures", amount=len(result.bad_blocks))
-            elif kind == "load":
-                seconds, timed = self._slowest.get(result.request_id, (0.0, True))
-                self._slowest[result.request_id] = max(result.seconds, seconds), timed and result.timed
-        for request_id in finished | judged:
-            self._hurry.settle(request_id, results)
-            tracked = self._matcher.get(request_id)
-            failed = request_id in self._failed_loads
-            self._failed_loads.discard(request_id)
-            slowest = self._slowest.pop(request_id, None)
-            if tracked is not None and not failed:
-                name = "loaded_tokens" if tracked.source == "host" else "pulled_tokens"
-                self.counters.count(name, tracked.source, tracked.pulled)
-                if isinstance(tracked.offer, HostOffer):
-                    self.counters.count("loaded_logical_bytes", amount=tracked.offer.logical)
-                if slowest is not None and tracked.plan is not None:
-                    seconds, timed = slowest
-                    # What a load took at most says something only where more was expected.
-                    if timed or seconds < tracked.plan.load_seconds:
-                        self._planner.observe_load("host", tracked.offer.nbytes, tracked.plan.queued_bytes, seconds)
-                    self.counters.count("planned_seconds", "expected", tracked.plan.load_seconds)
-                    self.counters.count("planned_seconds", "taken", seconds)
-                    self._count_stages(tracked, seconds)
-            self._matcher.loaded(request_id, failed)
-
-    def _count_stages(self, t: Tracked, seconds: float) -> None:
-        """Where the time of a host hit went, until it could be scheduled or, if it was scheduled at once, verified."""
-        end = t.ordered_at + seconds if t.hurried else time.monotonic()
-        moments = t.begun_at, t.offered_at, t.ordered_at, end
-        for stage, begin, end in zip(("asking", "placing", "loading"), moments, moments[1:], strict=False):
-            self.counters.count("host_hit_seconds", stage, max(0.0, end - begin))
-
-    def _outcome(self, result: PullResult | LoadResult) -> str:
-        """For the metrics: a load that was stopped because its request was aborted is no failure."""
-        tracked = self._matcher.get(result.request_id)
-        aborted = tracked is not None and tracked.life.state is State.ABANDONED and isinstance(result, LoadResult)
-        return "ok" if not result.failed else "aborted" if aborted and not result.checksum else "failed"
+        self._outcomes.arrived(results, finished)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
@@ -298,6 +267,9 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""
         self._before_reset()
+        if self._sharing is not None:
+            self._sharing.leave()
+            self._sharing.settle()
         if self._tier is not None:
             self._tier.renew()
             self._tables.clear()  # blocks from before must not go into the new space
@@ -311,6 +283,21 @@ class SchedulerHalf:
     def _on_idle(self) -> None:
         self._settle_namespace()
         self._run_jobs()
+        if self._sharing is not None:
+            self._sharing.settle(idle=True)
+
+    def _freed(self) -> None:
+        """Blocks are over with their export or lease (reactor's thread): back to vLLM with them."""
+        if self._engine.turns.known:
+            self._engine.turns.run(self._exporter.drain)
+        else:
+            self._engine.wake()
+
+    def _bytes_of(self, tokens: int) -> int:
+        """What one rank copies for so many tokens of full attention."""
+        described = next(iter(self._described.values()), None)
+        groups = described.groups if described is not None else ()
+        return sum(tokens // group.block_tokens * group.block_bytes for group in groups if group.window is None)
 
     def _run_jobs(self) -> None:
         self._exporter.drain()
@@ -326,7 +313,7 @@ class SchedulerHalf:
             self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
             words = choice.in_words(self._codec, self._wire_codec)
             self._namespace = msgspec.structs.replace(bare, codecs=words)
-            digest = hashlib.blake2b(m.encode(self._namespace), digest_size=8).digest()
+            digest = hashlib.blake2b(m.encode(self._namespace.content()), digest_size=8).digest()
             self._salt = Keys(int.from_bytes(digest, "little"))
             self._reactor.call_soon(self._open_if_ready)
 
@@ -344,6 +331,8 @@ class SchedulerHalf:
                 self._open_if_ready()
             case m.PoolReady() if self._tier is not None:
                 self._tier.reached(message)
+            case m.FarLost() if self._tier is not None:
+                self._tier.lost(message)
             case m.Stored() if self._offloader is not None:
                 self._offloader.stored(message)
             case m.Register():
@@ -353,6 +342,8 @@ class SchedulerHalf:
                 self._open_if_ready()
             case m.Unusable():
                 self._endpoint.unusable = message.reason
+                if self._sharing is not None:
+                    self._sharing.leave()
                 logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
             case m.Summed():
                 self._summed[message.rank] = max(self._summed.get(message.rank, -1), message.step)
@@ -375,6 +366,8 @@ class SchedulerHalf:
                 return
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
+            if self._sharing is not None:
+                self._sharing.opened(self.address)
             logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)
 
     def _store_lost(self) -> None:
@@ -389,8 +382,10 @@ class SchedulerHalf:
 
     def _check_ranks(self, theirs: list[m.RankInfo]) -> str | None:
         if sorted(info.rank for info in theirs) != sorted(self._ranks):
-            return f"{len(self._ranks)} ranks here, {len(theirs)} there"
+            return f"tensor or pipeline parallelism differs: {len(self._ranks)} ranks here, {len(theirs)} there"
         for info in theirs:
+            if not (info.agent and self._ranks[info.rank].agent):
+                return f"NIXL does not work {'there' if self._ranks[info.rank].agent else 'here'}"
             reason = geometry_mismatch(self._ranks[info.rank].geometry, info.geometry)
             if reason:
                 return reason

@@ -26,7 +26,7 @@ from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.requests import ended_well
 from vllm_kvtier.worker.queues import LoadResult
-from vllm_kvtier.worker.work import LoadOrder
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 
 logger = logging.getLogger("vllm.kvtier.hurry")
 
@@ -60,12 +60,13 @@ class Hurry:
         """Whether ``t.offer``, which is worth it, is to be loaded so. ``tracked``: requests that we know."""
         if not self._seconds or tracked != 1 or t.plan is None or t.plan.load_seconds > self._seconds:
             return False
-        if not isinstance(t.offer, HostOffer) or t.request.num_tokens - 1 <= computed:
+        by_workers = isinstance(t.offer, HostOffer) or t.offer.mapped
+        if not by_workers or t.request.num_tokens - 1 <= computed:
             return False
         # Of a session that goes on with more input, vLLM takes tokens back in ways of its own.
         return not getattr(t.request, "resumable", False) and undo.alone(self._scheduler(), self._connector)
 
-    def begin(self, t: Tracked, order: LoadOrder) -> None:
+    def begin(self, t: Tracked, order: LoadOrder | FetchOrder) -> None:
         """Blocks are allocated; the load is ordered for the step that is being scheduled."""
         order.hurried = True
         if t.local + t.pulled == t.request.num_tokens - 1 < t.offer.tokens:

@@ -1,41 +1,35 @@
-"""Matching and loading: per request, whom to ask, what to take, and what became of it.
+"""Matching and loading: per request, what vLLM is told, and what became of it.
 
-On the scheduler's thread only; ``Peers`` and ``HostTier`` do the waiting. A request's sources are tried in order: the
-prefill that was promised to it; the node store; then, for what the store lacks, the engines its params name and the
-engine that last pulled this chain from us. What another request is loading already is waited for, not loaded twice.
+On the scheduler's thread only. Whom to ask, and what to take, is ``asking``'s. What another request is loading already
+is waited for, not loaded twice.
 """
 
-import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import orders
-from vllm_kvtier.scheduler.exports import GroupBlocks
+from vllm_kvtier.scheduler.asking import Asker
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
-from vllm_kvtier.scheduler.lifecycle import Action, Event, Lifecycle, State
-from vllm_kvtier.scheduler.params import Handoff, read
-from vllm_kvtier.scheduler.patience import Patience
-from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer, Peers
+from vllm_kvtier.scheduler.lifecycle import Event, Lifecycle, State
+from vllm_kvtier.scheduler.nearby import Nearby
+from vllm_kvtier.scheduler.params import read
+from vllm_kvtier.scheduler.peers import Address, Loan, Peers
 from vllm_kvtier.scheduler.planner import Planner
-from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier, NotInMemory
+from vllm_kvtier.scheduler.tier import HOST, HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.scheduler.weighing import Scales
-from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.worker.work import LoadOrder, PullOrder
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder
 
-logger = logging.getLogger("vllm.kvtier.matching")
+Order = PullOrder | LoadOrder | FetchOrder
 
-# The store answers in a fraction of a millisecond. When nobody else is being served, waiting for it that long holds
-# nobody up and is shorter than the empty step that vLLM makes when we have no answer yet.
-STORE_PATIENCE = 3e-3  # seconds
+# So long a request that waits for room keeps another engine from reusing what it was lent.
+LOAN_SECONDS = 1.0
 
 
 class Matcher:
@@ -53,23 +47,27 @@ class Matcher:
         tier: HostTier | None = None,
         planner: Planner | None = None,
         hurry: Hurry | None = None,
+        instance: str = "",
+        bytes_of: Callable[[int], int] = lambda tokens: 0,
+        free: Callable[[], int] = lambda: 1 << 60,
     ):
         """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers. ``tier``: the node store,
-        if it is used at all.
+        if it is used at all. ``instance``, ``bytes_of``, ``free``: as Nearby's.
 
         ``resumes``: whether the model can compute several tokens on top of others; if not, only a pull that leaves
         one is of use.
         """
         self._config, self._peers, self._ledger, self._keys = config, peers, ledger, keys
-        self._groups, self._unit, self._my_address, self._counters = groups, unit, my_address, counters
-        self._resumes, self._tier, self._planner, self._hurry = resumes, tier, planner, hurry
-        self._align = math.lcm(unit, *(size for size, _ in groups))
+        self._groups, self._unit, self._counters = groups, unit, counters
+        self._tier, self._planner, self._hurry = tier, planner, hurry
         self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
-        self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
-        self.whereabouts = Whereabouts(config.retain_seconds)
+        self.nearby = Nearby(config, groups, unit, instance, planner, counters, bytes_of, free)
+        self._asker = Asker(
+            config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby
+        )
+        self.whereabouts = self._asker.whereabouts
         self._tracked: dict[str, Tracked] = {}
-        self._orders: list[PullOrder | LoadOrder] = []
-        self._aborted: list[str] = []  # requests whose loads the workers need not go on with
+        self._orders: list[Order] = []
         self._inbound: dict[bytes, str] = {}  # block hash -> request that loads it
         self._introduced: set[str] = set()
         self._introductions: dict[str, list] = {}
@@ -109,16 +107,16 @@ class Matcher:
                 case State.NEW:
                     if self._awaits(t, computed):
                         return None, False
-                    if not self._ask_next(t, computed):
+                    if not self._asker.ask_next(t, computed, len(self._tracked) == 1):
                         t.life.fire(Event.DECLINE)
                         return 0, False
                 case State.ASKING:
                     if t.waits_since:
-                        self._linger(t)
-                    if not self._answered(t):
+                        self._asker.linger(t, len(self._tracked) == 1)
+                    if not self._asker.answered(t):
                         return None, False
                 case State.OFFERED:
-                    if isinstance(t.offer, HostOffer) and self._awaits(t, computed):
+                    if t.offer.place and self._awaits(t, computed):
                         return None, False
                     gain = self._scales.gain(t, computed, time.monotonic())
                     t.hurried = bool(gain and self._hurry and self._hurry.suits(t, computed, len(self._tracked)))
@@ -126,7 +124,7 @@ class Matcher:
                         return min(gain, request.num_tokens - 1 - computed), False
                     if gain:
                         return gain, True
-                    self._decline(t)
+                    self._asker.decline(t)
                     return 0, False
                 case _:
                     return 0, False
@@ -144,19 +142,18 @@ class Matcher:
         """While a request waits for room, vLLM's cache loses what it had of it: the store is asked again, from there.
 
         An offer that begins behind that is of no use any more, nor is it right any more that the store had nothing.
+        And another engine's cache is not held for it all the time.
         """
-        if self._tier is None or self._asks_nobody(t):
+        if self._tier is None or self._asker.asks_nobody(t):
             return
-        if t.life.state is State.OFFERED and isinstance(t.offer, HostOffer) and t.offer.start > computed:
-            self._counters.count("declined", "evicted here meanwhile")
-            self._act(t, t.life.fire(Event.DECLINE))
+        old = isinstance(t.offer, Loan) and time.monotonic() - t.offered_at > LOAN_SECONDS
+        if t.life.state is State.OFFERED and t.offer.place and (old or t.offer.start > computed):
+            self._counters.count("declined", "held too long" if old else "evicted here meanwhile")
+            self._asker.act(t, t.life.fire(Event.DECLINE))
         elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
             return
         t.life.fire(Event.PREEMPT)
         t.offer, t.plan, t.sources = None, None, deque([HOST])
-
-    def _asks_nobody(self, t: Tracked) -> bool:
-        return not self._resumes or getattr(t.request, "skip_reading_prefix_cache", False)
 
     def _awaits(self, t: Tracked, computed: int) -> bool:
         """Whether another request loads what this one needs next, and most of what it loads is of use here.
@@ -180,239 +177,29 @@ class Matcher:
             self._counters.count("awaited", loading.source)
         return True
 
-    def _ask_next(self, t: Tracked, computed: int) -> bool:
-        """Ask the next source that could be worth it; False if none is left."""
-        request = t.request
-        if t.sources is None:
-            t.sources, t.begun_at = deque(self._sources(t)), time.monotonic()
-        # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
-        lacking = request.num_tokens - 1 - computed
-        if getattr(request, "skip_reading_prefix_cache", False):
-            lacking = 0  # prompt log-probabilities need every token computed; vLLM 0.25 asks all the same
-        variant = vr.variant(request) if t.sources else b""
-        if t.held is not None:
-            lacking = request.num_tokens - 1 - t.held.tokens
-        while t.sources:
-            source = t.sources.popleft()
-            if source is HOST:
-                if self._ask_store(t, computed, lacking, variant):
-                    return True
-                continue
-            if lacking < max(1, self._config.pull_threshold):
-                self._counters.count("declined", "below threshold" if lacking > 0 else "local hit")
-                if isinstance(source, Handoff):
-                    self._peers.drop(source.address, source.export)  # nobody else will come for it
-                continue
-            hashes = vr.chain(request, request.num_tokens, self._unit)
-            host, port = self._my_address() if self._config.bidirectional else ("", 0)
-            common = dict(start=computed, variant=variant, reply_host=host, reply_port=port)
-            if isinstance(source, Handoff):
-                digest = vr.chain_digest(hashes, orders.tail_hash(t, request.num_tokens, self._unit))
-                t.pending = self._peers.ask(
-                    source.address, export=source.export, digest=digest, chain=hashes[-1:], **common
-                )
-            elif len(hashes) * self._unit - computed >= self._config.pull_threshold:
-                t.pending = self._peers.ask(source, chain=hashes, **common)
-            else:
-                continue
-            t.asking = source
-            t.life.fire(Event.ASK)
-            if isinstance(source, Handoff):
-                self._take_promise(t, source, digest, computed)
-            return True
-        if t.held is not None:
-            t.offer, t.offered_at, t.held = t.held, time.monotonic(), None
-            t.life.fire(Event.TAKE)
-            return True
-        return False
-
-    def _ask_store(self, t: Tracked, computed: int, lacking: int, variant: bytes) -> bool:
-        hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
-        t.asked_from = computed
-        if lacking <= 0 or len(hashes) * self._unit <= computed or computed % self._align:
-            if hashes:
-                self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
-            return False
-        t.pending = self._tier.ask(computed, hashes, variant, t.hints.stores)
-        if t.pending is None:
-            return False
-        t.asking, t.waits_since = HOST, 0.0
-        t.life.fire(Event.ASK)
-        self._linger(t)
-        return True
-
-    def _linger(self, t: Tracked) -> None:
-        if len(self._tracked) == 1 and isinstance(t.pending, HostAsk):
-            t.pending.wait(STORE_PATIENCE)
-
-    def _wait_for_more(self, t: Tracked, outcome: HostOffer | NotInMemory) -> bool:
-        """Ask the store again, and let it take its time, if what is on its way up there is worth that."""
-        have = outcome.tokens if isinstance(outcome, HostOffer) else t.asked_from
-        patience = self._patience.worth(t, have, outcome.further)
-        if not patience:
-            return False
-        hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
-        again = self._tier.ask(t.asked_from, hashes, vr.variant(t.request), t.hints.stores, patience)
-        if again is None:
-            return False
-        self._drop_held(t)
-        t.pending = again
-        if isinstance(outcome, HostOffer):
-            t.held = outcome  # so that it stays there meanwhile
-        return True
-
-    def _take_promise(self, t: Tracked, handoff: Handoff, digest: bytes, computed: int) -> None:
-        """Go on without the answer if the params say all that it would: the checksums decide what the read was worth.
-
-        The ask stays under way, so that a lease covers the read soon after it began and can be released at its end.
-        Not with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain.
-        """
-        if self._config.wire_codec != Codec.RAW:
-            return
-        promise = handoff.promise
-        if promise is None or promise.digest != digest or len(promise.blocks) != len(self._groups):
-            return
-        ranks = self._peers.known(handoff.address, promise.instance)
-        if ranks is None:
-            return
-        groups = [GroupBlocks(size, ids, w) for ids, (size, w) in zip(promise.blocks, self._groups, strict=True)]
-        if not all(group.cover(computed, promise.tokens) for group in groups):
-            return
-        blocks = [group.ids[computed // group.block_tokens :] for group in groups]
-        offer = Offer(handoff.address, promise.instance, 0, computed, promise.tokens, blocks, ranks)
-        if self._scales.fits(t, offer):
-            t.offer, t.offered_at = offer, time.monotonic()
-            t.life.fire(Event.GRANT)
-
-    def _sources(self, t: Tracked):
-        if t.hints.handoff:
-            yield t.hints.handoff
-        if self._tier is not None and (self._resumes or t.hints.handoff):
-            yield HOST
-        if t.hints.handoff:
-            return
-        if not self._config.bidirectional or not self._resumes:
-            return
-        mine = self._my_address()
-        seen = set()
-        chain = vr.chain(t.request, t.request.num_tokens, self._unit)
-        for address in (*t.hints.sources, self.whereabouts.find(chain)):
-            if address and address != mine and address not in seen:
-                seen.add(address)
-                yield address
-
-    def _answered(self, t: Tracked) -> bool:
-        outcome = t.pending.outcome
-        if outcome is None:
-            # Peers answers every ask by its deadline; this is for the case that its thread died.
-            if time.monotonic() < t.pending.deadline + 1.0:
-                return False
-            self._counters.count("declined", "timeout")
-            self._act(t, t.life.fire(Event.TIMEOUT))
-        elif isinstance(outcome, HostOffer | NotInMemory) and self._wait_for_more(t, outcome):
-            return False  # the store has been asked again
-        elif isinstance(outcome, NoOffer):
-            self._counters.count("declined", outcome.code)
-            logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
-            t.life.fire(Event.REFUSE)
-            t.pending = None
-            if outcome.code in ("timeout", "not_ready"):
-                self._give_up(t)  # computed here now: nobody else will come for it
-        elif isinstance(outcome, HostOffer):
-            if t.waits_since:
-                self._patience.rewarded(t, outcome.tokens)
-            self._drop_held(t)
-            t.pending, t.held = None, outcome
-            t.life.fire(Event.HOLD)
-        elif not self._scales.fits(t, outcome):
-            self._counters.count("declined", "malformed")
-            t.life.fire(Event.REFUSE)
-            t.pending = None
-            self._peers.release(outcome, done=True)
-        elif t.held is not None and outcome.tokens < t.held.tokens + max(1, self._config.pull_threshold):
-            self._counters.count("declined", "the node store has as much")
-            t.life.fire(Event.REFUSE)
-            t.pending = None
-            self._peers.release(outcome, done=False)
-        else:
-            self._drop_held(t)
-            t.offer, t.offered_at = outcome, time.monotonic()
-            t.life.fire(Event.GRANT)
-        return True
-
-    def _drop_held(self, t: Tracked) -> None:
-        if t.held is not None:
-            self._tier.release(t.held)
-            t.held = None
-
-    def _give_up(self, t: Tracked) -> None:
-        """Tell a prefill that was promised to us that we will not fetch it."""
-        if isinstance(t.asking, Handoff):
-            self._peers.drop(t.asking.address, t.asking.export)
-
-    def _decline(self, t: Tracked) -> None:
-        if isinstance(t.offer, HostOffer) and t.offer.tokens > t.local:
-            reason = "slower than computing"
-        else:
-            reason = "local hit" if t.offer.tokens <= t.local else "below threshold"
-        self._counters.count("declined", reason)
-        self._act(t, t.life.fire(Event.DECLINE))
-
-    def _act(self, t: Tracked, action: Action, done: bool = True) -> None:
-        if action is Action.CANCEL_ASK and t.pending is not None:
-            if isinstance(t.pending, HostAsk):
-                self._tier.cancel(t.pending)
-            else:
-                self._peers.cancel(t.pending)
-            t.pending = None
-            self._give_up(t)
-        elif action is Action.RELEASE and t.offer is not None:
-            if isinstance(t.offer, HostOffer):
-                self._tier.release(t.offer)
-            elif t.offer.lease:
-                self._peers.release(t.offer, done)
-            elif t.pending is not None and isinstance(t.pending.outcome, Offer):
-                self._peers.release(t.pending.outcome, done)
-            elif t.pending is not None and t.pending.outcome is None:
-                self._peers.cancel(t.pending)
-                self._give_up(t)
-            else:  # refused or not answered, while we read what was promised
-                self._give_up(t)
-        elif action is Action.CANCEL_LOAD and t.load is not None:  # a pull is one transfer: it cannot be stopped
-            self._aborted.append(t.request.request_id)
-
     # -- loading -------------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         t = self.track(request)
         if t.life.state in (State.NEW, State.ASKING):
-            self._drop_held(t)
+            self._asker.drop_held(t)
         if t.life.state is State.ASKING:
             # vLLM went on without our answer (a request that may not read any prefix cache).
-            self._act(t, t.life.fire(Event.DECLINE))
+            self._asker.act(t, t.life.fire(Event.DECLINE))
             return
         if t.life.state is not State.OFFERED:
             return
         if external <= 0:
-            self._decline(t)
+            self._asker.decline(t)
             return
         t.life.fire(Event.HURRY if t.hurried else Event.ALLOCATE)
         t.ordered_at = time.monotonic()
         tokens = t.local + external
         known = (self._groups, self._unit, self._keys(), block_ids, tokens, self._config.transfer_timeout)
-        if isinstance(t.offer, HostOffer):
-            order = t.load = orders.load_order(t, *known)
-            for group in order.groups:
-                self._ledger.forget(group.blocks.tolist())
-            if self._planner is not None:
-                self._planner.started("host", t.offer.nbytes)
-        else:
-            order = orders.pull_order(t, *known)
-            self._ledger.forget(e.block for e in t.entries)
-            if t.offer.instance not in self._introduced:
-                self._introduced.add(t.offer.instance)
-                self._introductions[t.offer.instance] = t.offer.ranks
+        order = self._order(t, known)
+        if t.offer.place and self._planner is not None:
+            self._planner.started(t.offer.place, t.offer.nbytes)
         t.pulled = external
         self._orders.append(order)
         if t.hurried:
@@ -421,7 +208,24 @@ class Matcher:
         t.inbound = vr.chain(request, tokens, self._unit)[t.local // self._unit :]
         self._inbound.update(dict.fromkeys(t.inbound, request.request_id))
 
-    def take_orders(self) -> tuple[list[PullOrder | LoadOrder], dict[str, list]]:
+    def _order(self, t: Tracked, known: tuple) -> Order:
+        """What the workers are to bring; their blocks get new content."""
+        if isinstance(t.offer, HostOffer):
+            order = t.load = orders.load_order(t, *known)
+            for group in order.groups:
+                self._ledger.forget(group.blocks.tolist())
+            return order
+        if t.offer.mapped:
+            order = t.load = orders.fetch_order(t, *known)
+        else:
+            order = orders.pull_order(t, *known)
+        self._ledger.forget(e.block for e in t.entries)
+        if t.offer.instance not in self._introduced:
+            self._introduced.add(t.offer.instance)
+            self._introductions[t.offer.instance] = t.offer.ranks
+        return order
+
+    def take_orders(self) -> tuple[list[Order], dict[str, list]]:
         """Pulls and loads for the workers to start in this step, and the engines they name for the first time."""
         taken, self._orders = self._orders, []
         introductions, self._introductions = self._introductions, {}
@@ -429,7 +233,7 @@ class Matcher:
 
     def take_aborted(self) -> list[str]:
         """Requests that nobody waits for any more, whose loads were ordered in earlier steps and have not ended."""
-        taken, self._aborted = self._aborted, []
+        taken, self._asker.aborted = self._asker.aborted, []
         return taken
 
     def loaded(self, request_id: str, failed: bool) -> None:
@@ -443,17 +247,26 @@ class Matcher:
             if self._inbound.get(block_hash) == request_id:
                 del self._inbound[block_hash]
         t.inbound = []
-        if loading and isinstance(t.offer, HostOffer) and self._planner is not None:
-            self._planner.ended("host", t.offer.nbytes)
-        self._act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
+        if loading and t.offer.place and self._planner is not None:
+            self._planner.ended(t.offer.place, t.offer.nbytes)
+        self._asker.act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
         if failed:
             t.pulled = 0
-        elif not isinstance(t.offer, HostOffer):  # only a pull enters what it checked into the workers' tables
+            self._look_elsewhere(t)
+        elif t.offer.alike and not isinstance(t.offer, HostOffer):  # what was read whole is in the workers' tables
             for entry in t.entries:
                 self._ledger.mark(entry)
         t.entries, t.load, t.places = [], None, {}
         if done:
             self._tracked.pop(request_id, None)
+
+    def _look_elsewhere(self, t: Tracked) -> None:
+        """An engine of this node that had lent its blocks failed us: the store may have them, if vLLM asks again."""
+        if isinstance(t.offer, Loan) and t.life.state is State.LOCAL:
+            t.failed.add(t.offer.instance)
+            t.life.fire(Event.PREEMPT)
+            t.offer, t.plan, t.hurried = None, None, False
+            t.sources = deque([HOST] if self._tier else [])
 
     def discard(self, request_id: str, corrupt: list[tuple[int, int]]) -> None:
         """What lies in these (group, slot) failed its checksum in a load: the store is to forget it."""
@@ -470,8 +283,8 @@ class Matcher:
         if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
             # Aborted before it was ever scheduled: the other side must not wait for us.
             self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
-        self._drop_held(t)
-        self._act(t, t.life.fire(Event.FINISH))
+        self._asker.drop_held(t)
+        self._asker.act(t, t.life.fire(Event.FINISH))
         if t.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)
         return t

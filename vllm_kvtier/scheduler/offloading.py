@@ -125,7 +125,7 @@ class Offloader:
     def begin_step(self, step: int, growth: list[Growth]) -> None:
         self._step = step
         self.drain()
-        if self._tier.limit():
+        if self._tier.limit() and self.wanted():  # tables may be followed for other engines' sake
             for tracked, table, computed in growth:
                 request = tracked.request
                 full = min(computed, len(request.block_hashes) * self._unit)
@@ -137,7 +137,7 @@ class Offloader:
     def finished(self, t: Tracked, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
         """The request ended; what it filled last goes too, if it ended well."""
         request = t.request
-        if table is not None and self._tier.limit() and vr.ended_well(request):
+        if table is not None and self._tier.limit() and self.wanted() and vr.ended_well(request):
             full = min(vr.written_tokens(request), len(request.block_hashes) * self._unit)
             if self._config.store_write == "prompt":
                 full = min(full, request.num_prompt_tokens)

@@ -10,7 +10,7 @@ from vllm_kvtier.scheduler.exports import GroupBlocks
 from vllm_kvtier.scheduler.ledger import Entry, Keys
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.worker.work import GroupLoad, GroupPull, LoadOrder, PullOrder
+from vllm_kvtier.worker.work import FetchOrder, GroupLoad, GroupPull, LoadOrder, PullOrder
 
 Groups = list[tuple[int, int | None]]  # (block tokens, window) of each
 
@@ -58,28 +58,52 @@ def load_order(
     t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int, timeout: float
 ) -> LoadOrder:
     """The same from the node store; ``t.places`` says which block of the chain each row is."""
+    rows = _whole_blocks(t, groups, unit, keys, block_ids, tokens)
+    loads = [GroupLoad(g, blocks, keyed, slots) for g, blocks, keyed, slots in rows]
+    return LoadOrder(t.request.request_id, loads, timeout, t.offer.instance, far=t.offer.begin())
+
+
+def fetch_order(
+    t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int, timeout: float
+) -> FetchOrder:
+    """The same from another engine of this node; in ``t.entries`` and ``t.places`` too."""
+    fetches, t.entries = [], []
+    for g, blocks, keyed, remote in _whole_blocks(t, groups, unit, keys, block_ids, tokens):
+        size, there = groups[g][0], remote != 0  # what no window reaches any more was not lent
+        blocks, keyed, remote = blocks[there], keyed[there], remote[there]
+        t.places[g] = t.places[g][there]
+        fetches.append(GroupPull(g, blocks, remote, keyed, np.full(len(blocks), size, np.int32)))
+        pairs = zip(blocks.tolist(), keyed.tolist(), strict=True)
+        t.entries += [Entry(g, block, key, size) for block, key in pairs]
+    return FetchOrder(t.request.request_id, t.offer.instance, fetches, timeout)
+
+
+def _whole_blocks(
+    t: Tracked, groups: Groups, unit: int, keys: Keys, block_ids: tuple[list[int], ...], tokens: int
+) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """By group: (group, our block ids, keys, what the offer has in their place: slots or its block ids)."""
     hashes = t.request.block_hashes[: t.offer.tokens // unit]  # all of one length
     whole = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)
     heads = np.ascontiguousarray(whole[:, :8]).view("<u8")[:, 0]
-    variant, loads = vr.variant(t.request), []
+    variant, found = vr.variant(t.request), []
     t.places = {}
     for g, (size, _) in enumerate(groups):
         first, last, per = t.local // size, -(-tokens // size), size // unit
         blocks = np.array(block_ids[g][first:last], np.int64)
         offered = first - t.offer.start // size
-        slots = np.array(t.offer.blocks[g][offered : offered + len(blocks)], np.int64)
+        theirs = np.array(t.offer.blocks[g][offered : offered + len(blocks)], np.int64)
         rows = np.flatnonzero(blocks)  # without what lies outside a sliding window
         if len(rows):
             places = first + rows
             t.places[g] = places
-            loads.append(GroupLoad(g, blocks[rows], keys.keys(heads[(places + 1) * per - 1], g, variant), slots[rows]))
-    return LoadOrder(t.request.request_id, loads, timeout, t.offer.instance)
+            found.append((g, blocks[rows], keys.keys(heads[(places + 1) * per - 1], g, variant), theirs[rows]))
+    return found
 
 
 def hashes_of(t: Tracked, groups: Groups, unit: int, corrupt: list[tuple[int, int]]) -> list[tuple[int, int, bytes]]:
     """(group, slot, block hash) of those of ``corrupt`` (group, slot) that ``t.load`` asked for."""
     found = []
-    for load in t.load.groups if t.load is not None else ():
+    for load in t.load.groups if isinstance(t.load, LoadOrder) else ():
         per = groups[load.group][0] // unit
         slots = {slot for group, slot in corrupt if group == load.group}
         for row in np.flatnonzero(np.isin(load.slots, list(slots))).tolist():

@@ -8,6 +8,7 @@ failed or was refused is remembered for a while, so that requests do not wait fo
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,24 @@ class Offer:
     tokens: int
     blocks: list[list[int]]
     ranks: list[m.RankInfo]
+    mapped: bool = field(default=False, kw_only=True)  # to be copied from the peer's mapped memory
+    alike: bool = field(default=True, kw_only=True)  # rank for rank, its pages are as ours
+
+    @property
+    def place(self) -> str:
+        """By what name the planner knows how long it takes; "": it is not weighed."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Loan(Offer):
+    """Blocks of the prefix cache of an engine on this node; ``nbytes``: what one rank of ours copies."""
+
+    nbytes: int = field(default=0, kw_only=True)
+
+    @property
+    def place(self) -> str:
+        return "gpu"
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,11 @@ class PendingAsk:
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
     timer: Timer | None = field(default=None, repr=False)
+    settled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is an outcome, at most so long."""
+        self.settled.wait(seconds)
 
 
 @dataclass
@@ -73,6 +97,7 @@ class _Connection:
     socket: zmq.Socket
     last_used: float
     welcome: m.Welcome | None = None
+    unlike: str | None = None  # why its pages cannot be read as they lie; mapped, they can be rearranged
     waiting: list[PendingAsk] = field(default_factory=list)  # for the handshake
     asked: dict[int, PendingAsk] = field(default_factory=dict)
     leases: set[int] = field(default_factory=set)
@@ -90,11 +115,12 @@ class Peers:
         key: ClusterKey | None,
         hello: Callable[[], m.Hello | None],
         check_ranks: Callable[[list[m.RankInfo]], str | None],
+        world: int = 1,
     ):
-        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's layout does not fit,
-        or None."""
+        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's pages cannot be read as
+        they lie, or None. ``world``: our ranks."""
         self._reactor, self._config, self._key = reactor, config, key
-        self._hello, self._check_ranks = hello, check_ranks
+        self._hello, self._check_ranks, self._world = hello, check_ranks, world
         self._connections: dict[Address, _Connection] = {}
         self._paused: dict[Address, tuple[float, NoOffer]] = {}
         self._said: set[tuple[Address, str]] = set()
@@ -135,7 +161,9 @@ class Peers:
         """The ranks of an engine that we shook hands with, if it is still that instance."""
         connection = self._connections.get(address)
         welcome = connection.welcome if connection is not None else None
-        return welcome.ranks if welcome is not None and welcome.instance == instance else None
+        if welcome is None or welcome.instance != instance or connection.unlike:
+            return None
+        return welcome.ranks
 
     def held_leases(self) -> int:
         return sum(len(c.leases) for c in list(self._connections.values()))
@@ -230,10 +258,7 @@ class Peers:
             self._begin(pending)
 
     def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
-        reason = self._check_ranks(welcome.ranks)
-        if reason:
-            self._close(connection, NoOffer("layout", reason), REFUSED_PAUSE)
-            return
+        connection.unlike = self._check_ranks(welcome.ranks)
         if connection.handshake_timer:
             connection.handshake_timer.cancel()
         connection.welcome = welcome
@@ -243,23 +268,37 @@ class Peers:
                 self._send_ask(connection, pending)
 
     def _send_ask(self, connection: _Connection, pending: PendingAsk) -> None:
+        if connection.unlike and not pending.ask.mapped:
+            self._settle(pending, NoOffer("layout", connection.unlike))
+            return
         connection.asked[pending.ask.ask] = pending
         self._send(connection, msgspec.structs.replace(pending.ask, instance=connection.welcome.instance))
 
     def _granted(self, connection: _Connection, granted: m.Granted) -> None:
-        offer = Offer(
-            connection.address, connection.welcome.instance if connection.welcome else "", granted.lease,
-            granted.start, granted.tokens, granted.blocks, connection.welcome.ranks if connection.welcome else [],
-        )
+        pending = connection.asked.pop(granted.ask, None)
+        offer = self._offer(connection, granted, pending.ask if pending is not None else None)
         connection.leases.add(granted.lease)
         self._keep_alive(connection)
-        pending = connection.asked.pop(granted.ask, None)
         if pending is None or pending.cancelled or pending.outcome is not None:
             self._release(offer, done=False)  # too late: nobody waits for it
             if pending is not None and pending.timer is not None:
                 pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
             self._settle(pending, offer)
+
+    def _offer(self, connection: _Connection, granted: m.Granted, ask: m.Ask | None) -> Offer:
+        welcome = connection.welcome
+        ranks = welcome.ranks if welcome is not None else []
+        fields = (
+            connection.address, welcome.instance if welcome is not None else "", granted.lease, granted.start,
+            granted.tokens, granted.blocks, ranks,
+        )
+        if ask is None or not ask.lend:
+            return Offer(*fields)
+        groups = ranks[0].groups if ranks else ()
+        share = len(ranks) / max(1, self._world)
+        nbytes = sum(len(ids) * group.block_bytes for ids, group in zip(granted.blocks, groups, strict=False))
+        return Loan(*fields, mapped=ask.mapped, alike=connection.unlike is None, nbytes=int(nbytes * share))
 
     def _answer(self, connection: _Connection, ask: int, outcome: NoOffer) -> None:
         pending = connection.asked.pop(ask, None)
@@ -286,6 +325,7 @@ class Peers:
         if isinstance(outcome, NoOffer) and outcome.code in SAID:
             self._say_once(pending.address, f"{outcome.reason}; prompts are computed instead")
         pending.outcome = outcome
+        pending.settled.set()
 
     def _keep_alive(self, connection: _Connection) -> None:
         if connection.ping_timer is None:

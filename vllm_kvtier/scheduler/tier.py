@@ -5,7 +5,6 @@ its tokens), the layout of a slot, and the watermark up to which all its workers
 Asking never waits: answers come on the reactor's thread and are picked up when vLLM asks again.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -13,18 +12,19 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from vllm_kvtier.codecs import Codec, choice
-from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
+from vllm_kvtier.scheduler.sharing import Holder, Sharing
+from vllm_kvtier.scheduler.slots import Spaces, full_bytes, plan_slots
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launch import start_store, store_path
-from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Found, GroupShape, Hello
+from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Found, Hello
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.slots import layout_digest, slot_layout
+from vllm_kvtier.worker.work import FarSource
 
 logger = logging.getLogger("vllm.kvtier.tier")
 
@@ -55,11 +55,21 @@ class HostOffer(Offer):
     logical: int = 0
     epoch: int = 0
     further: Further | None = None
+    holders: tuple[Holder, ...] = ()
+
+    @property
+    def place(self) -> str:
+        return "host"
+
+    def begin(self) -> FarSource | None:
+        """It is being ordered. What the workers need to read it; None: nothing that they do not have."""
+        return None
 
 
 @dataclass(frozen=True)
 class NotInMemory(NoOffer):
     further: Further | None = None
+    holders: tuple[Holder, ...] = ()
 
 
 def _store_options(config: KVTierConfig) -> StoreOptions:
@@ -70,7 +80,7 @@ def _store_options(config: KVTierConfig) -> StoreOptions:
     return StoreOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def _packed(chain: list[bytes]) -> bytes:
+def packed(chain: list[bytes]) -> bytes:
     """The beginnings of the hashes, which are all of one length, without looking at each."""
     chain = chain[:MAX_UNITS]
     return np.frombuffer(b"".join(chain), np.uint8).reshape(len(chain), -1)[:, :HASH].tobytes() if chain else b""
@@ -115,8 +125,7 @@ class HostTier:
         self._path = store_path() if config.store == "auto" else config.store
         self._options = _store_options(config)
         self._client: StoreClient | None = None
-        self._base = b""  # digest of what all spaces of this engine have in common
-        self._spaces: dict[bytes, bytes] = {}
+        self._spaces = Spaces()
         self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
         self._part_bytes: list[int] = []  # per group, of the largest rank
         self._pages: list[int] = []  # per group, of a slot
@@ -126,7 +135,7 @@ class HostTier:
         self._instance = ""
         self._said = ""
         self._waiting = self._compared = False
-        self.epoch = 0  # offers of an earlier one are of another space
+        self.sharing: Sharing | None = None  # what other engines of the node have in their caches
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
@@ -137,40 +146,19 @@ class HostTier:
 
         ``codec``: the option's value as ``choice.resolve`` returned it.
         """
-        ranks = [described[r] for r in sorted(described)]
-        self.codecs = choice.by_group(codec, [rank.groups for rank in ranks])
-        layouts = [[part_layout(*each) for each in zip(rank.groups, self.codecs, strict=True)] for rank in ranks]
-        digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
-        for rank, theirs in zip(ranks, layouts, strict=True):
-            digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
-        self._base = digest.digest()
-        offsets: list[list[int]] = [[] for _ in ranks]
-        writes: list[list[bool]] = [[] for _ in ranks]
-        shapes = []
-        for g, (size, window) in enumerate(self._facts.groups):
-            parts = {}
-            logical = {}
-            for rank, theirs in zip(ranks, layouts, strict=True):
-                parts.setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
-                logical.setdefault(rank.shards[g], rank.groups[g].block_bytes)
-            layout = slot_layout([nbytes for nbytes, _ in parts.values()])
-            at = dict(zip(parts, layout.part_offsets, strict=True))
-            for n, rank in enumerate(ranks):
-                offsets[n].append(at[rank.shards[g]])
-                writes[n].append(parts[rank.shards[g]][1] == rank.rank)
-            self._part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
-            self._pages.append(layout.pages)
-            self.logical.append(sum(logical.values()))
-            self.writers.append({rank for _, rank in parts.values()})
-            shapes.append(GroupShape(units=size // self._unit, slot_pages=layout.pages, window=window))
+        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit)
+        self._spaces.base = plan.base
+        self.codecs, self.writers, self.logical = plan.codecs, plan.writers, plan.logical
+        self._part_bytes, self._pages = plan.part_bytes, [shape.slot_pages for shape in plan.shapes]
         queue = int(self._config.store_queue_gib * (1 << 30))
-        self._tell(m.PoolSetup(self._path, offsets, writes, queue, [codec.name for codec in self.codecs]))
+        names = [codec.name for codec in self.codecs]
+        self._tell(m.PoolSetup(self._path, plan.offsets, plan.writes, queue, names))
         hello = Hello(
             name=self._facts.engine_id[:200],
             pid=os.getpid(),
             kind="engine",
             unit_tokens=self._unit,
-            groups=shapes,
+            groups=plan.shapes,
         )
         launch = (lambda: start_store(self._path, self._options)) if self._config.store == "auto" else None
         self._client = StoreClient(
@@ -192,6 +180,8 @@ class HostTier:
             self._instance = client.instance
             if not client.instance:
                 self._on_lost()
+        if self.sharing is not None:
+            self.sharing.store_changed(client)
         if client.connected and not self._compared:
             self._compared = True
             wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
@@ -220,7 +210,7 @@ class HostTier:
 
     @property
     def opened(self) -> bool:
-        return bool(self._base)
+        return bool(self._spaces.base)
 
     @property
     def instance(self) -> str:
@@ -235,21 +225,17 @@ class HostTier:
             return 0
         return min(nbytes for _, nbytes in reached) // PAGE
 
+    @property
+    def epoch(self) -> int:
+        return self._spaces.epoch
+
     def space(self, variant: bytes) -> bytes:
         """``variant``: LoRA adapter fingerprint."""
-        whole = self._base + variant
-        space = self._spaces.get(whole)
-        if space is None:
-            if len(self._spaces) > 1024:
-                self._spaces.clear()
-            space = self._spaces[whole] = hashlib.blake2b(whole, digest_size=HASH).digest()
-        return space
+        return self._spaces.of(variant)
 
     def renew(self) -> None:
-        """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
-        a space that nobody shares. Other engines keep what they have."""
-        self._base += os.urandom(16)
-        self.epoch += 1
+        """What is stored so far is this engine's no longer: see ``Spaces``."""
+        self._spaces.renew()
 
     def reserve(self, space: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
         return self._client.reserve(space, tenant, groups, hashes, parents, self.limit())
@@ -265,17 +251,17 @@ class HostTier:
 
     def touch(self, chain: list[bytes], variant: bytes) -> None:
         if self._client is not None:
-            self._client.touch(self.space(variant), _packed(chain))
+            self._client.touch(self.space(variant), packed(chain))
 
     def pin(self, chain: list[bytes], pinned: bool) -> Pending | None:
         if self._client is None:
             return None
-        return self._client.pin(self.space(b""), _packed(chain), pinned)
+        return self._client.pin(self.space(b""), packed(chain), pinned)
 
     def inspect(self, chain: list[bytes]) -> Pending | None:
         if self._client is None:
             return None
-        return self._client.inspect(self.space(b""), _packed(chain))
+        return self._client.inspect(self.space(b""), packed(chain))
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
@@ -296,9 +282,12 @@ class HostTier:
             return None
         if start >= MAX_UNITS * self._unit:  # beyond what the store can be asked for
             return None
-        packed = _packed(chain)
+        names = packed(chain)
         instance = self._client.instance
-        pending = self._client.lookup(self.space(variant), packed, start // self._unit, limit, patience, nodes)
+        mix, stride = self.sharing.names(variant) if self.sharing is not None else (b"", 1)
+        pending = self._client.lookup(
+            self.space(variant), names, start // self._unit, limit, patience, nodes, mix=mix, stride=stride
+        )
         return HostAsk(self, pending, start, len(chain) * self._unit, instance, patience)
 
     def warm(self, chain: list[bytes], variant: bytes, nodes: tuple[str, ...] = ()) -> bool:
@@ -306,16 +295,12 @@ class HostTier:
         limit = self.limit()
         if not limit or not self._client.tiers:
             return False
-        self._client.warm(self.space(variant), _packed(chain), limit, nodes)
+        self._client.warm(self.space(variant), packed(chain), limit, nodes)
         return True
 
     def load_bytes(self, tokens: int) -> int:
         """What one rank loads for so many tokens, as far as they are in full attention."""
-        return sum(
-            tokens // size * nbytes
-            for (size, window), nbytes in zip(self._facts.groups, self._part_bytes, strict=True)
-            if window is None
-        )
+        return full_bytes(self._facts.groups, self._part_bytes, tokens)
 
     def offer(self, ask: HostAsk, pending: Pending, instance: str) -> HostOffer | NoOffer:
         """The reply as an offer; the store is another process, and its numbers become addresses here."""
@@ -326,8 +311,12 @@ class HostTier:
             return NoOffer("malformed", f"an answer of type {type(found).__name__}")
         tokens, limit, below = found.units * self._unit, self.limit(), found.below
         further = Further(below.units * self._unit, below.seconds, below.asking) if below is not None else None
+        if ask.epoch == self.epoch:
+            holders = tuple(Holder((h.host, h.port), h.instance, h.units * self._unit) for h in found.holders)
+        else:
+            holders = ()
         if not found.lease:
-            return NotInMemory("not stored", "", further)
+            return NotInMemory("not stored", "", further, holders)
         if tokens <= ask.start or ask.epoch != self.epoch:
             self._client.release(found.lease, pending.session)
             return NoOffer("not stored", "")
@@ -360,6 +349,7 @@ class HostTier:
             logical=logical,
             epoch=ask.epoch,
             further=further,
+            holders=holders,
         )
 
     def release(self, offer: HostOffer) -> None:

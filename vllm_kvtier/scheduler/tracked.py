@@ -9,10 +9,11 @@ import numpy as np
 from vllm_kvtier.scheduler.ledger import Entry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.params import Handoff, Hints, Report
-from vllm_kvtier.scheduler.peers import Address, Offer, PendingAsk
+from vllm_kvtier.scheduler.peers import Address, Loan, Offer, PendingAsk
 from vllm_kvtier.scheduler.planner import Decision
+from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
-from vllm_kvtier.worker.work import LoadOrder
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 
 
 @dataclass
@@ -22,9 +23,10 @@ class Tracked:
     request: Any
     hints: Hints
     life: Lifecycle
-    sources: deque[Handoff | Address] | None = None  # made at the first match: needs the hash chain
+    sources: deque[Handoff | Holder | Address] | None = None  # made at the first match: needs the hash chain
     pending: PendingAsk | HostAsk | None = None
-    asking: Handoff | Address | None = None
+    asking: Handoff | Holder | Address | None = None
+    failed: set[str] = field(default_factory=set)  # instances whose loans failed
     held: HostOffer | None = None  # the store's, while somebody else is asked for more
     offer: Offer | None = None
     begun_at: float = 0.0  # when it was first matched
@@ -42,15 +44,17 @@ class Tracked:
     plan: Decision | None = None
     planned: tuple[int, int] = (0, 0)  # the tokens it was made for
     inbound: list[bytes] = field(default_factory=list)  # block hashes being loaded
-    entries: list[Entry] = field(default_factory=list)  # of a pull
-    load: LoadOrder | None = None
+    entries: list[Entry] = field(default_factory=list)  # of a pull or a fetch
+    load: LoadOrder | FetchOrder | None = None
     places: dict[int, np.ndarray] = field(default_factory=dict)  # group -> which block of the chain each row of it is
 
     @property
     def source(self) -> str:
-        """Where its KV came from, in a word: handoff, retained or host."""
+        """Where its KV came from, in a word: handoff, retained, host or gpu (another engine's of this node)."""
         if isinstance(self.offer, HostOffer):
             return "host"
+        if isinstance(self.offer, Loan):
+            return "gpu"
         return "handoff" if self.hints.handoff else "retained"
 
     def report(self) -> Report:
@@ -58,4 +62,5 @@ class Tracked:
         if self.offer and self.pulled:
             host = isinstance(self.offer, HostOffer)
             source = "host" if host else f"{self.offer.address[0]}:{self.offer.address[1]}"
+            source = f"gpu {source}" if isinstance(self.offer, Loan) else source
         return Report(self.request.num_prompt_tokens, self.local, self.pulled, source)

@@ -54,17 +54,17 @@ class Scales:
         if tokens < prompt - 1 and not self._resumes or not self._reaches(offer, tokens):
             return 0
         gain = tokens - computed
-        if isinstance(offer, HostOffer):
+        if offer.place:
             return gain if gain > 0 and self._worth(t, computed, tokens) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
     def _worth(self, t: Tracked, computed: int, tokens: int) -> bool:
-        """Whether the store's blocks are expected here before they could be computed."""
+        """Whether the blocks are expected here before they could be computed."""
         if self._planner is None:
             return True
         if t.plan is not None and t.planned == (computed, tokens):
             return True  # vLLM had no room for it then
-        t.plan = self._planner.decide("host", computed, tokens, t.offer.nbytes, t.request.num_tokens)
+        t.plan = self._planner.decide(t.offer.place, computed, tokens, t.offer.nbytes, t.request.num_tokens)
         t.planned = (computed, tokens)
         load = t.plan.load or self._config.load_policy == "always"
         self._counters.count("planned", t.plan.reason if load == t.plan.load else "always")

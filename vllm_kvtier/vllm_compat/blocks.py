@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
 
 class BlockPool:
     def __init__(self, pool: Any):
@@ -19,6 +21,14 @@ class BlockPool:
     def held_once(self, ids: Iterable[int]) -> int:
         """How many of these blocks have a single reference: giving that back frees them."""
         return sum(1 for i in ids if self._pool.blocks[i].ref_cnt == 1)
+
+    def unheld(self, ids: Iterable[int]) -> int:
+        """How many of these blocks are free: pinning them takes them from whoever needs new ones."""
+        return sum(1 for i in ids if not self._pool.blocks[i].ref_cnt)
+
+    def holds(self, block: int, block_hash: bytes, group: int) -> bool:
+        """Whether the prefix cache has this content of a group in this very block."""
+        return self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(block_hash), group)
 
     def free(self, ids: list[int]) -> None:
         """Give the references back; the end of a sequence is evicted before its beginning."""

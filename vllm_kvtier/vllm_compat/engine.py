@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.vllm_compat.turns import Turns
+
 logger = logging.getLogger("vllm.kvtier.engine")
 
 _WRAPPED = "_kvtier_idle_hook"
@@ -23,6 +25,7 @@ class EngineThread:
         self._engine: Callable[[], Any] = lambda: None
         self._wakeup: Any = None
         self._on_idle = on_idle
+        self.turns = Turns()
         self._install()
 
     def _install(self) -> None:
@@ -40,8 +43,10 @@ class EngineThread:
 
         def notify(engine: Any) -> None:
             me._engine = weakref.ref(engine)
+            me.turns.watch(getattr(engine, "scheduler", None))
             try:
-                me._on_idle()
+                with me.turns.taken():
+                    me._on_idle()
             except Exception:
                 logger.exception("kvtier: idle work failed")
             original(engine)

@@ -25,6 +25,7 @@ class EngineFacts:
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
     config: Any = field(repr=False)
+    peer_bandwidth: float = 200e9  # bytes/s from another device of the node, before any was measured
     waits: bool = False  # whether a step's forward can wait for a load, and be taken back if what came was wrong
 
     @property
@@ -65,6 +66,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         link_bandwidth=_link_bandwidth(vllm_config),
+        peer_bandwidth=1.5e9 if _on_cpu(vllm_config) else 200e9,
         resumes=_resumes(vllm_config),
         waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
@@ -74,8 +76,11 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 def _link_bandwidth(vllm_config: Any) -> float:
     """A guess: a core that copies and checks, or a PCIe 4 link."""
-    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
-    return 1e9 if device == "cpu" else 20e9
+    return 1e9 if _on_cpu(vllm_config) else 20e9
+
+
+def _on_cpu(vllm_config: Any) -> bool:
+    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "")) == "cpu"
 
 
 def _resumes(vllm_config: Any) -> bool:

@@ -1,8 +1,12 @@
 """The worker process's place in the engine, and what its device can do."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.wire.messages import HeadRange
 
 
 def rank_in_engine() -> int:
@@ -24,6 +28,30 @@ def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
     copies = size // heads if size > heads and size % heads == 0 else 1
     return tuple(stage * size + (0 if "mla" in kind else place // copies) for kind in kinds)
+
+
+def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:
+    """By group, which KV heads its pages on this rank hold; unknown (``of`` 0) where the number of heads in a page is
+    not what the model's implies: several heads in one cell, or layers with a number of their own."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    place = rank % size
+    total = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    if total % size == 0:
+        count, first = total // size, place * (total // size)
+    elif size % total == 0:
+        count, first = 1, place // (size // total)
+    else:
+        count, first = 0, 0
+    # A number that is another one for each place of each size.
+    unknown = HeadRange(size << 16 | place, 0)
+
+    def of(group: GroupView) -> HeadRange:
+        outer = {region.outer for region in group.regions}
+        if "mla" in group.kind:
+            return HeadRange(0, 1) if outer == {1} else unknown
+        return HeadRange(first, total) if outer == {count} else unknown
+
+    return tuple(of(group) for group in groups)
 
 
 def wants_host_buffer(option: str, vllm_config: Any, device: torch.device) -> bool:

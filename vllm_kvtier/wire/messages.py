@@ -34,15 +34,16 @@ class Namespace(msgspec.Struct, frozen=True):
     codecs: Name = ""  # that this engine's KV may have gone through, in words; "": none that loses anything
 
     def mismatch(self, other: "Namespace") -> str | None:
-        """One sentence naming the first difference (``self`` is here, ``other`` there), or None."""
+        """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
+
+        Not in how heads and layers are spread over ranks: who can read only from the same rank compares those.
+        """
         words = {
             "model": "the model's configuration or weights",
             "cache_dtype": "the KV cache dtype",
             "hash_algorithm": "the prefix-cache hash algorithm",
             "hash_seed": "the prefix-cache hash seed (set the same PYTHONHASHSEED on both engines)",
             "hash_block_tokens": "the block size",
-            "tensor_parallel": "the tensor parallel size",
-            "pipeline_parallel": "the pipeline parallel size",
             "codecs": "how KV may have been encoded (codec and wire_codec)",
         }
         for field, text in words.items():
@@ -51,9 +52,46 @@ class Namespace(msgspec.Struct, frozen=True):
                 return f"{text} differs: {mine or 'nothing'} here, {theirs or 'nothing'} there"
         return None
 
+    def content(self) -> "Namespace":
+        """Without what only says how it is spread over ranks: blocks of one content have one key everywhere."""
+        return msgspec.structs.replace(self, tensor_parallel=0, pipeline_parallel=0)
+
+
+class HeadRange(msgspec.Struct, frozen=True):
+    """Which KV heads of a group a rank holds: outer index ``o`` of its regions is head ``first + o`` of ``of``.
+
+    MLA's latent is 0 of 1 on every rank. ``of`` 0: nobody knows; then only ranks that say the same fit each other.
+    """
+
+    first: Count
+    of: Count
+
+
+class SharedSpan(msgspec.Struct, frozen=True):
+    """An allocation that others of this node may map or read. ``handle``: its CUDA IPC handle, b"" on a CPU."""
+
+    base: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Whose memory a rank's pages and its table of checksums are in, for readers on the same node.
+
+    ``node``: of this boot and this pid namespace; ``started``: the process's start time, in clock ticks since boot,
+    by which a pid that was given to another process is found. ``device``: UUID of the GPU, "" on a CPU.
+    """
+
+    node: Name
+    pid: Count
+    started: Count
+    device: Name
+    spans: Annotated[tuple[SharedSpan, ...], msgspec.Meta(max_length=1 << 12)]
+
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer's worker of the same rank needs to read this worker's pages."""
+    """What a peer's worker needs to read this worker's pages: by NIXL if ``agent`` is not "", and from another process
+    of the same node if ``shared`` is there. ``heads``: by group."""
 
     rank: Count
     agent: Name
@@ -64,6 +102,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     groups: tuple[GroupView, ...]
     geometry: CacheGeometry
     sums_base: Annotated[int, msgspec.Meta(ge=0)]  # address of int64[num_blocks], in the same kind of memory
+    heads: tuple[HeadRange, ...] = ()
+    shared: Shared | None = None  # its spans cover the pages and the table of checksums
 
 
 # -- engine to engine ------------------------------------------------------------------------------------
@@ -99,6 +139,9 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     digest: bytes = b""  # chain digest of the whole export, tail included
     reply_host: Name = ""  # the asker's own endpoint, "" if it exports nothing
     reply_port: Count = 0
+    lend: bool = False  # from the prefix cache as it is, exported or not
+    mapped: bool = False  # the asker copies from our mapped memory: NIXL is not needed
+    patience: Seconds = 86400.0  # that the asker would wait for checksums which a step has still to make
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -113,7 +156,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """``code``: namespace | instance | unknown | stale | digest | nothing | not_ready | malformed."""
+    """``code``: namespace | instance | unknown | stale | digest | nothing | not_ready | busy | malformed."""
 
     ask: Count
     code: Name
@@ -241,8 +284,27 @@ class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
     codecs: list[str]
 
 
+class FarSetup(msgspec.Struct, frozen=True, tag="far_setup"):
+    """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
+    by group; ``host``: what arrives is to pass through host memory, also where it could go straight to the GPU."""
+
+    offsets: list[list[Count]]
+    slot_pages: list[Count]
+    codecs: list[str]
+    host: bool
+
+
+class FarLost(msgspec.Struct, frozen=True, tag="far_lost"):
+    """A rank could not read from this life of another node's store."""
+
+    rank: Count
+    instance: Name
+    reason: str
+
+
 class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
-    """A rank can copy to and from the first ``nbytes`` of the memory of this life of the node store."""
+    """A rank can copy to and from the first ``nbytes`` of the memory of this life of the node store; of "far": it has
+    so much memory of its own for what it reads from other nodes' stores, 0: it cannot (any more)."""
 
     rank: Count
     instance: Name
@@ -299,6 +361,7 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 LinkMessage = (
     Register | Described | Unusable | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores | Stored
+    | FarSetup | FarLost
 )
 
 _encoder = msgspec.msgpack.Encoder()

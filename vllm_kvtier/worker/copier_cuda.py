@@ -103,8 +103,8 @@ class _Lane:
             for n in ((1, dmas) if gather else (dmas, 1))
         )
         self._next = 0
-        # (through the ring, directly; coded parts only the former) for each group. All of one kind share a stream,
-        # and so the scratch.
+        # (through the ring, directly) for each group; coded parts have one for both, of which a tuning uses one only.
+        # All of one kind share a stream, and so the scratch.
         scratch = [
             (
                 torch.empty((MAX_ROWS, 4), dtype=torch.int64, device=device),
@@ -166,7 +166,7 @@ class _Lane:
             if fence:
                 self.driver.wait(self._direct.cuda_stream, fence)
             for a in range(0, direct, MAX_ROWS):
-                self._movers[number][1].launch(sheet.address + a * 32, min(direct - a, MAX_ROWS), self._direct)
+                self._movers[number][-1].launch(sheet.address + a * 32, min(direct - a, MAX_ROWS), self._direct)
             ends.append(self._direct.cuda_stream)
         events = [self.spare_events.pop() if self.spare_events else self.driver.new_event() for _ in ends]
         for event, stream in zip(events, ends, strict=True):

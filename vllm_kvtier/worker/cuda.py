@@ -1,4 +1,5 @@
-"""The calls of the CUDA driver that copies are made of: pinning, copies in batches, events, launches.
+"""The calls of the CUDA driver that copies are made of: pinning, copies in batches, events, launches, memory of other
+processes.
 
 Copies are ordered on the engine's own thread, so that each microsecond counts: torch's objects take some times as long
 as the call beneath. Calls that return at once keep the GIL, since to get it back from another thread can take
@@ -7,6 +8,7 @@ milliseconds; those that may wait (pinning, synchronizing, batches) give it up.
 
 import ctypes
 from functools import cache
+from uuid import UUID
 
 import numpy as np
 
@@ -44,6 +46,12 @@ class _Copy2D(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle (cuda.h), passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
 _SIGNATURES = {
     "cuInit": [_UINT],
     "cuGetErrorName": [_INT, ctypes.POINTER(ctypes.c_char_p)],
@@ -64,11 +72,18 @@ _SIGNATURES = {
     "cuEventQuery": [_PTR],
     "cuEventSynchronize": [_PTR],
     "cuStreamWaitEvent": [_PTR, _PTR, _UINT],
+    "cuDeviceGetUuid_v2": [_PTR, _INT],
+    "cuMemGetAddressRange_v2": [ctypes.POINTER(_ADDRESS), ctypes.POINTER(_SIZE), _ADDRESS],
+    "cuIpcGetMemHandle": [_PTR, _ADDRESS],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_ADDRESS), _IpcHandle, _UINT],
+    "cuIpcCloseMemHandle": [_ADDRESS],
     # function, grid x 3, block x 3, shared bytes, stream, addresses of the arguments, extra
     "cuLaunchKernel": [_PTR, *[_UINT] * 7, _PTR, _PTR, _PTR],
 }
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+IPC_HANDLE_BYTES = ctypes.sizeof(_IpcHandle)
 # The CUDA 12.8 form, which newer drivers keep under this name: (targets, sources, sizes, count, attributes,
 # first copy of each attribute, attributes, index of the copy that failed, stream).
 _BATCH = [_PTR, _PTR, _PTR, _SIZE, ctypes.POINTER(_Attributes), ctypes.POINTER(_SIZE), _SIZE, _PTR, _PTR]
@@ -183,6 +198,49 @@ class Driver:
         )  # fmt: skip
         self._check("cuMemcpy2DAsync", self._lines(ctypes.byref(order), stream))
 
+    # -- memory of other processes -------------------------------------------------------------------------------
+
+    def uuid(self) -> str:
+        """Of this GPU, by which processes that number them differently mean the same one."""
+        found = (ctypes.c_ubyte * 16)()
+        self._check("cuDeviceGetUuid", self._cuda.cuDeviceGetUuid_v2(ctypes.addressof(found), self._number))
+        return "GPU-" + str(UUID(bytes=bytes(found)))
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """(base, bytes) of the allocation that an address on the device lies in."""
+        self.enter()
+        base, nbytes = _ADDRESS(), _SIZE()
+        result = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
+        self._check("cuMemGetAddressRange", result, f" for {address:#x}")
+        return base.value, nbytes.value
+
+    def ipc_handle(self, base: int) -> bytes:
+        """By which another process can map the allocation at ``base``."""
+        self.enter()
+        handle = _IpcHandle()
+        result = self._cuda.cuIpcGetMemHandle(ctypes.addressof(handle), base)
+        self._check("cuIpcGetMemHandle", result, f" for the allocation at {base:#x}")
+        return bytes(handle)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Maps another process's allocation; its address here. May wait for the device.
+
+        Raises CudaError if the driver refuses: its process is gone, or this GPU cannot reach that one.
+        """
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise CudaError(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+        self.enter()
+        address = _ADDRESS()
+        opened = _IpcHandle.from_buffer_copy(handle)
+        result = self._cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), opened, _LAZY_PEER_ACCESS)
+        self._check("cuIpcOpenMemHandle", result)
+        return address.value
+
+    def close_ipc(self, address: int) -> None:
+        """Unmaps it; nothing may be reading it. May wait for the device."""
+        self.enter()
+        self._check("cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(address), f" for {address:#x}")
+
     # -- events and launches, by handle; streams too -------------------------------------------------------------
 
     def new_event(self) -> int:
@@ -219,3 +277,13 @@ class Driver:
         result = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if result:
             self._check("cuLaunchKernel", result)
+
+
+class DeviceDriver(Driver):
+    """Where the "host" memory of copies is the device's own: there is nothing to pin."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """As it is."""
+
+    def unregister(self, address: int) -> None:
+        """Likewise."""

@@ -18,6 +18,9 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.far import FarWorker
+from vllm_kvtier.worker.fetches import FetchResult
+from vllm_kvtier.worker.fetching import FetchWorker, open_node
 from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.memory import Pending
 from vllm_kvtier.worker.peer_memory import PeerMemory
@@ -26,7 +29,7 @@ from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.tiering import TierWorker
 from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import LoadOrder, PullOrder, StepWork, SumBatch
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
 logger = logging.getLogger("vllm.kvtier.worker")
 
@@ -48,7 +51,7 @@ class StepResults:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
-    results: list[PullResult | LoadResult] = field(default_factory=list)
+    results: list[PullResult | FetchResult | LoadResult] = field(default_factory=list)
 
 
 class WorkerHalf:
@@ -59,7 +62,8 @@ class WorkerHalf:
         self._transport: NixlTransport | None = None
         self._memory: PeerMemory | None = None
         self._pulls: Pulls | None = None
-        self._tier: TierWorker | None = None
+        self._tier: TierWorker | FarWorker | None = None
+        self._fetching: FetchWorker | None = None
         self._view: CacheView | None = None
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
@@ -68,7 +72,7 @@ class WorkerHalf:
         self._idle = False  # whether the last step computes nothing
         self._summing: list[tuple[int, Pending]] = []
         self._hurried = Hurried()
-        self._done: list[PullResult | LoadResult] = []
+        self._done: list[PullResult | FetchResult | LoadResult] = []
         self._done_lock = threading.Lock()
         self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
         self._reactor.start()
@@ -80,13 +84,15 @@ class WorkerHalf:
         describe: Callable[[], CacheView],
         share: Callable[[CacheView], PeerMemory],
         shards: Callable[[CacheView], tuple[int, ...]],
+        heads: Callable[[CacheView], tuple[m.HeadRange, ...]] = lambda view: (),
     ) -> None:
         """Set up in the background from the engine's tensors; requests before it is ready are computed.
 
         ``share``: what peers are to read of the cache, and how. ``shards``: by group, which part of a block this rank
-        holds (ranks with equal bytes name the same)."""
+        holds (ranks with equal bytes name the same). ``heads``: by group, which KV heads; () if that is not known:
+        then nothing is shared with other engines of the node, or fetched from them."""
         device = self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(lambda: self._register(describe, share, shards, device))
+        self._reactor.call_soon(lambda: self._register(describe, share, shards, heads, device))
 
     def sleep(self) -> None:
         """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
@@ -94,38 +100,53 @@ class WorkerHalf:
         is gone for good."""
         if self._tier is not None:
             self._tier.rest()
-        if self._pulls is None:
+        fetching, self._fetching = self._fetching, None
+        if self._pulls is None and fetching is None:
             return
+        self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
+        if fetching is not None:
+            fetching.stop(self._unusable)
         with self._nixl:
             self._pulls = None
             if self._view.device.type == "cuda":
                 torch.cuda.synchronize(self._view.device)  # checksums, and what is encoded or decoded for pulls
-            self._transport.deregister()
-        self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
+            if self._transport is not None:
+                self._transport.deregister()
         self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
 
     def hurry(self, work: StepWork) -> None:
-        """Call before the step's forward is launched, in a step that has hurried loads: it runs behind them."""
+        """Call before the step's forward is launched, in a step that has hurried loads or fetches: it runs behind
+        them."""
         loads = [order for order in work.loads if order.hurried]
-        if loads:
-            self._hurried.begin(loads, self._tier)
+        if loads and self._tier is not None:
+            self._hurried.begin(loads, self._tier.load_now)
+        fetches = [order for order in work.fetches if order.hurried]
+        if fetches and self._fetching is not None:
+            self._fetching.introduce(work.sources)
+            self._hurried.begin(fetches, self._fetching.begin_now)
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
-        loads: nothing computed on them goes anywhere before they have been checked."""
-        memory, tier = self._memory, self._tier
+        loads and fetches: nothing computed on them goes anywhere before they have been checked."""
+        memory, tier, fetching = self._memory, self._tier, self._fetching
         self._idle = work.idle
-        loads = []
-        for order in work.loads:
-            (self._hurried.due if order.hurried else loads).append(order)
-        self._hurried.settle(tier)
+        loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
+        if tier is not None:
+            self._hurried.settle(LoadOrder, lambda seconds: tier.settle(seconds))
+        if fetching is not None:
+            fetching.introduce(work.sources)
+            self._hurried.settle(FetchOrder, fetching.settle)
         if loads:
             self._load(loads)
+        if fetches:
+            self._fetch(fetches)
         if work.aborted and tier is not None:
             tier.cancel_loads(work.aborted)
-        fence = self._fence(memory) if work.sums or tier is not None else None
+        fence = self._fence(memory) if work.sums or tier is not None or fetching is not None else None
         if tier is not None:
             tier.step(work.step, fence)
+        if fetching is not None:
+            fetching.step(fence)
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
@@ -154,10 +175,20 @@ class WorkerHalf:
             reason = "the node store's memory is not mapped here"
             self._finish(LoadResult(order.request_id, order.all_blocks, reason, 0, 0.0, 0.0))
 
+    def _fetch(self, orders: list[FetchOrder]) -> None:
+        if self._fetching is not None:
+            self._fetching.begin(orders)
+            return
+        reason = self._unusable or "this engine reads no other's memory, or not yet"
+        for order in orders:
+            self._finish(FetchResult(order.request_id, order.all_blocks, True, reason, 0, 0.0))
+
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
         if self._tier is not None:
             self._tier.collect(self._idle)
+        if self._fetching is not None:
+            self._fetching.collect(self._idle)
         # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
@@ -180,30 +211,40 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         self._reactor.stop()
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None:
+            fetching.stop("the engine ends")
         if self._memory is not None:
             self._memory.close()
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
-    def _register(self, describe, share, shards, device: int | None) -> None:
+    def _register(self, describe, share, shards, heads, device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
             view = self._view = describe()
             self._link.tell(m.Described(self._rank, view.groups, shards(view)))
             memory = self._memory = share(view)
-            transport = NixlTransport(self._agent_name, self._backends)
-            memory.register(transport)
+            held = heads(view)
+            shared = None
+            if held:
+                self._fetching, shared = open_node(
+                    memory, held, self._rank, self._reactor, self._finish, self._drive_soon
+                )
+            transport = self._open_nixl(memory, needed=shared is None)
             info = m.RankInfo(
                 rank=self._rank,
-                agent=self._agent_name,
-                agent_metadata=transport.metadata(),
+                agent="" if transport is None else self._agent_name,
+                agent_metadata=b"" if transport is None else transport.metadata(),
                 memory=memory.memory_type,
                 device=memory.device_id,
                 num_blocks=view.num_blocks,
                 groups=memory.transfer_view.groups,
                 geometry=memory.geometry(),
                 sums_base=memory.table.data_ptr(),
+                heads=held,
+                shared=shared,
             )
         except Exception as error:  # whatever is wrong with NIXL or the cache, the engine serves without pulls
             self._unusable = str(error)
@@ -211,9 +252,25 @@ class WorkerHalf:
                 logger.exception("kvtier: setting up rank %d failed", self._rank)
             self._link.tell(m.Unusable(self._rank, str(error)[:1000]))
             return
-        self._transport = transport
-        self._pulls = Pulls(transport, memory, self._rank)
+        if transport is not None:
+            self._transport = transport
+            self._pulls = Pulls(transport, memory, self._rank)
         self._link.tell(m.Register(info, memory.wire_codec))
+
+    def _open_nixl(self, memory: PeerMemory, needed: bool) -> NixlTransport | None:
+        """None if NIXL is of no use here; raises whatever is wrong if it is ``needed``."""
+        try:
+            transport = NixlTransport(self._agent_name, self._backends)
+            memory.register(transport)
+            return transport
+        except Exception as error:
+            if needed:
+                raise
+            if not isinstance(error, KVTierError):
+                logger.exception("kvtier: setting up NIXL on rank %d failed", self._rank)
+            self._unusable = str(error)
+            logger.warning("kvtier: KV is exchanged with engines of this node only: %s", error)
+            return None
 
     def _heard(self, message: m.LinkMessage) -> None:
         match message:
@@ -224,6 +281,8 @@ class WorkerHalf:
                 self._tier = TierWorker(
                     self._reactor, self._rank, self._view, message, self._link.tell, self._finish
                 )
+            case m.FarSetup() if self._tier is None and self._view is not None:
+                self._tier = FarWorker(self._reactor, self._rank, self._view, message, self._link.tell, self._finish)
             case m.StoreBlocks() if self._tier is not None:
                 self._tier.store(message)
             case m.CancelStores() if self._tier is not None:
@@ -231,14 +290,12 @@ class WorkerHalf:
 
     def _work(self, work: StepWork, fence) -> None:
         with self._nixl:
-            ready = self._pulls is not None  # looked at under the lock: sleep mode takes the cache's memory away
-            if ready:
+            # Looked at under the lock: sleep mode takes the cache's memory away.
+            if self._pulls is not None:
                 self._start(work, connect=True)
-                if work.sums:
-                    self._sum(work.step, work.sums, fence)
-        if ready:
-            self._drive_soon()
-            return
+            if work.sums and (self._pulls is not None or self._fetching is not None):
+                self._sum(work.step, work.sums, fence)
+        self._drive_soon()
         for order in work.pulls:
             self._finish(self._impossible(order))
 
@@ -269,7 +326,7 @@ class WorkerHalf:
         blocks = {int(i) for g in order.groups for i in g.local}
         return PullResult(order.request_id, blocks, True, self._unusable or "not set up yet", 0, 0.0)
 
-    def _finish(self, result: PullResult | LoadResult) -> None:
+    def _finish(self, result: PullResult | FetchResult | LoadResult) -> None:
         with self._done_lock:
             self._done.append(result)
 
@@ -279,7 +336,9 @@ class WorkerHalf:
             self._reactor.call_soon(self._drive)
 
     def _busy(self) -> bool:
-        return bool(self._serving or self._summing or (self._pulls is not None and self._pulls.active))
+        serving = self._serving and self._transport is not None
+        ours = (self._pulls, self._fetching)
+        return bool(serving or self._summing or any(each is not None and each.active for each in ours))
 
     def _drive(self) -> None:
         """Poll what is under way for a stretch; runs again until nothing is."""
@@ -303,12 +362,16 @@ class WorkerHalf:
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
                 results = self._pulls.drive() if pulling else ()
-                if self._serving:
+                if self._serving and self._transport is not None:
                     self._transport.progress()
             for result in results:
                 self._finish(result)
+            fetching = self._fetching
+            if fetching is not None:
+                fetching.drive()
             if not self._busy():
                 return False
             if time.monotonic() >= end:
                 return True
-            time.sleep(POLL if pulling or self._summing else SERVE_POLL)
+            soon = pulling or self._summing or (fetching is not None and fetching.active)
+            time.sleep(POLL if soon else SERVE_POLL)

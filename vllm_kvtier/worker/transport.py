@@ -43,7 +43,7 @@ class Transfer:
     failed: bool = False  # when it was posted
 
 
-def _nixl() -> Any:
+def nixl_api() -> Any:
     """NIXL's Python API: the meta package picks the build for torch's CUDA; the CPU set-up has only one build."""
     problems = []
     for package in ("nixl", "nixl_cu13", "nixl_cu12"):
@@ -58,7 +58,7 @@ class _Agent:
     """A NIXL agent and what is registered with it. Raises KVTierError without NIXL or any of ``backends``."""
 
     def __init__(self, name: str, backends: list[str]):
-        api = _nixl()
+        api = nixl_api()
         # A retired agent leaves reads behind, and UCX would write a line about each.
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
         config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=list(backends))

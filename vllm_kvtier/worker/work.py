@@ -25,6 +25,11 @@ class GroupPull:
     keys: np.ndarray  # uint64[n]
     valid: np.ndarray  # int32[n]
 
+    @property
+    def blocks(self) -> np.ndarray:
+        """As GroupLoad calls them: ours."""
+        return self.local
+
 
 @dataclass(eq=False)  # arrays do not compare
 class PullOrder:
@@ -33,6 +38,21 @@ class PullOrder:
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
     promised: bool = False  # read before the lease was granted: the source may not have made all checksums yet
+
+
+@dataclass(eq=False)
+class FetchOrder:
+    """Blocks to copy from the caches of another engine of this node, which all ranks' workers read themselves."""
+
+    request_id: str
+    source: str  # instance of the source engine
+    groups: list[GroupPull]
+    timeout: float  # seconds from when the worker gets it
+    hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
+
+    @property
+    def all_blocks(self) -> set[int]:
+        return {block for group in self.groups for block in group.local.tolist()}
 
 
 @dataclass(eq=False)
@@ -56,6 +76,18 @@ class GroupLoad:
     slots: np.ndarray  # int64[n] page numbers in the store's memory
 
 
+@dataclass(frozen=True)
+class FarSource:
+    """Another node's store, whose memory workers read themselves. ``instance``: of the mover that lends it; ``agent``,
+    ``metadata``: of NIXL, ``generation`` of the latter; ``base``: address of its memory, there."""
+
+    instance: str
+    agent: str
+    base: int
+    metadata: bytes
+    generation: int
+
+
 @dataclass(eq=False)
 class LoadOrder:
     request_id: str
@@ -63,6 +95,7 @@ class LoadOrder:
     timeout: float  # seconds from when the worker gets it
     instance: str = ""  # the life of the store whose memory the slots are in
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
+    far: FarSource | None = None  # the slots are in another node's memory, not in that of this node's store
 
     @property
     def all_blocks(self) -> set[int]:
@@ -71,13 +104,15 @@ class LoadOrder:
 
 @dataclass
 class StepWork:
-    """One step's work. ``sources`` introduces the engines named in ``pulls`` for the first time: instance -> ranks."""
+    """One step's work. ``sources`` introduces the engines named in ``pulls`` or ``fetches`` for the first time:
+    instance -> ranks."""
 
     step: int
     sums: list[SumBatch] = field(default_factory=list)
     pulls: list[PullOrder] = field(default_factory=list)
     sources: dict[str, list[RankInfo]] = field(default_factory=dict)
     loads: list[LoadOrder] = field(default_factory=list)
+    fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)  # requests whose loads, ordered before, nobody waits for any more
     idle: bool = False  # nothing is computed in this step
 

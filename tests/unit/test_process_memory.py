@@ -1,0 +1,287 @@
+"""Reading another process's memory: real processes that live, die, unmap, and do not let one in."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from support import eventually
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.messages import Shared, SharedSpan
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker import process_memory, source_watch
+from vllm_kvtier.worker.process_memory import ProcessMemory, check, identity, share
+from vllm_kvtier.worker.source_watch import SourceWatch
+
+SIZE = 8 << 20
+
+SOURCE = """
+import mmap, sys
+import msgspec, numpy as np
+from vllm_kvtier.worker.process_memory import share
+size = int(sys.argv[1])
+memory = mmap.mmap(-1, size)
+bytes_of = np.frombuffer(memory, np.uint8)
+bytes_of[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+print(msgspec.msgpack.encode(share([(bytes_of.ctypes.data, size)])).hex(), flush=True)
+for line in sys.stdin:
+    if line.strip() == "unmap":
+        del bytes_of
+        memory.close()
+    print("done", flush=True)
+"""
+
+
+class Source:
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SOURCE, str(SIZE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.shared = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()), type=Shared)
+        self.content = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+        self.base = self.shared.spans[0].base
+
+    def tell(self, word):
+        print(word, file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline() == "done\n"
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def source():
+    made = Source()
+    yield made
+    made.end()
+
+
+def read(memory, base, offsets, sizes):
+    """As an array one piece after another."""
+    offsets, sizes = np.asarray(offsets), np.asarray(sizes)
+    got = np.zeros(int(sizes.sum()), np.uint8)
+    memory.read(got.ctypes.data + np.cumsum(sizes) - sizes, base + offsets, sizes)
+    return got
+
+
+def test_who_this_process_is():
+    us, text = identity(), open("/proc/self/stat").read()
+    assert us.pid == os.getpid() and str(us.started) in text.split() and us == identity()
+    child = subprocess.run(
+        [sys.executable, "-c", "from vllm_kvtier.worker.process_memory import identity; print(*identity())"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert child[0] == us.node and int(child[1]) != us.pid and int(child[2]) >= us.started
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 1024, 1025, 5000])
+def test_pieces_anywhere(source, pieces):
+    rng = np.random.default_rng(pieces)
+    sizes = rng.integers(1, 1500, pieces)
+    offsets = rng.integers(0, SIZE - 1500, pieces)
+    got = read(ProcessMemory(source.shared), source.base, offsets, sizes)
+    wanted = [source.content[o : o + n] for o, n in zip(offsets, sizes, strict=True)]
+    assert np.array_equal(got, np.concatenate(wanted))
+
+
+def test_our_own_memory():
+    mine = np.arange(1000, dtype=np.uint8)
+    memory = ProcessMemory(share([(mine.ctypes.data, mine.nbytes)]))
+    assert np.array_equal(read(memory, mine.ctypes.data, [500, 0], [100, 100]), np.r_[mine[500:600], mine[:100]])
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_process_that_has_ended(source, reaped):
+    memory = ProcessMemory(source.shared)
+    source.process.kill()
+    if reaped:
+        source.process.wait()
+    else:
+        eventually(lambda: ") Z " in open(f"/proc/{source.process.pid}/stat").read())
+    with pytest.raises(KVTierError, match=f"process {source.process.pid} has ended"):
+        read(memory, source.base, [0], [100])
+    with pytest.raises(KVTierError, match="has ended"):
+        ProcessMemory(source.shared)
+
+
+def test_killed_while_it_is_read(source):
+    """What was read is right or an error; there is no third."""
+    memory, rounds = ProcessMemory(source.shared), 0
+    offsets = np.arange(0, SIZE, 4096)
+    killer = threading.Timer(0.2, source.process.kill)
+    killer.start()
+    try:
+        while True:
+            assert rounds < 100_000
+            assert np.array_equal(read(memory, source.base, offsets, np.full(len(offsets), 4096)), source.content)
+            rounds += 1
+    except KVTierError as error:
+        assert str(source.process.pid) in str(error) and rounds
+    finally:
+        killer.join()
+
+
+def test_a_stopped_process_is_read_all_the_same(source):
+    source.process.send_signal(signal.SIGSTOP)
+    got = read(ProcessMemory(source.shared), source.base, [4096], [4096])
+    assert np.array_equal(got, source.content[4096:8192])
+
+
+def test_memory_that_is_gone(source):
+    memory = ProcessMemory(source.shared)
+    source.tell("unmap")
+    with pytest.raises(KVTierError, match="does not have (all of )?the memory any more"):
+        read(memory, source.base, [0], [4096])
+    with pytest.raises(KVTierError, match="does not have the memory"):
+        ProcessMemory(source.shared)
+
+
+def test_a_piece_that_ends_outside_is_an_error(source):
+    with pytest.raises(KVTierError, match="memory any more"):
+        read(ProcessMemory(source.shared), 0, [source.base, 64], [4096, 4096])
+
+
+def test_others_are_not_taken_for_it(source):
+    check(source.shared)
+    for change, words in (
+        (dict(started=source.shared.started + 1), "another has its number now"),
+        (dict(node="elsewhere"), "another node or in another container"),
+        (dict(pid=(1 << 22) + 1), "has ended"),
+        (dict(spans=()), "shares no memory"),
+        (dict(spans=(SharedSpan(4096, 100, b""),)), "does not have the memory"),
+    ):
+        with pytest.raises(KVTierError, match=words):
+            ProcessMemory(msgspec.structs.replace(source.shared, **change))
+
+
+def test_a_number_given_to_another_during_the_read(source, monkeypatch):
+    memory = ProcessMemory(source.shared)
+    monkeypatch.setattr(process_memory, "_started", lambda pid: source.shared.started + 5)
+    with pytest.raises(KVTierError, match="another has its number"):
+        read(memory, source.base, [0], [100])
+
+
+READER = """
+import ctypes, os, sys
+import msgspec, numpy as np
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.messages import Shared
+from vllm_kvtier.worker.process_memory import ProcessMemory, _libc
+shared = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Shared)
+_libc()
+if not os.getuid():
+    os.setuid(65534)  # without root's capabilities
+try:
+    ProcessMemory(shared)
+except KVTierError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_may_not_be_read():
+    mine = np.zeros(100, np.uint8)
+    shared = share([(mine.ctypes.data, 100)])
+    libc = ctypes.CDLL(None)
+    dumpable = libc.prctl(3, 0, 0, 0, 0)
+    libc.prctl(4, 0, 0, 0, 0)  # then not even a process of the same user may
+    try:
+        said = subprocess.run(
+            [sys.executable, "-c", READER, msgspec.msgpack.encode(shared).hex()],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    finally:
+        libc.prctl(4, dumpable, 0, 0, 0)
+    assert f"read the memory of process {os.getpid()}" in said and "SYS_PTRACE" in said
+
+
+@pytest.mark.parametrize("number, words", [(38, "no process_vm_readv"), (12, "cannot be read: Cannot allocate")])
+def test_errors_in_words(monkeypatch, number, words):
+    mine = np.zeros(8, np.uint8)
+    shared = share([(mine.ctypes.data, 8)])
+    monkeypatch.setattr(process_memory, "_libc", lambda: SimpleNamespace(process_vm_readv=lambda *arguments: -1))
+    ctypes.set_errno(number)
+    with pytest.raises(KVTierError, match=words):
+        ProcessMemory(shared)
+
+
+def test_who_shares_lets_others_in_where_yama_asks(monkeypatch):
+    told = []
+    monkeypatch.setattr(process_memory, "_libc", lambda: SimpleNamespace(prctl=lambda *a: told.append(a) or -1))
+    share([(4096, 8)])
+    [(option, who, *_)] = told
+    assert option == int.from_bytes(b"Yama", "big") and who.value == (1 << 64) - 1
+
+
+def test_without_proc_nothing_is_shared(monkeypatch):
+    monkeypatch.setattr(process_memory, "_started", lambda pid: open(f"/nowhere/{pid}"))
+    with pytest.raises(KVTierError, match="/proc does not tell"):
+        share([(4096, 8)])
+
+
+# -- when it ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched():
+    reactor, gone = Reactor("watch"), []
+    watch = SourceWatch(reactor, gone.append)
+    reactor.start()
+    yield watch, gone
+    reactor.stop()
+
+
+def descriptors_of_processes():
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("pidfd" in link for link in links)
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_the_end_of_a_source_is_told_once(source, watched, monkeypatch, descriptors):
+    watch, gone = watched
+    if not descriptors:
+        monkeypatch.setattr(source_watch, "LOOK_AGAIN", 0.02)
+        monkeypatch.setattr(os, "pidfd_open", lambda pid: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    us = share([(4096, 8)])
+    watch.follow("s/1", [us, source.shared, source.shared])
+    watch.follow("s/1", [source.shared])
+    watch.follow("ours", [us])
+    eventually(lambda: len(watch._followed) == 2)
+    assert not gone and (not descriptors or eventually(lambda: descriptors_of_processes() == 3))
+    source.process.kill()
+    eventually(lambda: gone)
+    source.process.wait()
+    assert gone == ["s/1"] and list(watch._followed) == ["ours"]
+    watch.follow("late", [source.shared])
+    eventually(lambda: len(gone) == 2)
+    assert gone == ["s/1", "late"] and descriptors_of_processes() == descriptors
+    with pytest.raises(KVTierError):
+        check(source.shared)
+
+
+def test_descriptors_are_closed(source):
+    reactor, gone = Reactor("watch"), []
+    watch = SourceWatch(reactor, gone.append)
+    reactor.start()
+    before = len(os.listdir("/proc/self/fd"))
+    watch.follow("s/1", [source.shared])
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before + 1)
+    ours = watch._followed["s/1"][:]
+    reactor.stop()
+    assert ours and not gone
+    for descriptor in ours:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)

@@ -1,0 +1,95 @@
+"""Whether to copy from the GPU cache of another engine of this node, load from host memory, or compute.
+
+All three are measured as the engine runs (``planner``). Before a holder is asked, what a copy would bring is weighed
+against what the store offered; and once it has lent its blocks, the loan against that offer.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.peers import Loan
+from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.sharing import Holder
+from vllm_kvtier.scheduler.tier import HostOffer
+from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.telemetry.stats import Counters
+
+logger = logging.getLogger("vllm.kvtier.nearby")
+
+
+# While it is not known what computing costs.
+UNKNOWN_PATIENCE = 0.25  # seconds
+
+
+class Nearby:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        groups: list[tuple[int, int | None]],
+        unit: int,
+        instance: str,
+        planner: Planner | None,
+        counters: Counters,
+        bytes_of: Callable[[int], int],
+        free: Callable[[], int],
+    ):
+        """``instance``: this engine's. ``bytes_of``: what one rank would copy for so many tokens. ``free``: blocks that
+        could be given to a request now."""
+        self._config, self._groups, self._instance = config, groups, instance
+        self._planner, self._counters, self._bytes_of, self._free = planner, counters, bytes_of, free
+        self._align = math.lcm(unit, *(size for size, _ in groups))
+        self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
+
+    def cannot_map(self, instance: str, alike: bool) -> None:
+        """A worker found that this engine's memory cannot be mapped (it said so). ``alike``: NIXL could read it."""
+        self._unmapped[instance] = alike
+
+    def suits(self, t: Tracked, holder: Holder, computed: int) -> bool | None:
+        """Whether ``holder`` is worth asking: True: its memory is to be mapped; False: NIXL is to read it; None: no."""
+        mapped = holder.instance not in self._unmapped
+        tokens = min(holder.tokens, t.request.num_tokens)
+        reason = None
+        if holder.instance == self._instance or holder.instance in t.failed or computed % self._align:
+            return None
+        if not mapped and not self._unmapped[holder.instance]:
+            return None  # said by the worker; the store has what it can
+        if tokens - computed < max(1, self._config.pull_threshold):
+            reason = "below threshold"
+        elif sum(-(-(tokens - computed) // size) for size, _ in self._groups) > self._free():
+            reason = "too few free blocks"
+        elif t.held is not None and not self._sooner(t, tokens, self._bytes_of(tokens - computed), t.held):
+            reason = "the node store is faster"
+        if reason is not None:
+            self._counters.count("not_fetched", reason)
+            return None
+        return mapped
+
+    def patience(self, t: Tracked, holder: Holder, computed: int) -> float:
+        """Seconds that ``t`` may wait for what the holder is computing just now: not longer than it would compute."""
+        prompt, known = t.request.num_tokens, None
+        have = max(computed, t.held.tokens if t.held is not None else 0)
+        tokens = min(holder.tokens, prompt)
+        if self._planner is not None and tokens > have:
+            known = self._planner.compute_seconds(have, tokens, prompt)
+        return UNKNOWN_PATIENCE if known is None else known
+
+    def better(self, t: Tracked, loan: Loan, held: HostOffer) -> bool:
+        """Whether the loan brings the first token sooner than what the store offers."""
+        return self._sooner(t, min(loan.tokens, t.request.num_tokens), loan.nbytes, held)
+
+    def _sooner(self, t: Tracked, tokens: int, nbytes: int, held: HostOffer) -> bool:
+        planner, prompt = self._planner, t.request.num_tokens
+        if planner is None:
+            return tokens >= held.tokens
+        here, there = planner.load_seconds("gpu", nbytes), planner.load_seconds("host", held.nbytes)
+        few, many = sorted((tokens, min(held.tokens, prompt)))
+        rest = planner.compute_seconds(few, many, prompt) if few < many else 0.0
+        if rest is None:  # what computing costs is not known: more is better
+            return tokens > held.tokens
+        if tokens < held.tokens:
+            here += rest
+        else:
+            there += rest
+        return here <= there

@@ -1,0 +1,93 @@
+"""How this engine's blocks lie in slots of a node store, its own node's or another's: which ranks' parts where, in
+which codec, and the digest of all that they depend on beside their tokens. Engines with the same digest share blocks.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+
+from vllm_kvtier.codecs import Codec, choice
+from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.store.messages import HASH, GroupShape
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.slots import layout_digest, slot_layout
+
+MAX_SPACES = 1024  # remembered: one an adapter
+
+
+class Spaces:
+    """Names of what this engine's blocks depend on beside their tokens. ``base``: digest of what all of them have in
+    common, b"" while it is not known; ``epoch``: offers of an earlier one are of another space."""
+
+    def __init__(self) -> None:
+        self.base, self.epoch = b"", 0
+        self._spaces: dict[bytes, bytes] = {}
+
+    def of(self, variant: bytes) -> bytes:
+        """``variant``: LoRA adapter fingerprint."""
+        whole = self.base + variant
+        space = self._spaces.get(whole)
+        if space is None:
+            if len(self._spaces) > MAX_SPACES:
+                self._spaces.clear()
+            space = self._spaces[whole] = hashlib.blake2b(whole, digest_size=HASH).digest()
+        return space
+
+    def renew(self) -> None:
+        """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
+        spaces that nobody shares. Other engines keep what they have."""
+        self.base += os.urandom(16)
+        self.epoch += 1
+
+
+@dataclass
+class SlotPlan:
+    """Lists are by group, unless they say otherwise."""
+
+    base: bytes  # digest of what all spaces of this engine have in common
+    codecs: list[Codec]
+    offsets: list[list[int]]  # by rank, then group: bytes from the slot's beginning
+    writes: list[list[bool]]  # by rank, then group: whether this rank writes the part that it holds
+    part_bytes: list[int] = field(default_factory=list)  # of the largest rank
+    logical: list[int] = field(default_factory=list)  # bytes of KV that a slot stands for
+    writers: list[set[int]] = field(default_factory=list)  # the ranks that write a part
+    shapes: list[GroupShape] = field(default_factory=list)
+
+
+def plan_slots(
+    namespace: m.Namespace,
+    described: dict[int, m.Described],
+    codec: str | dict[str, str],
+    groups: list[tuple[int, int | None]],
+    unit: int,
+) -> SlotPlan:
+    """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``groups``: (block
+    tokens, window). ``unit``: tokens that a hash covers. Raises ValueError for blocks that fit no slot."""
+    ranks = [described[r] for r in sorted(described)]
+    codecs = choice.by_group(codec, [rank.groups for rank in ranks])
+    layouts = [[part_layout(*each) for each in zip(rank.groups, codecs, strict=True)] for rank in ranks]
+    digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
+    for rank, theirs in zip(ranks, layouts, strict=True):
+        digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
+    plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
+    for g, (size, window) in enumerate(groups):
+        parts, logical = {}, {}
+        for rank, theirs in zip(ranks, layouts, strict=True):
+            parts.setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
+            logical.setdefault(rank.shards[g], rank.groups[g].block_bytes)
+        layout = slot_layout([nbytes for nbytes, _ in parts.values()])
+        at = dict(zip(parts, layout.part_offsets, strict=True))
+        for n, rank in enumerate(ranks):
+            plan.offsets[n].append(at[rank.shards[g]])
+            plan.writes[n].append(parts[rank.shards[g]][1] == rank.rank)
+        plan.part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
+        plan.logical.append(sum(logical.values()))
+        plan.writers.append({rank for _, rank in parts.values()})
+        plan.shapes.append(GroupShape(units=size // unit, slot_pages=layout.pages, window=window))
+    return plan
+
+
+def full_bytes(groups: list[tuple[int, int | None]], part_bytes: list[int], tokens: int) -> int:
+    """What one rank loads for so many tokens, as far as they are in full attention."""
+    sizes = zip(groups, part_bytes, strict=True)
+    return sum(tokens // size * nbytes for (size, window), nbytes in sizes if window is None)

@@ -1,0 +1,72 @@
+"""Tells when a process ends whose memory we have mapped: a GPU's memory is free only when nobody maps it any more."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.messages import Shared
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker import process_memory
+
+logger = logging.getLogger("vllm.kvtier.fetches")
+
+# Where the system gives no descriptor of a process: how often it is looked at.
+LOOK_AGAIN = 2.0
+
+
+class SourceWatch:
+    def __init__(self, reactor: Reactor, gone: Callable[[str], None]):
+        """``gone`` is called on the reactor's thread, once a source."""
+        self._reactor, self._gone = reactor, gone
+        self._followed: dict[str, list[int]] = {}  # descriptors of its processes
+        reactor.on_stop(self._close)
+
+    def follow(self, source: str, shared: Iterable[Shared]) -> None:
+        """Any thread; a source is followed once."""
+        processes = list({(each.pid, each.started): each for each in shared}.values())
+        self._reactor.call_soon(lambda: self._follow(source, processes))
+
+    def _follow(self, source: str, processes: list[Shared]) -> None:
+        if source in self._followed:
+            return
+        descriptors = self._followed[source] = []
+        try:
+            for each in processes:
+                descriptor = os.pidfd_open(each.pid)
+                descriptors.append(descriptor)
+                self._reactor.add_fd(descriptor, lambda events: self._ended(source))
+                process_memory.check(each)  # the number may have been another's by then
+        except (KVTierError, ProcessLookupError):
+            self._ended(source)
+        except OSError as error:  # an old kernel, or a sandbox
+            logger.debug("kvtier: no descriptor of a process (%s): it is looked at", error)
+            self._look(source, processes)
+
+    def _look(self, source: str, processes: list[Shared]) -> None:
+        if source not in self._followed:
+            return
+        try:
+            for each in processes:
+                process_memory.check(each)
+        except KVTierError:
+            self._ended(source)
+        else:
+            self._reactor.call_later(LOOK_AGAIN, partial(self._look, source, processes))
+
+    def _ended(self, source: str) -> None:
+        descriptors = self._followed.pop(source, None)
+        if descriptors is None:
+            return
+        self._drop(descriptors)
+        self._gone(source)
+
+    def _drop(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            self._reactor.remove_fd(descriptor)
+            os.close(descriptor)
+
+    def _close(self) -> None:
+        while self._followed:
+            self._drop(self._followed.popitem()[1])
