@@ -29,7 +29,7 @@ setup(
         "cli": ["typer>=0.12", "rich>=13"],
         # An S3 bucket as a tier of the node store. NIXL's OBJ moves the bytes where it can be loaded, else boto3 does.
         "object": ["boto3>=1.36"],
-        "proxy": ["fastapi>=0.110", "httpx>=0.26", "uvicorn>=0.27", "typer>=0.12", "rich>=13"],
+        "proxy": ["aiohttp>=3.10", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
         "test": [
             "pytest>=8",
             "pytest-asyncio>=0.24",
@@ -37,6 +37,9 @@ setup(
             "hypothesis>=6.100",
             "httpx>=0.26",
             "ruff>=0.6",
+            # Engines that the proxy's tests make up, and certificates for them.
+            "fastapi>=0.110",
+            "cryptography>=41",
             # A real S3-speaking server for the object tier, without the rest of what moto[server] brings.
             "boto3>=1.36",
             "moto[s3]>=5.0",

@@ -3,8 +3,8 @@
 
     python examples/disagg_proxy.py http://127.0.0.1:8100 http://127.0.0.1:8200 --port 8000
 
-The same with all options, for several engines: ``python -m vllm_kvtier.proxy --help``. Both are thin over
-``vllm_kvtier.proxy``, whose application can also be mounted in a server of yours.
+The same with all options, for several engines: ``kvtier proxy --help``. Both are thin over ``vllm_kvtier.proxy``, whose
+application (ASGI) can also be served by a server of yours, if that runs its lifespan.
 """
 
 import argparse

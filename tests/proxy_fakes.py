@@ -27,8 +27,10 @@ from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 class QuietServer(uvicorn.Server):
     """A uvicorn server as a task of the running loop, without hands on the process's signals."""
 
-    def __init__(self, app: FastAPI, port: int = 0, lifespan: str = "off"):
-        options = {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
+    def __init__(self, app: Any, port: int = 0, lifespan: str = "off", **more: Any):
+        # log_config: uvicorn's own would unhook caplog.
+        options = {"access_log": False, "timeout_graceful_shutdown": 2, "log_config": None, "proxy_headers": False}
+        options |= more
         super().__init__(uvicorn.Config(app, lifespan=lifespan, **options))
         # The protocol named, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
         self._socket = socket.socket(proto=socket.IPPROTO_TCP)
@@ -101,7 +103,8 @@ class FakeEngine:
     before the headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put
     params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
     ``kv_port``: of a real endpoint that its params name; else they name none. ``tokenize_status``,
-    ``tokenize_hold``: as the two above, for /tokenize, whose tokens are the prompt's bytes.
+    ``tokenize_hold``: as the two above, for /tokenize, whose tokens are the prompt's bytes. ``api_key``: what
+    generation and the other routes want as a bearer token. ``passed``: what came by routes that do not generate.
     """
 
     def __init__(self, name: str):
@@ -122,17 +125,22 @@ class FakeEngine:
         self.tokenize_status = 200
         self.tokenize_hold: asyncio.Event | None = None
         self.tokenized: list[dict[str, Any]] = []
+        self.api_key: str | None = None
+        self.passed: list[Seen] = []
         self.port = 0
+        self._tls: dict[str, Any] = {}
         self._server: QuietServer | None = None
         self.life = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
-    async def start(self) -> FakeEngine:
+    async def start(self, **tls: Any) -> FakeEngine:
+        """``tls``: uvicorn's ssl_ options."""
         self.life += 1
-        self._server = QuietServer(self._app(), self.port)
+        self._tls = tls or self._tls
+        self._server = QuietServer(self._app(), self.port, **self._tls)
         self.port = self._server.port
         await self._server.begin()
         return self
@@ -149,13 +157,13 @@ class FakeEngine:
         return self.seen[count - 1]
 
     def text(self, body: dict[str, Any], i: int) -> str:
-        prompt = json.dumps(body.get("messages", body.get("prompt")), sort_keys=True)
+        prompt = json.dumps(body.get("messages", body.get("prompt", body.get("token_ids"))), sort_keys=True)
         return f"{self.name}/{hashlib.sha256(prompt.encode()).hexdigest()[:12]}/{i};"
 
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
         if not self.returns_params:
             return None
-        is_prefill = body.get("max_tokens") == 1
+        is_prefill = body.get("sampling_params", body).get("max_tokens") == 1
         return {
             "do_remote_prefill": is_prefill,
             "do_remote_decode": not is_prefill,
@@ -201,6 +209,30 @@ class FakeEngine:
             tokens = list(prompt.encode())
             return {"tokens": tokens, "count": len(tokens), "max_model_len": 1000, "token_strs": None}
 
+        @app.post("/v1/embeddings")
+        @app.post("/v1/responses")
+        @app.get("/v1/responses/{rest:path}")
+        @app.post("/v1/audio/transcriptions")
+        @app.post("/v1/messages")
+        @app.post("/sleep")
+        @app.post("/custom")
+        async def passed(request: Request):
+            raw = await request.body()
+            is_json = request.headers.get("content-type") == "application/json"
+            seen = Seen(request.url.path, json.loads(raw) if is_json else raw, dict(request.headers))
+            self.passed.append(seen)
+            if self.hold is not None and not await self._held(request, seen):
+                return JSONResponse({}, 499)
+            if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
+                return JSONResponse({"error": {"message": "no key"}}, 401)
+            if self.status != 200:
+                return JSONResponse({"error": {"message": f"{self.name} says {self.status}"}}, self.status)
+            if is_json and seen.body.get("stream"):
+                return StreamingResponse(self._stream(seen), media_type="text/event-stream")
+            made = f"resp_{self.name}{len(self.passed)}"
+            return {"id": made, "engine": self.name, "query": str(request.query_params)}
+
+        @app.post("/inference/v1/generate")
         @app.post("/v1/chat/completions")
         @app.post("/v1/completions")
         async def generate(request: Request):
@@ -210,6 +242,8 @@ class FakeEngine:
                 self.arrived.notify_all()
             if self.hold is not None and not await self._held(request, seen):
                 return JSONResponse({}, 499)
+            if self.api_key and seen.headers.get("authorization") != f"Bearer {self.api_key}":
+                return JSONResponse({"error": {"message": "no key"}}, 401)
             if self.status != 200:
                 return JSONResponse({"error": {"message": f"{self.name} says {self.status}"}}, self.status)
             if seen.body.get("stream"):
@@ -267,32 +301,32 @@ async def _disconnected(request: Request) -> None:
 
 
 class Cluster:
-    """``p`` and ``d`` engines, the proxy, a client of the proxy; ``released`` gets the exports given up.
+    """``p``, ``d`` and ``pooling`` engines, the proxy, a client of it; ``released`` gets the exports given up.
 
-    ``kv``: (host, port) of all Ds' endpoints, as the operator would give it. ``real_release``: exports that
-    are given up are told to the endpoints that the engines name.
+    ``greet``: the proxy asks engines how they are at the start. ``kv``: (host, port) of all Ds' endpoints, as the
+    operator would give it. ``real_release``: exports that are given up are told to the endpoints that the engines name.
+    ``engine``: options of all engines.
     """
 
-    def __init__(self, p: int = 1, d: int = 1, **options: Any):
+    def __init__(self, p: int = 1, d: int = 1, pooling: int = 0, **options: Any):
         self.p = [FakeEngine(f"P{i}") for i in range(p)]
         self.d = [FakeEngine(f"D{i}") for i in range(d)]
+        self.pooling = [FakeEngine(f"E{i}") for i in range(pooling)]
         self.released: asyncio.Queue[Any] = asyncio.Queue()
         self._options = {"backoff_first": 0.02, "backoff_most": 0.1, "connect_timeout": 2.0} | options
         self._kv = self._options.pop("kv", None)
         self._real_release = self._options.pop("real_release", False)
+        self._greet = self._options.pop("greet", False)
 
     async def __aenter__(self) -> Cluster:
-        for engine in (*self.p, *self.d):
+        for engine in (*self.p, *self.d, *self.pooling):
             await engine.start()
-        kv = self._kv or (None, None)
-        config = ProxyConfig(
-            prefill=tuple(EngineAddress(engine.url) for engine in self.p),
-            decode=tuple(EngineAddress(engine.url, *kv) for engine in self.d),
-            **self._options,
-        )
-        self.app = create_app(config, release=None if self._real_release else self.released.put)
+        release = None if self._real_release else self.released.put
+        self.app = create_app(self.config(), release=release, greet=self._greet)
         self._proxy = QuietServer(self.app, lifespan="on")
         await self._proxy.begin()
+        while self.app.core is None:
+            await asyncio.sleep(0)
         self.url = f"http://127.0.0.1:{self._proxy.port}"
         self.client = httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False, verify=False)
         return self
@@ -300,12 +334,24 @@ class Cluster:
     async def __aexit__(self, *exc: object) -> None:
         await self.client.aclose()
         await self._proxy.end()
-        for engine in (*self.p, *self.d):
+        for engine in (*self.p, *self.d, *self.pooling):
             await engine.kill()
+
+    def config(self, **changes: Any) -> ProxyConfig:
+        """As it is, but for ``changes``. ``engine``: options of all engines; ``kv`` of all Ds."""
+        options = self._options | changes
+        engine = options.pop("engine", {})
+        kv = dict(zip(("kv_host", "kv_port"), self._kv, strict=True)) if self._kv else {}
+        engines = {
+            "prefill": tuple(EngineAddress(e.url, **engine) for e in self.p),
+            "decode": tuple(EngineAddress(e.url, **kv, **engine) for e in self.d),
+            "pooling": tuple(EngineAddress(e.url, **engine) for e in self.pooling),
+        }
+        return ProxyConfig(**(engines | options))
 
     @property
     def core(self):
-        return self.app.state.core
+        return self.app.core
 
     async def chat(self, *texts: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """A turn whose messages alternate between user and assistant."""

@@ -275,7 +275,11 @@ async def test_bad_json_is_said_so(path, body):
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/sleep", 404),
+        ("POST", "/collective_rpc", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/responses/resp_1/../../sleep", 404),
+        ("DELETE", "/v1/models", 405),
         ("GET", "/v1/chat/completions", 405),
         ("GET", "/kvtier/query", 405),
         ("GET", "/docs", 404),
@@ -325,12 +329,12 @@ async def test_models_health_and_state():
     async with Cluster(p=2) as c:
         models = await c.client.get("/v1/models", headers={"Authorization": "Bearer k"})
         assert models.json() == {"data": [{"id": "D0", "auth": "Bearer k"}]}
-        assert (await c.client.get("/health")).json() == {"prefill": 2, "decode": 1}
+        assert (await c.client.get("/health")).json() == {"prefill": 2, "decode": 1, "ready": True}
         secret = {"Authorization": "Bearer my-api-key"}
         await c.chat("my words", headers=secret, conversation_id="my-id", cache_salt="my-salt")
         state = (await c.client.get("/kvtier/state")).text
         assert json.loads(state)["conversations"] == 1
-        assert json.loads(state)["counts"] == {"requests": 1, "prefilled": 1, "released": 0}
+        assert json.loads(state)["counts"] == {"passed_on": 1, "requests": 1, "prefilled": 1, "released": 0}
         assert json.loads(state)["decode"][0]["engine_id"] == "id-D0-1"
         assert "my-" not in state and "my words" not in state and "secret-export" not in state
         assert c.d[0].seen[0].body["cache_salt"] not in state
@@ -367,7 +371,7 @@ async def test_the_command():
         while url is None:
             line = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
             assert line, "the proxy ended"
-            url = next((word for word in line.split() if word.startswith("http://127.0.0.1:")), None)
+            url = line.partition("running on ")[2].split(" ")[0].strip() or None
         async with httpx.AsyncClient(trust_env=False) as client:
             reply = await client.post(f"{url}/v1/chat/completions", json=turn("hello"))
             assert reply.json()["choices"][0]["text"] == c.d[0].text(turn("hello"), 0)

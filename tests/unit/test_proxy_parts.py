@@ -259,7 +259,7 @@ TENANTS = Tenants(b"z" * 32)
 def table_with(*requests, tenant=b"a"):
     table = RouteTable(100, 1e9)
     for i, request in enumerate(requests):
-        table.enter(name_conversation(TENANTS, tenant, request), ConversationRoute((Holder(i, 0),), None))
+        table.enter(name_conversation(TENANTS, tenant, request), ConversationRoute((Holder(i, 0),)))
     return table
 
 
@@ -315,6 +315,13 @@ def test_prompts_of_completions_match_by_pieces(length, more):
     assert found(table, completion([7, *tokens[1:]])) is None
 
 
+def test_a_prompt_of_very_many_messages_is_known_by_its_beginning():
+    many = [str(i) for i in range(10_000)]
+    name = name_conversation(TENANTS, b"a", chat(*many))
+    assert len(name.pieces) == len(name.candidates) == 4096
+    assert found(table_with(chat(*many)), chat(*many, "and", "more")) == 0
+
+
 def test_messages_match_whatever_the_order_of_their_fields():
     one = b'{"model":"m","messages":[{"role":"user","content":"h"}]}'
     two = b'{"messages": [ {"content": "h", "role": "user"} ], "model": "m"}'
@@ -336,7 +343,7 @@ def test_the_table_against_a_model(actions, capacity):
         now += key if action == "wait" else 0
         model = [(k, t) for k, t in model if t >= now - 5.0]
         if action == "enter":
-            table.enter(name, ConversationRoute((Holder(key, 0),), None))
+            table.enter(name, ConversationRoute((Holder(key, 0),)))
             model = [*((k, t) for k, t in model if k != key), (key, now)][-capacity:]
         elif action == "find":
             route = table.find(name)

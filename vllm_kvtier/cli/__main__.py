@@ -10,12 +10,16 @@ except ModuleNotFoundError as error:
         "Engines do not need it, and `python -m vllm_kvtier.store` does not either."
     )
 
-from vllm_kvtier.cli import pin, quality, store
+from vllm_kvtier.cli import bench, doctor, inspect, pin, plan, proxy, quality, store, top
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The node store, and what codecs cost.")
-store.add_to(app)
-pin.add_to(app)
-quality.add_to(app)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="KV of prompts, kept and shared between vLLM engines: the node store, the router, and tools to look at both.",
+)
+# In the order in which `kvtier --help` shows them.
+for command in (doctor, top, inspect, store, pin, plan, bench, quality, proxy):
+    command.add_to(app)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """The router for disaggregated serving: several prefill engines, several decode engines, one OpenAI API.
 
-``python -m vllm_kvtier.proxy --help`` runs it; ``vllm_kvtier.proxy.app.create_app`` embeds it. Needs the
-extra ``vllm-kvtier[proxy]``; imports neither vLLM nor torch.
+``kvtier proxy`` runs it (docs/proxy.md); ``vllm_kvtier.proxy.app.create_app`` embeds it. Needs the extra
+``vllm-kvtier[proxy]``; imports neither vLLM nor torch.
 """

@@ -99,9 +99,7 @@ class AnswerRewriter:
             # A chunk that clients take: the names of an earlier one, without choices.
             earlier = _fields_of(self._like)
             chunk = {key: earlier[key] for key in ("id", "object", "created", "model") if key in earlier}
-        return sse.make_event(
-            msgspec.json.encode(chunk | {"choices": [], "kv_transfer_params": self._shown(None)})
-        )
+        return sse.make_event(msgspec.json.encode(chunk | {"choices": [], "kv_transfer_params": self._shown(None)}))
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> bytes:

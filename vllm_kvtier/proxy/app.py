@@ -1,274 +1,179 @@
-"""The HTTP side: routes, reading a client's request, writing its answer, noticing that it left.
+"""The proxy as an ASGI application: who may do what, and which route does it.
 
-POST /v1/chat/completions and /v1/completions generate. GET /v1/models passes on what a decode engine says,
-/health is 200 while one of them is well, /kvtier/state shows engines and counters. POST /kvtier/query says
-what the engines hold for a prompt (see ``vllm_kvtier.proxy.query``). Errors have OpenAI's form everywhere.
+POST /v1/chat/completions, /v1/completions and /inference/v1/generate generate, with P and D. Further routes of OpenAI's
+API and of vLLM's are passed on to one engine (``vllm_kvtier.proxy.passing``). The proxy's own: GET /health (200 while
+it lives), /ready (200 while requests are wanted and a decode engine is there), /metrics, /kvtier/state; POST
+/kvtier/query (what the engines hold for a prompt) and what operators need (``vllm_kvtier.proxy.admin``). Errors have
+OpenAI's form.
+
+Plain ASGI: a web framework would cost a third of a millisecond a request, and there is little it could do here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
-import anyio
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
+import msgspec
 
-from vllm_kvtier.proxy import answers
-from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy import admin, metrics
+from vllm_kvtier.proxy.bodies import ClientRequest, Route
+from vllm_kvtier.proxy.client_answer import JSON, Answer, refusal
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.deadlines import time_limit
-from vllm_kvtier.proxy.engines import EngineFailure
-from vllm_kvtier.proxy.exchange import Answer, Exchange
+from vllm_kvtier.proxy.exchange import Exchange
+from vllm_kvtier.proxy.incoming import Incoming
+from vllm_kvtier.proxy.logs import request_id
+from vllm_kvtier.proxy.passing import Passing, find_passed
 from vllm_kvtier.proxy.query import Query, read_query
 from vllm_kvtier.proxy.release import ReleaseCall
+from vllm_kvtier.proxy.serving import CLOSING, QUIET_ROUTES, Receive, Send, Serving, Work
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
-
-# Of a client's headers, those that engines get. Authorization: they, not the proxy, check API keys.
-_FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
-
-# For answers to a request whose body was not read: the server would else read on for as long as it is sent.
-_CLOSING = {"connection": "close"}
-_LINGER_SECONDS = 1.0
+_GENERATING = {route.value: route for route in Route}
+_ADMIN = ("/kvtier/drain", "/kvtier/resume", "/kvtier/reload")
 
 
-class ClientGone(Exception):
-    """The client closed its connection, or takes no more of its answer."""
+def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None, greet: bool = True) -> ProxyApp:
+    """The proxy as an ASGI application, which needs its lifespan run.
 
-
-def create_app(config: ProxyConfig, *, release: ReleaseCall | None = None) -> FastAPI:
-    """The proxy as an ASGI application. ``release`` replaces the call that releases exports (for tests).
-
-    Raises ConfigError when it starts if the salt secret or the cluster key cannot be used.
+    ``release`` replaces the call that releases exports (for tests). ``greet``: ask the engines how they are at the
+    start. It fails to start, in words, if a key, a certificate or a secret cannot be used.
     """
+    return ProxyApp(config, release, greet)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.core = ProxyCore(config, release)
+
+class ProxyApp:
+    """``core``: there while the application runs. ``reload``: what POST /kvtier/reload does; None: nothing can be."""
+
+    def __init__(self, config: ProxyConfig, release: ReleaseCall | None, greet: bool):
+        self._config = config
+        self._release = release
+        self._greet = greet
+        self.core: ProxyCore | None = None
+        self.reload: admin.Reload | None = None
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._http(Incoming(scope), receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1003, "reason": "not served here"})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
         try:
-            yield
+            self.core = ProxyCore(self._config, self._release, greet=self._greet)
+        except ConfigError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.core.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _http(self, incoming: Incoming, receive: Receive, send: Send) -> None:
+        assert self.core is not None, "the application's lifespan has not been run"
+        token = request_id.set(incoming.id)
+        try:
+            name, work = self._route(incoming)
+            serving = Serving(self.core, incoming, name, work if not isinstance(work, Answer) else _never)
+            if isinstance(work, Answer):
+                await serving.refuse(receive, send, work)
+            else:
+                await serving.run(receive, send)
         finally:
-            await app.state.core.aclose()
+            request_id.reset(token)
 
-    app = FastAPI(title="vllm-kvtier proxy", lifespan=lifespan, openapi_url=None)
+    def _route(self, incoming: Incoming) -> tuple[str, Work | Answer]:
+        """(the route's name in the metrics, what does the work or why nothing does)."""
+        core, path, method = self.core, incoming.path, incoming.method
+        if path in _ADMIN:
+            return path, self._operate(incoming)
+        if path in QUIET_ROUTES:
+            return path, _only(incoming, ("GET", "HEAD")) or self._page(path)
+        # Every other path needs a key where there are keys, also one that does not exist.
+        owner = None
+        if core.keys is not None and (owner := core.keys.owner(incoming.headers)) is None:
+            if not (path == "/kvtier/state" and admin.may_steer(core, incoming)):
+                return "unauthorized", _no_key()
+        if path == "/kvtier/state":
+            return path, _only(incoming, ("GET",)) or _json(core.state)
+        tenant = core.tenants.identify(incoming.headers, owner)
+        if (route := _GENERATING.get(path)) is not None:
+            return path, _only(incoming, ("POST",)) or partial(self._generate, incoming, route, tenant, owner)
+        if path == "/kvtier/query":
+            return path, _only(incoming, ("POST",)) or partial(self._query, incoming, tenant)
+        if (passed := find_passed(path, core.config.extra_routes)) is not None:
+            name = "/v1/responses/{id}" if path.startswith("/v1/responses/resp_") else path
+            return name, _only(incoming, passed.methods) or partial(self._pass, incoming, passed, tenant, owner)
+        return "unknown", refusal(404, f"{method} {path}: Not Found.", "invalid_request_error", CLOSING)
 
-    @app.post(Route.CHAT.value)
-    async def chat(request: Request) -> Response:
-        return _GeneratingResponse(request.app.state.core, request, Route.CHAT)
-
-    @app.post(Route.COMPLETIONS.value)
-    async def completions(request: Request) -> Response:
-        return _GeneratingResponse(request.app.state.core, request, Route.COMPLETIONS)
-
-    @app.post("/kvtier/query")
-    async def query(request: Request) -> Response:
-        return _QueryResponse(request.app.state.core, request)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}."
-        body = answers.error_body(message, "invalid_request_error", error.status_code)
-        return Response(body, error.status_code, {**(error.headers or {}), **_CLOSING}, "application/json")
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await _models(request.app.state.core, request)
-
-    @app.get("/health")
-    async def health(request: Request) -> Response:
-        """200 while at least one D is well, which is enough to serve."""
-        core: ProxyCore = request.app.state.core
-        well = {"prefill": sum(e.well for e in core.prefill), "decode": sum(e.well for e in core.decode)}
-        return JSONResponse(well, status_code=200 if well["decode"] else 503)
-
-    @app.get("/kvtier/state")
-    async def state(request: Request) -> Response:
-        return JSONResponse(request.app.state.core.state())
-
-    return app
-
-
-async def _models(core: ProxyCore, request: Request) -> Response:
-    headers = _engine_headers(request, _request_id(request))
-    for engine in sorted(core.decode, key=lambda engine: not engine.well):
-        try:
-            reply = await engine.ask("GET", "/v1/models", None, headers, core.config.probe_timeout)
-            async with aclosing(reply):
-                body = await reply.read(core.config.max_event_bytes, core.config.probe_timeout)
-        except EngineFailure as failure:
-            engine.set_aside(str(failure))
-            continue
-        return Response(body, reply.status, media_type=reply.headers.get("content-type"))
-    body = answers.error_body("No decode engine could be reached.", "upstream_error", 503)
-    return Response(body, 503, media_type="application/json")
-
-
-class _WorkingResponse(Response):
-    """Does all the work of one POST request as a task beside another that waits for the client to leave.
-
-    Starlette starts a response only when the handler returns, and looks for a client that left only then;
-    the wait for P and for D's first byte would go unobserved.
-    """
-
-    def __init__(self, core: ProxyCore, request: Request):
-        super().__init__()
-        self._core = core
-        self._request = request
-        self._id = _request_id(request)
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            body = await self._read_body(receive)
-        except BadRequest as error:
-            await self._refuse_unread(receive, send, _refusal(error, _CLOSING))
-            return
-        except ClientGone:
-            return
-        work = asyncio.create_task(self._work(body, send), name=f"request {self._id}")
-        gone = asyncio.create_task(_until_gone(receive), name=f"client of {self._id}")
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self._core.count("clients_left")
-        finally:
-            # Also when the server cancels this: then both end here.
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
-
-    async def _work(self, body: bytes, send) -> None:
-        try:
-            try:
-                answer = await self._answer(body)
-            except BadRequest as error:
-                answer = _refusal(error)
-            await self._send(send, answer)
-        except ClientGone:
-            self._core.count("clients_left")
-
-    async def _answer(self, body: bytes) -> Answer:
-        """Raises BadRequest."""
-        raise NotImplementedError
-
-    async def _read_body(self, receive) -> bytes:
-        """Raises BadRequest if it is too large or too slow, ClientGone if the client leaves."""
-        limit = self._core.config.max_body_bytes
-        too_large = BadRequest(f"The request body exceeds {limit} bytes.", status=413)
-        length = self._request.headers.get("content-length", "")
-        if length.isdigit() and (len(length) > 18 or int(length) > limit):
-            raise too_large
-        body = bytearray()
-        try:
-            async with time_limit(self._core.config.client_timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError as error:
-            raise BadRequest("The request body took too long to arrive.", status=408) from error
-
-    async def _refuse_unread(self, receive, send, answer: Answer) -> None:
-        """Answer before the body is all there, and close.
-
-        For a moment what is still being sent is taken and dropped: to close at once would reset the
-        connection, and the client might never see why (RFC 9112, 9.6).
-        """
-        try:
-            await self._put(send, self._start(answer))
-            await self._put(send, {"type": "http.response.body", "body": answer.body, "more_body": True})
-            with anyio.move_on_after(_LINGER_SECONDS):
-                while (await receive()).get("more_body", False):
-                    continue
-            await self._put(send, {"type": "http.response.body", "body": b""})
-        except ClientGone:
-            self._core.count("clients_left")
-
-    def _start(self, answer: Answer) -> dict:
-        headers = {**answer.headers, "x-request-id": self._id}
-        if answer.pieces is None:
-            headers["content-length"] = str(len(answer.body))
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        return {"type": "http.response.start", "status": answer.status, "headers": raw}
-
-    async def _send(self, send, answer: Answer) -> None:
-        start = self._start(answer)
-        if answer.pieces is None or answer.reply is None:
-            await self._put(send, start)
-            await self._put(send, {"type": "http.response.body", "body": answer.body})
-            return
-        async with aclosing(answer.reply), aclosing(answer.pieces) as pieces:
-            await self._put(send, start)
-            async for piece in pieces:
-                await self._put(send, {"type": "http.response.body", "body": piece, "more_body": True})
-            await self._put(send, {"type": "http.response.body", "body": b""})
-
-    async def _put(self, send: Callable[[dict], Awaitable[None]], message: dict) -> None:
-        try:
-            async with time_limit(self._core.config.client_timeout):
-                await send(message)
-        except (TimeoutError, OSError) as error:
-            raise ClientGone from error
-
-
-class _GeneratingResponse(_WorkingResponse):
-    """A request to generate."""
-
-    def __init__(self, core: ProxyCore, request: Request, route: Route):
-        super().__init__(core, request)
-        self._route = route
-
-    async def _answer(self, body: bytes) -> Answer:
-        headers = self._request.headers
-        exchange = Exchange(
-            self._core,
-            ClientRequest(self._route, body, header_conversation_id=headers.get("x-conversation-id") or None),
-            self._core.tenants.identify(headers),
-            _engine_headers(self._request, self._id),
-            wants_report=self._core.config.allow_report and headers.get("x-kvtier-report") == "1",
-        )
+    async def _generate(self, incoming: Incoming, route: Route, tenant: bytes, owner, body: bytes, trace) -> Answer:
+        if owner is not None:
+            trace["key"] = owner
+        headers = incoming.headers
+        request = ClientRequest(route, body, header_conversation_id=headers.get("x-conversation-id") or None)
+        report = self.core.config.allow_report and headers.get("x-kvtier-report") == "1"
+        exchange = Exchange(self.core, request, tenant, incoming.for_engines(), wants_report=report, trace=trace)
         return await exchange.answer()
 
+    async def _query(self, incoming: Incoming, tenant: bytes, body: bytes, trace) -> Answer:
+        return await Query(self.core, read_query(body), tenant, incoming.for_engines()).answer()
 
-class _QueryResponse(_WorkingResponse):
-    """A question about what the engines hold."""
+    async def _pass(self, incoming: Incoming, passed, tenant: bytes, owner, body: bytes, trace) -> Answer:
+        if owner is not None:
+            trace["key"] = owner
+        headers = incoming.for_engines("content-type", "accept", "anthropic-version", "anthropic-beta")
+        passing = Passing(self.core, passed, incoming.method, incoming.path, incoming.query, tenant, headers, trace)
+        return await passing.answer(body)
 
-    async def _answer(self, body: bytes) -> Answer:
-        tenant = self._core.tenants.identify(self._request.headers)
-        headers = _engine_headers(self._request, self._id)
-        return await Query(self._core, read_query(body), tenant, headers).answer()
+    def _operate(self, incoming: Incoming) -> Work | Answer:
+        if (wrong := _only(incoming, ("POST",))) is not None:
+            return wrong
+        if not admin.may_steer(self.core, incoming):
+            return admin.forbidden()
+
+        async def work(body: bytes, trace: dict) -> Answer:
+            if incoming.path == "/kvtier/reload":
+                return await admin.reload(self.reload)
+            return await admin.drain(self.core, body, drained=incoming.path == "/kvtier/drain")
+
+        return work
+
+    def _page(self, path: str) -> Work:
+        async def work(body: bytes, trace: dict) -> Answer:
+            if path == "/metrics":
+                return Answer(200, {"content-type": metrics.CONTENT_TYPE}, self.core.metrics.page())
+            well = {role: sum(e.usable for e in getattr(self.core, role)) for role in ("prefill", "decode")}
+            bad = path == "/ready" and not self.core.ready
+            return Answer(503 if bad else 200, JSON, msgspec.json.encode(well | {"ready": self.core.ready}))
+
+        return work
 
 
-async def _until_gone(receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+def _json(make) -> Work:
+    async def work(body: bytes, trace: dict) -> Answer:
+        return Answer(200, JSON, msgspec.json.encode(make()))
+
+    return work
 
 
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+def _only(incoming: Incoming, methods: tuple[str, ...]) -> Answer | None:
+    """Why not, if the method is another."""
+    if incoming.method in methods:
+        return None
+    message = f"{incoming.method} {incoming.path}: Method Not Allowed."
+    return refusal(405, message, "invalid_request_error", {"allow": ", ".join(methods), **CLOSING})
 
 
-def _engine_headers(request: Request, request_id: str) -> dict[str, str]:
-    headers = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
-    return headers | {"x-request-id": request_id}
+def _no_key() -> Answer:
+    message = "This needs an API key: send Authorization: Bearer KEY."
+    return refusal(401, message, "authentication_error", {"www-authenticate": "Bearer", **CLOSING})
 
 
-def _refusal(error: BadRequest, headers: dict[str, str] | None = None) -> Answer:
-    body = answers.error_body(str(error), "invalid_request_error", error.status, error.param)
-    return Answer(error.status, {"content-type": "application/json", **(headers or {})}, body)
+async def _never(body: bytes, trace: dict) -> Answer:
+    raise AssertionError("a refused request is not worked on")

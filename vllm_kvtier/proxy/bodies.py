@@ -31,14 +31,21 @@ _NOT_FOR_PREFILL = (
     "return_prompt_text",
 )
 
+# The same of the ``sampling_params`` of tokens-in/tokens-out.
+_NOT_FOR_PREFILL_SAMPLING = (
+    *("min_tokens", "logprobs", "logprob_token_ids", "output_kind", "prompt_logprobs", "prompt_logprob_token_ids"),
+)
+
+_NULL = msgspec.Raw(b"null")
 _MAX_ID_CHARS = 256
 
 
 class Route(enum.Enum):
-    """The two OpenAI routes that generate."""
+    """The routes that generate and whose prompt P can compute. Streams of all of them end in ``[DONE]``."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    GENERATE = "/inference/v1/generate"
 
 
 class BadRequest(KVTierError):
@@ -65,9 +72,9 @@ class ClientRequest:
             self.fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except UNREADABLE as error:
             raise BadRequest(f"The request body is not a JSON object: {error}.") from error
-        for name in _TRANSFER_FIELDS:
-            self.fields.pop(name, None)
-        self._clean_xargs()
+        remove_transfer_fields(self.fields)
+        #: Of tokens-in/tokens-out, which has all that shapes the output in one object.
+        self._sampling = self._read_sampling() if route is Route.GENERATE else {}
         conversation_id = self._take_text("conversation_id") or header_conversation_id
         if conversation_id is not None and len(conversation_id) > _MAX_ID_CHARS:
             raise BadRequest(
@@ -100,6 +107,8 @@ class ClientRequest:
         """
         if self.prompt is None or self.get("use_beam_search") is True:
             return False
+        if self.route is Route.GENERATE:
+            return all(_is_null(self._sampling, name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
         if self.get("prompt_logprobs") is not None:
             return False
         logprobs = self.get("logprobs")
@@ -109,6 +118,12 @@ class ClientRequest:
     def body_for_prefill(self, salt: str, transfer: dict[str, Any]) -> bytes:
         """The one-token probe that makes P compute the prompt and export its KV."""
         body: dict[str, Any] = {k: v for k, v in self.fields.items() if k not in _NOT_FOR_PREFILL}
+        if self.route is Route.GENERATE:
+            sampling = {k: v for k, v in self._sampling.items() if k not in _NOT_FOR_PREFILL_SAMPLING}
+            body["sampling_params"] = _with_params(sampling | {"max_tokens": 1, "n": 1}, transfer)
+            if "output_mode" in body:
+                body["output_mode"] = "tokens"
+            return msgspec.json.encode(body | {"stream": False, "cache_salt": salt, "kv_transfer_params": transfer})
         # A client's limit may be larger than what P has room for beside the prompt, so it must not stay.
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
@@ -118,6 +133,8 @@ class ClientRequest:
     def body_for_decode(self, salt: str, transfer: msgspec.Raw | dict[str, Any]) -> bytes:
         """The client's request for D, with P's params as they came, or with the proxy's own."""
         body: dict[str, Any] = {**self.fields, "cache_salt": salt, "kv_transfer_params": transfer}
+        if self.route is Route.GENERATE:
+            body["sampling_params"] = _with_params(self._sampling, transfer)
         return msgspec.json.encode(body)
 
     def get(self, name: str) -> Any:
@@ -134,13 +151,20 @@ class ClientRequest:
             raise BadRequest(f"{name} must be a non-empty string if it is given.", param=name)
         return value
 
-    def _clean_xargs(self) -> None:
-        xargs = self.get("vllm_xargs")
-        if isinstance(xargs, dict) and any(name in xargs for name in _TRANSFER_FIELDS):
-            kept = {k: v for k, v in xargs.items() if k not in _TRANSFER_FIELDS}
-            self.fields["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(kept))
+    def _read_sampling(self) -> dict[str, Any]:
+        raw = self.fields.get("sampling_params")
+        try:
+            sampling = {} if raw is None else msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except UNREADABLE as error:
+            raise BadRequest("sampling_params must be an object.", param="sampling_params") from error
+        remove_transfer_fields(sampling, "extra_args")
+        return sampling
 
     def _single_prompt(self) -> Any:
+        if self.route is Route.GENERATE:
+            tokens = self.get("token_ids")
+            sound = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
+            return tokens if sound else None
         if self.route is Route.CHAT:
             messages = self.get("messages")
             return messages if isinstance(messages, list) and messages else None
@@ -152,6 +176,31 @@ class ClientRequest:
         if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
             return None
         return prompt if isinstance(prompt, (str, list)) and prompt else None
+
+
+def remove_transfer_fields(fields: dict[str, msgspec.Raw], beside: str = "vllm_xargs") -> None:
+    """Take out of a body, and of its object ``beside``, what says where KV comes from. Raises BadRequest."""
+    for name in _TRANSFER_FIELDS:
+        fields.pop(name, None)
+    raw = fields.get(beside)
+    if raw is None:
+        return
+    args = _decode(raw, beside)
+    if isinstance(args, dict) and any(name in args for name in _TRANSFER_FIELDS):
+        kept = {k: v for k, v in args.items() if k not in _TRANSFER_FIELDS}
+        fields[beside] = msgspec.Raw(msgspec.json.encode(kept))
+
+
+def _with_params(sampling: dict[str, Any], transfer: Any) -> dict[str, Any]:
+    """vLLM before 0.33 takes a tokens-in/tokens-out request's params only from here, not from the body's top."""
+    given = sampling.get("extra_args")
+    args = _decode(given, "sampling_params.extra_args") if given is not None else None
+    args = args if isinstance(args, dict) else {}
+    return {**sampling, "extra_args": {**args, "kv_transfer_params": transfer}}
+
+
+def _is_null(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    return (raw := fields.get(name)) is None or raw == _NULL
 
 
 def _decode(raw: msgspec.Raw, name: str) -> Any:

@@ -23,20 +23,19 @@ images and other media, truncated prompts. Of requests for a LoRA adapter nothin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from vllm_kvtier.errors import PeerRefused
-from vllm_kvtier.proxy import answers
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.client_answer import JSON, Answer, passed_on, unavailable
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
-from vllm_kvtier.proxy.engines import Engine, EngineFailure
-from vllm_kvtier.proxy.exchange import Answer, passed_on
+from vllm_kvtier.proxy.engines import Engine, EngineFailure, Place
 from vllm_kvtier.proxy.params import UNREADABLE
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class Query:
         engines = (*self._core.prefill, *self._core.decode)
         found = await asyncio.gather(*(self._ask(engine, tokens) for engine in engines))
         body = msgspec.json.encode({"prompt_tokens": len(tokens), "engines": found})
-        return Answer(200, {"content-type": "application/json"}, body)
+        return Answer(200, JSON, body)
 
     async def _tokens(self) -> list[int]:
         """The prompt's token ids; raises BadRequest or _Refused."""
@@ -153,16 +152,19 @@ class Query:
             reason = f"{engine} could not"
         logger.warning("A query could not be tokenized by any engine; the last reason: %s", reason)
         message = "No engine could tokenize the prompt; the query can be sent again."
-        body = answers.error_body(message, "upstream_error", 503)
-        raise _Refused(Answer(503, {"content-type": "application/json"}, body))
+        raise _Refused(unavailable(message))
 
     async def _tokenize_at(self, engine: Engine, body: bytes, seconds: float) -> list[int] | None:
         """None if this engine cannot; raises EngineFailure, and _Refused where it blames the request."""
         began = time.monotonic()
-        reply = await engine.ask("POST", "/tokenize", body, self._headers, seconds)
-        async with aclosing(reply):
+        place = Place(engine)
+        try:
+            reply = await engine.ask("POST", "/tokenize", body, self._headers, seconds)
             left = max(0.0, seconds - (time.monotonic() - began))
-            document = await reply.read(self._core.config.max_event_bytes, left)
+            with contextlib.closing(reply):
+                document = await reply.read(self._core.config.max_event_bytes, left)
+        finally:
+            place.leave()
         if 400 <= reply.status < 500:
             raise _Refused(passed_on(reply, document))
         if reply.status != 200:

@@ -1,8 +1,8 @@
 """Who asks, and the salt that keeps tenants' KV apart.
 
-A tenant is a digest: of the bearer token, or of the header X-Tenant behind a gateway that sets it. Nothing
-here checks a token; the engines do (``--api-key``), or the gateway. A wrong token is thus just another,
-empty, tenant.
+A tenant is a digest: of the name of its API key where the proxy checks keys, else of the bearer token, or of the
+header X-Tenant behind a gateway that sets it. Nothing here checks a token: the proxy's keys do, or the engines
+(``--api-key``), or the gateway. Where nobody does, a wrong token is just another, empty, tenant.
 
 Every request that leaves the proxy carries a ``cache_salt``, which vLLM mixes into the first block's hash.
 KV is only ever found by hash, so a tenant who cannot make another's salt cannot reach its KV, be it in an
@@ -38,13 +38,9 @@ class Tenants:
         try:
             secret = Path(path).read_bytes().strip()
         except OSError as error:
-            raise ConfigError(
-                f"The salt secret {path} cannot be read ({error.strerror}); check the path."
-            ) from error
+            raise ConfigError(f"The salt secret {path} cannot be read ({error.strerror}); check the path.") from error
         if len(secret) < 16:
-            raise ConfigError(
-                f"The salt secret {path} holds {len(secret)} bytes; put 16 or more random ones there."
-            )
+            raise ConfigError(f"The salt secret {path} holds {len(secret)} bytes; put 16 or more random ones there.")
         return cls(secret, trust_header=trust_header)
 
     def digest(self, purpose: bytes, *parts: bytes) -> bytes:
@@ -55,10 +51,13 @@ class Tenants:
             state.update(part)
         return state.digest()
 
-    def identify(self, headers: Mapping[str, str]) -> bytes:
-        """The tenant's digest; ``headers`` has lower-case names or is case-insensitive."""
+    def identify(self, headers: Mapping[str, str], key_name: str | None = None) -> bytes:
+        """The tenant's digest; ``headers`` has lower-case names or is case-insensitive. ``key_name``: of the API key
+        that the proxy has checked, if it checks any."""
         if self._trust_header and (named := headers.get("x-tenant", "").strip()):
             return self.digest(b"tenant", b"header", named.encode())
+        if key_name is not None:
+            return self.digest(b"tenant", b"key", key_name.encode())
         authorization = headers.get("authorization", "").strip()
         if not authorization:
             return self.digest(b"tenant", b"anonymous")

@@ -1,0 +1,340 @@
+"""What operators see and do: readiness, drains, reloads, keys, metrics, logs."""
+
+import asyncio
+import logging
+
+import pytest
+from proxy_fakes import Cluster, FakeEngine, turn
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy.engine_http import EngineFailure
+from vllm_kvtier.proxy.keys import ApiKeys
+from vllm_kvtier.proxy.logs import AddRequestId
+
+ANN, BOB, ADMIN = "ann-0123456789abcdef", "bob-0123456789abcdef", "adm-0123456789abcdef"
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+# ---------------------------------------------------------------- readiness
+
+
+async def test_ready_is_who_has_heard_of_an_engine():
+    async with Cluster(p=1, d=2, greet=True) as c:
+        await c.until(lambda: c.core.ready)
+        assert c.d[0].probes + c.d[1].probes >= 1
+        assert (await c.client.get("/ready")).json() == {"prefill": 1, "decode": 2, "ready": True}
+
+
+async def test_not_ready_before_any_engine_is_there_and_ready_once_it_is():
+    async with Cluster(d=1) as c:
+        await c.d[0].kill()
+        for engine in c.core.fleet:
+            engine.greet()
+        await c.until(lambda: not c.core.decode[0].well)
+        ready = await c.client.get("/ready")
+        assert ready.status_code == 503 and ready.json()["ready"] is False
+        await c.d[0].start()
+        await c.until(lambda: c.core.ready)
+        assert (await c.client.get("/ready")).status_code == 200
+
+
+# ---------------------------------------------------------------- drains
+
+
+async def test_a_drained_engine_ends_what_it_has_and_gets_nothing_new():
+    async with Cluster(d=2) as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        c.core.decode[1].turns = 1e9
+        request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
+        reply = await c.client.send(request, stream=True)
+        pieces = reply.aiter_raw()
+        got = await anext(pieces)
+        state = await c.client.post("/kvtier/drain", json={"engine": c.d[0].url})
+        assert state.status_code == 200 and state.json()["decode"][0]["drained"] is True
+        for i in range(4):
+            await c.chat(f"other {i}")
+        assert len(c.d[0].seen) == 1 and len(c.d[1].seen) == 4
+        for _ in range(9):
+            c.d[0].gate.release()
+        got += b"".join([piece async for piece in pieces])
+        assert got.endswith(b"data: [DONE]\n\n") and b"error" not in got
+        await c.client.post("/kvtier/resume", json={"engine": c.d[0].url, "role": "decode"})
+        await c.chat("again")
+        assert len(c.d[0].seen) == 2
+
+
+async def test_a_draining_proxy_serves_but_is_not_ready():
+    async with Cluster() as c:
+        await c.chat("u1")
+        assert (await c.client.get("/ready")).status_code == 200
+        await c.client.post("/kvtier/drain")
+        assert (await c.client.get("/ready")).status_code == 503
+        assert (await c.client.get("/health")).status_code == 200
+        reply = await c.chat("u1")
+        assert reply.status_code == 200 and reply.headers["connection"] == "close"
+        await c.client.post("/kvtier/resume")
+        assert (await c.client.get("/ready")).status_code == 200
+
+
+async def test_all_ds_drained_is_said():
+    async with Cluster() as c:
+        await c.client.post("/kvtier/drain", json={"engine": c.d[0].url})
+        reply = await c.chat("u1")
+        assert reply.status_code == 503 and "drained" in reply.json()["error"]["message"]
+        assert not c.p[0].seen
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b'{"engine": "http://nobody:1"}', 404), (b'{"engin": 1}', 400), (b"[", 400), (b'{"role": "x"}', 400)],
+)
+async def test_drains_that_name_nothing(body, status):
+    async with Cluster() as c:
+        assert (await c.client.post("/kvtier/drain", content=body)).status_code == status
+        assert not c.core.draining
+
+
+# ---------------------------------------------------------------- reloads
+
+
+async def test_engines_join_and_leave_without_losing_a_byte():
+    async with Cluster(d=2) as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        c.core.decode[1].turns = 1e9
+        request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
+        reply = await c.client.send(request, stream=True)
+        pieces = reply.aiter_raw()
+        got = await anext(pieces)
+        leaver, stayer = c.core.decode
+        newcomer = await FakeEngine("D9").start()
+        old, c.d = c.d, [c.d[1], newcomer]
+        c.core.apply(c.config())
+        assert c.core.decode[0] is stayer and c.core.decode[1].index == 2 and leaver.leaving
+        assert c.core.state()["leaving"][0]["outstanding"] == 1
+        for i in range(4):
+            assert (await c.chat(f"other {i}")).status_code == 200
+        assert len(newcomer.seen) >= 1 and len(old[0].seen) == 1
+        for _ in range(9):
+            old[0].gate.release()
+        got += b"".join([piece async for piece in pieces])
+        assert got.endswith(b"data: [DONE]\n\n") and b"error" not in got
+        await c.until(lambda: c.core.state()["leaving"] == [])
+        await old[0].kill()
+
+
+async def test_an_engine_that_is_being_let_go_is_no_longer_asked():
+    async with Cluster() as c:
+        await c.chat("u1")
+        (engine,) = c.core.decode
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(EngineFailure, match="no longer used") as caught:
+                await engine.ask("GET", "/health", None, {}, 5)
+            assert caught.value.unreached
+            await closing
+
+
+async def test_an_engine_that_leaves_and_fails_is_not_probed():
+    async with Cluster(d=2, backoff_first=60, backoff_most=60) as c:
+        engine = c.core.decode[0]
+        c.d = c.d[1:]
+        c.core.apply(c.config())
+        engine.set_aside("It broke.")
+        assert not any(task.get_name().startswith("probe") for task in asyncio.all_tasks())
+
+
+async def test_an_error_of_the_proxys_own_is_answered_and_logged(caplog):
+    async with Cluster() as c:
+        c.core.routes = None
+        reply = await c.chat("u1", headers={"X-Request-Id": "id-9"})
+        assert reply.status_code == 500 and reply.json()["error"]["type"] == "internal_error"
+        assert "AttributeError" in caplog.text and reply.headers["x-request-id"] == "id-9"
+        assert c.core.decode[0].outstanding == c.core.prefill[0].outstanding == 0
+
+
+async def test_a_configuration_that_cannot_be_used_changes_nothing():
+    async with Cluster() as c:
+        before = c.core.decode[0]
+        for changes in ({"engine": {"api_key_file": "/none"}}, {"api_keys_file": "/none"}, {"admin_key_file": "/none"}):
+            with pytest.raises(ConfigError, match="/none"):
+                c.core.apply(c.config(queue_limit=5, **({"engine": {"weight": 9.0}} | changes)))
+            assert (
+                c.core.decode == [before]
+                and before.weight == 1.0
+                and c.core.config.queue_limit == 1024
+                and not before.leaving
+            )
+        assert (await c.chat("u1")).status_code == 200
+
+
+async def test_weights_limits_and_who_waits_follow_a_reload():
+    async with Cluster(p=0, engine_requests=1) as c:
+        c.d[0].hold = asyncio.Event()
+        asked = [asyncio.create_task(c.chat(f"u{i}")) for i in range(3)]
+        await c.until(lambda: c.core.admission.waiting("decode") == 2)
+        c.core.apply(c.config(engine_requests=2))
+        await c.d[0].until_seen(2)
+        assert c.core.admission.waiting("decode") == 1
+        c.core.apply(c.config(engine={"weight": 2.0, "max_requests": 0}))
+        await c.d[0].until_seen(3)
+        assert c.core.decode[0].weight == 2.0 and c.core.decode[0].index == 0
+        c.d[0].hold.set()
+        assert [(await task).status_code for task in asked] == [200] * 3
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.fixture
+def keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# clients\nann {ANN}\n\nbob {BOB}\n")
+    file.chmod(0o600)
+    return file
+
+
+async def test_only_those_with_a_key_get_in_and_engines_never_see_it(keys, caplog):
+    caplog.set_level(logging.DEBUG)
+    async with Cluster(api_keys_file=str(keys)) as c:
+        for headers in ({}, bearer("wrong-0123456789abc"), {"Authorization": f"Basic {ANN}"}, bearer(ANN[:-1])):
+            for path in ("/v1/chat/completions", "/v1/models", "/kvtier/query", "/nowhere"):
+                reply = await c.client.post(path, json=turn("u"), headers=headers)
+                assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+        assert not c.p[0].seen and not c.d[0].seen
+        assert (await c.chat("u1", headers=bearer(ANN))).status_code == 200
+        assert (await c.client.get("/v1/models", headers=bearer(BOB))).json()["data"][0]["auth"] is None
+        assert "authorization" not in c.p[0].seen[0].headers and "authorization" not in c.d[0].seen[0].headers
+        for page in ("/health", "/ready", "/metrics"):
+            assert (await c.client.get(page)).status_code != 401
+        told = caplog.text + (await c.client.get("/kvtier/state")).text + (await c.client.get("/metrics")).text
+        assert ANN not in told and BOB not in told and "key=ann" in told
+
+
+async def test_a_tenant_is_the_owner_of_a_key_so_that_keys_can_change(keys):
+    async with Cluster(api_keys_file=str(keys)) as c:
+        await c.chat("u1", headers=bearer(ANN))
+        keys.write_text(f"ann {ANN[::-1]}\nbob {BOB}\n")
+        c.core.apply(c.config())
+        assert (await c.chat("u1", headers=bearer(ANN))).status_code == 401
+        await c.chat("u1", headers=bearer(ANN[::-1]))
+        await c.chat("u1", headers=bearer(BOB))
+        salts = [seen.body["cache_salt"] for seen in c.d[0].seen]
+        assert salts[0] == salts[1] != salts[2]
+
+
+async def test_engines_have_keys_of_their_own(tmp_path, keys):
+    file = tmp_path / "engine.key"
+    file.write_text("engine-key-1\n")
+    async with Cluster(engine={"api_key_file": str(file)}) as c:
+        for engine in (*c.p, *c.d):
+            engine.api_key = "engine-key-1"
+        assert (await c.chat("u1", headers=bearer("the-clients-own"))).status_code == 200
+        assert (await c.client.post("/v1/embeddings", json={})).status_code == 200
+        for engine in (*c.p, *c.d):
+            engine.api_key = "engine-key-2"
+        assert (await c.chat("u1")).status_code == 401
+        file.write_text("engine-key-2")
+        c.core.apply(c.config())
+        assert (await c.chat("u1")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "hold no key"),
+        ("ann", "line 1: write NAME KEY"),
+        ("# x\nann short", "line 2: the key of ann has 5"),
+        (f"ann {ANN}\nbob {ANN}", "line 2: bob has the key of ann"),
+    ],
+)
+def test_key_files_that_are_wrong(tmp_path, text, words):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        ApiKeys.load(str(file))
+    assert ANN not in str(caught.value)
+
+
+async def test_who_may_steer(tmp_path):
+    file = tmp_path / "admin.key"
+    file.write_text(ADMIN)
+    async with Cluster() as c:
+        assert (await c.client.post("/kvtier/drain")).status_code == 200
+        # What a reverse proxy passes on comes from anywhere, and so does what a page makes a browser send.
+        for header in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP", "Origin"):
+            assert (await c.client.post("/kvtier/resume", headers={header: "127.0.0.1"})).status_code == 403
+        assert c.core.draining
+        assert (await c.client.post("/kvtier/reload")).status_code == 409
+        c.core.apply(c.config(admin_key_file=str(file)))
+        for headers in ({}, bearer(ANN)):
+            assert (await c.client.post("/kvtier/resume", headers=headers)).status_code == 403
+        assert (await c.client.post("/kvtier/resume", headers=bearer(ADMIN))).status_code == 200
+        assert not c.core.draining
+
+
+# ---------------------------------------------------------------- metrics and logs
+
+
+async def test_a_path_cannot_forge_a_line_of_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    async with Cluster() as c:
+        await c.client.get("/nowhere%0a2026 INFO forged")
+    (said,) = [r.getMessage() for r in caplog.records if r.name.endswith("access")]
+    assert "\n" not in said and "\\n2026" in said
+
+
+async def test_metrics_say_what_happened():
+    async with Cluster(d=2) as c:
+        await c.chat("u1", stream=True)
+        await c.chat("a longer prompt than the others")
+        c.d[0].status = c.d[1].status = 422
+        await c.chat("u2")
+        c.d[0].status = c.d[1].status = 200
+        await c.p[0].kill()
+        await c.chat("u3")
+        await c.client.get("/nowhere")
+        page = (await c.client.get("/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        route = 'route="/v1/chat/completions"'
+        assert values[f'kvtier_proxy_requests_total{{outcome="ok",{route}}}'] == "3.0"
+        assert values[f'kvtier_proxy_requests_total{{outcome="refused",{route}}}'] == "1.0"
+        assert values['kvtier_proxy_requests_total{outcome="refused",route="unknown"}'] == "1.0"
+        assert values[f"kvtier_proxy_first_byte_seconds_count{{{route}}}"] == "4.0"
+        assert values["kvtier_proxy_prefill_seconds_count"] == "3.0"
+        assert values['kvtier_proxy_events_total{event="prefill_failures"}'] == "1.0"
+        assert values[f'kvtier_proxy_engine_up{{engine="{c.p[0].url}",role="prefill"}}'] == "0.0"
+        assert values[f'kvtier_proxy_engine_in_flight{{engine="{c.d[0].url}",role="decode"}}'] == "0.0"
+        assert values['kvtier_proxy_queue{role="decode"}'] == "0.0" and values["kvtier_proxy_ready"] == "1.0"
+        assert float(values["kvtier_proxy_prompt_tokens_total"]) > 0
+
+
+async def test_what_was_known_of_prompts_is_counted():
+    async with Cluster() as c:
+        text = "word " * 2000
+        for _ in range(2):
+            await c.chat(text)
+        page = (await c.client.get("/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        known, all_ = (float(values[f"kvtier_proxy_prompt_tokens_{name}total"]) for name in ("known_", ""))
+        assert 0.49 < known / all_ < 0.51, "all of the second"
+
+
+async def test_every_line_of_a_request_has_its_id(caplog):
+    caplog.set_level(logging.INFO)
+    caplog.handler.addFilter(AddRequestId())
+    async with Cluster(p=2, d=2) as c:
+        await c.p[0].kill()
+        c.core.prefill[1].turns = 1e9
+        await c.chat("u1", headers={"X-Request-Id": "id-1"})
+        await c.client.get("/nowhere", headers={"X-Request-Id": "id-2"})
+        await c.client.get("/health", headers={"X-Request-Id": "id-3"})
+    said = [(r.request_id, r.getMessage()) for r in caplog.records if r.name.startswith("vllm_kvtier")]
+    assert [i for i, text in said if "Set aside" in text] == ["id-1"]
+    ((line),) = [text for i, text in said if i == "id-1" and text.startswith("POST /v1/chat/completions 200 ok")]
+    assert f"prefill={c.p[1].url}" in line and "decode=http" in line and "first=" in line and "total=" in line
+    assert [text.partition(" total=")[0] for i, text in said if i == "id-2"] == ["GET /nowhere 404 refused"]
+    assert "id-3" not in [i for i, text in said], "machines look every few seconds"

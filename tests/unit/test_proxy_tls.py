@@ -1,0 +1,86 @@
+"""TLS on both sides of the proxy."""
+
+import ssl
+
+import httpx
+import pytest
+from proxy_authority import Authority
+from proxy_fakes import Cluster, FakeEngine, QuietServer, turn
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.core import check_secrets
+
+
+@pytest.mark.parametrize("trusted", ["engines and their client", "engines", "nobody"])
+async def test_engines_over_https(tmp_path, trusted):
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("engine")
+    mine = dict(zip(("cert_file", "key_file"), authority.issue("proxy"), strict=True))
+    asks = {"ssl_ca_certs": authority.ca_file, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    async with Cluster(p=0, d=0, decode=(_unused(),)) as c:
+        c._options.pop("decode")
+        c.d = [FakeEngine("D0")]
+        await c.d[0].start(ssl_certfile=cert, ssl_keyfile=key, **(asks if trusted != "engines" else {}))
+        engine = {} if trusted == "nobody" else {"ca_file": authority.ca_file}
+        c.core.apply(c.config(engine=engine | (mine if trusted == "engines and their client" else {})))
+        reply = await c.chat("u1", stream=True)
+        assert reply.status_code == (503 if trusted == "nobody" else 200)
+
+
+async def test_a_client_certificate_that_is_missing_is_refused(tmp_path):
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("engine")
+    async with Cluster(p=0, d=0, decode=(_unused(),)) as c:
+        c._options.pop("decode")
+        c.d = [FakeEngine("D0")]
+        asks = {"ssl_ca_certs": authority.ca_file, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        await c.d[0].start(ssl_certfile=cert, ssl_keyfile=key, **asks)
+        c.core.apply(c.config(engine={"ca_file": authority.ca_file}))
+        assert (await c.chat("u1")).status_code == 503 and not c.d[0].seen
+
+
+async def test_a_renewed_certificate_is_taken_on_a_reload(tmp_path):
+    """The same files with other content: the engine is connected to anew."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("engine")
+    async with Cluster(p=0, d=0, decode=(_unused(),)) as c:
+        c._options.pop("decode")
+        c.d = [FakeEngine("D0")]
+        other = tmp_path / "other"
+        other.mkdir()
+        (tmp_path / "trusted.pem").write_bytes(open(Authority(other).ca_file, "rb").read())
+        await c.d[0].start(ssl_certfile=cert, ssl_keyfile=key)
+        config = c.config(engine={"ca_file": str(tmp_path / "trusted.pem")})
+        c.core.apply(config)
+        assert (await c.chat("u1")).status_code == 503
+        (tmp_path / "trusted.pem").write_bytes(open(authority.ca_file, "rb").read())
+        c.core.apply(config)
+        assert (await c.chat("u1")).status_code == 200
+
+
+async def test_the_proxy_over_https(tmp_path):
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("proxy")
+    async with Cluster() as c:
+        server = QuietServer(c.app, lifespan="off", ssl_certfile=cert, ssl_keyfile=key)
+        await server.begin()
+        context = ssl.create_default_context(cafile=authority.ca_file)
+        async with httpx.AsyncClient(trust_env=False, verify=context) as client:
+            reply = await client.post(f"https://127.0.0.1:{server.port}/v1/chat/completions", json=turn("u1"))
+            assert reply.status_code == 200
+        await server.end()
+
+
+def _unused():
+    return EngineAddress("http://unused:1")
+
+
+@pytest.mark.parametrize("field", ["ca_file", "cert_file"])
+def test_certificates_that_cannot_be_read(tmp_path, field):
+    broken = tmp_path / "broken.pem"
+    broken.write_text("nothing")
+    files = {"ca_file": str(broken)} if field == "ca_file" else {"cert_file": str(broken), "key_file": str(broken)}
+    for address in (EngineAddress("https://d:1", **files), EngineAddress("https://d:1", ca_file="/none")):
+        with pytest.raises(ConfigError, match="ca_file, cert_file and key_file"):
+            check_secrets(ProxyConfig(decode=(address,)))

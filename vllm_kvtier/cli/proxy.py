@@ -1,0 +1,104 @@
+"""``kvtier proxy``, also ``python -m vllm_kvtier.proxy``: a flag for every option, over those of a file."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import typer
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.config_file import ServerOptions, Settings, load_settings
+
+_ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,weight=N]"
+
+
+def proxy(config: str | None, **options: Any) -> None:
+    """Route OpenAI requests over prefill and decode engines that run vllm-kvtier.
+
+    Give engines by --prefill and --decode, or in a file (--config; see docs/proxy.md). Flags go before the file.
+    """
+    try:
+        from vllm_kvtier.proxy.server import serve  # brings what only a running proxy needs
+    except ModuleNotFoundError as error:
+        sys.exit(f"The proxy needs the package {error.name}, which is not installed: pip install 'vllm-kvtier[proxy]'")
+
+    def load() -> Settings:
+        return load_settings(config, _engines_read(options))
+
+    try:
+        serve(load(), config, load)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``kvtier``."""
+    app.command("proxy")(command())
+
+
+def command() -> Callable[..., None]:
+    """``proxy`` with a parameter for each option, in place of ``**options``, for typer to see."""
+
+    switch = typer.Option("--config", help="A YAML, TOML or JSON file, with all of it.")
+
+    def run(config: Annotated[str | None, switch] = None, **options) -> None:
+        proxy(config, **options)
+
+    parameters = [inspect.signature(run).parameters["config"]]
+    for kind in (ServerOptions, ProxyConfig):
+        texts, hints = _texts(kind), get_type_hints(kind)
+        for field in msgspec.structs.fields(kind):
+            parameters.append(_parameter(field, hints[field.name], texts[field.name]))
+    run.__doc__ = proxy.__doc__
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameter(field: msgspec.structs.FieldInfo, hint: Any, text: str) -> inspect.Parameter:
+    """Defaults are None, so that only what was given goes before the file."""
+    name = "report" if field.name == "allow_report" else field.name.replace("_", "-")
+    if field.name in ROLES or field.name == "extra_routes":
+        metavar = _ENGINE if field.name in ROLES else "PATH"
+        name = name if field.name in ROLES else "extra-route"
+        switch = typer.Option(f"--{name}", help=f"{text} Repeat for several.", metavar=metavar)
+        kind: Any = list[str] | None
+    else:
+        default = field.default
+        shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {_shown(default)})"
+        switch = typer.Option(f"--{name}/--no-{name}" if hint is bool else f"--{name}", help=text + shown)
+        kind = hint if hint == str | None else hint | None
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, switch]
+    )
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _texts(kind: type) -> dict[str, str]:
+    """An option's meaning, from the comment (#:) before it."""
+    texts: dict[str, str] = {}
+    comment: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        line = line.strip()
+        if line.startswith("#: "):
+            comment.append(line[3:].replace("``", ""))
+        elif found := re.match(r"(\w+): .*", line):
+            texts[found[1]] = " ".join(comment)
+            comment = []
+    return texts
+
+
+def _engines_read(options: dict[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError."""
+    read = {role: tuple(EngineAddress.parse(text) for text in options.get(role) or ()) for role in ROLES}
+    return options | read | {"extra_routes": tuple(options.get("extra_routes") or ())}

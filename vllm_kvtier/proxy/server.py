@@ -1,0 +1,106 @@
+"""The process: uvicorn with TLS, reloading, and an end in which nobody loses an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+from collections.abc import Callable
+
+import uvicorn
+
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy import logs
+from vllm_kvtier.proxy.app import ProxyApp, create_app
+from vllm_kvtier.proxy.config_file import Settings
+from vllm_kvtier.proxy.core import check_secrets
+from vllm_kvtier.proxy.reloading import Reloader
+
+logger = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which on SIGTERM or Ctrl-C first says on /ready that it is going, for ``drain_delay`` seconds.
+
+    A second signal ends that wait; a third what uvicorn does then, which is to wait for requests under way.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: ProxyApp, drain_delay: float):
+        super().__init__(config)
+        self.reloader: Reloader | None = None
+        self._app = app
+        self._drain_delay = drain_delay
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.reloader is not None and self.started:
+            self.reloader.start()
+
+    async def shutdown(self, sockets=None) -> None:
+        if self.reloader is not None:
+            await self.reloader.stop()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame) -> None:
+        core = self._app.core
+        if core is None or core.draining or self._drain_delay <= 0 or self.should_exit:
+            if core is not None:
+                core.draining = True
+            super().handle_exit(sig, frame)
+            return
+        core.draining = True
+        logger.info("Going in %g s; /ready says 503 from now on.", self._drain_delay)
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
+
+
+def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) -> None:
+    """Serve until a signal. ``path``: the configuration file, if any; ``load`` reads it again.
+
+    Raises ConfigError before anything listens if a key, a certificate or a secret cannot be used.
+    """
+    check_secrets(settings.proxy)
+    logs.install(settings.server.log_level)
+    options = settings.server
+    app = create_app(settings.proxy)
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        log_config=None,
+        access_log=False,
+        # Who asks for /kvtier/drain must not be able to say where it comes from.
+        proxy_headers=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=int(options.drain_timeout),
+        ssl_certfile=options.tls_cert_file,
+        ssl_keyfile=options.tls_key_file,
+        ssl_ca_certs=options.tls_client_ca_file,
+        ssl_cert_reqs=ssl.CERT_NONE if options.tls_client_ca_file is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The certificate cannot be used ({error}); check tls_cert_file and tls_key_file.") from error
+    server = Server(config, app, options.drain_delay)
+    if path is not None:
+        server.reloader = Reloader(app, path, load, lambda new: _take_certificate(config, options, new.server))
+    else:
+        # As daemons do; without a file there is nothing to read again, and to end would be a surprise.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    server.run()
+
+
+def _take_certificate(config: uvicorn.Config, old, new) -> None:
+    """The same files' new content, for connections from now on."""
+    if new != old:
+        logger.warning("Options of the server (host, port, tls_..., drain_..., log_level) take a restart.")
+    if config.ssl is not None:
+        try:
+            # Tried out first: where the key is not the certificate's, a context keeps the one without the other.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(old.tls_cert_file, old.tls_key_file)
+            config.ssl.load_cert_chain(old.tls_cert_file, old.tls_key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"The certificate {old.tls_cert_file} cannot be used ({error}).") from error
