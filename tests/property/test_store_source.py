@@ -47,7 +47,11 @@ class FakePlanner:
     def __init__(self):
         self.load, self.open, self.near = True, [], True
 
-    def decide(self, source, start, end, nbytes, prompt):
+    def step_seconds(self):
+        return 0.01
+
+    def decide(self, source, start, end, nbytes, prompt, least):
+        assert least in (0.0, 0.01)
         assert source in ("host", "gpu") and 0 <= start < end <= prompt and nbytes > 0
         return Decision(self.load, 0.1, 0.2, "faster" if self.load else "slower")
 

@@ -23,6 +23,9 @@ class Planner:
     def load_seconds(self, source, nbytes):
         return nbytes / self.rates[source]
 
+    def step_seconds(self):
+        return 0.1
+
     def compute_seconds(self, start, end, prompt):
         return (end - start) * 1e-3 if self.known else None
 
@@ -83,6 +86,16 @@ def test_an_engine_that_cannot_be_mapped_is_read_by_nixl_or_not_at_all():
     t = request()
     t.failed.add("third/1")
     assert made.suits(t, holder(640, "third/1"), 0) is None, "it failed this request before"
+
+
+def test_what_is_computed_within_the_others_step_is_not_fetched():
+    made, counters = make()
+    assert made.suits(request(), holder(96), 0) is True
+    assert made.suits(request(), holder(96), 0, alone=False) is None, "0.096 s of a step of 0.1"
+    assert counters.take() == {"not_fetched|computed within a step": 1}
+    assert made.suits(request(), holder(112), 0, alone=False) is True
+    always, _ = make(load_policy="always")
+    assert always.suits(request(), holder(96), 0, alone=False) is True
 
 
 def test_what_computing_costs_decides_between_more_and_sooner():

@@ -257,3 +257,17 @@ def test_the_first_load_of_a_source_says_nothing():
     assert planner.report()["host_bandwidth"] == before
     planner.observe_load("host", 10**8, 0, 5.0)
     assert planner.report()["host_bandwidth"] < before
+
+
+def test_what_is_computed_within_the_step_that_others_have_is_not_loaded():
+    """A load among others can be used when their step is over, however soon it has arrived."""
+    planner = taught()
+    step = planner.step_seconds()
+    assert step == pytest.approx(h200_step([], 32), rel=0.2)
+    few, many = 128, 8192  # 3 ms and 210 ms
+    for tokens, reason in ((few, p.SHORT), (many, p.FASTER)):
+        decision = planner.decide("store", 0, tokens, tokens * KV, tokens + 1, step)
+        assert (decision.reason, decision.load) == (reason, reason == p.FASTER)
+    assert decide(planner, many).load and Planner({}, Clock()).step_seconds() == 0
+    for _ in range(2 * p.TRIAL_EVERY):  # its source is not found slow by that
+        assert planner.decide("store", 0, few, few * KV, few + 1, step).reason == p.SHORT

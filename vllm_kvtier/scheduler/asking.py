@@ -35,6 +35,12 @@ logger = logging.getLogger("vllm.kvtier.matching")
 # The store, and an engine of this node, answer in a fraction of a millisecond. When nobody else is being served,
 # waiting for them that long holds nobody up and is shorter than the empty step that vLLM makes without an answer.
 SHORT_PATIENCE = 3e-3  # seconds
+# When others are, a request without an answer would wait for all of their step. They can spare this, and not more than
+# such a share of the time, whatever happens.
+BUSY_PATIENCE = 1.5e-3
+BUSY_SHARE = 0.01
+MOST_SAVED = 20e-3  # seconds of it that may be saved up
+LINGERS = 2  # times that one request may have that: for the store, and for a holder
 
 
 class Asker:
@@ -59,6 +65,7 @@ class Asker:
         self._scales, self._nearby = scales, nearby
         self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)
+        self._spare, self._spared = MOST_SAVED, time.monotonic()  # that may be waited among others, and as of when
         self.aborted: list[str] = []  # requests whose loads the workers need not go on with
 
     def asks_nobody(self, t: Tracked) -> bool:
@@ -122,7 +129,7 @@ class Asker:
         return True
 
     def _ask_holder(self, t: Tracked, holder: Holder, computed: int, variant: bytes, alone: bool) -> bool:
-        mapped = self._nearby.suits(t, holder, computed)
+        mapped = self._nearby.suits(t, holder, computed, alone)
         if mapped is None:
             return False
         hashes = vr.chain(t.request, min(holder.tokens, t.request.num_tokens), self._unit)
@@ -132,8 +139,7 @@ class Asker:
         )  # fmt: skip
         t.asking, t.waits_since = holder, 0.0
         t.life.fire(Event.ASK)
-        if alone:
-            t.pending.wait(SHORT_PATIENCE)
+        self.linger(t, alone)
         return True
 
     def _ask_store(self, t: Tracked, computed: int, lacking: int, variant: bytes, alone: bool) -> bool:
@@ -152,8 +158,19 @@ class Asker:
         return True
 
     def linger(self, t: Tracked, alone: bool) -> None:
-        if alone and isinstance(t.pending, HostAsk):
+        """Wait for an answer from this node, if that is soon to be expected."""
+        if not isinstance(t.pending, HostAsk) and not isinstance(t.asking, Holder):
+            return
+        if alone:
             t.pending.wait(SHORT_PATIENCE)
+            return
+        now = time.monotonic()
+        self._spare = min(MOST_SAVED, self._spare + BUSY_SHARE * (now - self._spared))
+        self._spared = now
+        if self._spare >= BUSY_PATIENCE and t.lingered < LINGERS:
+            t.lingered += 1
+            t.pending.wait(BUSY_PATIENCE)
+            self._spare -= time.monotonic() - now
 
     def _wait_for_more(self, t: Tracked, outcome: HostOffer | NotInMemory) -> bool:
         """Ask the store again, and let it take its time, if what is on its way up there is worth that."""

@@ -22,6 +22,12 @@ from vllm_kvtier.worker.work import SumBatch
 
 logger = logging.getLogger("vllm.kvtier.exporting")
 
+# Blocks that only engines of this node may want are summed some at a time, since each launch costs the engine some
+# hundred microseconds: when there are so many, or as many steps have passed, or a request has ended.
+HELD_BLOCKS = 32
+HELD_STEPS = 64
+PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at once
+
 RUNNING_RESERVE = 2  # blocks a running request may take in the steps before we look again
 
 
@@ -50,6 +56,10 @@ class Exporter:
         self._unit = pool.hash_block_tokens
         self._align = alignment(groups, self._unit)
         self._pending: list[Entry] = []
+        self._held: list[tuple[Entry, bytes]] = []  # with the hash of what they hold
+        self._held_since = 0  # step
+        self._hasten = False
+        self.urgent = False  # somebody waits for this step's checksums
         self.step = 0
 
     # -- as blocks fill ---------------------------------------------------------------------------------------------
@@ -69,10 +79,53 @@ class Exporter:
         self.step += 1
         # An export may have ended meanwhile and its blocks been handed out anew: what they held is gone.
         entries, self._pending = [e for e in self._pending if self._ledger.has(e)], []
+        self.urgent = False
         for tracked, table, computed in growth:
-            if self.sums(tracked):
+            if self.kind(tracked) is not None:
+                self.urgent |= self.kind(tracked) is Kind.HANDOFF
                 entries += self._completed(tracked, table, computed)
-        return batches(entries)
+            elif self._shared():
+                entries += self._filled(tracked, table, computed)
+        return batches(entries + self._due())
+
+    def _filled(self, t: Tracked, table: Table, computed: int) -> list[Entry]:
+        """As ``_completed``, of a request that will not be exported: a prompt's; what it generates is held back."""
+        hashes = t.request.block_hashes
+        hashed = min(computed, len(hashes) * self._unit)
+        filled: list[tuple[Entry, bytes]] = []
+        for g, (size, _) in enumerate(self._groups):
+            first, last, per = self._known(t, table, g), hashed // size, size // self._unit
+            table.summed[g] = max(first, last)
+            new = self._entries(t, g, table.groups[g], first, last)
+            places = [i for i in range(first, min(last, len(table.groups[g]))) if table.groups[g][i]]
+            filled += [(entry, bytes(hashes[(i + 1) * per - 1])) for entry, i in zip(new, places, strict=True)]
+        if len(filled) >= PROMPT_BLOCKS:
+            return self._ledger.take_missing([entry for entry, _ in filled], self.step)
+        if filled and not self._held:
+            self._held_since = self.step
+        self._held += filled
+        return []
+
+    def _known(self, t: Tracked, table: Table, g: int) -> int:
+        """Blocks of group ``g`` that need not be looked at: if the last of a prefix hit has its checksum, so do those
+        before it, unless nobody was there to make it for."""
+        hit = min(table.offered[g], len(table.groups[g]))
+        if not table.summed[g] and hit:
+            last = self._entries(t, g, table.groups[g], hit - 1, hit)
+            if last and self._ledger.has(last[0]):
+                table.summed[g] = hit
+        return table.summed[g]
+
+    def _due(self) -> list[Entry]:
+        """Those that were held back for long enough, and still hold what they did."""
+        waited = self.step - self._held_since >= HELD_STEPS
+        if not self._held or not (self._hasten or waited or len(self._held) >= HELD_BLOCKS):
+            return []
+        held, self._held, self._hasten = self._held, [], False
+        # One that has got a checksum meanwhile got it for somebody who needs it as it is.
+        new = {entry.block: (entry, block_hash) for entry, block_hash in held if not self._ledger.knows(entry.block)}
+        here = [entry for entry, block_hash in new.values() if self._pool.holds(entry.block, block_hash, entry.group)]
+        return self._ledger.take_missing(here, self.step)
 
     def _completed(self, t: Tracked, table: Table, computed: int) -> list[Entry]:
         """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
@@ -128,6 +181,7 @@ class Exporter:
 
     def finished(self, t: Tracked, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
+        self._hasten |= bool(self._held)
         kind = self.kind(t)
         if kind is None or not vr.ended_well(t.request):
             return None

@@ -203,7 +203,8 @@ class SchedulerHalf:
         if self._sharing is not None:
             self._sharing.settle()
         aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads, fetches, aborted, idle)
+        urgent = self._exporter.urgent
+        return StepWork(self._exporter.step, sums, pulls, introductions, loads, fetches, aborted, idle, urgent)
 
     def end_step(self) -> None:
         """A step's output was read."""

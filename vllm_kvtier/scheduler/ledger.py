@@ -68,6 +68,10 @@ class Ledger:
     def has(self, entry: Entry) -> bool:
         return self._made.get(entry.block, ())[:2] == (entry.key, entry.valid)
 
+    def knows(self, block: int) -> bool:
+        """Whether this block has a checksum, of whatever content."""
+        return block in self._made
+
     def mark(self, entry: Entry, step: int = -1) -> None:
         """``step`` makes it; -1: it is in the table already."""
         self._remove(entry.block)

@@ -118,7 +118,7 @@ class Matcher:
                 case State.OFFERED:
                     if t.offer.place and self._awaits(t, computed):
                         return None, False
-                    gain = self._scales.gain(t, computed, time.monotonic())
+                    gain = self._scales.gain(t, computed, time.monotonic(), len(self._tracked) == 1)
                     t.hurried = bool(gain and self._hurry and self._hurry.suits(t, computed, len(self._tracked)))
                     if t.hurried:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False

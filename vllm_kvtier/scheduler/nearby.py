@@ -46,8 +46,9 @@ class Nearby:
         """A worker found that this engine's memory cannot be mapped (it said so). ``alike``: NIXL could read it."""
         self._unmapped[instance] = alike
 
-    def suits(self, t: Tracked, holder: Holder, computed: int) -> bool | None:
-        """Whether ``holder`` is worth asking: True: its memory is to be mapped; False: NIXL is to read it; None: no."""
+    def suits(self, t: Tracked, holder: Holder, computed: int, alone: bool = True) -> bool | None:
+        """Whether ``holder`` is worth asking: True: its memory is to be mapped; False: NIXL is to read it; None: no.
+        ``alone``: no other request is there."""
         mapped = holder.instance not in self._unmapped
         tokens = min(holder.tokens, t.request.num_tokens)
         reason = None
@@ -59,12 +60,21 @@ class Nearby:
             reason = "below threshold"
         elif sum(-(-(tokens - computed) // size) for size, _ in self._groups) > self._free():
             reason = "too few free blocks"
+        elif not alone and self._computed_meanwhile(computed, tokens, t.request.num_tokens):
+            reason = "computed within a step"
         elif t.held is not None and not self._sooner(t, tokens, self._bytes_of(tokens - computed), t.held):
             reason = "the node store is faster"
         if reason is not None:
             self._counters.count("not_fetched", reason)
             return None
         return mapped
+
+    def _computed_meanwhile(self, computed: int, tokens: int, prompt: int) -> bool:
+        """Whether computing them is over before the others' step, at whose end a copy could be used."""
+        if self._planner is None or self._config.load_policy == "always":
+            return False
+        seconds = self._planner.compute_seconds(computed, tokens, prompt)
+        return seconds is not None and seconds < self._planner.step_seconds()
 
     def patience(self, t: Tracked, holder: Holder, computed: int) -> float:
         """Seconds that ``t`` may wait for what the holder is computing just now: not longer than it would compute."""

@@ -31,7 +31,8 @@ SLOWER = "slower"  # computed: even an idle source would be slower
 QUEUED = "queued"  # computed: the source is fast enough, but has too much to do
 TRIAL = "trial"  # loaded although expected to be slower: it was declined many times, and might be fast again
 NOTHING = "nothing"  # computed: no tokens or no bytes
-REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING)
+SHORT = "short"  # computed: that is over before the step ends which goes on during a load
+REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING, SHORT)
 
 # A source that was found slow is tried once in so many times that it is declined for it.
 TRIAL_EVERY = 16
@@ -164,11 +165,20 @@ class Planner:
             place.rate.observe(nbytes + queued_bytes, seconds, self._clock())
             place.measured += 1
 
-    def decide(self, source: str, start_tokens: int, end_tokens: int, nbytes: int, prompt_tokens: int) -> Decision:
+    def decide(
+        self,
+        source: str,
+        start_tokens: int,
+        end_tokens: int,
+        nbytes: int,
+        prompt_tokens: int,
+        least: float = 0.0,
+    ) -> Decision:
         """Whether to load tokens [start_tokens, end_tokens) of a prompt of ``prompt_tokens``.
 
         nbytes: what the load moves, in the same measure as in ``started`` and ``observe_load`` (with tensor
-        parallelism, one rank's share).
+        parallelism, one rank's share). least: seconds until vLLM can use it, however soon it has arrived: of the step
+        that others have meanwhile, in which it could be computed.
         """
         place = self._source(source)
         if end_tokens <= start_tokens or nbytes <= 0:
@@ -185,6 +195,8 @@ class Planner:
             reason = FASTER
         else:
             reason = QUEUED if alone <= compute_seconds else SLOWER
+        if compute_seconds is not None and reason in (FASTER, UNMEASURED) and least > compute_seconds:
+            reason = SHORT
         place.slow = place.slow + 1 if reason == SLOWER else 0
         if place.slow >= TRIAL_EVERY:
             place.slow, reason = 0, TRIAL
@@ -225,6 +237,11 @@ class Planner:
         place = self._source(source)
         now = None if place.queue.loads else self._clock()
         return place.rate.seconds(nbytes + place.queue.before(nbytes), now)
+
+    def step_seconds(self) -> float:
+        """What a step lately takes that only generates; 0 while not known."""
+        base, _, _, decode = self._steps.coefficients
+        return base + decode * self._decodes if self._steps.known else 0.0
 
     def compute_seconds(self, start: int, end: int, prompt: int) -> float | None:
         """What computing [start, end) adds to a prefill of [end, prompt); None if not known."""

@@ -17,7 +17,7 @@ from vllm_kvtier.scheduler.peers import Address
 from vllm_kvtier.store.client import StoreClient
 
 # Changes wait for others so long, unless there are many or the engine goes to sleep.
-FLUSH_SECONDS = 0.01
+FLUSH_SECONDS = 0.05
 FLUSH_CHANGES = 256
 
 

@@ -39,6 +39,7 @@ class Tracked:
     asked_from: int = 0  # what ``local`` was when the store was last asked
     pulled: int = 0
     preemptions: int = 0
+    lingered: int = 0  # times that others waited a moment for an answer to this one
     awaited: str = ""  # request that loads what this one needs
     hurried: bool = False  # the step that it is given blocks in is to wait for its load
     plan: Decision | None = None

@@ -38,8 +38,9 @@ class Scales:
             for ids, (size, _) in zip(offer.blocks, self._groups, strict=True)
         )
 
-    def gain(self, t: Tracked, computed: int, now: float) -> int:
-        """Tokens that ``t.offer`` adds to ``computed``; 0 if it is no longer worth it or held for too long."""
+    def gain(self, t: Tracked, computed: int, now: float, alone: bool = True) -> int:
+        """Tokens that ``t.offer`` adds to ``computed``; 0 if it is no longer worth it or held for too long. ``alone``:
+        no other request is there."""
         offer = t.offer
         if isinstance(offer, HostOffer) and offer.epoch != self._tier.epoch:
             return 0  # the engine's cache was reset: not ours any more
@@ -55,16 +56,18 @@ class Scales:
             return 0
         gain = tokens - computed
         if offer.place:
-            return gain if gain > 0 and self._worth(t, computed, tokens) else 0
+            return gain if gain > 0 and self._worth(t, computed, tokens, alone) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
-    def _worth(self, t: Tracked, computed: int, tokens: int) -> bool:
+    def _worth(self, t: Tracked, computed: int, tokens: int, alone: bool) -> bool:
         """Whether the blocks are expected here before they could be computed."""
         if self._planner is None:
             return True
         if t.plan is not None and t.planned == (computed, tokens):
             return True  # vLLM had no room for it then
-        t.plan = self._planner.decide(t.offer.place, computed, tokens, t.offer.nbytes, t.request.num_tokens)
+        # A load among others is over when their step is; what is computed is computed in that step.
+        least = 0.0 if alone else self._planner.step_seconds()
+        t.plan = self._planner.decide(t.offer.place, computed, tokens, t.offer.nbytes, t.request.num_tokens, least)
         t.planned = (computed, tokens)
         load = t.plan.load or self._config.load_policy == "always"
         self._counters.count("planned", t.plan.reason if load == t.plan.load else "always")

@@ -40,6 +40,9 @@ POLL = 50e-6
 STRETCH = 2e-3
 # While peers read from us, NIXL needs progress only where reads are emulated (TCP, shared memory); RDMA does not.
 SERVE_POLL = 200e-6
+# While nobody waits for checksums that are being made, they are looked at this often: each look takes the interpreter
+# from the model runner, which needs all of it where steps are short.
+SUM_PAUSE = 2e-3
 # After an unforeseen error while polling.
 FAULT_PAUSE = 0.1
 
@@ -71,6 +74,7 @@ class WorkerHalf:
         self._driving = False
         self._idle = False  # whether the last step computes nothing
         self._summing: list[tuple[int, Pending]] = []
+        self._urgent = -1  # checksums of steps up to this one are waited for
         self._hurried = Hurried()
         self._done: list[PullResult | FetchResult | LoadResult] = []
         self._done_lock = threading.Lock()
@@ -294,6 +298,8 @@ class WorkerHalf:
             if self._pulls is not None:
                 self._start(work, connect=True)
             if work.sums and (self._pulls is not None or self._fetching is not None):
+                if work.urgent:
+                    self._urgent = work.step
                 self._sum(work.step, work.sums, fence)
         self._drive_soon()
         for order in work.pulls:
@@ -343,18 +349,18 @@ class WorkerHalf:
     def _drive(self) -> None:
         """Poll what is under way for a stretch; runs again until nothing is."""
         try:
-            again = self._poll()
+            pause = self._poll()
         except Exception:
             logger.exception("kvtier: polling failed; trying again")
-            again = False
-            self._reactor.call_later(FAULT_PAUSE, self._drive)
-        else:
-            self._driving = again
-        if again:
+            pause = FAULT_PAUSE
+        self._driving = pause is not None
+        if pause:
+            self._reactor.call_later(pause, self._drive)
+        elif pause is not None:
             self._reactor.call_soon(self._drive)
 
-    def _poll(self) -> bool:
-        """One stretch; whether something is still under way."""
+    def _poll(self) -> float | None:
+        """One stretch; after how many seconds the next one should follow, None if nothing is under way."""
         end = time.monotonic() + STRETCH
         while True:
             while self._summing and self._summing[0][1].done():
@@ -362,7 +368,8 @@ class WorkerHalf:
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
                 results = self._pulls.drive() if pulling else ()
-                if self._serving and self._transport is not None:
+                serving = self._serving and self._transport is not None
+                if serving:
                     self._transport.progress()
             for result in results:
                 self._finish(result)
@@ -370,8 +377,11 @@ class WorkerHalf:
             if fetching is not None:
                 fetching.drive()
             if not self._busy():
-                return False
+                return None
+            awaited = self._summing and self._summing[0][0] <= self._urgent
+            soon = pulling or awaited or (fetching is not None and fetching.active)
+            if not (soon or serving):
+                return SUM_PAUSE
             if time.monotonic() >= end:
-                return True
-            soon = pulling or self._summing or (fetching is not None and fetching.active)
+                return 0.0
             time.sleep(POLL if soon else SERVE_POLL)

@@ -115,4 +115,5 @@ class StepWork:
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)  # requests whose loads, ordered before, nobody waits for any more
     idle: bool = False  # nothing is computed in this step
+    urgent: bool = False  # a peer waits for the checksums of this step
 
