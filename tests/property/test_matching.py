@@ -37,8 +37,8 @@ class FakePeers:
         self.dropped: list[tuple] = []
         self.introduced = ["a/1", "b/1"]
 
-    def ask(self, address, **fields):
-        assert set(fields) <= {
+    def ask(self, address, timeout=2.0, **fields):
+        assert timeout > 0 and set(fields) <= {
             "start", "variant", "reply_host", "reply_port", "chain", "export", "digest", "lend", "mapped",
             "patience",
         }  # fmt: skip

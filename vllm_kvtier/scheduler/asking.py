@@ -35,6 +35,8 @@ logger = logging.getLogger("vllm.kvtier.matching")
 # The store, and an engine of this node, answer in a fraction of a millisecond. When nobody else is being served,
 # waiting for them that long holds nobody up and is shorter than the empty step that vLLM makes without an answer.
 SHORT_PATIENCE = 3e-3  # seconds
+# An engine of this node that does not answer in this time hangs; what it has the store may have too.
+HOLDER_TIMEOUT = 0.5
 # When others are, a request without an answer would wait for all of their step. They can spare this, and not more than
 # such a share of the time, whatever happens.
 BUSY_PATIENCE = 1.5e-3
@@ -133,9 +135,10 @@ class Asker:
         if mapped is None:
             return False
         hashes = vr.chain(t.request, min(holder.tokens, t.request.num_tokens), self._unit)
+        patience = self._nearby.patience(t, holder, computed)
         t.pending = self._peers.ask(
-            holder.address, chain=hashes, start=computed, variant=variant, lend=True, mapped=mapped,
-            patience=self._nearby.patience(t, holder, computed),
+            holder.address, HOLDER_TIMEOUT + patience, chain=hashes, start=computed, variant=variant, lend=True,
+            mapped=mapped, patience=patience,
         )  # fmt: skip
         t.asking, t.waits_since = holder, 0.0
         t.life.fire(Event.ASK)

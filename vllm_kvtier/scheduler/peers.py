@@ -7,6 +7,7 @@ failed or was refused is remembered for a while, so that requests do not wait fo
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -129,10 +130,11 @@ class Peers:
 
     # -- scheduler's thread ------------------------------------------------------------------------------------
 
-    def ask(self, address: Address, **fields) -> PendingAsk:
-        """Queue an ask; the answer, a refusal or a time-out appears in ``outcome``."""
+    def ask(self, address: Address, timeout: float = math.inf, **fields) -> PendingAsk:
+        """Queue an ask; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, where the
+        option's are too many."""
         ask = m.Ask(ask=next(self._ask_ids), instance="", **fields)
-        pending = PendingAsk(address, ask, time.monotonic() + self._config.ask_timeout)
+        pending = PendingAsk(address, ask, time.monotonic() + min(timeout, self._config.ask_timeout))
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -311,7 +313,7 @@ class Peers:
         if pending in connection.waiting:
             connection.waiting.remove(pending)
         if pending.outcome is None:
-            outcome = NoOffer("timeout", f"no answer within {self._config.ask_timeout:g} s")
+            outcome = NoOffer("timeout", "no answer in time")
             if sent and self._connections.get(connection.address) is connection:
                 # It may have died since the handshake: not every request should find that out by waiting.
                 connection.unanswered += 1

@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 64 << 20  # bytes; a 1M-token chain of 16-token blocks is 4 MiB of hashes
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
