@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import Phase

@@ -106,6 +106,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         config, cache_config = self._vllm_config, self._kv_cache_config
         rank, device = rank_in_engine(), cache_device(kv_caches)
+        shares = self._options.peer_fetch == "auto" and self._options.store != "off"
         self._worker = WorkerHalf(
             rank,
             f"{self._facts.engine_id}.{self._facts.instance_id}.{rank}",
@@ -116,7 +117,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: cache_view(kv_caches, cache_config, config, device),
             self._share,
             lambda view: shards(config, [group.kind for group in view.groups], rank),
-            lambda view: heads(config, view.groups, rank),
+            # () where no engine of the node is asked or answered: then nobody may read this process's memory either.
+            lambda view: heads(config, view.groups, rank) if shares else (),
         )
 
     def _share(self, view: CacheView) -> PeerMemory:

@@ -102,7 +102,6 @@ class Engine:
         self.lender = Lender(
             turns, self.pool, self.ledger, self.table, lambda: self.keys, groups, UNIT, self.align // UNIT, counters
         )
-        self.doubled: set[int] = set()
         self.directory: set[int] = set()  # what the node store was told of us
         self.loans: list[tuple[Lease, list[bytes]]] = []
         self.lent = 0
@@ -400,14 +399,8 @@ class Engine:
         here = [(key, valid) for key, valid, _, g in self.ledger._made.values() if g == 0]
         found = {key for key, _ in here if self.ledger.find(key)}
         assert self.directory == found
-        # Of two blocks with the same content one is known, and with it goes the knowledge.
-        once = {key for key, valid in here if valid == self.groups[0][0] and here.count((key, valid)) == 1}
-        assert found <= {key for key, _ in here} and (not self.ledger.published or len(once - found) <= self.twice(here))
-
-    def twice(self, here) -> int:
-        """How many contents have been in two blocks, so far."""
-        self.doubled |= {key for key, valid in here if here.count((key, valid)) > 1}
-        return len(self.doubled)
+        whole = {key for key, valid in here if valid == self.groups[0][0]}
+        assert found == (whole if self.ledger.published else set()), "also what several blocks hold"
 
     # -- what always holds -------------------------------------------------------------------------------------------
 

@@ -397,7 +397,8 @@ def test_long_random_lives(seed):
         tokens = [rng.randint(0, 1) if i > 2 * UNIT else 1 for i in range(rng.randint(1, 9 * UNIT))]
         ready = rng.choice([-1, -1, -1, m.summed, m.summed + 1])
         m.add(
-            name=rng.choice("abcdef"), kind=rng.choice([Kind.HANDOFF, Kind.RETAINED]), tokens=tokens, nulls=rng.randint(0, 1), ready=ready,
+            name=rng.choice("abcdef"), kind=rng.choice([Kind.HANDOFF, Kind.RETAINED]), tokens=tokens,
+            nulls=rng.randint(0, 1), ready=ready,
             seconds=rng.randint(1, 30), variant=rng.choice(variants),
         )  # fmt: skip
 

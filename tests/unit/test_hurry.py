@@ -135,7 +135,7 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     half._pace = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
     half._tables = SimpleNamespace(begin_step=lambda output, get: growth)
     half._exporter = SimpleNamespace(
-        step=5, reserve=lambda n: 0, begin_step=lambda growth: seen.update(summed=growth) or []
+        step=5, urgent=False, reserve=lambda n: 0, begin_step=lambda growth: seen.update(summed=growth) or []
     )
     half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
     half._matcher.take_orders = lambda: ([], {})

@@ -24,9 +24,12 @@ def half():
         get=lambda name: SimpleNamespace(life=SimpleNamespace(state=State[name]), offer=None),
         discard=lambda name, corrupt: None,
         loaded=lambda name, failed: half.ended.append((name, failed)),
-        nearby=SimpleNamespace(cannot_map=lambda instance, alike: half.unmapped.append((instance, alike))),
+        nearby=SimpleNamespace(
+            cannot_map=lambda instance, alike: half.unmapped.append((instance, alike)),
+            failed=lambda instance: half.wrong.append(instance),
+        ),
     )
-    half.unmapped = []
+    half.unmapped, half.wrong = [], []
     half._outcomes = Outcomes(half._matcher, half._hurry, None, half.counters)
     return half
 
@@ -62,7 +65,7 @@ def test_a_source_that_cannot_be_mapped_is_remembered(half):
     assert half.unmapped == [("near/1", True)] and half.ended == [("r", True)]
     assert half.counters.take()["fetches|failed"] == 1
     half.arrived([FetchResult("r", {1}, True, "wrong", 5, 0.1, checksum=True)], {"r"})
-    assert len(half.unmapped) == 1 and half.counters.take()["integrity_failures"] == 1
+    assert len(half.unmapped) == 1 and half.counters.take()["integrity_failures"] == 1 and half.wrong == ["near/1"]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["namespace first", "workers first"])

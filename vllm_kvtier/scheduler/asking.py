@@ -132,7 +132,7 @@ class Asker:
 
     def _ask_holder(self, t: Tracked, holder: Holder, computed: int, variant: bytes, alone: bool) -> bool:
         mapped = self._nearby.suits(t, holder, computed, alone)
-        if mapped is None:
+        if mapped is None or (self._tier is not None and t.epoch != self._tier.epoch):
             return False
         hashes = vr.chain(t.request, min(holder.tokens, t.request.num_tokens), self._unit)
         patience = self._nearby.patience(t, holder, computed)
@@ -147,7 +147,7 @@ class Asker:
 
     def _ask_store(self, t: Tracked, computed: int, lacking: int, variant: bytes, alone: bool) -> bool:
         hashes = vr.chain(t.request, t.request.num_tokens, self._unit)
-        t.asked_from = computed
+        t.asked_from, t.epoch = computed, self._tier.epoch
         if lacking <= 0 or len(hashes) * self._unit <= computed or computed % self._align:
             if hashes:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget

@@ -95,6 +95,7 @@ class Exporter:
         filled: list[tuple[Entry, bytes]] = []
         for g, (size, _) in enumerate(self._groups):
             first, last, per = self._known(t, table, g), hashed // size, size // self._unit
+            first = max(first, self._own(t, g))
             table.summed[g] = max(first, last)
             new = self._entries(t, g, table.groups[g], first, last)
             places = [i for i in range(first, min(last, len(table.groups[g]))) if table.groups[g][i]]
@@ -115,6 +116,12 @@ class Exporter:
             if last and self._ledger.has(last[0]):
                 table.summed[g] = hit
         return table.summed[g]
+
+    def _own(self, t: Tracked, g: int) -> int:
+        """Blocks of group ``g`` behind its window: vLLM may have given them to others, where nobody wanted the checksum
+        when they were filled."""
+        size, window = self._groups[g]
+        return 0 if window is None else max(0, t.request.num_computed_tokens - window + 1) // size
 
     def _due(self) -> list[Entry]:
         """Those that were held back for long enough, and still hold what they did."""
@@ -142,7 +149,7 @@ class Exporter:
         entries = []
         for g, (size, _) in enumerate(self._groups):
             last = hashed // size
-            entries += self._entries(t, g, table.groups[g], table.summed[g], last)
+            entries += self._entries(t, g, table.groups[g], max(table.summed[g], self._own(t, g)), last)
             table.summed[g] = max(table.summed[g], last)
             if tail is not None and tail % size and tail // size >= last:  # a block has one checksum at a time
                 entries += self._tail_entry(t, g, table.groups[g], tail)

@@ -20,6 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+# So long a reader may keep blocks of the prefix cache that requests of our own need.
+LENT_SECONDS = 2.0
+
 
 class Kind(enum.Enum):
     HANDOFF = "handoff"  # a prefill another engine was promised; ends when consumed
@@ -112,6 +115,7 @@ class ExportTable:
         self._budget = budget
         self._clock = clock
         self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)  # something that was lent
         self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
         self._by_hash: dict[bytes, list[Export]] = {}
         self._leases: dict[int, Lease] = {}
@@ -177,6 +181,12 @@ class ExportTable:
                 if export.kind is Kind.RETAINED and not export.leases:
                     got += len(export.pinned)
                     self._end(export)
+            # What is lent comes back in milliseconds. A reader that keeps it longer may find it changed.
+            late = self._clock() - LENT_SECONDS
+            for lease in [lease for lease in self._leases.values() if lease.export.kind is Kind.LENT]:
+                if got < blocks and lease.granted < late:
+                    got += len(lease.export.pinned)
+                    self._drop_lease(lease)
             return got
 
     def clear(self) -> None:
@@ -184,6 +194,13 @@ class ExportTable:
         with self._lock:
             for export in list(self._exports.values()):
                 self._end(export)
+
+    def recall(self, seconds: float) -> None:
+        """Wait so long for what is lent, and end the leases that are left: readers find that out by the checksums."""
+        with self._returned:
+            self._returned.wait_for(lambda: not self._pinned[Kind.LENT], seconds)
+            for lease in [lease for lease in self._leases.values() if lease.export.kind is Kind.LENT]:
+                self._drop_lease(lease)
 
     # -- endpoint's thread -----------------------------------------------------------------------------------
 
@@ -353,5 +370,6 @@ class ExportTable:
         if export.ended and not export.leases and export.pinned:
             if export.kind is Kind.LENT:
                 self._pinned[Kind.LENT] -= len(export.pinned)
+                self._returned.notify_all()
             self._freed.append(export.pinned)
             export.pinned = []

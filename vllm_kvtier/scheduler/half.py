@@ -260,8 +260,9 @@ class SchedulerHalf:
     def _before_reset(self) -> None:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
         self._exports.clear()
+        self._ledger.clear()  # nothing more is lent
+        self._exports.recall(RESET_PATIENCE)
         self._exporter.drain()
-        self._ledger.clear()
         if self._offloader is not None:
             self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
 

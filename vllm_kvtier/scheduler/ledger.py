@@ -61,6 +61,7 @@ class Ledger:
         self._sizes = tuple(sizes)
         self._made: dict[int, tuple[int, int, int, int]] = {}  # block id -> (key, valid, step, group)
         self._found: dict[int, int] | None = None  # key of a whole block -> block id
+        self._others: dict[int, list[int]] = {}  # key -> blocks that have the same
         self._group = 0
         self._added: dict[int, None] = {}  # of that group, since changes were last taken
         self._gone: dict[int, None] = {}
@@ -105,13 +106,13 @@ class Ledger:
     def publish(self, group: int) -> None:
         """From now on whole blocks are found by key; those of ``group`` that are there, and each change, are to be
         taken by ``take_changes``."""
-        self._found, self._group, self._added, self._gone = {}, group, {}, {}
+        self._found, self._others, self._group, self._added, self._gone = {}, {}, group, {}, {}
         for block, (key, valid, _, of) in self._made.items():
             self._enter(block, key, valid, of)
 
     def conceal(self) -> None:
         """Nobody wants to know any more."""
-        self._found, self._added, self._gone = None, {}, {}
+        self._found, self._others, self._added, self._gone = None, {}, {}, {}
 
     @property
     def published(self) -> bool:
@@ -135,7 +136,10 @@ class Ledger:
     def _enter(self, block: int, key: int, valid: int, group: int) -> None:
         if valid < self._sizes[group]:
             return
-        if key not in self._found and group == self._group:
+        if key in self._found:  # vLLM goes on with the first, and evicts others before it
+            self._others.setdefault(key, []).append(block)
+            return
+        if group == self._group:
             self._gone.pop(key, None)
             self._added[key] = None
         self._found[key] = block
@@ -145,8 +149,20 @@ class Ledger:
         if entry is None or self._found is None:
             return
         key, _, _, group = entry
+        others = self._others.get(key, [])
         if self._found.get(key) != block:
-            return  # never entered, or another block has the same
+            if block in others:
+                others.remove(block)
+        elif others:
+            self._found[key] = others.pop(0)
+        else:
+            self._disappear(key, group)
+        if not others:
+            self._others.pop(key, None)
+
+    def _disappear(self, key: int, group: int) -> None:
+        if key not in self._found:
+            return  # never entered
         del self._found[key]
         if group == self._group:
             if key in self._added:

@@ -63,6 +63,8 @@ class Lender:
     # -- in a turn ---------------------------------------------------------------------------------------------------
 
     def _lend(self, ask: m.Ask, connection: Hashable, seconds: float) -> Lease | Refusal:
+        if ask.start >= len(ask.chain) * self._unit:
+            return Refusal.NOTHING
         tokens, groups, ready = self._longest(ask.chain, ask.variant, ask.start)
         if tokens <= ask.start:
             return Refusal.NOTHING
@@ -100,17 +102,20 @@ class Lender:
     ) -> tuple[int, list[GroupBlocks], int]:
         """(tokens, blocks by group, step that makes the last of their checksums) of the longest prefix of ``chain``
         of which all that a reader needs from token ``start`` on is here, with checksums made until step ``summed``."""
-        groups, steps = [], []
+        rows: dict[int, tuple[GroupBlocks, list[int]]] = {}
         longest = len(chain) - len(chain) % self._align
-        for g, (size, window) in enumerate(self._groups):
+        # Those that keep whole prefixes first: nobody looks for a window where the prefix has ended.
+        for g in sorted(range(len(self._groups)), key=lambda g: self._groups[g][1] is not None):
+            size, window = self._groups[g]
             ids, made = self._row(chain[:longest], variant, start, g, window is None, summed)
-            groups.append(GroupBlocks(size, ids, window))
-            steps.append(made)
+            rows[g] = GroupBlocks(size, ids, window), made
             if window is None:
                 longest = min(longest, len(ids) * size // self._unit)
                 longest -= longest % self._align
         first = start // self._unit
-        while longest > first and not all(group.cover(start, longest * self._unit) for group in groups):
+        groups, steps = [rows[g][0] for g in range(len(rows))], [rows[g][1] for g in range(len(rows))]
+        windows = [group for group in groups if group.window is not None]  # the others are there up to ``longest``
+        while longest > first and not all(group.cover(start, longest * self._unit) for group in windows):
             longest -= self._align
         tokens = max(longest, 0) * self._unit
         for group, made in zip(groups, steps, strict=True):

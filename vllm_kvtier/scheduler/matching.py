@@ -19,6 +19,7 @@ from vllm_kvtier.scheduler.nearby import Nearby
 from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.peers import Address, Loan, Peers
 from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HOST, HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.scheduler.weighing import Scales
@@ -30,6 +31,8 @@ Order = PullOrder | LoadOrder | FetchOrder
 
 # So long a request that waits for room keeps another engine from reusing what it was lent.
 LOAN_SECONDS = 1.0
+# After so many of them failed one request, it is computed.
+MOST_FAILED = 4
 
 
 class Matcher:
@@ -203,6 +206,11 @@ class Matcher:
         t.pulled = external
         self._orders.append(order)
         if t.hurried:
+            # The step computes on from here, into the last block that is copied: what the source had summed there is
+            # not what will be there.
+            pairs = zip(block_ids, self._groups, strict=True)
+            again = {ids[tokens // size] for ids, (size, _) in pairs if tokens // size < len(ids)}
+            t.entries = [entry for entry in t.entries if entry.block not in again]
             self._hurry.begin(t, order)
             return
         t.inbound = vr.chain(request, tokens, self._unit)[t.local // self._unit :]
@@ -253,7 +261,7 @@ class Matcher:
         if failed:
             t.pulled = 0
             self._look_elsewhere(t)
-        elif t.offer.alike and not isinstance(t.offer, HostOffer):  # what was read whole is in the workers' tables
+        elif t.offer.alike and not (done or isinstance(t.offer, HostOffer)):  # read whole: in the workers' tables
             for entry in t.entries:
                 self._ledger.mark(entry)
         t.entries, t.load, t.places = [], None, {}
@@ -264,6 +272,10 @@ class Matcher:
         """An engine of this node that had lent its blocks failed us: the store may have them, if vLLM asks again."""
         if isinstance(t.offer, Loan) and t.life.state is State.LOCAL:
             t.failed.add(t.offer.instance)
+            if isinstance(t.asking, Holder):  # the store may know whoever answered there by another name
+                t.failed.add(t.asking.instance)
+            if len(t.failed) > MOST_FAILED:
+                return
             t.life.fire(Event.PREEMPT)
             t.offer, t.plan, t.hurried = None, None, False
             t.sources = deque([HOST] if self._tier else [])

@@ -6,6 +6,7 @@ against what the store offered; and once it has lent its blocks, the loan agains
 
 import logging
 import math
+import time
 from collections.abc import Callable
 
 from vllm_kvtier.config import KVTierConfig
@@ -21,6 +22,7 @@ logger = logging.getLogger("vllm.kvtier.nearby")
 
 # While it is not known what computing costs.
 UNKNOWN_PATIENCE = 0.25  # seconds
+FAILED_PAUSE = 10.0  # seconds after which an engine is asked again from which a copy came wrong
 
 
 class Nearby:
@@ -40,11 +42,18 @@ class Nearby:
         self._config, self._groups, self._instance = config, groups, instance
         self._planner, self._counters, self._bytes_of, self._free = planner, counters, bytes_of, free
         self._align = math.lcm(unit, *(size for size, _ in groups))
+        self._paused: dict[str, float] = {}  # instance -> until when it is not asked
         self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
 
     def cannot_map(self, instance: str, alike: bool) -> None:
         """A worker found that this engine's memory cannot be mapped (it said so). ``alike``: NIXL could read it."""
         self._unmapped[instance] = alike
+
+    def failed(self, instance: str) -> None:
+        """A copy from this engine came wrong: for a while other requests need not find that out as well."""
+        now = time.monotonic()
+        self._paused = {name: until for name, until in self._paused.items() if until > now}
+        self._paused[instance] = now + FAILED_PAUSE
 
     def suits(self, t: Tracked, holder: Holder, computed: int, alone: bool = True) -> bool | None:
         """Whether ``holder`` is worth asking: True: its memory is to be mapped; False: NIXL is to read it; None: no.
@@ -53,6 +62,8 @@ class Nearby:
         tokens = min(holder.tokens, t.request.num_tokens)
         reason = None
         if holder.instance == self._instance or holder.instance in t.failed or computed % self._align:
+            return None
+        if self._paused.get(holder.instance, 0.0) > time.monotonic():
             return None
         if not mapped and not self._unmapped[holder.instance]:
             return None  # said by the worker; the store has what it can

@@ -69,9 +69,9 @@ def fetch_order(
     """The same from another engine of this node; in ``t.entries`` and ``t.places`` too."""
     fetches, t.entries = [], []
     for g, blocks, keyed, remote in _whole_blocks(t, groups, unit, keys, block_ids, tokens):
-        size, there = groups[g][0], remote != 0  # what no window reaches any more was not lent
-        blocks, keyed, remote = blocks[there], keyed[there], remote[there]
-        t.places[g] = t.places[g][there]
+        # A block of ours for which nothing was lent (0) stays in, and the workers refuse the order: vLLM would have it
+        # in its prefix cache, whatever is in it.
+        size = groups[g][0]
         fetches.append(GroupPull(g, blocks, remote, keyed, np.full(len(blocks), size, np.int32)))
         pairs = zip(blocks.tolist(), keyed.tolist(), strict=True)
         t.entries += [Entry(g, block, key, size) for block, key in pairs]

@@ -65,6 +65,8 @@ class Outcomes:
                 self._matcher.discard(result.request_id, result.corrupt)
             elif result.checksum:
                 count("integrity_failures", amount=len(result.bad_blocks))
+                if kind == "fetch" and tracked is not None and tracked.offer is not None:
+                    self._matcher.nearby.failed(tracked.offer.instance)
             if kind == "fetch" and result.unmappable and tracked is not None and tracked.offer is not None:
                 self._matcher.nearby.cannot_map(tracked.offer.instance, tracked.offer.alike)
         else:

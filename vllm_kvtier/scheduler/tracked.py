@@ -37,6 +37,7 @@ class Tracked:
     waits_for_answer: bool = False  # whether there is anything at all
     had: int = 0  # tokens that were in the store's memory when it began to wait
     asked_from: int = 0  # what ``local`` was when the store was last asked
+    epoch: int = 0  # of the store's spaces, then
     pulled: int = 0
     preemptions: int = 0
     lingered: int = 0  # times that others waited a moment for an answer to this one

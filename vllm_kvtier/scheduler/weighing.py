@@ -5,7 +5,7 @@ Another process made it, and its numbers become indices here. On the scheduler's
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.params import Handoff
-from vllm_kvtier.scheduler.peers import Offer
+from vllm_kvtier.scheduler.peers import Loan, Offer
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
@@ -33,10 +33,14 @@ class Scales:
         most = t.request.num_tokens if isinstance(t.asking, Handoff) else len(t.pending.ask.chain) * self._unit
         if not (t.pending.ask.start <= offer.start < offer.tokens <= most and len(offer.blocks) == len(self._groups)):
             return False
-        return all(
-            len(ids) == -(-offer.tokens // size) - offer.start // size
-            for ids, (size, _) in zip(offer.blocks, self._groups, strict=True)
-        )
+        for ids, (size, window) in zip(offer.blocks, self._groups, strict=True):
+            if len(ids) != -(-offer.tokens // size) - offer.start // size:
+                return False
+            if window is None and not all(ids):
+                return False  # what is not there would be read by nobody
+            if isinstance(offer, Loan) and (offer.start % size or offer.tokens % size):
+                return False  # blocks of a prefix cache are whole
+        return True
 
     def gain(self, t: Tracked, computed: int, now: float, alone: bool = True) -> int:
         """Tokens that ``t.offer`` adds to ``computed``; 0 if it is no longer worth it or held for too long. ``alone``:
@@ -44,6 +48,8 @@ class Scales:
         offer = t.offer
         if isinstance(offer, HostOffer) and offer.epoch != self._tier.epoch:
             return 0  # the engine's cache was reset: not ours any more
+        if isinstance(offer, Loan) and self._tier is not None and t.epoch != self._tier.epoch:
+            return 0  # as well: what others have was ours until then
         if offer.start > computed or now - t.offered_at > self._config.transfer_timeout:
             return 0
         prompt = t.request.num_tokens

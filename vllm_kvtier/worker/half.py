@@ -185,7 +185,8 @@ class WorkerHalf:
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
-            self._finish(FetchResult(order.request_id, order.all_blocks, True, reason, 0, 0.0))
+            # No source is asked again: before all ranks are set up no order comes, so it stays as it is.
+            self._finish(FetchResult(order.request_id, order.all_blocks, True, reason, 0, 0.0, unmappable=reason))
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
