@@ -124,6 +124,7 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     assert "evicted, or never stored: the store was full and has evicted" in checks[-1]["sentence"], checks[-1]
 
 
+@pytest.mark.slow
 async def test_top_under_traffic(pair, driver, tmp_path):
     first, second, store = pair
     ending = asyncio.Event()

@@ -210,6 +210,7 @@ async def test_a_store_that_hangs_in_the_middle_and_comes_back(node, nodes):
     await nodes.read_again(rng)
 
 
+@pytest.mark.slow
 async def test_a_store_that_a_request_names_and_one_that_does_not_know_the_key(node, nodes, make_engine):
     """Two engines of this test's own: one knows the key and no store, the other the store and another key."""
     rng = seeded("far named")
@@ -238,6 +239,7 @@ async def test_a_store_that_a_request_names_and_one_that_does_not_know_the_key(n
     assert nodes.lent() == before + 1
 
 
+@pytest.mark.slow
 async def test_encoded_blocks(node, nodes, make_engine):
     """Two more engines: what the far one decodes is what the near one loads from its own node's store."""
     rng = seeded("far encoded")

@@ -93,3 +93,17 @@ def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs
         settle()
     assert bool(opened) == (theirs == "int8")
     assert bool(half._endpoint.unusable) == (theirs != "int8")
+
+
+@pytest.mark.parametrize("shared", [(True, True), (True, False)])
+def test_only_engines_whose_memory_can_be_read_are_known_to_the_node(shared):
+    """With host buffers or a wire codec nobody can; then they hold nothing that others would ask for."""
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._tier, half._described, half._ranks, half._summed, half._wire_codecs = None, {}, {}, {}, {}
+    half._facts = SimpleNamespace(world_size=2, engine_id="engine")
+    half._endpoint = SimpleNamespace(open=lambda *_: None, unusable=None, host="here", port=1)
+    half.instance, half._namespace, half._wire_codec, known = "engine/1", object(), "raw", []
+    half._sharing = SimpleNamespace(opened=known.append)
+    for rank, can in enumerate(shared):
+        half._heard(m.Register(SimpleNamespace(rank=rank, shared=object() if can else None), "raw"))
+    assert known == ([("here", 1)] if all(shared) else [])

@@ -86,7 +86,10 @@ def ask(path: str, seconds: float = 3.0) -> m.Counts:
             sock.settimeout(seconds)
             sock.connect(path)
             for message in (m.Hello("doctor", os.getpid(), "tool"), m.Stat(1)):
-                write_frame(sock, m.encode(message))
+                try:
+                    write_frame(sock, m.encode(message))
+                except BrokenPipeError:  # it has refused already, and what it said is still to be read
+                    break
             while True:
                 reply = m.decode_reply(read_frame(sock, deadline, fds, m.MAX_FRAME))
                 if isinstance(reply, m.Counts):

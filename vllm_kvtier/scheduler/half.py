@@ -368,7 +368,7 @@ class SchedulerHalf:
                 return
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
-            if self._sharing is not None:
+            if self._sharing is not None and all(info.shared is not None for info in ranks):
                 self._sharing.opened(self.address)
             logger.info("kvtier: engine %s answers on %s:%d", self._facts.engine_id, *self.address)
 

@@ -269,7 +269,7 @@ class Matcher:
             self._tracked.pop(request_id, None)
 
     def _look_elsewhere(self, t: Tracked) -> None:
-        """An engine of this node that had lent its blocks failed us: the store may have them, if vLLM asks again."""
+        """An engine of this node that had lent its blocks failed us: others may have them, if vLLM asks again."""
         if isinstance(t.offer, Loan) and t.life.state is State.LOCAL:
             t.failed.add(t.offer.instance)
             if isinstance(t.asking, Holder):  # the store may know whoever answered there by another name
@@ -277,8 +277,7 @@ class Matcher:
             if len(t.failed) > MOST_FAILED:
                 return
             t.life.fire(Event.PREEMPT)
-            t.offer, t.plan, t.hurried = None, None, False
-            t.sources = deque([HOST] if self._tier else [])
+            t.offer, t.plan, t.hurried, t.sources = None, None, False, None
 
     def discard(self, request_id: str, corrupt: list[tuple[int, int]]) -> None:
         """What lies in these (group, slot) failed its checksum in a load: the store is to forget it."""

@@ -44,6 +44,10 @@ class FetchWorker:
     def active(self) -> bool:
         return self._fetches.active
 
+    @property
+    def on_device(self) -> bool:
+        return self._fetches.on_device
+
     # -- model runner's thread -----------------------------------------------------------------------------------------
 
     def introduce(self, sources: dict[str, list[RankInfo]]) -> None:

@@ -40,9 +40,9 @@ POLL = 50e-6
 STRETCH = 2e-3
 # While peers read from us, NIXL needs progress only where reads are emulated (TCP, shared memory); RDMA does not.
 SERVE_POLL = 200e-6
-# While nobody waits for checksums that are being made, they are looked at this often: each look takes the interpreter
-# from the model runner, which needs all of it where steps are short.
-SUM_PAUSE = 2e-3
+# What a device does by itself (checksums that nobody waits for, copies) is looked at this often: each look takes the
+# interpreter from the model runner, which needs all of it where steps are short.
+DEVICE_PAUSE = 2e-3
 # After an unforeseen error while polling.
 FAULT_PAUSE = 0.1
 
@@ -380,9 +380,11 @@ class WorkerHalf:
             if not self._busy():
                 return None
             awaited = self._summing and self._summing[0][0] <= self._urgent
-            soon = pulling or awaited or (fetching is not None and fetching.active)
+            # A device copies by itself, and whoever runs the steps looks for the end as well.
+            copying = fetching is not None and fetching.active and not fetching.on_device
+            soon = pulling or awaited or copying
             if not (soon or serving):
-                return SUM_PAUSE
+                return DEVICE_PAUSE
             if time.monotonic() >= end:
                 return 0.0
             time.sleep(POLL if soon else SERVE_POLL)
