@@ -297,7 +297,7 @@ class Storm:
             self.lives[engine.name] += 1
 
 
-@pytest.mark.parametrize("seconds", [15, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 async def test_random_deaths_and_flipped_bits(node: Node, nodes, seconds):
     """Store and engines killed and stopped at random moments under load, bits flipped wherever something is."""
     seed = os.environ.get("KVTIER_SEED", f"storm {seconds}")
