@@ -267,12 +267,14 @@ def from_disk(first: Sequence[Asked], later: Sequence[Asked]) -> list[tuple[Aske
 
 
 def verdicts(played: Played, recalls: bool) -> list[bool]:
-    """By document, whether the later passes answered as the first; from the shipped model, to the letter."""
+    """By document, whether the later passes answered as the first; from the shipped model, to the letter where it knew
+    the answer. One of ten it guesses, and of guesses that are nearly equally likely rounding may choose another where
+    only the end of a prompt is computed; wrong KV would change what it knows."""
     rows = list(zip(*(played.passes[name] for name in PASSES), strict=True))
     judges = [None] * len(rows) if recalls or not played.referee else played.referee
     return [
-        all(same(first.answer, a.answer, judge) for a in again)
-        for (first, *again), judge in zip(rows, judges, strict=True)
+        (recalls and code(n)[1] not in first.answer) or all(same(first.answer, a.answer, judge) for a in again)
+        for n, ((first, *again), judge) in enumerate(zip(rows, judges, strict=True))
     ]
 
 

@@ -148,7 +148,9 @@ def test_near_ties_are_for_models_that_guess(demo, judge, good):
     others = [answer(a.answer) for a in good.passes[demo.COMPUTED][1:]]
     assert judge(played._replace(referee=[answer("a", b=-0.8), *others]), recalls=False) == []
     assert len(judge(played._replace(referee=[answer("a", b=-3.0), *others]), recalls=False)) == 1
-    assert any("'b'" in problem for problem in judge(played._replace(referee=[answer("a", b=-0.8), *others])))
+    assert judge(played) == [], "one that knows the answers did not know this one"
+    knew = changed(good, demo.FROM_DISK, 0, answer="b")
+    assert any("'b'" in problem for problem in judge(knew._replace(referee=[answer("a", b=-0.8), *others])))
 
 
 def test_documents_are_different(demo):
