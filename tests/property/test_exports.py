@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from support import WITHOUT_SHRINKING, Clock
 
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
+from vllm_kvtier.scheduler.exports import LENT_SECONDS, Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
 
 UNIT = 4
 
@@ -60,6 +60,7 @@ class Exports(RuleBasedStateMachine):
         self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
         self.ended: list[ModelExport] = []
         self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
+        self.lent_at: dict[int, float] = {}
         self.served: set[int] = set()  # lent blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
         self.next_block = 1
@@ -138,6 +139,7 @@ class Exports(RuleBasedStateMachine):
         self.ended.append(e)
         self.model_leases[lease.id] = e, who, self.clock.now + 5.0
         self.served.update({lease.id} if served else ())
+        self.lent_at[lease.id] = self.clock.now
         return lease.id
 
     @rule(target=leases, name=names, who=st.sampled_from("xyz"), start=st.integers(0, 5), right=st.booleans())
@@ -251,6 +253,11 @@ class Exports(RuleBasedStateMachine):
             if expected < blocks:
                 expected += len(e.pinned)
                 self.end(e)
+        for lease_id, (e, *_) in list(self.model_leases.items()):  # what was lent long ago, oldest first
+            late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - LENT_SECONDS
+            if e.export.kind is Kind.LENT and late and expected < blocks:
+                expected += len(e.pinned)
+                self.unlease(lease_id)
         assert got == expected
 
     @rule()
