@@ -6,7 +6,6 @@ has is held while others are asked for more. On the scheduler's thread only; ``P
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import orders
+from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.exports import GroupBlocks
 from vllm_kvtier.scheduler.lifecycle import Action, Event
 from vllm_kvtier.scheduler.nearby import Nearby
@@ -63,7 +63,7 @@ class Asker:
         """As Matcher's."""
         self._config, self._peers, self._groups, self._unit = config, peers, groups, unit
         self._my_address, self._counters, self._resumes, self._tier = my_address, counters, resumes, tier
-        self._align = math.lcm(unit, *(size for size, _ in groups))
+        self._align = alignment(groups, unit)
         self._scales, self._nearby = scales, nearby
         self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)

@@ -17,7 +17,7 @@ import torch
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import NoOffer
-from vllm_kvtier.scheduler.slots import SlotPlan, Spaces, full_bytes, plan_slots
+from vllm_kvtier.scheduler.slots import SlotPlan, Spaces, full_bytes, offered_bytes, plan_slots
 from vllm_kvtier.scheduler.tier import HOST, Further, HostAsk, HostOffer, NotInMemory, packed
 from vllm_kvtier.store.lower.nodes import wire as w
 from vllm_kvtier.store.lower.nodes.asking import ASK_SECONDS, Answer, Asking
@@ -255,11 +255,7 @@ class FarTier:
             return NoOffer("not stored", "")
         counts = [(units - asked.start) // shape.units for shape in shapes]
         slots = [row[:count] for row, count in zip(answered.offer.slots, counts, strict=True)]
-        blocks = [len(row) - row.count(0) for row in slots]
-        nbytes, logical = (
-            sum(n * count for n, count in zip(sizes, blocks, strict=True))
-            for sizes in (self._plan.part_bytes, self._plan.logical)
-        )
+        nbytes, logical = offered_bytes(slots, self._plan.part_bytes, self._plan.logical)
         return FarOffer(
             HOST,
             answered.source.instance,

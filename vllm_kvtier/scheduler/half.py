@@ -67,9 +67,8 @@ class SchedulerHalf:
         }
         unit = pool.hash_block_tokens
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
-        self._exports = ExportTable(
-            unit, budget, align=alignment(facts.groups, unit) // unit, longest_lease=longest
-        )
+        align = alignment(facts.groups, unit) // unit
+        self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
         self._engine = EngineThread(self._on_idle)
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
@@ -84,9 +83,8 @@ class SchedulerHalf:
         self._link = LinkServer(self._reactor, link_path, self._heard)
         ledger = Ledger([size for size, _ in facts.groups])
         self._ledger = ledger
-        align = alignment(facts.groups, unit)
         lender = Lender(
-            self._engine.turns, pool, ledger, self._exports, self._keys, facts.groups, unit, align // unit,
+            self._engine.turns, pool, ledger, self._exports, self._keys, facts.groups, unit, align,
             self.counters,
         )
         self._endpoint = Endpoint(

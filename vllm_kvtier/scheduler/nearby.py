@@ -5,11 +5,11 @@ against what the store offered; and once it has lent its blocks, the loan agains
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.peers import Loan
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.sharing import Holder
@@ -41,7 +41,7 @@ class Nearby:
         could be given to a request now."""
         self._config, self._groups, self._instance = config, groups, instance
         self._planner, self._counters, self._bytes_of, self._free = planner, counters, bytes_of, free
-        self._align = math.lcm(unit, *(size for size, _ in groups))
+        self._align = alignment(groups, unit)
         self._paused: dict[str, float] = {}  # instance -> until when it is not asked
         self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
 

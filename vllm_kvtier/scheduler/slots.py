@@ -91,3 +91,9 @@ def full_bytes(groups: list[tuple[int, int | None]], part_bytes: list[int], toke
     """What one rank loads for so many tokens, as far as they are in full attention."""
     sizes = zip(groups, part_bytes, strict=True)
     return sum(tokens // size * nbytes for (size, window), nbytes in sizes if window is None)
+
+
+def offered_bytes(slots: list[list[int]], part_bytes: list[int], logical: list[int]) -> tuple[int, int]:
+    """Of blocks offered by group, 0 where there is none: (what one rank loads of them, the KV that they stand for)."""
+    blocks = [len(row) - row.count(0) for row in slots]
+    return tuple(sum(n * count for n, count in zip(sizes, blocks, strict=True)) for sizes in (part_bytes, logical))

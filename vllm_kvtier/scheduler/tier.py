@@ -16,7 +16,7 @@ from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
 from vllm_kvtier.scheduler.sharing import Holder, Sharing
-from vllm_kvtier.scheduler.slots import Spaces, full_bytes, plan_slots
+from vllm_kvtier.scheduler.slots import Spaces, full_bytes, offered_bytes, plan_slots
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launch import start_store, store_path
 from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Found, Hello
@@ -332,10 +332,7 @@ class HostTier:
             if not limit:
                 return NoOffer("no store", "the store went away")
             return NoOffer("malformed", "slots that this engine cannot reach")
-        blocks = [len(slots) - slots.count(0) for slots in found.slots]
-        nbytes, logical = (
-            sum(n * count for n, count in zip(sizes, blocks, strict=True)) for sizes in (self._part_bytes, self.logical)
-        )
+        nbytes, logical = offered_bytes(found.slots, self._part_bytes, self.logical)
         return HostOffer(
             HOST,
             instance,
