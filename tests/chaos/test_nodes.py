@@ -40,7 +40,23 @@ class Nodes:
         ready(self._server, self._asker)
         eventually(lambda: self._server.ask("stat")["leases"] == 0)  # what was found before has been returned
         self._server.ask("clear"), self._asker.ask("clear")
+        self.connect()
         return self._server, self._asker
+
+    def connect(self) -> None:
+        """A first read over the network: one that UCX fails to begin costs a request its hit, and is tried again."""
+        self._server.ask("store", units=1, name="hello")
+
+        def reads() -> bool:
+            self._asker.tell("read", units=1, name="hello", keep=False)
+            self._asker.hear()
+            answer = self._asker.hear()
+            self._asker.ask("written")  # gives back what failed
+            return answer["good"] == 1
+
+        eventually(reads, 30)
+        eventually(lambda: self._server.ask("stat")["leases"] == 0)
+        self._server.ask("clear")
 
 
 @pytest.fixture(scope="module")

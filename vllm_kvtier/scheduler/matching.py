@@ -205,12 +205,13 @@ class Matcher:
             self._planner.started(t.offer.place, t.offer.nbytes)
         t.pulled = external
         self._orders.append(order)
+        # Computing goes on in this block, or makes a prompt's last token in it again: what the source had summed there
+        # is not what will be there.
+        first = min(tokens, request.num_tokens - 1)
+        pairs = zip(block_ids, self._groups, strict=True)
+        again = {ids[first // size] for ids, (size, _) in pairs if first // size < len(ids)}
+        t.entries = [entry for entry in t.entries if entry.block not in again]
         if t.hurried:
-            # The step computes on from here, into the last block that is copied: what the source had summed there is
-            # not what will be there.
-            pairs = zip(block_ids, self._groups, strict=True)
-            again = {ids[tokens // size] for ids, (size, _) in pairs if tokens // size < len(ids)}
-            t.entries = [entry for entry in t.entries if entry.block not in again]
             self._hurry.begin(t, order)
             return
         t.inbound = vr.chain(request, tokens, self._unit)[t.local // self._unit :]
