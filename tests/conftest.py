@@ -1,6 +1,8 @@
 """What every level of the tests shares."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,14 @@ def root() -> Path:
 def model_path() -> Path:
     """The demo model that ships with the project."""
     return ROOT / "models" / "recall-6m"
+
+
+@pytest.fixture
+def run_dir(monkeypatch) -> Iterator[Path]:
+    """XDG_RUNTIME_DIR of this test alone. Its path is short, as sockets' paths must be; ``tmp_path`` may not be."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

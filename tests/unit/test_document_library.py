@@ -195,8 +195,7 @@ def test_the_engine_is_alone_with_its_store_and_disk(demo, tmp_path, monkeypatch
     assert demo.arguments().store_size == "1GiB"
 
 
-def test_a_store_is_read_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_store_is_read_and_ended(tmp_path, run_dir):
     path = store_path()
     with pytest.raises(StoreFailed, match="no store says how it is"):
         store_counts(path)

@@ -411,12 +411,16 @@ def test_nobody_there_and_a_handshake_that_never_ends(make):
         context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("host", ["", "*", "no such host", "a;b", "x" * 255, "\x00", "\ud800", "256.1.1.1", "a/b"])
+@pytest.mark.parametrize(
+    "host", ["", "*", "no such host", "a;b", "x" * 255, "\x00", "\ud800", "a\nb", "256.1.1.1", "a/b"], ids=ascii
+)
 def test_addresses_that_are_none(make, host, caplog):
     asker = make(Asker, ask_timeout=0.2, handshake_timeout=0.2)
     assert asker.answer((host, 9)).code in ("unreachable", "timeout")
     eventually(lambda: not asker.peers._connections, 3)
     assert "Traceback" not in caplog.text
+    for record in caplog.records:
+        assert record.getMessage().isascii() and "\n" not in record.getMessage()
 
 
 def test_state_about_addresses_is_bounded(make):

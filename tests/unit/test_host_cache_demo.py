@@ -166,22 +166,21 @@ def test_the_engine_is_alone_with_its_store(demo, tmp_path, monkeypatch):
     assert (args.recalls, args.gpus, args.store_size) == (False, [], "4GiB")
 
 
-def test_statistics_of_no_store_are_a_sentence(demo, tmp_path):
+def test_statistics_of_no_store_are_a_sentence(demo, run_dir):
     with pytest.raises(demo.StoreFailed, match="no node store"):
-        demo.store_counts(tmp_path)
-    demo.end_store(tmp_path, None)  # nothing to end is no error
+        demo.store_counts(run_dir)
+    demo.end_store(run_dir, None)  # nothing to end is no error
 
 
-def test_the_store_is_read_and_ended(demo, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_the_store_is_read_and_ended(demo, run_dir, monkeypatch):
     path = store_path()
     start_store(path, StoreOptions(size="1MiB", idle_seconds=30))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    counts = demo.store_counts(tmp_path)
+    counts = demo.store_counts(run_dir)
     assert counts["asked_bytes"] == 1 << 20
     assert counts["index"]["evictions"] == 0
     rows = dict(demo.store_rows(counts))
     assert rows["pool"].startswith("1 MiB") and rows["holds"].startswith("0 blocks")
-    demo.end_store(tmp_path, counts)
+    demo.end_store(run_dir, counts)
     assert not serves(path)
-    demo.end_store(tmp_path, None)
+    demo.end_store(run_dir, None)

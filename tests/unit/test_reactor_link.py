@@ -132,9 +132,8 @@ def test_idle_reactor_uses_no_cpu(reactor):
 
 
 @pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / f"kvtier-{os.getuid()}"
+def runtime(run_dir):
+    return run_dir / f"kvtier-{os.getuid()}"
 
 
 def test_link_both_ways_in_either_order(runtime):
@@ -170,11 +169,11 @@ def test_link_path_is_refused_in_a_directory_of_others(runtime):
         link_path("e", "i")
 
 
-def test_link_path_where_the_runtime_directory_does_not_exist(tmp_path, monkeypatch):
+def test_link_path_where_the_runtime_directory_does_not_exist(run_dir, monkeypatch):
     """Containers often name an XDG_RUNTIME_DIR that nobody made."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert link_path("e", "i").startswith(str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
+    assert link_path("e", "i").startswith(str(run_dir))
 
 
 def test_link_path_too_long_is_said_in_words(tmp_path, monkeypatch):

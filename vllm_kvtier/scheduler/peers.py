@@ -395,4 +395,6 @@ class Peers:
             if len(self._said) >= MAX_REMEMBERED:
                 self._said.clear()
             self._said.add((address, text))
-            logger.warning("kvtier: no pull from %s:%d: %s", address[0], address[1], text)
+            # A host comes with a request: whatever is in it, it does not begin a line of the log or break it.
+            words = ascii(f"{address[0]}:{address[1]}: {text}")[1:-1]
+            logger.warning("kvtier: no pull from %s", words)
