@@ -193,7 +193,9 @@ class Pair:
         return PullOrder(name, source, list(groups), timeout)
 
     def run(self, order, rounds=50):
-        result = self.pulls.start(order)
+        return self.goes_on(rounds, self.pulls.start(order))
+
+    def goes_on(self, rounds, result=None):
         for _ in range(rounds):
             if result is not None:
                 return result

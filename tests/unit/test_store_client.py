@@ -321,7 +321,8 @@ def test_launch_is_called_where_nobody_listens_and_once_at_a_time(path, connect)
 
     client = connect(launch=launch)
     eventually(lambda: calls)
-    assert client.reason == "the node store is being started" and isinstance(client.stat().outcome, Failed)
+    eventually(lambda: client.reason == "the node store is being started")
+    assert isinstance(client.stat().outcome, Failed)
     go.set()
     eventually(lambda: client.connected)
     assert len(calls) == 1

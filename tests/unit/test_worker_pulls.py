@@ -1,5 +1,6 @@
 """Pulls of a worker: with a transport that copies, corrupts, stalls and breaks, and with NIXL itself."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -128,6 +129,30 @@ def clock(monkeypatch):
     now = SimpleNamespace(now=100.0)
     monkeypatch.setattr(pulls_module, "time", SimpleNamespace(monotonic=lambda: now.now))
     return now
+
+
+@pytest.mark.parametrize("busy", [0, 1, len(pulls_module.REREAD_AFTER), len(pulls_module.REREAD_AFTER) + 1])
+def test_what_a_busy_source_has_promised_is_read_again_until_its_checksums_are_there(clock, busy):
+    pair = Pair()
+    order = dataclasses.replace(pair.order(pull_of([5, 6], [3, 4])), promised=True)
+    for read in range(busy + 1):
+        if read == busy:
+            pair.there.make_sums([batch_of([3, 4])], None)
+        result = pair.run(order, 9) if not read else pair.goes_on(9)
+        if read < min(busy, len(pulls_module.REREAD_AFTER)):
+            assert result is None and pair.pulls.active and not pair.transport.running, "it waits"
+            clock.now += pulls_module.REREAD_AFTER[read] - 0.001
+            assert pair.goes_on(9) is None and not pair.transport.running, "not before its time"
+            clock.now += 0.002
+        elif result is not None:
+            break
+    assert result.failed == result.checksum == (busy > len(pulls_module.REREAD_AFTER))
+    assert result.failed or pair.equal(5, 3)
+
+
+def test_what_was_not_only_promised_is_read_once(clock):
+    pair = Pair()
+    assert pair.run(pair.order(pull_of([5, 6], [3, 4])), 9).checksum
 
 
 @pytest.mark.parametrize("fault, words", [("fails", "failed"), ("never", "within 2 s")])

@@ -23,8 +23,8 @@ from vllm_kvtier.worker.work import PullOrder
 
 logger = logging.getLogger("vllm.kvtier.pulls")
 
-# A source makes the checksums of a hand-off before it offers it, unless it is busy; then a moment later.
-REREAD_AFTER = 0.02
+# A source makes the checksums of a hand-off before it offers it, unless it is busy; then some moments later.
+REREAD_AFTER = (0.02, 0.06, 0.2, 0.6)
 # For reads under way when the agent is condemned; also for the one that took too long, because a peer that is being
 # read from when the agent ends may break off: over TCP, UCX ends its process if it was hanging meanwhile.
 GRACE = 1.0
@@ -64,7 +64,7 @@ class _Pull:
     blocks: set[int] = field(default_factory=set)
     moves: list = field(default_factory=list)
     not_before: float = 0.0  # to read
-    reread: bool = False
+    rereads: int = 0
 
 
 @dataclass
@@ -204,8 +204,9 @@ class Pulls:
             bad = self._memory.end_check(pull.check)
             if bad is None:
                 return None
-            if bad and pull.order.promised and not pull.reread:
-                pull.reread, pull.not_before, pull.stage = True, now + REREAD_AFTER, Stage.WAITING
+            if bad and pull.order.promised and pull.rereads < len(REREAD_AFTER):
+                pull.not_before, pull.stage = now + REREAD_AFTER[pull.rereads], Stage.WAITING
+                pull.rereads += 1
                 return None
             return self._verified(pull, bad)
         return None
