@@ -1,6 +1,7 @@
 # make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, a cache that outlives its engine,
 #                                           a library of documents served from disk; all checked
-# make test [LEVELS="unit property"]        lint and all tests, quickest level first
+# make test [LEVELS="unit property"]        lint and all tests, quick levels first
+# make docs                                 docs/options.md anew, from where the options are defined
 # make venv                                 only the set-up, in .venv
 #
 # PYTHON       the python3 that .venv is made with (3.11 or later)
@@ -19,7 +20,7 @@ SETUP := .venv/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo docs test lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -39,11 +40,21 @@ demo: $(SETUP)
 	@$(PY) examples/host_cache_demo.py --model "$(MODEL)"
 	@$(PY) examples/document_library.py --model "$(MODEL)"
 
+docs: $(SETUP)
+	@$(PY) tools/docs_options.py
+
 lint: $(SETUP)
 	@$(PY) -m ruff check .
 
+# What starts no engines runs two files at a time; engines want the machine for themselves.
+QUICK := $(filter unit property kernels,$(LEVELS))
+ALONE := $(filter-out unit property kernels,$(LEVELS))
+
 test: lint
-	@$(PY) -m pytest $(PYTEST_ARGS) $(wildcard $(LEVELS:%=tests/%))
+	@status=0; \
+	if [ -n "$(QUICK)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(QUICK:%=tests/%) || status=$$?; fi; \
+	if [ -n "$(ALONE)" ]; then $(PY) -m pytest $(PYTEST_ARGS) $(ALONE:%=tests/%) || status=$$?; fi; \
+	exit $$status
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

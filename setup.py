@@ -34,6 +34,7 @@ setup(
             "pytest>=8",
             "pytest-asyncio>=0.24",
             "pytest-timeout>=2.2",
+            "pytest-xdist>=3.5",
             "hypothesis>=6.100",
             "httpx>=0.26",
             "ruff>=0.6",
@@ -45,6 +46,9 @@ setup(
             "moto[s3]>=5.0",
             "flask>=2.2",
             "flask-cors>=4",
+            # Snippets of the documentation are found in its Markdown; manifests are checked by Kubernetes' own schemas.
+            "markdown-it-py>=3",
+            "kubernetes-validate>=1.34",
         ],
     },
     entry_points={

@@ -77,7 +77,7 @@ def metrics(engine: Engine, pattern: str) -> float:
 def read_rate(engine: Engine, connector: str) -> tuple[float, float]:
     """(bytes, seconds) read so far."""
     if connector == "kvtier":
-        return metrics(engine, r"vllm:kvtier_pulled_bytes_total"), metrics(engine, r"vllm:kvtier_pull_seconds_total")
+        return metrics(engine, r"vllm:kvtier_pulled_bytes_total"), metrics(engine, r"vllm:kvtier_pull_seconds_sum")
     return metrics(engine, r"vllm:nixl_bytes_transferred_sum"), metrics(engine, r"vllm:nixl_xfer_time_seconds_sum")
 
 

@@ -15,6 +15,7 @@ from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.explaining import stretches, tier_source
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.store import messages as sm
 from vllm_kvtier.store.client import StoreClient
@@ -42,6 +43,7 @@ class FakeEngine:
         self.namespace, self.gpu_cache, self.exported = namespace, {}, {}
         self.reactor = Reactor("fake-engine")
         self.silent = False
+        self.weighed, self.lent, self.words = [], [], []
         table = ExportTable(UNIT, {Kind.HANDOFF: 1000, Kind.RETAINED: 1000})
         self.endpoint = Endpoint(
             self.reactor, KVTierConfig(**options), key, table,
@@ -97,7 +99,13 @@ class FakeEngine:
             counts = dict.fromkeys(m.Inspection.__struct_fields__, 0)
             answer(m.Inspection(**{**counts, "question": question.question, "blocks": 100, "store": store}))
             return
+        if isinstance(question, m.Identify):
+            answer(m.Identified(question.question, self.words))
+            return
         text = bytes(question.tokens).decode()
+        if isinstance(question, m.Explain):
+            self._explain(question, text, answer)
+            return
         said = dict(
             question=question.question, prompt=len(text),
             gpu_cache=self.gpu_cache.get((text, question.cache_salt), 0),
@@ -108,6 +116,28 @@ class FakeEngine:
             return
         pending = self._client.inspect(self.space, self.chain(text, question.cache_salt))
         pending.then(lambda p: answer(m.Holding(**said, stored=getattr(p.outcome, "units", 0) * UNIT)))
+
+    def _explain(self, question, text, answer) -> None:
+        asked = (text, question.cache_salt)
+        said = dict(
+            question=question.question, prompt=len(text), unit=UNIT, gpu_cache=self.gpu_cache.get(asked, 0),
+            exported=self.exported.get(asked, 0), pull_threshold=64, weighed=self.weighed, engines=self.lent,
+        )  # fmt: skip
+        if self._client is None:
+            answer(m.Explanation(**said, problem="it uses no node store (option store: off)"))
+            return
+
+        def told(pending) -> None:
+            found = pending.outcome
+            answer(
+                m.Explanation(
+                    **said, stored=found.units * UNIT, store=self._client.instance, store_seconds=found.seconds,
+                    known_seconds=found.known, stretches=stretches(found.spans, [(UNIT, None)], len(text)),
+                    tiers=[tier_source(tier, UNIT) for tier in found.tiers],
+                )
+            )  # fmt: skip
+
+        self._client.explain(self.space, self.chain(text, question.cache_salt), 0.5).then(told)
 
     def stop(self) -> None:
         self.reactor.stop()

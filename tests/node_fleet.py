@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from drive import Driver, Reply, assert_same, driving, random_tokens
 from fleet import ENGINE_FLAGS, start_missing
+from node_events import Follower, publishing
 from store_support import RawClient, tool_hello
 from support import eventually
 
@@ -195,6 +196,11 @@ def store_in(folder: Path) -> NodeStore:
         return NodeStore(store_path())
 
 
+def events_of(store: NodeStore, name: str) -> str:
+    """Where an engine of this name publishes its KV events."""
+    return f"ipc://{Path(store.path).parent}/{name}"
+
+
 def store_env(folder: Path) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
 
@@ -205,14 +211,25 @@ def node(model_path, log_dir, plain) -> Iterator[Node]:
     with runtime_dir() as folder:
         flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--max-num-batched-tokens", str(STEP_TOKENS))}
 
-        def engine(name: str, extra: dict) -> Engine:
-            kv = kvtier({**OPTIONS, "endpoint_port": free_port(), **extra})
-            return Engine(model_path, name=f"node-{name}", kv=kv, log_dir=log_dir, env=store_env(folder), **flags)
+        store = store_in(folder)
 
-        engines = [engine("A", {"load_policy": "always"}), engine("B", {})]
+        def engine(name: str, extra: dict, *args: str) -> Engine:
+            kv = kvtier({**OPTIONS, "endpoint_port": free_port(), **extra})
+            env, mine = store_env(folder), {**flags, "args": (*flags["args"], *args)}
+            return Engine(model_path, name=f"node-{name}", kv=kv, log_dir=log_dir, env=env, **mine)
+
+        engines = [
+            engine("A", {"load_policy": "always"}, *publishing(events_of(store, "A"))),
+            engine("B", {}, *publishing(events_of(store, "B"))),
+        ]
         start_missing([*engines, plain])
-        yield Node(*engines, plain, store_in(folder), {})
+        yield Node(*engines, plain, store, {})
         kill_all(engines)
+
+
+def wrong_checksums(counters: dict[str, float]) -> float:
+    """Blocks that arrived wrong, from whomever. ``counters``: as ``NodeDriver.counters`` reads them."""
+    return sum(value for name, value in counters.items() if name.startswith("integrity_failures"))
 
 
 class NodeDriver(Driver):
@@ -251,6 +268,16 @@ class NodeDriver(Driver):
             return True
 
         await self.until(done, RETAIN_SECONDS + 5, f"{engine.name} resets its prefix cache")
+
+    async def until_heard(self, engine: Engine, follower: Follower) -> None:
+        """The subscription has arrived: what the engine publishes before, the follower does not get."""
+        before = follower.heard
+
+        async def heard() -> bool:
+            await self.ask(engine, random_tokens(random.Random(os.urandom(8)), 40), 2)
+            return follower.heard > before
+
+        await self.until(heard, 30, f"{engine.name} publishes")
 
     async def stored(
         self, engine: Engine, prompt: list[int], tokens: int | None = None, salt: str = "", seconds: float = 10.0

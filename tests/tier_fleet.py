@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from drive import Reply, random_tokens
+from node_events import Follower
 from node_fleet import OPTIONS, RETAIN_SECONDS, SLOT_PAGES, NodeDriver, NodeStore
 from store_support import RawClient, chain_of, items_of
 from support import eventually
@@ -155,6 +156,11 @@ class TierDriver(NodeDriver):
             return holds(await asyncio.to_thread(self.node.store.counts))
 
         await self.until(so, seconds, "it is under way")
+
+    async def says(self, follower: Follower, prompt: list[int], tokens: dict[str, int]) -> bool:
+        """How many of the prompt's tokens are where, as published."""
+        found = follower.prefix(prompt)
+        return all(found.get(place, 0) == count for place, count in tokens.items())
 
     async def nothing_held(self) -> None:
         """No block, lease or reservation, of whomever."""

@@ -151,7 +151,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["all", "prompt", "off"],
         _doc("What goes to the node store as blocks fill: prompts and generated text, prompts only, or nothing."),
     ] = "all"
-    store_pin_share: Annotated[
+    store_hold_share: Annotated[
         float,
         _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
     ] = 0.9

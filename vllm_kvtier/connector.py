@@ -16,7 +16,7 @@ from vllm_kvtier.vllm_compat import namespace
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.facts import engine_facts
 from vllm_kvtier.vllm_compat.layout import cache_view
-from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats
+from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.vllm_compat.types import (
     StepMetadata,
     TransferResults,
@@ -73,7 +73,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        return hit_sources(self._scheduler.source(request.request_id), num_external_tokens)
+        return hit_sources(self._scheduler.sources(request.request_id, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(self._scheduler.begin_step(scheduler_output))
@@ -84,6 +84,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if TransferResults is None and self._facts.fails_by_request and any(r.failed for r in results):
             recompute_failed_loads(self._scheduler.engine_scheduler, results)
         self._scheduler.arrived(results, set(connector_output.finished_recving or ()))
+
+    def take_events(self) -> list[Any]:
+        return self._scheduler.take_events() if self._scheduler is not None else []
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -181,7 +184,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
-        return KVTierStats(data=data or {})
+        return build(data)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues) -> KVTierPromMetrics:

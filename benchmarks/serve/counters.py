@@ -8,7 +8,7 @@ import aiohttp
 
 from .targets import Target
 
-_SAMPLE = re.compile(r"^(vllm:\w+_total)(?:\{([^}]*)\})? (\S+)$", re.M)
+_SAMPLE = re.compile(r"^(vllm:\w+_total|vllm:kvtier_\w+_(?:sum|count))(?:\{([^}]*)\})? (\S+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_SERVER = {"engine", "model_name"}  # labels that every sample has
 SOURCES = {

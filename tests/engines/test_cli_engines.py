@@ -1,6 +1,6 @@
 """`kvtier doctor`, `inspect` and `top` beside real engines and their store: two that share a node, not a hash seed.
 
-    KVTIER_TOP_SVG=docs/top.svg pytest tests/engines/test_cli_engines.py -k top     makes the picture of the manual
+KVTIER_TOP_SVG=docs/top.svg pytest tests/engines/test_cli_engines.py -k top     makes the picture of the manual
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from node_fleet import OPTIONS, SLOT_PAGES, NodeDriver, runtime_dir, seeded, sto
 
 from vllm_kvtier.devtools.engines import kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
+from vllm_kvtier.doctor.endpoint import EndpointProbe
 from vllm_kvtier.doctor.server import Server
 from vllm_kvtier.store.messages import PAGE
 
@@ -95,7 +96,8 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     file.write_text(TEXT)
     asked = [*given(first), "--socket", store.path, "--prompt", file]
     _, checks = await doctor(*asked)
-    assert "never stored" in checks[-1]["sentence"]
+    assert "never stored: no engine that" in checks[-1]["sentence"]
+    assert "since the store started" in checks[-1]["sentence"]
 
     tokens = await asyncio.to_thread(Server(first.base_url).tokenize, TEXT)
     await driver.ask(first, tokens, 1)
@@ -107,13 +109,30 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     found = json.loads(done.stdout)["engines"][0]
     assert found["stored_tokens"] == found["gpu_cache_tokens"] == whole
     assert found["block_tokens"] == BLOCK
+    told = [(each["start"], each["end"], each["place"], each["fate"]) for each in found["stretches"]]
+    assert told == [(0, whole, "memory", "")] and not found["weighed"], "its own cache has it: nothing to load"
 
     code, checks = await doctor(*given(first, second), "--socket", store.path, "--prompt", file)
     missed = next(check for check in checks if check["name"] == f"prompt on {second.endpoint}")
     assert "hash seed differs" in missed["sentence"] and first.endpoint in missed["sentence"]
+    assert "fixed by PYTHONHASHSEED" in missed["sentence"], "in the engine's own words"
 
     code, checks = await doctor(*asked, "--cache-salt", "somebody")
     assert code == 2 and "were stored with no cache salt" in checks[-1]["sentence"]
+
+    # Only the store has it: what the engine would do with that follows from what it has measured.
+    await driver.until_idle(first)
+    await driver.reset(first)
+    done = await command("inspect", *given(first), "--prompt", file, "--json")
+    found = json.loads(done.stdout)["engines"][0]
+    assert (found["gpu_cache_tokens"], found["stored_tokens"]) == (0, whole)
+    (weighed,) = found["weighed"]
+    assert (weighed["source"], weighed["start"], weighed["end"], weighed["load"]) == ("host", 0, whole, True)
+    assert weighed["load_seconds"] > 0
+
+    # An adapter that this engine does not know.
+    code, checks = await doctor(*asked, "--adapter", "nobody")
+    assert "no request to this engine has used an adapter 'nobody'" in checks[-1]["sentence"], checks[-1]
 
     # More than the store holds, and the engine's own cache emptied.
     for number in range(4):
@@ -121,7 +140,35 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     await driver.until_idle(first)
     await driver.reset(first)
     _, checks = await doctor(*asked)
-    assert "evicted, or never stored: the store was full and has evicted" in checks[-1]["sentence"], checks[-1]
+    assert f"tokens 0 to {whole}: evicted " in checks[-1]["sentence"], checks
+    assert " ago to make room, and no tier below memory had it" in checks[-1]["sentence"]
+    done = await command("inspect", *given(first), "--prompt", file)
+    assert "its GPU's cache" in done.stdout and f"tokens 0 to {whole}: evicted, " in done.stdout, done.stdout
+
+
+async def test_a_beginning_is_still_there(pair, driver, tmp_path):
+    """The end goes first; the rest is found, and doctor says from where on it is not, and why."""
+    first, _, store = pair
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT)
+    tokens = await asyncio.to_thread(Server(first.base_url).tokenize, TEXT)
+    begin = len(tokens) // 2 // BLOCK * BLOCK
+    await driver.ask(first, tokens[:begin], 1)
+    await driver.stored(first, tokens[:begin])
+    code, checks = await doctor(*given(first), "--socket", store.path, "--prompt", file)
+    assert code == 1 and f"tokens from {begin} on of {len(tokens)} tokens missed" in checks[-1]["sentence"], checks[-1]
+
+
+async def test_engines_say_who_they_are(pair):
+    first, second, _ = pair
+    told = []
+    for engine in (first, second):
+        with EndpointProbe(engine.endpoint) as probe:
+            told.append(await asyncio.to_thread(probe.words))
+    same, other = told
+    assert [name for name in same if same[name] != other[name]] == ["hash seed"]
+    assert len(same["weights"].split(",")[0]) == 16 and same["codec of the store"] == "raw"
+    assert f"{BLOCK} tokens" in same["block size"] and "full attention" in same["KV cache layout"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 from drive import Reply, driving, random_tokens
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
+from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in, wrong_checksums
 from test_node_store_models import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -70,7 +70,7 @@ class Sleeper(NodeDriver):
         await self.flushed(engine)
         await self.until_idle(engine)
         counters = await self.counters(engine)
-        assert not any(counters.get(name, 0) for name in ("integrity_failures", "loads failed")), counters
+        assert not wrong_checksums(counters) and not counters.get("loads failed"), counters
         counts = await asyncio.to_thread(self.node.store.counts)
         assert (counts.index.leases, counts.index.reservations) == (0, 0)
         print(

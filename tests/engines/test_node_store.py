@@ -7,7 +7,8 @@ import time
 
 import pytest
 from drive import assert_same, driving, random_tokens
-from node_fleet import ASKED, Node, NodeDriver, seeded
+from node_events import Follower
+from node_fleet import ASKED, Node, NodeDriver, events_of, seeded, wrong_checksums
 
 from vllm_kvtier.cli import pin
 from vllm_kvtier.devtools.engines import Engine
@@ -25,7 +26,7 @@ def nothing_is_left(node):
             if leave_nothing:
                 await nodes.nothing_left(*node.engines)
             counts = [await nodes.counters(engine) for engine in node.engines]
-            return [c.get(name, 0) for c in counts for name in ("integrity_failures", "loads failed")]
+            return [n for c in counts for n in (wrong_checksums(c), c.get("loads failed", 0))]
 
     before = asyncio.run(failures(False))
     yield
@@ -70,6 +71,41 @@ async def test_both_engines_use_one_store(node: Node, nodes):
         assert (await nodes.inspect(engine)).store == counts.instance
     clients = [c.kind for c in (await asyncio.to_thread(node.store.counts)).clients if c.kind != "tool"]
     assert sorted(clients) == ["engine", "engine", "worker", "worker"]
+
+
+async def test_every_engine_publishes_what_it_can_load(node: Node, nodes):
+    """Also what the other one stored: a router that asks who has a prompt finds both right, and right no longer when it
+    is gone."""
+    prompt = random_tokens(seeded("events"), 500)
+    tokens = expected(len(prompt))
+    with Follower(events_of(node.store, "A")) as first, Follower(events_of(node.store, "B")) as second:
+        await nodes.until_heard(node.first, first)
+        await nodes.until_heard(node.second, second)
+        await asyncio.to_thread(node.store.clear)
+        await nodes.asked(node.first, prompt)
+        await nodes.stored(node.first, prompt)
+
+        async def both(count: int) -> bool:
+            return all(follower.prefix(prompt).get("CPU", 0) == count for follower in (first, second))
+
+        await nodes.until(lambda: both(tokens), 20, "both publish it, one of them idle")
+
+        async def all_of_it() -> bool:
+            entries = (await asyncio.to_thread(node.store.counts)).index.entries
+            return first.count("CPU") == second.count("CPU") == entries
+
+        await nodes.until(all_of_it, 20, "and nothing else than what is stored")
+        assert not second.prefix(prompt).get("GPU"), "that would be the other's"
+        # vLLM forgets its own cache; what is in the store stays published, also to who takes that for the end of all.
+        await nodes.reset(node.first)
+        await nodes.until(lambda: both(tokens), 20, "still there")
+        await asyncio.to_thread(node.store.clear)
+
+        async def nothing() -> bool:
+            return not first.count("CPU") and not second.count("CPU")
+
+        await nodes.until(nothing, 20, "all is removed")
+        assert not first.missed and not second.missed
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -274,11 +310,27 @@ async def test_hand_offs_go_on(node: Node, nodes):
 
 async def test_reset_with_the_connector_then_a_restart(node: Node, nodes):
     """A is told to forget: its old blocks are not its own any more, while B keeps them. A new A has them again."""
+    with Follower(events_of(node.store, "A")) as follower:
+        await nodes.until_heard(node.first, follower)
+        await reset_then_restart(node, nodes, follower)
+
+
+async def reset_then_restart(node: Node, nodes: NodeDriver, follower: Follower) -> None:
+    """``follower``: of what A publishes."""
     rng = seeded("reset")
     prompt, after = random_tokens(rng, 500), random_tokens(rng, 500)
+
+    async def publishes(prompt: list[int], count: int) -> None:
+        async def so() -> bool:
+            return follower.prefix(prompt).get("CPU", 0) == count
+
+        await nodes.until(so, 20, f"{count} tokens of the prompt are published")
+
     await nodes.asked(node.first, prompt)
     await nodes.stored(node.first, prompt)
+    await publishes(prompt, expected(500))
     await nodes.reset(node.first, external=True)
+    await publishes(prompt, 0)
     reply = await nodes.asked(node.first, prompt)
     assert (reply.pulled, reply.report["local_tokens"]) == (0, 0)
     assert (await nodes.asked(node.second, prompt)).pulled == expected(500)
@@ -288,6 +340,7 @@ async def test_reset_with_the_connector_then_a_restart(node: Node, nodes):
     await nodes.reset(node.first)
     assert (await nodes.asked(node.first, after)).pulled == expected(500)
     assert (await nodes.asked(node.second, after)).pulled == 0
+    await publishes(after, expected(500))
 
     counts = await asyncio.to_thread(node.store.counts)
     node.first.kill()
@@ -296,6 +349,9 @@ async def test_reset_with_the_connector_then_a_restart(node: Node, nodes):
 
     await nodes.uses_store(node.first)
     assert (await nodes.inspect(node.first)).store == counts.instance
+    await nodes.until_heard(node.first, follower)
+    await nodes.reset(node.first)  # says again what the store told it: that may have been published before it was heard
+    await publishes(prompt, expected(500))
     assert (await nodes.asked(node.first, prompt)).pulled == expected(500), "a restarted engine's cache is warm"
 
 

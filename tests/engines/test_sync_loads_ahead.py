@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 from node_fleet import SLOT_PAGES, Memory, runtime_dir, store_env
 
+from vllm_kvtier.telemetry.stats import merge
+
 BLOCK = 32
 CASES = ((650, 0, 8), (700, 20, 1), (1300, 17, 24))  # tokens, the bad block, tokens asked for
 
@@ -64,8 +66,7 @@ class InProcess:
 
         def taken() -> dict[str, float]:
             counts = take()
-            for name, amount in counts.items():
-                self.counts[name] = self.counts.get(name, 0) + amount
+            merge(self.counts, counts)
             return counts
 
         half.counters.take = taken

@@ -7,10 +7,12 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from drive import Reply, assert_same, driving, random_tokens
 from fleet import ENGINE_FLAGS, start_missing
+from node_events import Follower, publishing
 from node_fleet import ASKED, runtime_dir, store_env, store_in
 from support import eventually
 from tier_fleet import (
@@ -44,7 +46,8 @@ def node(model_path, log_dir, plain) -> Iterator[TieredNode]:
 
         def engine(name: str, **extra) -> Engine:
             options = {**TIER_OPTIONS, "store_disk_path": str(disk), "endpoint_port": free_port(), **extra}
-            flags = {**ENGINE_FLAGS, "args": ("--dtype", "bfloat16")} if "codec" in extra else ENGINE_FLAGS
+            exact = (*ENGINE_FLAGS["args"], *publishing(events_at(disk)))
+            flags = {**ENGINE_FLAGS, "args": ("--dtype", "bfloat16") if "codec" in extra else exact}
             kv, env = kvtier(options), store_env(folder)
             return Engine(model_path, name=f"tiers-{name}", kv=kv, log_dir=log_dir, env=env, **flags)
 
@@ -54,6 +57,11 @@ def node(model_path, log_dir, plain) -> Iterator[TieredNode]:
         kill_all(engines)
         for log in folder.rglob("*.log"):
             shutil.copy(log, log_dir / "tiers-store.log")
+
+
+def events_at(disk: Path) -> str:
+    """Where the engine publishes its KV events."""
+    return f"ipc://{disk.parent}/events"
 
 
 @pytest.fixture
@@ -88,6 +96,53 @@ async def test_what_memory_gave_up_comes_from_disk(node, tiers):
     longer = prompts[3][:900] + random_tokens(rng, 200)
     reply, read = await tiers.from_disk(node.engine, longer)
     assert (reply.pulled, read) == (whole(longer[:900]), whole(longer[:900]))
+
+
+async def test_kv_events_say_what_is_in_memory_and_on_disk(node, tiers):
+    """A router that hears them has the store's own view, tier by tier, whatever becomes of the blocks."""
+    prompts = prompts_of("events", 3, 700)
+    with Follower(events_at(node.disk)) as follower:
+        await tiers.until_heard(node.engine, follower)
+        await asyncio.to_thread(node.store.clear)
+
+        async def same(memory: bool = True) -> bool:
+            counts = await asyncio.to_thread(node.store.counts)
+            mine = counts.index.entries if memory else 0
+            return follower.count("CPU") == mine and follower.count("STORAGE") == (await tiers.disk()).blocks
+
+        await tiers.until(same, 20, "what was published before is heard of no more: the store was emptied")
+        await tiers.kept(*prompts)
+        await tiers.until(same, 20, "what is stored is published")
+        for prompt in prompts:
+            assert follower.prefix(prompt).items() >= {"CPU": whole(prompt), "STORAGE": whole(prompt)}.items()
+            assert follower.prefix(prompt)["CPU"] == (await tiers.query(node.engine, prompt)).stored
+        await tiers.gone_from_memory(prompts[0])  # blocks of nobody's take its place
+        below = {"CPU": 0, "STORAGE": whole(prompts[0])}
+        await tiers.until(lambda: tiers.says(follower, prompts[0], below), 20, "memory gave it up")
+        by_source = "vllm:prompt_tokens_cached_by_source_total"
+        before = await tiers.metric(node.engine, by_source, '"disk"')
+        reply, _ = await tiers.from_disk(node.engine, prompts[0])
+        assert reply.pulled == whole(prompts[0])
+        if await tiers.metric(node.engine, by_source):  # vLLM asks for it since 0.32
+            assert await tiers.metric(node.engine, by_source, '"disk"') - before == whole(prompts[0])
+        await tiers.until(lambda: tiers.says(follower, prompts[0], {"CPU": whole(prompts[0])}), 20, "it came up again")
+        await asyncio.to_thread(node.store.clear)
+        await tiers.until(same, 20, "nothing is left")
+        assert not follower.count("CPU") and not follower.count("STORAGE")
+        # A store that is killed takes its memory with it; the next one has the disk, of which it is told by and by.
+        await tiers.kept(prompts[1])
+        await tiers.until(lambda: tiers.says(follower, prompts[1], {"CPU": whole(prompts[1])}), 20, "stored again")
+        await asyncio.to_thread(node.store.kill)
+        await tiers.until(lambda: tiers.says(follower, prompts[1], {"CPU": 0, "STORAGE": 0}), 20, "the store is dead")
+        await asyncio.to_thread(node.store.until_up)
+        await tiers.is_open()
+        await tiers.uses_store(node.engine)
+        await tiers.reset(node.engine)
+        reply, _ = await tiers.from_disk(node.engine, prompts[1])
+        assert reply.pulled == whole(prompts[1])
+        both = {"CPU": whole(prompts[1]), "STORAGE": whole(prompts[1])}
+        await tiers.until(lambda: tiers.says(follower, prompts[1], both), 20, "found again, and labelled")
+        assert not follower.missed
 
 
 async def test_a_working_set_of_three_times_the_memory(node, tiers):

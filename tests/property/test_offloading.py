@@ -180,7 +180,7 @@ class Engine:
         self.orders = {0: [], 1: []}  # by rank: StoreBlocks not reported yet
         self.woken = 0
         self.offloader = Offloader(
-            KVTierConfig(store_write=write, store_pin_share=share), self.tier, BlockPool(self.fake), lambda: KEYS,
+            KVTierConfig(store_write=write, store_hold_share=share), self.tier, BlockPool(self.fake), lambda: KEYS,
             groups, self.counters, self.reactor, self.told, self.wake,
         )  # fmt: skip
         self.most = int(BLOCKS * share)

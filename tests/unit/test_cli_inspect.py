@@ -4,11 +4,16 @@ import json
 
 import pytest
 from doctor_fakes import FakeEngine, FakeServer
+from store_process import Store
+from store_support import RawClient, tool_hello
+from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.cli.pin import tokenize
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import messages as sm
+from vllm_kvtier.wire import messages as wm
 
 TEXT = "word " * 20
 
@@ -33,6 +38,15 @@ def given(make, tmp_path):
     return ["inspect", "--server", make(FakeServer).url, "--prompt", str(file)]
 
 
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path)
+    made.start()
+    eventually(lambda: (counts := made.counts()).ready_bytes == counts.pool_bytes)
+    yield made
+    made.kill()
+
+
 def test_numbers(make, given):
     engine, gone = make(FakeEngine), make(FakeEngine)
     engine.gpu_cache[TEXT, ""], engine.exported[TEXT, ""] = 96, 64
@@ -40,10 +54,10 @@ def test_numbers(make, given):
     result = CliRunner().invoke(app, [*given, "--endpoint", engine.address, "--endpoint", gone.address, "--json"])
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["prompt_tokens"] == 100
-    assert found["engines"][0] == {
-        "endpoint": engine.address, "block_tokens": 16, "gpu_cache_tokens": 96, "exported_tokens": 64,
-        "stored_tokens": 0,
-    }  # fmt: skip
+    first = found["engines"][0]
+    assert (first["endpoint"], first["block_tokens"]) == (engine.address, 16)
+    assert (first["gpu_cache_tokens"], first["exported_tokens"], first["stored_tokens"]) == (96, 64, 0)
+    assert first["stretches"] == first["tiers"] == [] and "uses no node store" in first["problem"]
     assert found["engines"][1] == {"endpoint": gone.address, "unknown": f"nothing listens on {gone.address}"}
 
 
@@ -54,6 +68,39 @@ def test_table(make, given):
     line = next(line for line in result.stdout.splitlines() if "GPU" in line)
     assert "100 tokens" in result.stdout and " 50 " in line
     assert line.count("█") == 20 and line.count("░") == 20
+
+
+def test_where_the_store_has_it_and_what_became_of_the_rest(make, given, store):
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT)
+    with RawClient(store.path, tool_hello()) as tool:
+        tool.ask(sm.Clear(1))
+    engine.stores(TEXT[:32])
+    engine.lent = [wm.Source("127.0.0.1:7200", 64)]
+    engine.weighed = [wm.Weighed("gpu", 32, 64, True, "unmeasured", 0.001)]
+    given += ["--endpoint", engine.address]
+    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)["engines"][0]
+    assert found["stored_tokens"] == 32 and found["lent_by"] == [{"endpoint": "127.0.0.1:7200", "tokens": 64}]
+    told = [(each["start"], each["end"], each["place"], each["fate"]) for each in found["stretches"]]
+    assert told == [(0, 32, "memory", ""), (32, 96, "", "cleared")]
+    assert found["weighed"][0]["load"] is True and found["known_seconds"] == found["store_seconds"] > 0
+
+    table = CliRunner().invoke(app, given).stdout
+    memory, lent = (next(line for line in table.splitlines() if word in line) for word in ("memory", "lent by"))
+    assert " 32 " in memory and memory.count("█") == 13 and "lent by 127.0.0.1:7200" in lent and " 64 " in lent
+    assert "tokens 32 to 96: cleared, " in table and " ago" in table
+    assert "it would load tokens 32 to 64" in table and "computing not measured yet" in table
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "200"])
+def test_a_terminal_of_any_width(make, given, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    engine = make(FakeEngine)
+    engine.gpu_cache[TEXT, ""] = 50
+    result = CliRunner().invoke(app, [*given, "--endpoint", engine.address])
+    line = next(line for line in result.stdout.splitlines() if "its" in line)
+    assert result.exit_code == 0 and "50" in line
+    assert line.count("█") + line.count("░") == (40 if columns == "200" else 0)
 
 
 def test_a_salt_is_asked_with(make, given):

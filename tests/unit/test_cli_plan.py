@@ -250,7 +250,7 @@ def test_all_of_it(given):
 
 
 def test_rates_of_an_engine(given):
-    lines = counter("loaded_bytes", 4e9) + counter("load_seconds", 2)
+    lines = counter("loads", 3, "ok") + 'vllm:kvtier_planner_bandwidth{engine="0",kind="host"} 2e9\n'
     lines += "vllm:prompt_tokens_total 9000\nvllm:request_prefill_time_seconds_sum 3\n"
     server = FakeServer(metrics=METRICS + lines)
     try:

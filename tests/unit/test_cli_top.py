@@ -15,6 +15,7 @@ from doctor_fakes import METRICS, FakeServer, counter
 from rich.console import Console
 from store_process import Store
 from store_support import RawClient, chain_of, engine_hello
+from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -27,6 +28,7 @@ from vllm_kvtier.doctor.server import Scrape
 def store(tmp_path):
     made = Store(tmp_path)
     made.start()
+    eventually(lambda: (counts := made.counts()).ready_bytes == counts.pool_bytes)
     yield made
     made.kill()
 
@@ -65,6 +67,25 @@ def test_traffic_shows(store, tmp_path):
     picture = svg.read_text()
     assert "font-face" not in picture, "a picture loads nothing from elsewhere"
     assert picture.startswith("<svg") and "memory" in picture and "kvtier&#160;top" in picture.replace(" ", "&#160;")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_names_and_numbers_have_room_before_bars(store, server, width):
+    """A terminal has 80 columns, as a rule."""
+    server.metrics = METRICS
+    with Watcher(store.path, [server.url]) as watcher, RawClient(store.path, engine_hello("e")) as client:
+        client.store(chain_of((10, "a")))
+        seen = [watcher.read(), watcher.read()]
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))
+    console.print(frame(seen, store.path, console.width))
+    text = console.export_text()
+    memory = next(line for line in text.splitlines() if line.lstrip().startswith("me"))
+    engine = next(line for line in text.splitlines() if line.lstrip().startswith("127.0.0.1:"))
+    assert str(server.port) in engine and "…" not in engine
+    assert ("a wider terminal shows" in text) == (width < 140)
+    if width >= 80:
+        assert "memory" in memory and ("of 4 MiB" if width == 140 else "4%") in memory and "…" not in memory
+    assert (memory.count("█") + memory.count("░")) == (20 if width == 140 else 0)
 
 
 def test_rates_are_differences(store):

@@ -8,7 +8,7 @@ from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geom
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
-from vllm_kvtier.doctor.endpoint import EndpointProbe, field_words
+from vllm_kvtier.doctor.endpoint import EndpointProbe, NoEndpoint, field_words
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -59,6 +59,54 @@ def test_how_they_reach_each_other(make, nodes, words):
 
     code, checks = both(*(make(FakeEngine, ranks=somewhere(node)) for node in nodes))
     assert code == 0 and checks[2]["sentence"].endswith(words)
+
+
+WORDS = {"model": "llama, from /m/llama", "model configuration": "c0ffee", "weights": "beef, 2 files"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "causes"),
+    [
+        (
+            {"weights": "f00d, 2 files"},
+            ["the weights of llama, from /m/llama differs: beef, 2"],
+        ),
+        (
+            {"model": "{other}", "model configuration": "d0", "weights": "f00d, 1 file"},
+            ["the model configuration of llama, from /m/llama and of {other} differs: c0ffee on", "the weights "],
+        ),
+        ({}, ["the model's configuration or weights differs: model-a on"]),
+    ],
+)
+def test_engines_say_in_what_their_models_differ(make, theirs, causes):
+    a, b = make(FakeEngine), make(FakeEngine, changed(model="model-b"))
+    a.words, b.words = list(WORDS.items()), list({**WORDS, **theirs}.items())
+    code, checks = both(a, b)
+    broken = [check for check in checks if check["state"] == "fail"]
+    assert code == 2 and len(broken) == len(causes), broken
+    assert all(cause in check["sentence"] for cause, check in zip(causes, broken, strict=True)), broken
+
+
+def test_whether_a_seed_was_fixed_is_told(make):
+    a, b = make(FakeEngine), make(FakeEngine, changed(hash_seed="0ddb"))
+    a.words, b.words = [("hash seed", "5eed, fixed by PYTHONHASHSEED")], [("hash seed", "0ddb, random: another one")]
+    found = only(both(a, b)[1], "fail")
+    assert f"5eed, fixed by PYTHONHASHSEED on {a.address}, 0ddb, random: another one on" in found["sentence"]
+
+
+def test_an_engine_that_does_not_know_the_question(make, monkeypatch):
+    """An older one drops who asks, with a word."""
+    old = m.Hello | m.Welcome | m.Refused | m.Query | m.Holding | m.Inspect | m.Inspection
+    engine = make(FakeEngine)
+    decoder, ours = msgspec.msgpack.Decoder(old), m.decode_engine
+    monkeypatch.setattr(
+        m, "decode_engine", lambda frame: (decoder.decode if b"ident" in frame or b"explain" in frame else ours)(frame)
+    )
+    with EndpointProbe(engine.address) as probe:
+        for ask in (probe.words, lambda: probe.explanation([1, 2], "")):
+            with pytest.raises(NoEndpoint, match="runs an older vllm-kvtier") as caught:
+                ask()
+            assert caught.value.why == "other version"
 
 
 def test_an_identity_is_learned_whole(make):

@@ -1,16 +1,20 @@
 """`kvtier doctor` names why a prompt missed: planted causes, engines on real sockets, and a real node store."""
 
 import json
+import os
+import signal
 
 import pytest
 from doctor_fakes import METRICS, UNIT, FakeEngine, FakeServer, changed, counter, ranks
 from store_process import POOL, Store
-from store_support import BLOCK_PAGES
+from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of, tool_hello
 from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.store import messages as sm
 from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.wire import messages as wm
 
 TEXT = "A prompt that is as long as it takes: " + "word " * 40  # 238 tokens, 14 blocks
 BLOCKS = len(TEXT) // UNIT
@@ -86,7 +90,9 @@ def test_below_a_block(make, store, asked):
 
 def test_never_stored(make, store, asked):
     code, checks = asked([make(FakeEngine, store=store.path)])
-    assert code == 1 and "all of it of 238 tokens missed: never stored: the store has evicted" in checks[0]["sentence"]
+    assert code == 1 and len(checks) == 1
+    assert "all of it of 238 tokens missed: tokens 0 to 224: never stored: no engine that" in checks[0]["sentence"]
+    assert "since the store started" in checks[0]["sentence"] and "--like" in checks[0]["remedy"]
 
 
 def test_evicted(make, store, asked):
@@ -94,8 +100,78 @@ def test_evicted(make, store, asked):
     engine.stores(TEXT)
     fill_up(engine, store)
     code, checks = asked([engine])
-    assert code == 1 and "evicted, or never stored: the store was full and has evicted" in checks[0]["sentence"]
+    assert code == 1 and len(checks) == 1
+    assert "tokens 0 to 224: evicted " in checks[0]["sentence"] and " ago to make room" in checks[0]["sentence"]
     assert "store_size" in checks[0]["remedy"]
+
+
+def test_cleared_and_then_stored_in_part(make, store, asked):
+    """Each stretch has its own cause; and what happened last counts."""
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT)
+    with RawClient(store.path, tool_hello()) as tool:
+        assert tool.ask(sm.Clear(1)).count == BLOCKS
+    engine.stores(TEXT[:64])
+    code, checks = asked([engine])
+    assert code == 1 and "(the 64 before are there: node store 64)" in checks[0]["sentence"]
+    assert "tokens 64 to 224: cleared by a person" in checks[0]["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "cause"),
+    [
+        (False, "its checksum was wrong when it was loaded"),
+        (True, "never finished: the engine that was storing it gave up"),
+        (None, "being written to the node store just now"),
+    ],
+)
+def test_a_block_in_the_middle(make, store, asked, reserved, cause):
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT[:64])
+    chain = engine.chain(TEXT)
+    hello = sm.Hello("writer", 1, "engine", unit_tokens=UNIT, groups=[sm.GroupShape(1, BLOCK_PAGES)])
+    with RawClient(store.path, hello) as client:
+        groups, hashes, parents = items_of(chain, 4)
+        slots = client.ask(sm.Reserve(1, engine.space, b"", groups, hashes, parents, EVERYTHING)).slots
+        if reserved is False:
+            client.tell(sm.Commit(slots))
+            client.tell(sm.Discard(engine.space, 0, chain[64:80], slots[0]))
+        elif reserved:
+            client.tell(sm.Abort(slots))
+        client.stat()
+        code, checks = asked([engine])
+        assert code == 1 and cause in checks[0]["sentence"] and "tokens 64 to " in checks[0]["sentence"]
+        if reserved is False:
+            assert "tokens 64 to 80" in checks[0]["sentence"] and len(checks) == 1, "what is behind it is there"
+    if reserved is None:
+        eventually(lambda: "the engine that was storing it went away" in asked([engine])[1][0]["sentence"])
+
+
+def test_it_is_there_and_computing_is_faster(make, store, asked):
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT)
+    engine.weighed = [wm.Weighed("host", 0, 224, False, "slower", 0.025, 0.004)]
+    code, checks = asked([engine])
+    assert code == 1 and len(checks) == 1
+    assert (
+        "loading from the node store's memory 25.0 ms, computing 4.0 ms (computing is faster)"
+        in (checks[0]["sentence"])
+    )
+    engine.weighed = [wm.Weighed("host", 0, 224, True, "faster", 0.002, 0.004)]
+    code, checks = asked([engine])
+    assert code == 0 and "all 224 tokens" in checks[0]["sentence"]
+
+
+def test_another_engine_of_the_node_lends_it(make, store, asked):
+    engine = make(FakeEngine, store=store.path)
+    engine.lent = [wm.Source("127.0.0.1:7200", 224)]
+    engine.weighed = [wm.Weighed("gpu", 0, 224, True, "faster", 0.002, 0.004)]
+    code, checks = asked([engine])
+    assert code == 0 and "GPU cache of 127.0.0.1:7200, which lends it, 224" in checks[0]["sentence"]
+    engine.weighed = [wm.Weighed("gpu", 0, 224, False, "below threshold", 0.0)]
+    code, checks = asked([engine])
+    assert code == 1 and "fewer than pull_threshold" in checks[0]["sentence"]
+    assert "never stored" in checks[1]["sentence"]
 
 
 def test_only_its_beginning_is_there(make, store, asked):
@@ -236,4 +312,23 @@ def test_what_lies_below_is_named(make, tmp_path, asked, store):
     eventually(lambda: store.disk().written_blocks >= BLOCKS, 30)
     fill_up(engine, store)
     _, checks = asked([engine])
-    assert "it may lie on disk" in checks[0]["sentence"] and "kvtier warm" in checks[0]["remedy"]
+    assert "tokens 0 to 224: not in memory but on disk" in checks[0]["sentence"]
+    assert "kvtier warm" in checks[0]["remedy"]
+    # The disk's process is killed and cannot come back: the tier is set aside, and what it had with it.
+    (tmp_path / "disk").rename(tmp_path / "gone")
+    (tmp_path / "disk").write_text("no directory")
+    os.kill(store.mover(), signal.SIGKILL)
+    eventually(lambda: store.disk().state == "set aside", 30)
+    _, checks = asked([engine])
+    assert "a tier below had it then, and has it no more (disk is set aside: " in checks[0]["sentence"]
+
+
+def test_what_the_disk_did_not_admit(make, tmp_path, asked, store):
+    store.kill()
+    start(store, f"--disk-path={tmp_path}/disk", "--disk-size=64MiB")
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT)
+    fill_up(engine, store)
+    _, checks = asked([engine])
+    assert "no tier below memory had it; disk had not taken it" in checks[0]["sentence"]
+    assert "disk_admission=all" in checks[0]["remedy"]

@@ -128,7 +128,8 @@ def test_a_reset_of_the_prefix_cache_does_not_fail_for_what_is_lent():
         put(world, 5 + i, block_hash)
     assert isinstance(ask(world, chain), Lease)
     half = SchedulerHalf.__new__(SchedulerHalf)
-    half._exports, half._ledger, half._offloader, half._config = world.table, world.ledger, None, KVTierConfig()
+    half._exports, half._ledger, half._config = world.table, world.ledger, KVTierConfig()
+    half._offloader = half._events = None
 
     def drain():
         for ids in world.table.take_freed():

@@ -333,3 +333,29 @@ def test_the_rate_is_learned(actual):
     assert rate.seconds(1 << 25) > 1.5 * rate._parts(1 << 25)[1]  # behind what is under way
     rate.end(begun, 1 << 25, now + 1, False)
     assert rate.busy_seconds(now + 9) == pytest.approx(now + 1 - 5.0)
+
+
+# -- who publishes what it has ---------------------------------------------------------------------------------------
+
+
+def test_it_keeps_what_was_written_until_it_gives_it_up():
+    b, told = Bench(), []
+    b.tier.on_moved = lambda *name: told.append((name[2], b.tier.keeps(*name)))
+    b.write(blocks_of(1, 2, 3), answer=False)
+    assert not b.tier.keeps(SPACE, 0, hash_of(1)) and not told, "it is being written"
+    b.mover.answer([True, True, False])
+    assert sorted(told) == [(hash_of(1), True), (hash_of(2), True)] and not b.tier.keeps(SPACE, 0, hash_of(3))
+    told.clear()
+    b.tier.discard(SPACE, 0, hash_of(2))
+    b.tier.clear(None)
+    assert told == [(hash_of(2), False), (hash_of(1), False)]
+
+
+def test_a_disk_that_fails_keeps_nothing_and_says_so_of_all_at_once():
+    b = Bench(up=False)
+    assert not b.tier.keeps(SPACE, 0, hash_of(1))
+    b.open(kept_of(1, 2), [SPACE_SHAPE])
+    assert b.tier.keeps(SPACE, 0, hash_of(1)) and b.changes
+    before = b.changes
+    b.mover.set_aside("it hangs")
+    assert not b.tier.keeps(SPACE, 0, hash_of(1)) and b.changes > before

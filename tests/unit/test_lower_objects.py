@@ -162,6 +162,28 @@ def test_what_was_written_or_read_is_known(tier):
     assert (counts.written_blocks, counts.write_failures, counts.read_blocks, counts.read_failures) == (1, 1, 1, 2)
 
 
+def test_who_publishes_it_hears_what_is_there(tier):
+    """Not what is on its way, and nothing while the bucket cannot be asked."""
+    told = []
+    tier.on_moved = lambda *name: told.append((name[2], tier.keeps(*name)))
+    moved(tier, "write", block(0), block(1))
+    assert not tier.keeps(SPACE, 0, hash_of(0)) and not told
+    tier.mover.answer(m.Moved, [True, False])
+    moved(tier, "read", block(0), block(2))
+    tier.mover.answer(m.Moved, [False, True])
+    tier.discard(SPACE, 0, hash_of(2))
+    assert told == [(hash_of(0), True), (hash_of(0), False), (hash_of(2), True), (hash_of(2), False)]
+    moved(tier, "write", block(3))
+    tier.mover.answer(m.Moved, [True])
+    tier.mover.set_aside("no route")
+    assert not tier.keeps(SPACE, 0, hash_of(3)) and tier.changes[-1] == (False, False), "which is told of all at once"
+    tier.mover.start()
+    assert tier.keeps(SPACE, 0, hash_of(3))
+    changes = len(tier.changes)
+    tier.clear(None)
+    assert not tier.keeps(SPACE, 0, hash_of(3)) and len(tier.changes) > changes
+
+
 def test_what_is_known_is_bounded(tier, monkeypatch):
     monkeypatch.setattr(objects, "REMEMBERED", 3)
     for number in range(5):

@@ -7,7 +7,9 @@ import pytest
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.types import hit_sources
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.pulls import PullResult
@@ -43,7 +45,7 @@ def test_a_load_that_was_stopped_is_no_failure(half, state, corrupt, outcome):
     half.arrived([LoadResult(state, {1, 2}, "the request was aborted", 10, 0.1, 0.0, corrupt)], {state})
     counted = half.counters.take()
     assert [kind for kind in counted if kind.startswith("loads")] == [f"loads|{outcome}"]
-    assert counted.get("integrity_failures", 0) == len(corrupt)
+    assert counted.get("integrity_failures|host", 0) == len(corrupt)
     assert half.ended == [(state, True)]
 
 
@@ -65,7 +67,31 @@ def test_a_source_that_cannot_be_mapped_is_remembered(half):
     assert half.unmapped == [("near/1", True)] and half.ended == [("r", True)]
     assert half.counters.take()["fetches|failed"] == 1
     half.arrived([FetchResult("r", {1}, True, "wrong", 5, 0.1, checksum=True)], {"r"})
-    assert len(half.unmapped) == 1 and half.counters.take()["integrity_failures"] == 1 and half.wrong == ["near/1"]
+    assert len(half.unmapped) == 1 and half.counters.take()["integrity_failures|gpu"] == 1 and half.wrong == ["near/1"]
+
+
+@pytest.mark.parametrize(
+    "source, risen, below, sources",
+    [
+        ("host", 0, ("disk",), {"host": 96}),
+        ("host", 64, ("disk",), {"host": 32, "disk": 64}),
+        ("host", 200, ("disk",), {"disk": 96}),
+        ("host", 64, ("nodes",), {"host": 32, "p2p": 64}),
+        ("host", 64, ("disk", "object"), {"host": 32, "external_unspecified": 64}),
+        ("gpu", 64, ("disk",), {"p2p": 96}),
+        ("handoff", 0, (), {"p2p": 96}),
+    ],
+)
+def test_vllm_is_told_where_hits_came_from(half, source, risen, below, sources):
+    """In the words of its own metrics; they add up to what was asked about."""
+    pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="vLLM asks for it since 0.32")
+    half._matcher.get = lambda name: SimpleNamespace(source=source, risen=risen)
+    half._tier = HostTier.__new__(HostTier)
+    half._tier._client = SimpleNamespace(tiers=below)
+    told = hit_sources(half.sources("r", 96))
+    assert {each.value: count for each, count in told.items()} == sources and hit_sources(half.sources("r", 0)) == {}
+    half._tier = None  # other nodes' stores, asked by the engine itself, are peers too
+    assert [each.value for each in hit_sources(half.sources("r", 96))] == ["p2p"]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["namespace first", "workers first"])

@@ -67,6 +67,9 @@ def ends(reactor):
         m.Lookup(1, SPACE, bytes(160), 3, 1 << 30, 1.5, ["node:1"], bytes(8), 4),
         m.Present(bytes(8), "127.0.0.1", 65535, "instance"),
         m.Resident(bytes(m.MAX_UNITS * 8), bytes(8), True),
+        m.Follow([SPACE] * m.MAX_FOLLOWED),
+        m.Labels(SPACE, [0, 1], bytes(32), [b"", bytes(m.MAX_LABEL)]),
+        m.Heard(),
     ],
 )
 def test_requests_come_back_as_they_were(message):
@@ -102,6 +105,11 @@ def test_requests_come_back_as_they_were(message):
         m.Resident(bytes(m.MAX_UNITS * 8 + 1), b""),
         m.Resident(b"", bytes(m.MAX_UNITS * 8 + 1)),
         m.Company(1),
+        m.Follow([SPACE] * (m.MAX_FOLLOWED + 1)),
+        m.Follow([b"short"]),
+        m.Labels(SPACE, [0], bytes(16), [bytes(m.MAX_LABEL + 1)]),
+        m.Labels(SPACE, [m.MAX_GROUPS], bytes(16), [b""]),
+        m.Changes(SPACE, False, [], b"", [], []),
     ],
 )
 def test_requests_out_of_bounds_are_refused(message):

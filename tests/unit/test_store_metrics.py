@@ -116,6 +116,9 @@ def test_what_is_done_is_counted(start):
         }  # fmt: skip
         assert {name: scraped.of(name) for name in expected} == expected
         assert scraped.of("refused_slots_total", reason="exists") == 32
+        for message, times in (("lookup", 5), ("pin", 1), ("discard", 1), ("clear", 0)):
+            assert scraped.of("message_seconds_count", message=message) == times, message
+        assert 0 < scraped.of("message_seconds_sum", message="lookup") < 5
         assert scraped.of("clients", kind="engine") == 1 and scraped.of("clients", kind="worker") == 0
         agrees(scraped, numbers)
         engine.tell(m.Release(held.lease))

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 from tier_fakes import NAMESPACE, POOL, described, group_view, make_tier
 
+from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peers import NoOffer
-from vllm_kvtier.scheduler.tier import HostOffer
+from vllm_kvtier.scheduler.tier import HostOffer, _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Done
+from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.slots import PIECE, part_layout, slot_layout
 
@@ -293,3 +295,8 @@ def test_a_running_store_without_the_tiers_that_are_asked_for_is_mentioned_once(
         made.client.connect("another life")
         made.client.connect("and another")
     assert len([record for record in caplog.records if "no tier disk" in record.message]) == 1
+
+
+def test_a_store_that_an_engine_starts_lets_half_of_it_be_pinned():
+    """What an engine holds of its own cache while it is copied is another option than what the store lets people pin."""
+    assert _store_options(KVTierConfig(store_hold_share=0.9)).pin_share == StoreOptions().pin_share == 0.5

@@ -1,5 +1,6 @@
 """``kvtier``, also ``python -m vllm_kvtier.cli``."""
 
+import os
 import sys
 
 try:
@@ -23,7 +24,14 @@ for command in (doctor, top, inspect, store, pin, plan, bench, quality, proxy):
 
 
 def main() -> None:
-    app()
+    # Where the terminal's encoding lacks a character (LANG=C: those of bars), a question mark is better than nothing.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")
+    try:
+        app()
+    except OSError as error:  # of what is printed: a full disk, a terminal that went. Of all else commands tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or its flush at the end fails once more
+        sys.exit(f"error: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ Salts = Annotated[
     list[str] | None,
     typer.Option("--cache-salt", help="The prompt's cache_salt; again: others that it may have been sent with."),
 ]
+Adapter = Annotated[str, typer.Option("--adapter", help="Name of the LoRA adapter that the prompt is for.")]
 Threshold = Annotated[int, typer.Option("--pull-threshold", min=0, help="As the engines' option.")]
 NotHere = Annotated[bool, typer.Option("--remote", help="Leave this machine out: the engines are elsewhere.")]
 AsJson = Annotated[bool, typer.Option("--json", help="A list of checks instead of lines.")]
@@ -62,6 +63,7 @@ def doctor(
     messages: inputs.MessagesFile = None,
     like: LikePrompt = None,
     cache_salt: Salts = None,
+    adapter: Adapter = "",
     pull_threshold: Threshold = 64,
     remote: NotHere = False,
     as_json: AsJson = False,
@@ -76,6 +78,10 @@ def doctor(
         other = inputs.read_file(like, messages is not None) if like else None
         if other is not None and asked is None:
             raise typer.BadParameter("needs --prompt or --messages to compare with", param_hint="--like")
+        if remote and not any((server, endpoint, socket, disk, listen, cluster_key, asked)):
+            raise typer.BadParameter(
+                "leaves nothing to look at: give --server, --endpoint or --socket", param_hint="--remote"
+            )
         options = Options(
             servers=tuple(server or ()),
             endpoints=tuple(endpoint or ()),
@@ -90,6 +96,7 @@ def doctor(
             prompt=asked,
             like=other,
             salts=tuple(cache_salt or ("",)),
+            adapter=adapter,
             threshold=pull_threshold,
             here=not remote,
         )

@@ -15,24 +15,31 @@ from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.limits import in_words
 
 _BAR = 20  # characters
+_WIDE = 140  # where all has room
+_BARS_FROM = 120  # in narrower terminals tiers are told in fewer words
+_ENGINE, _COLUMN = 24, 9  # of an engine's line: its address, and each number
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATES = {"ready": "green", "opening": "cyan", "read only": "yellow", "set aside": "red"}
 _CLIENTS = 12  # lines of them
 
 
-def frame(readings: Sequence[Reading], path: str) -> RenderableType:
-    """``readings``: oldest first; rates are those between the last two, sparks go over all."""
+def frame(readings: Sequence[Reading], path: str, width: int = _WIDE) -> RenderableType:
+    """``readings``: oldest first; rates are those between the last two, sparks go over all. ``width``: characters that
+    there is room for; where they are few, bars and the last columns go."""
     now = readings[-1]
     rates = Rates(readings[-2] if len(readings) > 1 else None, now)
     parts: list[RenderableType] = []
     if now.counts is None:
         parts.append(Panel(Text(now.reason, style="yellow"), title=f"node store {path}", title_align="left"))
     else:
-        parts += [_store(now.counts, rates, readings, path), _tiers(now.counts, rates)]
+        parts += [
+            _store(now.counts, rates, readings, path),
+            _tiers(now.counts, rates, width >= _BARS_FROM),
+        ]
         if now.counts.clients:
             parts.append(_clients(now.counts))
     if now.engines:
-        parts.append(_engines(now, rates))
+        parts.append(_engines(now, rates, max(1, (width - _ENGINE) // _COLUMN)))
     return Group(*parts)
 
 
@@ -56,17 +63,18 @@ def _store(counts: m.Counts, rates: Rates, readings: Sequence[Reading], path: st
     return Panel(lines, title=title, title_align="left")
 
 
-def _tiers(counts: m.Counts, rates: Rates) -> Table:
+def _tiers(counts: m.Counts, rates: Rates, bars: bool) -> Table:
     index = counts.index
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
-    for name in ("tier", "state", "filled", "", "blocks", "found/s", "in", "out", "evicted/s"):
+    look = {"box": box.SIMPLE_HEAD} if bars else {"box": None, "padding": (0, 2, 0, 0)}
+    table = Table(pad_edge=False, expand=False, **look)
+    for name in ("tier", "state", "filled", *([""] if bars else []), "blocks", "found/s", "in", "out", "evicted/s"):
         table.add_column(name, justify="left" if name in ("tier", "state", "filled") else "right", no_wrap=True)
     used, growing = index.used_pages * m.PAGE, counts.ready_bytes < counts.pool_bytes
     block = used / index.entries if index.entries else 0.0  # bytes, on average
     table.add_row(
         "memory",
         Text(f"usable {counts.ready_bytes / counts.pool_bytes:.0%}", "cyan") if growing else Text("ready", "green"),
-        *_filled(used, counts.pool_bytes),
+        *_filled(used, counts.pool_bytes, bars),
         f"{index.entries:,}",
         _number(rates.of_store(lambda c: c.index.found_units)),
         _rate(rates.of_store(lambda c: c.index.commits), block),
@@ -81,7 +89,7 @@ def _tiers(counts: m.Counts, rates: Rates) -> Table:
         table.add_row(
             tier.name,
             Text(tier.state, _STATES.get(tier.state, "")),
-            *_filled(tier.used_bytes, tier.capacity_bytes),
+            *_filled(tier.used_bytes, tier.capacity_bytes, bars),
             f"{tier.blocks:,}",
             _number(per_second("found_blocks")),
             _rate(per_second("written_bytes")),
@@ -105,11 +113,13 @@ def _clients(counts: m.Counts) -> Table:
     return table
 
 
-def _engines(now: Reading, rates: Rates) -> RenderableType:
+def _engines(now: Reading, rates: Rates, columns: int) -> RenderableType:
+    """``columns``: numbers of each that there is room for."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     heads = ("run", "wait", "cache", "in tok/s", "out tok/s", "GPU hits", "loaded", "load", "store", "pulled", "pull")
     table.add_column("engine", no_wrap=True, min_width=15)
-    for name in (*heads, "declined"):
+    heads = (*heads, "declined")
+    for name in heads[:columns]:
         table.add_column(name, justify="right", no_wrap=True)
     failed: list[Text] = []
     for url, scrape in now.engines.items():
@@ -120,8 +130,7 @@ def _engines(now: Reading, rates: Rates) -> RenderableType:
         def per_second(name: str, url=url) -> float | None:
             return rates.of_engine(url, lambda s: s.total(name))
 
-        table.add_row(
-            url.partition("://")[2],
+        numbers = (
             f"{scrape.total('vllm:num_requests_running'):.0f}",
             f"{scrape.total('vllm:num_requests_waiting'):.0f}",
             f"{scrape.total('vllm:kv_cache_usage_perc'):.0%}",
@@ -135,6 +144,9 @@ def _engines(now: Reading, rates: Rates) -> RenderableType:
             _rate(per_second(PREFIX + "pulled_bytes")),
             _number(per_second(PREFIX + "declined")),
         )
+        table.add_row(url.partition("://")[2], *numbers[:columns])
+    if columns < len(heads) and table.row_count:
+        failed.append(Text(f" a wider terminal shows {', '.join(heads[columns:])} too", "dim"))
     return Group(*([table] if table.row_count else []), *failed)
 
 
@@ -156,10 +168,13 @@ def sparks(shares: Sequence[float | None]) -> str:
     )
 
 
-def _filled(used: int, capacity: int) -> tuple[Text, str]:
+def _filled(used: int, capacity: int, bars: bool) -> tuple[Text | str, ...]:
+    """One cell, or with ``bars`` two."""
     if not capacity:
-        return Text("no limit", "dim"), _size(used)
+        return (Text("no limit", "dim"), _size(used)) if bars else (_size(used),)
     share = min(1.0, used / capacity)
+    if not bars:
+        return (f"{share:.0%}",)
     full = round(_BAR * share)
     return Text.assemble(("█" * full, "green"), ("░" * (_BAR - full), "dim")), f"{_size(used)} of {_size(capacity)}"
 

@@ -156,13 +156,13 @@ def _rates(load: str, disk: str, prefill: str, machine: Path | None, server: str
 
 
 def _measured(url: str) -> dict[str, Any]:
-    """What an engine has seen so far: bytes/s of its loads, tokens/s of its prefills."""
+    """What an engine has seen so far: bytes/s that its loads bring to a rank, tokens/s of its prefills."""
     from vllm_kvtier.doctor.server import Server as Vllm
     from vllm_kvtier.plan.pays import Prefill
 
     scrape, found = Vllm(url).metrics(), {}
-    if seconds := scrape.ours("load_seconds"):
-        found["memory"] = scrape.ours("loaded_bytes") / seconds
+    if scrape.ours("loads", "ok"):
+        found["memory"] = scrape.ours("planner_bandwidth", "host")
     spent = scrape.total("vllm:request_prefill_time_seconds_sum")
     known = scrape.total("vllm:prefix_cache_hits") + scrape.ours("loaded_tokens") + scrape.ours("pulled_tokens")
     computed = scrape.total("vllm:prompt_tokens") - known

@@ -44,8 +44,8 @@ def top(
 ) -> None:
     """Watch tiers, hit rates, bandwidths and leases as they change, until Ctrl-C.
 
-    Shares and rates are of the last interval; "found" of memory counts blocks of prompts. Exit status of --once: 1 if
-    nobody answered.
+    Shares and rates are of the last interval; "found" of memory counts blocks of prompts. Into a pipe or a file one
+    picture goes below the other. Exit status of --once: 1 if nobody answered.
     """
     if svg is not None and not once:
         raise typer.BadParameter("needs --once", param_hint="--svg")
@@ -61,13 +61,18 @@ def top(
 
 def _go_on(watcher: Watcher, seen: deque[Reading], path: str, interval: float) -> None:
     timer = threading.Event()  # never set: its wait is the timer, and Ctrl-C interrupts it
-    with Live(frame(seen, path), screen=True, auto_refresh=False) as live:
-        try:
+    console = Console()
+    try:
+        if not console.is_terminal:
             while not timer.wait(interval):
                 seen.append(watcher.read())
-                live.update(frame(list(seen), path), refresh=True)
-        except KeyboardInterrupt:
-            return
+                console.print(frame(list(seen), path, console.width))
+        with Live(frame(seen, path, console.width), console=console, screen=True, auto_refresh=False) as live:
+            while not timer.wait(interval):
+                seen.append(watcher.read())
+                live.update(frame(list(seen), path, console.width), refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 def _print_one(
@@ -77,11 +82,11 @@ def _print_one(
     for _ in range(readings - 1):
         timer.wait(interval)
         seen.append(watcher.read())
-    picture = frame(list(seen), path)
-    Console().print(picture)
+    console = Console()
+    console.print(frame(list(seen), path, console.width))
     if svg is not None:
         console = Console(record=True, width=_SVG_COLUMNS, file=_Nowhere(), force_terminal=True)
-        console.print(picture)
+        console.print(frame(list(seen), path, console.width))
         # Without rich's links to fonts elsewhere: a picture loads nothing, and monospace is near enough.
         drawn = re.sub(r"@font-face\s*{[^}]*}", "", console.export_svg(title="kvtier top"))
         try:

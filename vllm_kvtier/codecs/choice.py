@@ -1,7 +1,7 @@
 """Which codec keeps each KV cache group of this engine, as the options say; ``auto`` by what was measured."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.base import Codec
@@ -87,3 +87,11 @@ def by_group(option: str | Mapping[str, str], ranks: Sequence[Sequence[GroupView
             logger.warning("kvtier: KV cache group %d is kept as it is, not as %s: %s", number, name, reason)
         chosen.append(codec if reason is None else raw)
     return chosen
+
+
+def names(chosen: Iterable[Codec | str | Mapping[str, str]]) -> str:
+    """The codecs of these, each once, joined by "+": for metrics, where one number stands for all groups of a cache."""
+    found: set[str] = set()
+    for each in chosen:
+        found.update(each.values() if isinstance(each, Mapping) else [each if isinstance(each, str) else each.name])
+    return "+".join(sorted(found)) or Codec.RAW

@@ -31,11 +31,32 @@ def differences(a: Identity, b: Identity) -> list[tuple[str, str, str]]:
         if mine == theirs:
             continue
         remedy = _REMEDIES.get(name, "start both with the same value")
+        if name == "model" and (told := _model(a.words, b.words)):
+            found += [(name, words, remedy) for words in told]
+            continue
         words = field_words(name).partition(" (")[0]
         if name == "hash_seed" and str(a.fields.get("hash_algorithm", "")).startswith("xxhash"):
             words, remedy = "the random seed of xxhash", _XXHASH
-        found.append((name, f"{words} differs: {mine or 'none'} on {{a}}, {theirs or 'none'} on {{b}}", remedy))
+        if name == "hash_seed":
+            mine, theirs = (each.words.get("hash seed") or value for each, value in ((a, mine), (b, theirs)))
+        found.append((name, f"{words} differs: {_plain(mine)} on {{a}}, {_plain(theirs)} on {{b}}", remedy))
     return found
+
+
+def _model(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """In which parts two models differ, as their engines tell; [] where they tell nothing that does."""
+    parts = ("model configuration", "weights", "weight quantization", "model fingerprint")
+    differ = [part for part in parts if a.get(part, "") != b.get(part, "")]
+    names = list(dict.fromkeys(_plain(each["model"]) for each in (a, b) if each.get("model")))
+    name = f" of {' and of '.join(names)}" if names else ""
+    return [
+        f"the {part}{name} differs: {_plain(a.get(part))} on {{a}}, {_plain(b.get(part))} on {{b}}" for part in differ
+    ]
+
+
+def _plain(value: object) -> str:
+    """For a text that is formatted once more."""
+    return str(value or "none").replace("{", "{{").replace("}", "}}")
 
 
 def compatibility(engines: Mapping[str, Identity]) -> list[Check]:

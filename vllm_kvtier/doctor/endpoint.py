@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -29,7 +29,7 @@ _FAILED = {
 
 
 class NoEndpoint(KVTierError):
-    """``why``: closed | key needed | no key there | other key | not ours | silent."""
+    """``why``: closed | key needed | no key there | other key | not ours | other version | silent."""
 
     def __init__(self, why: str, words: str):
         super().__init__(words)
@@ -42,11 +42,13 @@ class Starting(KVTierError):
 
 @dataclass(frozen=True)
 class Identity:
-    """``fields``: of the namespace, those that engines compare. ``ranks``: how each rank's cache lies."""
+    """``fields``: of the namespace, those that engines compare. ``ranks``: how each rank's cache lies. ``words``: of
+    what all that was made, as the engine says; {} if it does not."""
 
     instance: str
     fields: dict[str, str | int]
     ranks: list[m.RankInfo]
+    words: dict[str, str] = field(default_factory=dict)
 
     @property
     def block_tokens(self) -> int:
@@ -100,6 +102,16 @@ class EndpointProbe:
         question = m.Query(next(self._ids), tokens, salt)
         return self._ask(question, lambda a: isinstance(a, m.Holding) and a.question == question.question)
 
+    def explanation(self, tokens: list[int], salt: str, adapter: str = "") -> m.Explanation:
+        question = m.Explain(next(self._ids), tokens, salt, adapter)
+        return self._ask(question, lambda a: isinstance(a, m.Explanation) and a.question == question.question)
+
+    def words(self) -> dict[str, str]:
+        """See ``Identity.words``."""
+        question = m.Identify(next(self._ids))
+        right = self._ask(question, lambda a: isinstance(a, m.Identified) and a.question == question.question)
+        return dict(right.parts)
+
     def identity(self) -> Identity:
         """Who it is. Raises Starting with the engine's words if it has nothing to tell yet, or will never have."""
         probe = m.Namespace(**{name: _unlike(name) for name in m.Namespace.__struct_fields__})
@@ -138,6 +150,11 @@ class EndpointProbe:
                     ) from error
                 if right(answer):
                     return answer
+                if isinstance(answer, m.Refused) and answer.code == "malformed":
+                    raise NoEndpoint(
+                        "other version",
+                        f"{self.address} does not understand what is asked: it runs an older vllm-kvtier",
+                    )
         raise self._no_answer(events)
 
     def _no_answer(self, events: list[int]) -> NoEndpoint:

@@ -1,6 +1,6 @@
 """The engines: their servers, their connectors' endpoints, and what their counters tell."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_kvtier.doctor.endpoint import EndpointProbe, Identity, NoEndpoint, Starting
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
@@ -17,6 +17,7 @@ _NO_ENDPOINT = {
     "no key there": "leave --cluster-key out, or give the engine cluster_key_file",
     "other key": "copy one key file to all engines (its owner alone may read it), and restart those that had another",
     "not ours": "give the connector's endpoint ('answers on HOST:PORT' in the engine's log), not the HTTP port",
+    "other version": "run the same vllm-kvtier here and there",
     "silent": "the engine hangs, or a firewall swallows what is sent: look at its log",
 }
 
@@ -85,6 +86,8 @@ def _endpoint(engine: Engine, key: ClusterKey | None, seconds: float) -> None:
                     warn(name, f"the engine answers but lends nothing: {error}", "its log says more; is it starting?")
                 )
             engine.inspection = probe.inspection()
+            if engine.identity is not None:
+                engine.identity = replace(engine.identity, words=probe.words())
     except NoEndpoint as error:
         if engine.identity is None:
             engine.checks.append(fail(name, str(error), _NO_ENDPOINT[error.why]))

@@ -32,6 +32,7 @@ class Options:
     prompt: Prompt | None = None
     like: Prompt | None = None
     salts: tuple[str, ...] = ("",)  # the prompt's own, then others that it may have been sent with
+    adapter: str = ""  # LoRA adapter that the prompt is for
     threshold: int = 64
     here: bool = True
     seconds: float = 3.0
@@ -125,5 +126,5 @@ def _prompt(options: Options, known: list[engines.Engine], key, counts) -> list[
             unknown("prompt", f"{len(made[0])} tokens; no endpoint answers that knows more", "give --endpoint"),
         ]
     own, *others = options.salts
-    asked = prompts.Prompt(made[0], own, tuple(others), options.threshold)
+    asked = prompts.Prompt(made[0], own, tuple(others), options.threshold, options.adapter)
     return checks + (prompts.why(asked, known, key, counts) or [ok("prompt", f"{len(made[0])} tokens")])

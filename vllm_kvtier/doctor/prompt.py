@@ -1,13 +1,14 @@
 """Why a prompt, or its end, was not found by an engine.
 
 What is known: how long a prefix each engine has in each place, under which salts; what engines compare before they
-share; and the store's counts. Nobody lists what it holds, so a salt can only be tried, and whether a block was
-evicted or never stored only be told from what the store has forgotten so far.
+share; where the engine's node store has each block, or what became of it; and what the engine would do with what it
+finds. Nobody lists what it holds, so a salt can only be tried.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_kvtier.doctor import ends
 from vllm_kvtier.doctor.compatibility import differences
 from vllm_kvtier.doctor.endpoint import EndpointProbe
 from vllm_kvtier.doctor.engines import Engine
@@ -15,7 +16,9 @@ from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.messages import Counts
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.messages import Holding
+from vllm_kvtier.wire.messages import Explanation, Holding
+
+MOST_GAPS = 6  # that are told of one engine
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Prompt:
     salt: str = ""
     salts: tuple[str, ...] = ()
     threshold: int = 64
+    adapter: str = ""
 
 
 @dataclass
@@ -33,30 +37,30 @@ class Found:
     """What an engine has of it; ``elsewhere``: under another salt, tokens."""
 
     engine: Engine
-    holding: Holding
+    holding: Explanation
     elsewhere: dict[str, int]
 
     @property
     def tokens(self) -> int:
-        return longest(self.holding)
+        return max(longest(self.holding), *(each.end for each in self.holding.weighed if each.load), 0)
 
     @property
     def unit(self) -> int:
-        return self.engine.identity.block_tokens if self.engine.identity is not None else 0
+        return self.holding.unit
 
     @property
     def name(self) -> str:
         return f"prompt on {self.engine.name}"
 
 
-def longest(holding: Holding) -> int:
+def longest(holding: Holding | Explanation) -> int:
     return max(holding.gpu_cache, holding.exported, holding.stored)
 
 
 def look_up(prompt: Prompt, engine: Engine, key: ClusterKey | None, seconds: float = 5.0) -> Found:
     """Raises KVTierError if the engine does not say."""
     with EndpointProbe(engine.address, key, seconds) as probe:
-        holding = probe.holding(prompt.tokens, prompt.salt)
+        holding = probe.explanation(prompt.tokens, prompt.salt, prompt.adapter)
         others = dict.fromkeys([*prompt.salts, ""]) if prompt.salt or prompt.salts else {}
         elsewhere = {s: longest(probe.holding(prompt.tokens, s)) for s in others if s != prompt.salt}
     return Found(engine, holding, elsewhere)
@@ -91,16 +95,33 @@ def _causes(prompt: Prompt, here: Found, others: Sequence[Found], counts: Counts
         ]
     whole = length // unit * unit if unit else length
     places = _places(here.holding)
+    declined = _declined(here)
     if here.tokens >= whole:
-        return [ok(here.name, f"all {whole} tokens of whole blocks are there ({places})")]
-    causes = [*_salts(here), *_other_engines(prompt, here, others)] or [_store(here, counts)]
+        return declined or [ok(here.name, f"all {whole} tokens of whole blocks are there ({places})")]
+    causes = [*_salts(here), *_other_engines(prompt, here, others)] or _store(here, whole, counts)
     begin = f"tokens from {here.tokens} on" if here.tokens else "all of it"
     had = f" (the {here.tokens} before are there: {places})" if here.tokens else ""
-    return [Check(c.name, c.state, f"{begin} of {length} tokens missed{had}: {c.sentence}", c.remedy) for c in causes]
+    missed = f"{begin} of {length} tokens missed{had}: "
+    return declined + [Check(c.name, c.state, missed + c.sentence, c.remedy) for c in causes]
 
 
-def _places(holding: Holding) -> str:
+def _declined(here: Found) -> list[Check]:
+    """It is there, and would be computed all the same."""
+    return [
+        warn(
+            here.name,
+            f"what is there would not be loaded: the engine would {ends.weighed(each)}",
+            "no fault: `kvtier plan` tells from which length on loading pays; load_policy=always loads from the store "
+            "all the same, a lower pull_threshold less from other engines",
+        )
+        for each in here.holding.weighed
+        if not each.load and each.end > here.tokens - (each.source == "host")
+    ]
+
+
+def _places(holding: Explanation) -> str:
     places = {"GPU cache": holding.gpu_cache, "exported": holding.exported, "node store": holding.stored}
+    places |= {f"GPU cache of {each.name}, which lends it,": each.tokens or 0 for each in holding.engines}
     return ", ".join(f"{name} {tokens}" for name, tokens in places.items() if tokens)
 
 
@@ -154,47 +175,49 @@ def _other_engines(prompt: Prompt, here: Found, others: Sequence[Found]) -> list
     return checks
 
 
-def _store(here: Found, counts: Counts | None) -> Check:
-    """Nobody who was asked has more: it is no longer there, or never was."""
-    store = here.engine.inspection.store
-    if not store:
-        return warn(
-            here.name,
-            "this engine uses no node store, and its own prefix cache has nothing (more) of it",
-            "leave store at its default (auto), and see the engine's log for why it has none",
-        )
-    if counts is None:
-        return unknown(here.name, "it is not in its node store", "give --socket, the store's, to learn more")
-    if counts.instance != store:
-        return fail(
-            here.name,
-            "the engine uses another node store than the one that answers at this socket",
-            "give --socket as in the engine's option store; engines of several containers share one through a volume",
-        )
+def _store(here: Found, whole: int, counts: Counts | None) -> list[Check]:
+    """Nobody who was asked has more: what became of it, the first that is missing first."""
+    found = here.holding
+    if not here.engine.inspection.store:
+        return [
+            warn(
+                here.name,
+                "this engine uses no node store, and its own prefix cache has nothing (more) of it"
+                + (f": {found.problem}" if found.problem else ""),
+                "leave store at its default (auto), and see the engine's log for why it has none",
+            )
+        ]
+    if counts is not None and counts.instance != here.engine.inspection.store:
+        return [
+            fail(
+                here.name,
+                "the engine uses another node store than the one that answers at this socket",
+                "give --socket as in the engine's option store; engines of several containers share one through a "
+                "volume",
+            )
+        ]
+    gaps = ends.missing(found, here.tokens, whole)
+    if not gaps:
+        reason = found.problem or "it does not say what became of it"
+        return [unknown(here.name, f"it is not in its node store; {reason}", "try again; look at the engine's log")]
+    checks = []
+    for gap in gaps[:MOST_GAPS]:
+        sentence, remedy = ends.words(gap, found)
+        if ends.key(gap) == ends.NEVER_STORED:
+            sentence += _not_stored(here)
+        start, end = max(gap.start, here.tokens), min(gap.end, whole)
+        checks.append(warn(here.name, f"tokens {start} to {end}: {sentence}", remedy))
+    if len(gaps) > MOST_GAPS:
+        checks.append(unknown(here.name, f"and {len(gaps) - MOST_GAPS} more stretches: `kvtier inspect` lists them"))
+    return checks
+
+
+def _not_stored(here: Found) -> str:
     metrics = here.engine.metrics
     refused = {k: n for k, n in metrics.kinds("not_stored").items() if k != "stored already"} if metrics else {}
-    note = (
-        f"; this engine did not store {', '.join(f'{n:.0f} blocks ({k})' for k, n in refused.items())}"
-        if refused
-        else ""
-    )
-    below = [tier.name for tier in counts.tiers if tier.blocks]
-    where = f"; it may lie on {' or '.join(below)}, which is not looked through here" if below else ""
-    if counts.index.evictions:
-        stay = counts.seconds * counts.index.entries / counts.index.evictions
-        return warn(
-            here.name,
-            f"evicted, or never stored: the store was full and has evicted {counts.index.evictions} blocks; one that "
-            f"nobody asks for stays about {_duration(stay)}{note}{where}",
-            "`kvtier warm` brings it up from below, `kvtier pin` keeps it; a larger store_size or a disk keeps more",
-        )
-    return warn(
-        here.name,
-        f"never stored: the store has evicted nothing since it started {_duration(counts.seconds)} ago, so no prompt "
-        f"that begins with these tokens has been through an engine that shares with this one{note}{where}",
-        "compare it with the prompt that you expected to share with (--like): one different character at the beginning "
-        "is enough",
-    )
+    if not refused:
+        return ""
+    return f"; this engine did not store {', '.join(f'{n:.0f} blocks ({k})' for k, n in refused.items())}"
 
 
 def tokens_differ(name: str, tokens: list[int], like: list[int], unit: int) -> Check:
@@ -211,10 +234,3 @@ def tokens_differ(name: str, tokens: list[int], like: list[int], unit: int) -> C
         f"{words}; from token {same} on they differ ({tokens[same : same + 3]} and {like[same : same + 3]})",
         "put what changes (dates, names, ids) behind what stays the same",
     )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

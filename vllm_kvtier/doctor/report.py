@@ -37,3 +37,10 @@ def exit_code(checks: Sequence[Check]) -> int:
     """2 if anything fails, 1 if something is to be looked at, else 0; what is not known counts as neither."""
     states = {check.state for check in checks}
     return 2 if "fail" in states else 1 if "warn" in states else 0
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} second{'s' * (round(seconds) != 1)}" if seconds >= 1 else "less than a second"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+
+from vllm_kvtier.proxy.config import ROLES
 
 if TYPE_CHECKING:
     from vllm_kvtier.proxy.core import ProxyCore
@@ -14,7 +16,38 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
-_PREFIX = "kvtier_proxy_"
+PREFIX = "kvtier_proxy_"
+
+
+class Shown(NamedTuple):
+    """``sort``: prometheus_client's class; gauges are read from the core when somebody asks."""
+
+    sort: type
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+SHOWN = {
+    "requests": Shown(Counter, "Requests by route and outcome.", ("route", "outcome")),
+    "request_seconds": Shown(Histogram, "From a request's body to the end of its answer.", ("route",)),
+    "first_byte_seconds": Shown(Histogram, "From a request's body to the first byte of its answer.", ("route",)),
+    "prefill_seconds": Shown(Histogram, "P's answers."),
+    "queue_seconds": Shown(Histogram, "Waits for a place at an engine.", ("role",)),
+    "retries": Shown(Counter, "Requests given to a further engine.", ("role",)),
+    "events": Shown(Counter, "What else happened, as in /kvtier/state.", ("event",)),
+    "prompt_tokens": Shown(Counter, "Estimated tokens of prompts."),
+    "prompt_tokens_known": Shown(
+        Counter, "Of these, those that the chosen P (or D alone) had seen before: more may be found, or less."
+    ),
+    "engine_up": Shown(Gauge, "1: used; 0: set aside.", ("role", "engine")),
+    "engine_in_flight": Shown(Gauge, "Requests under way.", ("role", "engine")),
+    "engine_tokens": Shown(Gauge, "Prompt tokens yet to be computed.", ("role", "engine")),
+    "engine_weight": Shown(Gauge, "Its share of the choice; 0: drained.", ("role", "engine")),
+    "queue": Shown(Gauge, "Requests that wait for a place.", ("role",)),
+    "conversations": Shown(Gauge, "Conversations whose engines are known."),
+    "prefixes": Shown(Gauge, "Prefixes whose engines are known."),
+    "ready": Shown(Gauge, "1: answers 200 to /ready."),
+}
 
 
 class Metrics:
@@ -23,37 +56,21 @@ class Metrics:
     def __init__(self, core: ProxyCore):
         self._registry = CollectorRegistry()
 
-        def make(kind, name: str, text: str, labels=(), **more):
-            return kind(_PREFIX + name, text, labels, registry=self._registry, **more)
+        def make(name: str):
+            sort, meaning, labels = SHOWN[name]
+            more = {"buckets": _SECONDS} if sort is Histogram else {}
+            return sort(PREFIX + name, meaning, labels, registry=self._registry, **more)
 
-        self._requests = make(Counter, "requests", "Requests by route and outcome.", ("route", "outcome"))
-        self._request_seconds = make(
-            Histogram,
-            "request_seconds",
-            "From a request's body to the end of its answer.",
-            ("route",),
-            buckets=_SECONDS,
-        )
-        self._first_seconds = make(
-            Histogram,
-            "first_byte_seconds",
-            "From a request's body to the first byte of its answer.",
-            ("route",),
-            buckets=_SECONDS,
-        )
-        self._prefill_seconds = make(Histogram, "prefill_seconds", "P's answers.", buckets=_SECONDS)
-        self._queue_seconds = make(
-            Histogram, "queue_seconds", "Waits for a place at an engine.", ("role",), buckets=_SECONDS
-        )
-        self._retries = make(Counter, "retries", "Requests given to a further engine.", ("role",))
-        self._events = make(Counter, "events", "What else happened, as in /kvtier/state.", ("event",))
-        self._prompt_tokens = make(Counter, "prompt_tokens", "Estimated tokens of prompts.")
-        self._known_tokens = make(
-            Counter, "prompt_tokens_known", "Of these, those that the chosen P (or D alone) had seen before."
-        )
+        self._requests, self._request_seconds = make("requests"), make("request_seconds")
+        self._first_seconds, self._prefill_seconds = make("first_byte_seconds"), make("prefill_seconds")
+        self._queue_seconds, self._retries, self._events = make("queue_seconds"), make("retries"), make("events")
+        self._prompt_tokens, self._known_tokens = make("prompt_tokens"), make("prompt_tokens_known")
         self._registry.register(_Gauges(core))
         # Looked up once; labels() costs more than what it finds.
         self._children: dict[tuple, object] = {}
+        for role in ROLES[:2]:  # a first one is an increase only beside a sample from before it
+            self._child(self._retries, role)
+            self._child(self._queue_seconds, role)
 
     def request(self, route: str, outcome: str, seconds: float, first: float | None) -> None:
         """One request is over. ``first``: seconds to its first byte, if it had any."""
@@ -99,24 +116,30 @@ class _Gauges:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield self._of_engines("engine_up", "1: used; 0: set aside.", lambda engine: engine.well)
-        yield self._of_engines("engine_in_flight", "Requests under way.", lambda engine: engine.outstanding)
-        yield self._of_engines("engine_tokens", "Prompt tokens yet to be computed.", lambda engine: engine.tokens)
-        yield self._of_engines("engine_weight", "0: drained.", lambda engine: engine.weight if engine.open else 0)
-        queue = GaugeMetricFamily(_PREFIX + "queue", "Requests that wait for a place.", labels=("role",))
-        for role in ("prefill", "decode"):
+        yield self._of_engines("engine_up", lambda engine: engine.well)
+        yield self._of_engines("engine_in_flight", lambda engine: engine.outstanding)
+        yield self._of_engines("engine_tokens", lambda engine: engine.tokens)
+        yield self._of_engines("engine_weight", lambda engine: engine.weight if engine.open else 0)
+        queue = self._family("queue")
+        for role in ROLES:
             queue.add_metric((role,), self._core.admission.waiting(role))
         yield queue
-        yield self._one("conversations", "Conversations whose engines are known.", len(self._core.routes))
-        yield self._one("prefixes", "Prefixes whose engines are known.", len(self._core.prefixes))
-        yield self._one("ready", "1: answers 200 to /ready.", self._core.ready)
+        for name, value in (
+            ("conversations", len(self._core.routes)),
+            ("prefixes", len(self._core.prefixes)),
+            ("ready", self._core.ready),
+        ):
+            family = self._family(name)
+            family.add_metric((), value)
+            yield family
 
-    def _of_engines(self, name: str, text: str, value: Callable) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=("role", "engine"))
+    @staticmethod
+    def _family(name: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(PREFIX + name, SHOWN[name].meaning, labels=SHOWN[name].labels)
+
+    def _of_engines(self, name: str, value: Callable) -> Metric:
+        family = self._family(name)
         engines = {(engine.role, engine.url): engine for engine in (*self._core.fleet.leaving(), *self._core.fleet)}
         for labels, engine in engines.items():
             family.add_metric(labels, value(engine))
         return family
-
-    def _one(self, name: str, text: str, value: float) -> Metric:
-        return GaugeMetricFamily(_PREFIX + name, text, value=value)

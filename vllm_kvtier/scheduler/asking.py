@@ -45,6 +45,13 @@ MOST_SAVED = 20e-3  # seconds of it that may be saved up
 LINGERS = 2  # times that one request may have that: for the store, and for a holder
 
 
+def _whom(asking: Handoff | Holder | Address) -> str:
+    """For the metrics: by the words of ``Tracked.source``."""
+    if isinstance(asking, Holder):
+        return "gpu"
+    return "host" if asking is HOST else "handoff" if isinstance(asking, Handoff) else "retained"
+
+
 class Asker:
     def __init__(
         self,
@@ -97,7 +104,7 @@ class Asker:
                     return True
                 continue
             if left < max(1, self._config.pull_threshold):
-                self._counters.count("declined", "below threshold" if left > 0 else "local hit")
+                self.missed(t, "below threshold" if left > 0 else "local hit")
                 if isinstance(source, Handoff):
                     self._peers.drop(source.address, source.export)  # nobody else will come for it
                 continue
@@ -124,7 +131,7 @@ class Asker:
             t.pending = self._peers.ask(source, chain=hashes, **common)
         else:
             return False
-        t.asking = source
+        t.asking, t.asked_at = source, time.monotonic()
         t.life.fire(Event.ASK)
         if isinstance(source, Handoff):
             self._take_promise(t, source, digest, computed)
@@ -140,7 +147,7 @@ class Asker:
             holder.address, HOLDER_TIMEOUT + patience, chain=hashes, start=computed, variant=variant, lend=True,
             mapped=mapped, patience=patience,
         )  # fmt: skip
-        t.asking, t.waits_since = holder, 0.0
+        t.asking, t.waits_since, t.asked_at = holder, 0.0, time.monotonic()
         t.life.fire(Event.ASK)
         self.linger(t, alone)
         return True
@@ -151,11 +158,13 @@ class Asker:
         if lacking <= 0 or len(hashes) * self._unit <= computed or computed % self._align:
             if hashes:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
+            t.missed = "less than a block"
             return False
         t.pending = self._tier.ask(computed, hashes, variant, t.hints.stores)
         if t.pending is None:
+            t.missed = "no store"
             return False
-        t.asking, t.waits_since = HOST, 0.0
+        t.asking, t.waits_since, t.asked_at = HOST, 0.0, time.monotonic()
         t.life.fire(Event.ASK)
         self.linger(t, alone)
         return True
@@ -241,14 +250,14 @@ class Asker:
             # Peers answers every ask by its deadline; this is for the case that its thread died.
             if time.monotonic() < t.pending.deadline + 1.0:
                 return False
-            self._counters.count("declined", "timeout")
+            self.missed(t, "timeout")
             self.act(t, t.life.fire(Event.TIMEOUT))
         elif isinstance(outcome, HostOffer | NotInMemory) and self._wait_for_more(t, outcome):
             return False  # the store has been asked again
         elif isinstance(outcome, NoOffer):
             if isinstance(outcome, NotInMemory):
                 t.sources.extendleft(reversed(outcome.holders))
-            self._counters.count("declined", outcome.code)
+            self.missed(t, outcome.code)
             logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
             t.life.fire(Event.REFUSE)
             t.pending = None
@@ -262,12 +271,12 @@ class Asker:
             t.sources.extendleft(reversed(outcome.holders))
             t.life.fire(Event.HOLD)
         elif not self._scales.fits(t, outcome):
-            self._counters.count("declined", "malformed")
+            self.missed(t, "malformed")
             t.life.fire(Event.REFUSE)
             t.pending = None
             self._peers.release(outcome, done=True)
         elif t.held is not None and not self._betters(t, outcome):
-            self._counters.count("declined", "the node store has as much")
+            self.missed(t, "the node store has as much")
             t.life.fire(Event.REFUSE)
             t.pending = None
             self._peers.release(outcome, done=False)
@@ -275,7 +284,14 @@ class Asker:
             self.drop_held(t)
             t.offer, t.offered_at = outcome, time.monotonic()
             t.life.fire(Event.GRANT)
+        if not t.waits_since:  # else it was not the answer that took so long
+            self._counters.observe("ask_seconds", _whom(t.asking), time.monotonic() - t.asked_at)
         return True
+
+    def missed(self, t: Tracked, reason: str) -> None:
+        """A source was not made use of."""
+        t.missed = reason
+        self._counters.count("declined", reason)
 
     def _betters(self, t: Tracked, offer: Offer) -> bool:
         """Whether it is to be taken in place of what the store offered."""
@@ -298,7 +314,7 @@ class Asker:
             reason = "slower than computing"
         else:
             reason = "local hit" if t.offer.tokens <= t.local else "below threshold"
-        self._counters.count("declined", reason)
+        self.missed(t, reason)
         self.act(t, t.life.fire(Event.DECLINE))
 
     def act(self, t: Tracked, action: Action, done: bool = True) -> None:

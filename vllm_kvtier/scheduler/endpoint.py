@@ -31,8 +31,8 @@ _REASONS = {
 }
 MAX_SILENT_CONNECTIONS = 4096
 
-Question = m.Query | m.Inspect | m.Keep | m.Warm
-Answer = Callable[[m.Holding | m.Inspection | m.Kept], None]
+Question = m.Query | m.Inspect | m.Keep | m.Warm | m.Explain | m.Identify
+Answer = Callable[[m.Holding | m.Inspection | m.Kept | m.Explanation | m.Identified], None]
 # (what is asked for, whose connection, seconds, whom to tell the outcome)
 Lend = Callable[[m.Ask, bytes, float, Callable[[Lease | Refusal], None]], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
@@ -189,7 +189,7 @@ class Endpoint:
                 self._exports.drop(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
-            case m.Query() | m.Inspect() | m.Keep() | m.Warm():
+            case m.Query() | m.Inspect() | m.Keep() | m.Warm() | m.Explain() | m.Identify():
                 self._on_question(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)

@@ -213,6 +213,11 @@ class FarTier:
     def inspect(self, chain: list[bytes]) -> None:
         return None
 
+    def explain(self, chain: list[bytes], variant: bytes) -> None:
+        return None
+
+    problem = "it has no store of its own: it reads other nodes' stores, which are not asked here"
+
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
     def ask(

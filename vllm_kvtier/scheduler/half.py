@@ -15,9 +15,12 @@ import msgspec
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.events import Events
+from vllm_kvtier.scheduler.explaining import Explainer, identity
 from vllm_kvtier.scheduler.exporting import Exporter, alignment
 from vllm_kvtier.scheduler.exports import ExportTable, Kind
 from vllm_kvtier.scheduler.far import FarTier, is_far, tier_bandwidth
+from vllm_kvtier.scheduler.gauges import Gauges
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lending import Lender
@@ -32,8 +35,10 @@ from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.sharing import Sharing
 from vllm_kvtier.scheduler.tables import BlockTables
-from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat import events as vllm_events
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
@@ -49,6 +54,7 @@ logger = logging.getLogger("vllm.kvtier.scheduler")
 # A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
 # hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
 RESET_PATIENCE = 1.0
+IDLE_TAKES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class SchedulerHalf:
@@ -114,6 +120,10 @@ class SchedulerHalf:
             )
         elif is_far(config) and not facts.unsupported:
             self._tier = FarTier(config, facts, unit, self._reactor, self._link.tell)
+        self._events = None
+        if self._offloader is not None and facts.publishes:
+            self._events = Events(facts.groups, unit, self._reactor, self._engine.wake)
+            self._tier.events = self._offloader.events = self._events
         self._sharing = None
         if self._offloader is not None and config.peer_fetch == "auto" and facts.resumes:
             self._sharing = self._tier.sharing = Sharing(
@@ -126,7 +136,10 @@ class SchedulerHalf:
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
             facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
         )
-        self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters)
+        self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters, self._form)
+        self._gauges = Gauges(
+            self.counters, self._matcher, self._planner, self._exports, self._peers, self._tier, self._offloader
+        )
         self._exporter = Exporter(
             config, self._exports, pool, ledger, self._keys, facts.groups, self.counters, facts.hash_lookahead > 0,
             lambda: self._sharing is not None and self._sharing.active,
@@ -136,7 +149,11 @@ class SchedulerHalf:
             facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.sums(t)
         )
         self._questions = Questions(
-            facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake
+            facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
+            lambda on_engine: Explainer(
+                config, facts, pool, self._exports, self._tier, self._planner, self._bytes_of, on_engine
+            ),
+            lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
         pool.before_reset(self._before_reset)
         self._reactor.start()
@@ -175,11 +192,20 @@ class SchedulerHalf:
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         if not self._facts.unsupported:
             self._matcher.allocated(request, block_ids, external)
+            t = self._matcher.get(request.request_id) if self._events is not None and external else None
+            if t is not None and isinstance(t.offer, HostOffer) and t.offer.epoch == self._tier.epoch:
+                self._events.loaded(self._tier.space(vr.variant(request)), request, t.local, t.local + external)
 
-    def source(self, request_id: str) -> str:
-        """Where the KV of this request is being brought from: handoff, retained or host."""
-        tracked = self._matcher.get(request_id)
-        return tracked.source if tracked is not None else ""
+    def sources(self, request_id: str, tokens: int) -> dict[str, int]:
+        """Where so many tokens of this request are being brought from: "host", the node store's memory, where they
+        were; "disk", from where they came up for it; "below", where it has several tiers that they may have come up
+        from; "peer", another engine or another node's store."""
+        t = self._matcher.get(request_id)
+        if t is None or t.source != "host" or not isinstance(self._tier, HostTier):
+            return {"peer": tokens}
+        risen = min(t.risen, tokens)
+        kind = {("disk",): "disk", ("nodes",): "peer"}.get(self._tier.below, "below")
+        return {"host": tokens - risen, kind: risen}
 
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
@@ -207,10 +233,16 @@ class SchedulerHalf:
     def end_step(self) -> None:
         """A step's output was read."""
         self._pace.end_step()
+        if not self._facts.unsupported:
+            self._gauges.refresh()
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
         self._outcomes.arrived(results, finished)
+
+    def take_events(self) -> list[Any]:
+        """KV events for vLLM to publish after this step: what became of blocks in the tiers."""
+        return vllm_events.vllm_events(self._events.take(), self._facts.kinds) if self._events is not None else []
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
@@ -259,6 +291,8 @@ class SchedulerHalf:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
         self._exports.clear()
         self._ledger.clear()  # nothing more is lent
+        if self._events is not None:
+            self._events.say_again()
         self._exports.recall(RESET_PATIENCE)
         self._exporter.drain()
         if self._offloader is not None:
@@ -285,6 +319,19 @@ class SchedulerHalf:
         self._run_jobs()
         if self._sharing is not None:
             self._sharing.settle(idle=True)
+        self._publish_idle()
+
+    def _publish_idle(self) -> None:
+        """vLLM publishes events behind a step; an idle engine has none, and its tiers change all the same."""
+        scheduler = self._engine.scheduler
+        if self._events is None or scheduler is None:
+            return
+        for _ in range(IDLE_TAKES):
+            events = self.take_events()
+            if not events:
+                return
+            vllm_events.publish(scheduler, events)
+        self._engine.wake()  # there may be more; whatever else waits for this thread goes first
 
     def _freed(self) -> None:
         """Blocks are over with their export or lease (reactor's thread): back to vLLM with them."""
@@ -298,6 +345,12 @@ class SchedulerHalf:
         described = next(iter(self._described.values()), None)
         groups = described.groups if described is not None else ()
         return sum(tokens // group.block_tokens * group.block_bytes for group in groups if group.window is None)
+
+    def _form(self, kind: str) -> str:
+        """For the metrics, in what form a load, fetch or pull brings KV; of a hybrid model's groups maybe several."""
+        if kind == "load" and self._tier is not None:
+            return choice.names(self._tier.codecs)
+        return Codec.RAW if kind == "fetch" else choice.names([self._wire_codec])
 
     def _run_jobs(self) -> None:
         self._exporter.drain()

@@ -6,7 +6,7 @@ is waited for, not loaded twice.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
@@ -81,6 +81,10 @@ class Matcher:
     def __len__(self) -> int:
         return len(self._tracked)
 
+    def states(self) -> Iterator[State]:
+        """Of all requests that are there."""
+        return (t.life.state for t in self._tracked.values())
+
     def track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -151,7 +155,7 @@ class Matcher:
             return
         old = isinstance(t.offer, Loan) and time.monotonic() - t.offered_at > LOAN_SECONDS
         if t.life.state is State.OFFERED and t.offer.place and (old or t.offer.start > computed):
-            self._counters.count("declined", "held too long" if old else "evicted here meanwhile")
+            self._asker.missed(t, "held too long" if old else "evicted here meanwhile")
             self._asker.act(t, t.life.fire(Event.DECLINE))
         elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
             return
@@ -188,13 +192,17 @@ class Matcher:
         if t.life.state in (State.NEW, State.ASKING):
             self._asker.drop_held(t)
         if t.life.state is State.ASKING:
+            t.missed = t.missed or "not waited for"
             # vLLM went on without our answer (a request that may not read any prefix cache).
             self._asker.act(t, t.life.fire(Event.DECLINE))
+            self._account(t)
             return
         if t.life.state is not State.OFFERED:
+            self._account(t)
             return
         if external <= 0:
             self._asker.decline(t)
+            self._account(t)
             return
         t.life.fire(Event.HURRY if t.hurried else Event.ALLOCATE)
         t.ordered_at = time.monotonic()
@@ -260,14 +268,42 @@ class Matcher:
             self._planner.ended(t.offer.place, t.offer.nbytes)
         self._asker.act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
         if failed:
-            t.pulled = 0
+            t.pulled, t.missed = 0, f"{t.source} failed"
             self._look_elsewhere(t)
+            if t.hurried:  # else vLLM gives it blocks anew
+                self._account(t)
         elif t.offer.alike and not (done or isinstance(t.offer, HostOffer)):  # read whole: in the workers' tables
             for entry in t.entries:
                 self._ledger.mark(entry)
+        if not failed and not done:
+            self._account(t)
         t.entries, t.load, t.places = [], None, {}
         if done:
             self._tracked.pop(request_id, None)
+
+    def _account(self, t: Tracked) -> None:
+        """Once a request: where the KV of its prompt comes from, now that it is to be computed or is here."""
+        if t.accounted:
+            return
+        t.accounted, count, prompt = True, self._counters.count, t.request.num_prompt_tokens
+        local = min(t.local, prompt)
+        brought = min(t.pulled, prompt - local)
+        risen = min(t.risen, brought) if t.source == "host" else 0
+        if brought:
+            count("hits", t.source)
+        elif local:
+            count("hits", "own cache")
+        else:
+            count("misses", t.missed or "nobody to ask")
+        parts = {
+            "own cache": local,
+            "below memory": risen,
+            t.source: brought - risen,
+            "computed": prompt - local - brought,
+        }
+        for kind, tokens in parts.items():
+            if tokens:
+                count("prompt_tokens", kind, tokens)
 
     def _look_elsewhere(self, t: Tracked) -> None:
         """An engine of this node that had lent its blocks failed us: others may have them, if vLLM asks again."""

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.events import Events, Raw
 from vllm_kvtier.scheduler.ledger import Keys
 from vllm_kvtier.scheduler.tables import Growth, Table
 from vllm_kvtier.scheduler.tier import HostTier
@@ -66,6 +68,7 @@ class Batch:
     hashes: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     chains: dict[str, Chain] = field(default_factory=dict)
+    raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
 
 
 @dataclass
@@ -97,8 +100,9 @@ class Offloader:
         self._config, self._tier, self._pool, self._keys = config, tier, pool, keys
         self._groups, self._counters, self._reactor = groups, counters, reactor
         self._tell, self._on_free = tell, on_free
+        self.events: Events | None = None
         self._unit = pool.hash_block_tokens
-        self._most = min(int(pool.num_blocks * config.store_pin_share), MAX_ITEMS)  # all of it may be one message
+        self._most = min(int(pool.num_blocks * config.store_hold_share), MAX_ITEMS)  # all of it may be one message
         self._pinned = 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
@@ -179,6 +183,8 @@ class Offloader:
                 batch.keys.append(keys.key(block_hash, g, variant))
                 batch.hashes.append(block_hash[:HASH])
                 batch.parents.append(bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT)
+            if self.events is not None:
+                batch.raws += self.events.describe(batch.space, request, g, rows)
             batch.step = max(batch.step, self._step)
         batch.chains.setdefault(request.request_id, chain)
 
@@ -220,6 +226,8 @@ class Offloader:
             pending = self._tier.reserve(
                 batch.space, batch.tenant, batch.groups, b"".join(batch.hashes), b"".join(batch.parents)
             )
+            if self.events is not None:
+                self.events.tell(batch.space, batch.raws)  # behind the reservation
             pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
 
     def drain(self) -> None:
@@ -355,7 +363,7 @@ class Offloader:
                 if not flight.waiting:
                     self._land(order, flight)
         if message.nbytes:
-            self._counters.count("stored_bytes", amount=message.nbytes)
+            self._counters.count("stored_bytes", choice.names(self._tier.codecs), message.nbytes)
             self._counters.count("store_seconds", amount=message.seconds)
 
     def _land(self, order: int, flight: Flight) -> None:

@@ -4,7 +4,8 @@ On the scheduler's thread only.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
@@ -21,6 +22,7 @@ Result = PullResult | FetchResult | LoadResult
 
 _PAST = {"load": "loaded", "fetch": "fetched", "pull": "pulled"}
 _PLURAL = {"load": "loads", "fetch": "fetches", "pull": "pulls"}
+_WORSE = ("ok", "aborted", "failed")
 
 
 def _kind(result: Result) -> str:
@@ -29,63 +31,93 @@ def _kind(result: Result) -> str:
     return "fetch" if isinstance(result, FetchResult) else "pull"
 
 
+@dataclass
+class Ended:
+    """What all ranks said so far of one request's load, fetch or pull. ``outcome``: the worst; ``seconds``: of the
+    slowest rank, ``exact`` or at most."""
+
+    kind: str
+    outcome: str = "ok"
+    failed: bool = False
+    judged: bool = False
+    seconds: float = 0.0
+    exact: bool = True
+
+
 class Outcomes:
-    def __init__(self, matcher: Matcher, hurry: Hurry, planner: Planner, counters: Counters):
+    def __init__(
+        self,
+        matcher: Matcher,
+        hurry: Hurry,
+        planner: Planner,
+        counters: Counters,
+        codec: Callable[[str], str] = lambda kind: "raw",
+    ):
+        """``codec``: in what form a load, fetch or pull brings KV."""
         self._matcher, self._hurry, self._planner, self._counters = matcher, hurry, planner, counters
-        self._failed: set[str] = set()
-        self._slowest: dict[str, tuple[float, bool]] = {}  # request -> seconds of the slowest rank, exact or at most
+        self._codec = codec
+        self._ended: dict[str, Ended] = {}
 
     def arrived(self, results: list[Result], finished: Iterable[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
         judged = self._hurry.judged(results)
         for result in results:
-            self._count(result, result.request_id in judged)
+            self._heard(result, result.request_id in judged)
         for request_id in set(finished) | judged:
             self._hurry.settle(request_id, results)
-            failed = request_id in self._failed
-            self._failed.discard(request_id)
-            slowest = self._slowest.pop(request_id, None)
+            ended = self._ended.pop(request_id, None)
+            failed = ended is not None and ended.failed
             tracked = self._matcher.get(request_id)
+            if ended is not None:
+                self._count(ended)
             if tracked is not None and tracked.offer is not None and not failed:
-                self._succeeded(tracked, slowest)
+                self._succeeded(tracked, ended)
             self._matcher.loaded(request_id, failed)
 
-    def _count(self, result: Result, judged: bool) -> None:
+    def _heard(self, result: Result, judged: bool) -> None:
+        """Of one rank."""
         kind, count = _kind(result), self._counters.count
         tracked = self._matcher.get(result.request_id)
-        count(_PLURAL[kind], self._outcome(result, tracked))
-        if judged:
-            count("synchronous_loads", self._outcome(result, tracked))
-        count(f"{_PAST[kind]}_bytes", amount=result.bytes)
-        count(f"{kind}_seconds", amount=result.seconds)
-        if result.failed:
-            self._failed.add(result.request_id)
-            if kind == "load" and result.corrupt:
-                count("integrity_failures", amount=len(result.corrupt))
-                self._matcher.discard(result.request_id, result.corrupt)
-            elif result.checksum:
-                count("integrity_failures", amount=len(result.bad_blocks))
-                if kind == "fetch" and tracked is not None and tracked.offer is not None:
-                    self._matcher.nearby.failed(tracked.offer.instance)
-            if kind == "fetch" and result.unmappable and tracked is not None and tracked.offer is not None:
-                self._matcher.nearby.cannot_map(tracked.offer.instance, tracked.offer.alike)
-        else:
-            seconds, timed = self._slowest.get(result.request_id, (0.0, True))
-            exact = timed and getattr(result, "timed", True)
-            self._slowest[result.request_id] = max(result.seconds, seconds), exact
+        ended = self._ended.setdefault(result.request_id, Ended(kind))
+        ended.outcome = max(ended.outcome, self._outcome(result, tracked), key=_WORSE.index)
+        ended.judged |= judged
+        ended.seconds = max(ended.seconds, result.seconds)
+        ended.exact &= getattr(result, "timed", True)
+        count(f"{_PAST[kind]}_bytes", self._codec(kind), result.bytes)
+        if not result.failed:
+            return
+        ended.failed = True
+        if kind == "load" and result.corrupt:
+            count("integrity_failures", "host", len(result.corrupt))
+            self._matcher.discard(result.request_id, result.corrupt)
+        elif result.checksum:
+            count("integrity_failures", "engine" if kind == "pull" else "gpu", len(result.bad_blocks))
+            if kind == "fetch" and tracked is not None and tracked.offer is not None:
+                self._matcher.nearby.failed(tracked.offer.instance)
+        if kind == "fetch" and result.unmappable and tracked is not None and tracked.offer is not None:
+            self._matcher.nearby.cannot_map(tracked.offer.instance, tracked.offer.alike)
 
-    def _succeeded(self, t: Tracked, slowest: tuple[float, bool] | None) -> None:
+    def _count(self, ended: Ended) -> None:
+        """All ranks are through."""
+        self._counters.count(_PLURAL[ended.kind], ended.outcome)
+        if ended.judged:
+            self._counters.count("synchronous_loads", ended.outcome)
+        self._counters.observe(f"{ended.kind}_seconds", ended.outcome, ended.seconds)
+
+    def _succeeded(self, t: Tracked, ended: Ended | None) -> None:
         name = {"host": "loaded_tokens", "gpu": "fetched_tokens"}.get(t.source, "pulled_tokens")
         self._counters.count(name, "" if name == "fetched_tokens" else t.source, t.pulled)
         if isinstance(t.offer, HostOffer):
             self._counters.count("loaded_logical_bytes", amount=t.offer.logical)
-        if slowest is None or t.plan is None or not t.offer.place:
+        if ended is None or t.plan is None or not t.offer.place:
             return
-        seconds, timed = slowest
+        seconds, expected = ended.seconds, t.plan.load_seconds
         # What a load took at most says something only where more was expected.
-        if timed or seconds < t.plan.load_seconds:
+        if ended.exact or seconds < expected:
             self._planner.observe_load(t.offer.place, t.offer.nbytes, t.plan.queued_bytes, seconds)
-        self._counters.count("planned_seconds", "expected", t.plan.load_seconds)
+            if expected > 0:
+                self._counters.observe("planned_ratio", t.offer.place, seconds / expected)
+        self._counters.count("planned_seconds", "expected", expected)
         self._counters.count("planned_seconds", "taken", seconds)
         self._count_stages(t, seconds)
 
@@ -95,7 +127,7 @@ class Outcomes:
         moments = t.begun_at, t.offered_at, t.ordered_at, end
         name = "host_hit_seconds" if isinstance(t.offer, HostOffer) else "gpu_hit_seconds"
         for stage, begin, stop in zip(("asking", "placing", "loading"), moments, moments[1:], strict=False):
-            self._counters.count(name, stage, max(0.0, stop - begin))
+            self._counters.observe(name, stage, max(0.0, stop - begin))
 
     def _outcome(self, result: Result, tracked: Tracked | None) -> str:
         """For the metrics: a load that was stopped because its request was aborted is no failure."""

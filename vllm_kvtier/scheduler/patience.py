@@ -57,8 +57,9 @@ class Patience:
     def rewarded(self, t: Tracked, tokens: int) -> None:
         """Its wait is over; the first ``tokens`` of it are in the store's memory now."""
         before = t.held.tokens if t.held is not None else t.asked_from
-        self._counters.count("waited_seconds", amount=time.monotonic() - t.waits_since)
-        self._counters.count("waited_tokens", amount=max(0, tokens - before))
+        t.risen = max(0, tokens - before)
+        self._counters.observe("waited_seconds", "", time.monotonic() - t.waits_since)
+        self._counters.count("waited_tokens", amount=t.risen)
 
     def _decide(self, have: int, end: int, prompt: int, seconds: float) -> float:
         """How long tokens [have, end) may take to come up, if that is expected to be met; else 0."""

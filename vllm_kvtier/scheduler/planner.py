@@ -20,7 +20,7 @@ Not thread-safe: the scheduler half's thread owns it. No method takes more than 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvtier.scheduler.rates import LoadRate, StepCost
 
@@ -181,8 +181,26 @@ class Planner:
         that others have meanwhile, in which it could be computed.
         """
         place = self._source(source)
-        if end_tokens <= start_tokens or nbytes <= 0:
+        found = self.weigh(source, start_tokens, end_tokens, nbytes, prompt_tokens, least)
+        reason = found.reason
+        if reason == NOTHING:
             self.decisions[NOTHING] += 1
+            return found
+        place.slow = place.slow + 1 if reason == SLOWER else 0
+        if place.slow >= TRIAL_EVERY:
+            place.slow, reason = 0, TRIAL
+        load = found.load or reason == TRIAL
+        place.loads += load
+        place.declined += not load
+        self.decisions[reason] += 1
+        return replace(found, load=load, reason=reason)
+
+    def weigh(
+        self, source: str, start_tokens: int, end_tokens: int, nbytes: int, prompt_tokens: int, least: float = 0.0
+    ) -> Decision:
+        """What ``decide`` would say, but for trials. Nothing is counted."""
+        place = self._source(source)
+        if end_tokens <= start_tokens or nbytes <= 0:
             return Decision(False, 0.0, None, NOTHING)
         queued = place.queue.before(nbytes)
         now = None if place.queue.loads else self._clock()
@@ -197,14 +215,7 @@ class Planner:
             reason = QUEUED if alone <= compute_seconds else SLOWER
         if compute_seconds is not None and reason in (FASTER, UNMEASURED) and least > compute_seconds:
             reason = SHORT
-        place.slow = place.slow + 1 if reason == SLOWER else 0
-        if place.slow >= TRIAL_EVERY:
-            place.slow, reason = 0, TRIAL
-        load = reason in (FASTER, UNMEASURED, TRIAL)
-        place.loads += load
-        place.declined += not load
-        self.decisions[reason] += 1
-        return Decision(load, load_seconds, compute_seconds, reason, queued)
+        return Decision(reason in (FASTER, UNMEASURED), load_seconds, compute_seconds, reason, queued)
 
     def report(self) -> dict[str, float]:
         """The model and how good it is, as flat numbers for metrics and logs.

@@ -1,10 +1,11 @@
-"""What others may ask this engine: how much of a prompt it has, to pin one, to have one ready, how it is."""
+"""What others ask an engine: what it has of a prompt and why not more, to pin one, to have one ready, who it is."""
 
 import logging
 from collections import deque
 from collections.abc import Callable
 
 from vllm_kvtier.scheduler.endpoint import Answer, Question
+from vllm_kvtier.scheduler.explaining import Explainer
 from vllm_kvtier.scheduler.exports import ExportTable
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
 from vllm_kvtier.scheduler.matching import Matcher
@@ -30,11 +31,15 @@ class Questions:
         tier: HostTier | None,
         offloader: Offloader | None,
         wake: Callable[[], None],
+        explainer: Callable[[Callable[[Callable[[], None]], None]], Explainer],
+        identity: Callable[[], list[tuple[str, str]]],
     ):
-        """``wake`` has vLLM's scheduler thread call :meth:`run` soon."""
+        """``wake`` has vLLM's scheduler thread call :meth:`run` soon. ``explainer``: makes one, given how to get to
+        that thread; ``identity``: for Identified, on that thread."""
         self._facts, self._pool, self._exports, self._peers = facts, pool, exports, peers
         self._matcher, self._tier, self._offloader, self._wake = matcher, tier, offloader, wake
         self._jobs: deque[Callable[[], None]] = deque()
+        self._explainer, self._identity = explainer(self._on_engine), identity
 
     def run(self) -> None:
         """Scheduler's thread: what only it may look at."""
@@ -48,6 +53,12 @@ class Questions:
         """Reactor's thread, where hashing a prompt holds nobody up: the pool may only be asked on the engine's."""
         if isinstance(question, m.Inspect):
             self._on_engine(lambda: answer(self._inspect(question)))
+            return
+        if isinstance(question, m.Identify):
+            self._on_engine(lambda: answer(m.Identified(question.question, self._identity())))
+            return
+        if isinstance(question, m.Explain):
+            self._explainer.ask(question, answer)
             return
         tokens = question.tokens[: self._facts.max_tokens]
         unit = self._pool.hash_block_tokens

@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
 from vllm_kvtier.scheduler.sharing import Holder, Sharing
 from vllm_kvtier.scheduler.slots import Spaces, full_bytes, offered_bytes, plan_slots
@@ -29,6 +30,7 @@ from vllm_kvtier.worker.work import FarSource
 logger = logging.getLogger("vllm.kvtier.tier")
 
 PATIENCE = 10.0  # seconds without a store before that is said
+EXPLAIN_PATIENCE = 0.5  # seconds that other nodes and buckets have to say what they have, when a person asks
 
 # In place of an engine's address, where an offer is the node store's.
 HOST: Address = ("", 0)
@@ -136,6 +138,7 @@ class HostTier:
         self._said = ""
         self._waiting = self._compared = False
         self.sharing: Sharing | None = None  # what other engines of the node have in their caches
+        self.events: Events | None = None  # publishes what lies where
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
@@ -169,10 +172,14 @@ class HostTier:
             ask_timeout=self._config.ask_timeout,
             on_change=self._changed,
         )
+        if self.events is not None:
+            self.events.join(self.space(b""))
         self._client.start()
 
     def reached(self, message: m.PoolReady) -> None:
         self._reached[message.rank] = (message.instance, message.nbytes)
+        if self.events is not None:
+            self.events.store_changed(self._client, bool(self.limit()))
 
     def _changed(self) -> None:
         client = self._client
@@ -182,6 +189,8 @@ class HostTier:
                 self._on_lost()
         if self.sharing is not None:
             self.sharing.store_changed(client)
+        if self.events is not None:
+            self.events.store_changed(client, bool(self.limit()))
         if client.connected and not self._compared:
             self._compared = True
             wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
@@ -216,6 +225,11 @@ class HostTier:
     def instance(self) -> str:
         return self._instance
 
+    @property
+    def below(self) -> tuple[str, ...]:
+        """Names of the tiers below the store's memory."""
+        return self._client.tiers if self._client is not None else ()
+
     def limit(self) -> int:
         """Pages of the present store's memory that all workers can reach; 0 without a store."""
         client, reached = self._client, list(self._reached.values())
@@ -236,6 +250,9 @@ class HostTier:
     def renew(self) -> None:
         """What is stored so far is this engine's no longer: see ``Spaces``."""
         self._spaces.renew()
+        if self.events is not None:
+            self.events.leave()
+            self.events.join(self.space(b""))
 
     def reserve(self, space: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
         return self._client.reserve(space, tenant, groups, hashes, parents, self.limit())
@@ -263,6 +280,22 @@ class HostTier:
             return None
         return self._client.inspect(self.space(b""), packed(chain))
 
+    def explain(self, chain: list[bytes], variant: bytes) -> Pending | None:
+        """Where the chain is, or what became of it; None without a store."""
+        if self._client is None or not self.instance:
+            return None
+        mix, stride = self.sharing.names(variant) if self.sharing is not None else (b"", 1)
+        return self._client.explain(self.space(variant), packed(chain), EXPLAIN_PATIENCE, mix, stride)
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be had from it, in words; "" if something can."""
+        if self._client is None:
+            return "the engine's workers have not described their KV caches yet"
+        if not self._client.connected:
+            return self._client.reason
+        return "" if self.limit() else "the engine's workers cannot reach the store's memory yet"
+
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
     def ask(
@@ -282,6 +315,8 @@ class HostTier:
             return None
         if start >= MAX_UNITS * self._unit:  # beyond what the store can be asked for
             return None
+        if self.events is not None:
+            self.events.join(self.space(variant))
         names = packed(chain)
         instance = self._client.instance
         mix, stride = self.sharing.names(variant) if self.sharing is not None else (b"", 1)

@@ -36,6 +36,10 @@ class Tracked:
     waits_since: float = 0.0  # when it began to wait for what the store brings up; 0: it does not
     waits_for_answer: bool = False  # whether there is anything at all
     had: int = 0  # tokens that were in the store's memory when it began to wait
+    risen: int = 0  # tokens that came up meanwhile
+    asked_at: float = 0.0  # when somebody was last asked
+    missed: str = ""  # why the last one who was asked, or could have been, brought nothing
+    accounted: bool = False  # it was counted where the KV of its prompt came from
     asked_from: int = 0  # what ``local`` was when the store was last asked
     epoch: int = 0  # of the store's spaces, then
     pulled: int = 0

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from vllm_kvtier.store.entries import GONE, READY, Entry, Shape, Space
 from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.fates import Fate, Fates
 from vllm_kvtier.store.policies import Policy
 from vllm_kvtier.store.records import ZERO, BadRequest, IndexStats
 from vllm_kvtier.store.room import Room
@@ -35,12 +36,14 @@ class Kept(Protocol):
 
 
 class Blocks:
-    """What ``Index`` builds on. ``watch``: set it before anything is stored."""
+    """What ``Index`` builds on. ``watch``, and ``fates``, which remembers what is gone: set them before anything is
+    stored."""
 
     def __init__(self, pool: SlotPool, policy: Callable[[], Policy], tenant_share: float):
         self.watch: Watch | None = None
+        self.fates: Fates | None = None
         self._pool = pool
-        self._room = Room(pool, policy, tenant_share, self._unlist)
+        self._room = Room(pool, policy, tenant_share, self._evicted)
         self._spaces: dict[bytes, Space] = {}
         self._now = 0  # requests so far: what entry.used counts in
         self._stats = IndexStats()
@@ -69,7 +72,7 @@ class Blocks:
         entry = self.find(space, group, block_hash)
         if entry is None:
             return False
-        self._forget(entry)
+        self._forget(entry, Fate.DISCARDED)
         self._stats.discards += 1
         return True
 
@@ -79,7 +82,7 @@ class Blocks:
         for here in list(self._spaces.values()) if space is None else filter(None, [self._spaces.get(space)]):
             for table in here.tables:
                 for entry in reversed(list(table.values())):
-                    self._forget(entry)
+                    self._forget(entry, Fate.CLEARED)
                     gone += 1
         return gone
 
@@ -163,8 +166,16 @@ class Blocks:
         if entry.state is GONE and not entry.leases and entry.client is None:
             self._room.free(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _evicted(self, entry: Entry) -> None:
+        """For room, of a block in no policy any more."""
+        if self.fates is not None:
+            self.fates.evicted(entry)
+        self._unlist(entry)
+
+    def _forget(self, entry: Entry, fate: Fate) -> None:
         """By force: whatever hangs under it becomes unreachable."""
+        if self.fates is not None:
+            self.fates.record((entry.space.name, entry.group, entry.hash), fate)
         if entry.state is READY:
             if entry.pinned:
                 self._mark_pinned(entry, False)

@@ -43,10 +43,12 @@ class StoreClient:
     ``instance`` ("" while not connected), ``session`` (number of this connection, grows), ``pool_pages``,
     ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected), ``tiers`` (names of
     those below its memory), ``company`` (how many others are present with this one's family; 0 until ``present``).
+    ``on_changes``, to be set before ``follow``, hears on the reactor's thread what the store tells of spaces.
 
     ``launch`` is called on a thread of its own when nobody listens at ``path``; it returns once somebody does, or
     raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard,
-    present, resident) do nothing while not connected, or when ``session`` is given and is not the current one.
+    present, resident, follow, label) do nothing while not connected, or when ``session`` is given and is not the
+    current one.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StoreClient:
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
         self.tiers: tuple[str, ...] = ()
         self.company = 0
+        self.on_changes: Callable[[m.Changes], None] = lambda changes: None
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
         self._ask_timeout = ask_timeout
@@ -144,6 +147,10 @@ class StoreClient:
         """Outcome: messages.Holding."""
         return self._ask(lambda id: m.Inspect(id, space, chain))
 
+    def explain(self, space: bytes, chain: bytes, patience: float, mix: bytes = b"", stride: int = 1) -> Pending:
+        """Outcome: messages.Holding, with all that Inspect says of ``spans``."""
+        return self._ask(lambda id: m.Inspect(id, space, chain, True, patience, mix, stride), patience)
+
     def pin(self, space: bytes, chain: bytes, pinned: bool = True) -> Pending:
         """Outcome: messages.Done, with the number of blocks."""
         return self._ask(lambda id: m.Pin(id, space, chain, pinned))
@@ -187,6 +194,14 @@ class StoreClient:
             for number, part in enumerate(parts):
                 self._stream.send(m.encode(m.Resident(*part, anew and not number)))
             return True
+
+    def follow(self, spaces: Sequence[bytes], session: int | None = None) -> None:
+        """See messages.Follow. Anew on each connection; ``on_changes`` hears what becomes of them."""
+        self._tell(m.Follow(list(spaces)), session)
+
+    def label(self, space: bytes, groups: Sequence[int], hashes: bytes, labels: Sequence[bytes]) -> None:
+        """See messages.Labels; at most messages.MAX_ITEMS at once, and less than messages.MAX_FRAME bytes."""
+        self._tell(m.Labels(space, list(groups), hashes, list(labels)), None)
 
     def _ask(self, make: Callable[[int], msgspec.Struct], patience: float = 0.0) -> Pending:
         with self._lock:
@@ -302,6 +317,9 @@ class StoreClient:
         elif isinstance(reply, m.Company):
             self.company = reply.others
             self._changed()
+        elif isinstance(reply, m.Changes):
+            self.on_changes(reply)
+            stream.send(m.encode(m.Heard()))
         elif isinstance(reply, m.Refused):
             self._refused = True
             stream.close(f"it refuses: {reply.reason}")

@@ -18,6 +18,7 @@ from vllm_kvtier.store.blocks import Blocks
 from vllm_kvtier.store.claims import Claims
 from vllm_kvtier.store.entries import READY, RESERVED, Entry, Space
 from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.fates import Fate
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES, Policy
 from vllm_kvtier.store.records import (
     EXISTS,
@@ -68,7 +69,7 @@ class Index(Blocks):
         if gone is not None:
             for lease in list(gone.leases):
                 self.release(client, lease)
-            self.abort(client, list(gone.reserved))
+            self.abort(client, list(gone.reserved), Fate.DIED)
             self._claims.forget(client)
 
     def held(self, client: int) -> tuple[int, int]:
@@ -209,6 +210,8 @@ class Index(Blocks):
             for i, entry in reversed(items[n:]):
                 answer[i] = NO_ROOM
                 here.remove(entry)
+                if self.fates is not None:
+                    self.fates.record((space, entry.group, entry.hash), Fate.NO_ROOM)
             got += entries[:n]
         if got:
             self._claims.reserve(client, got, forever)
@@ -237,12 +240,12 @@ class Index(Blocks):
             self.watch.stored(ready)
         return len(ready)
 
-    def abort(self, client: int, slots: Sequence[int]) -> int:
-        """Not written: free again. Counts and ignores like commit."""
+    def abort(self, client: int, slots: Sequence[int], fate: Fate = Fate.ABORTED) -> int:
+        """Not written: free again. Counts and ignores like commit. ``fate``: what is remembered of them."""
         ended = self._end_reservations(client, slots)
         for entry in reversed(ended):
             if entry.state is RESERVED:
-                self._forget(entry)
+                self._forget(entry, fate)
         self._stats.aborts += len(ended)
         return len(ended)
 
@@ -256,7 +259,7 @@ class Index(Blocks):
         entry = here.tables[group].get(block_hash)
         if entry is None or entry.state is not READY or entry.slot != slot:
             return False
-        self._forget(entry)
+        self._forget(entry, Fate.DISCARDED)
         self._stats.discards += 1
         return True
 

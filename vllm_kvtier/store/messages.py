@@ -28,7 +28,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE
 # For who speaks to the store: all of its words and numbers are here.
 __all__ = ["EXISTS", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: the block is the first of its chain
 MAX_UNITS = 1 << 17  # of a chain: 2 MiB
@@ -37,6 +37,9 @@ MAX_GROUPS = 64
 MAX_NODES = 8  # that one request may name
 MAX_RESIDENT = 1 << 22  # blocks of one engine's cache
 MAX_HOLDERS = 3  # that one answer names
+MAX_SPANS = 1 << 12  # that one answer tells, of each group
+MAX_FOLLOWED = 256  # spaces
+MAX_LABEL = 64 << 10  # bytes
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -57,6 +60,8 @@ Family = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_UNITS * 8)]
 Mix = Annotated[bytes, msgspec.Meta(max_length=8)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
+Label = Annotated[bytes, msgspec.Meta(max_length=MAX_LABEL)]
 
 
 class GroupShape(msgspec.Struct, frozen=True):
@@ -178,11 +183,20 @@ class Stat(msgspec.Struct, frozen=True, tag="stat"):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
-    """What is stored of the chain, without a lease and without touching it? Answer: Holding."""
+    """What is stored of the chain, without a lease and without touching it? Answer: Holding.
+
+    ``spans``: where each block is, too, or what became of it. ``patience``: how far the chain goes on in tiers below
+    that must be asked for it (other nodes, a bucket), the answer waits so long for that. ``mix``, ``stride`` as in
+    Lookup.
+    """
 
     id: Count
     space: Space
     chain: Hashes
+    spans: bool = False
+    patience: Seconds = 0.0
+    mix: Mix = b""
+    stride: Units = 1
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -206,6 +220,28 @@ class Resident(msgspec.Struct, frozen=True, tag="resident"):
     )
 
 
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Tell me where the labelled blocks of these spaces lie, and what becomes of them; of no others any more. No
+    answer, but Changes come unasked."""
+
+    spaces: Annotated[list[Space], msgspec.Meta(max_length=MAX_FOLLOWED)]
+
+
+class Labels(msgspec.Struct, frozen=True, tag="labels"):
+    """What those who follow the space must know of these blocks, in words that the store does not understand. Of blocks
+    that are stored or being written; others, those that have a label, and spaces that the sender does not follow are
+    ignored. No answer."""
+
+    space: Space
+    groups: Annotated[list[Group], msgspec.Meta(max_length=MAX_ITEMS)]
+    hashes: ItemHashes
+    labels: Annotated[list[Label], msgspec.Meta(max_length=MAX_ITEMS)]
+
+
+class Heard(msgspec.Struct, frozen=True, tag="heard"):
+    """The sender is through with the last Changes and takes more. No answer."""
+
+
 Request = (
     Hello
     | Lookup
@@ -222,6 +258,9 @@ Request = (
     | Inspect
     | Present
     | Resident
+    | Follow
+    | Labels
+    | Heard
 )
 
 # -- store to client ----------------------------------------------------------------------------------------
@@ -258,6 +297,21 @@ class Company(msgspec.Struct, frozen=True, tag="company"):
     blocks and it need not tell of them. Sent unasked, after Present and when it changes."""
 
     others: Count
+
+
+class Changes(msgspec.Struct, frozen=True, tag="changes"):
+    """Where these blocks of a space lie now. Sent unasked to who follows the space; one is under way at a time.
+
+    ``places``: of each block, 1 (this memory) and ``2 << i`` for the i-th of Welcome's tiers, added up; 0: nowhere any
+    more. ``labels``: b"" for those. ``anew``: what was told of this space before does not count any more.
+    """
+
+    space: Space
+    anew: bool
+    groups: Annotated[list[Group], msgspec.Meta(max_length=MAX_ITEMS)]
+    hashes: ItemHashes
+    places: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]], msgspec.Meta(max_length=MAX_ITEMS)]
+    labels: Annotated[list[Label], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Below(msgspec.Struct, frozen=True):
@@ -305,13 +359,47 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     count: Count  # of blocks this changed
 
 
+class Span(msgspec.Struct, frozen=True):
+    """Blocks of a group, one after the other. ``place``: "memory", "writing", the name of the tier below that has
+    them, or "": nowhere, and then ``fate`` is how they ended (``fates.Fate``; 0: nothing is known of them), the last
+    one ``newest`` and the first one ``oldest`` seconds ago."""
+
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
+    place: Name
+    fate: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    newest: Age = 0.0
+    oldest: Age = 0.0
+
+
+class TierReach(msgspec.Struct, frozen=True):
+    """``units``: how far a chain goes on in this tier, from where memory and the tiers before it end; None: it was not
+    asked, or did not answer in time. ``state``, ``reason`` as in TierCounts."""
+
+    name: Name
+    state: Name
+    reason: Sentence
+    units: Count | None = None
+
+
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     """``units``: what a Lookup from 0 would find. ``blocks[g]``: how many of the chain's blocks of group g are
-    stored, wherever in it; no groups: nobody has used this space yet."""
+    stored, wherever in it; no groups: nobody has used this space yet.
+
+    The rest is told only where ``spans`` were asked for. ``spans[g]``: the chain's blocks of group g from the first on;
+    fewer where they are too many to be told. ``known``: of all that ended in the last so many seconds it is remembered
+    how; ``seconds``: since the store started. ``holders``: engines of the node that have the beginning in their caches.
+    """
 
     id: Count
     units: Count
     blocks: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUPS)]
+    spans: Annotated[
+        list[Annotated[list[Span], msgspec.Meta(max_length=MAX_SPANS)]], msgspec.Meta(max_length=MAX_GROUPS)
+    ] = []
+    tiers: Annotated[list[TierReach], msgspec.Meta(max_length=16)] = []
+    holders: Annotated[list[Holder], msgspec.Meta(max_length=MAX_HOLDERS)] = []
+    known: Age = 0.0
+    seconds: Age = 0.0
 
 
 class ClientCounts(msgspec.Struct, frozen=True):
@@ -347,7 +435,7 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     directory: DirectoryCounts = DirectoryCounts()
 
 
-Reply = Welcome | Refused | Ready | Company | Found | Reserved | Done | Holding | Counts
+Reply = Welcome | Refused | Ready | Company | Changes | Found | Reserved | Done | Holding | Counts
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

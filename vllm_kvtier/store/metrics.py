@@ -26,7 +26,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from vllm_kvtier.store.lower.durations import BOUNDS, Durations
+from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.messages import PAGE, Counts
 from vllm_kvtier.wire.reactor import Reactor
 
@@ -135,11 +135,24 @@ EXTRA = {
 }
 
 
+TIER_SECONDS = Shown(
+    "tier_request_seconds", "From asking a tier's process to its answer: reads and writes of up to 32 MiB, and finds."
+)
+HANDLING = Shown("message_seconds", "What the store's one thread needed for a message of an engine or a tool.")
+CLIENTS = _gauge("clients", "Who is connected.")
+TIER_UP = _gauge("tier_up", "1: the tier can be asked.")
+TIER_STATE = _gauge("tier_state", "1: the state that it is in.")
+RESPONDING = _gauge("responding", f"1: it answered within {SECONDS:g} s; 0: it did not, and nothing else is known.")
+INFO = _gauge("info", "Which store this is.")
+
+
 class State(NamedTuple):
-    """All of one moment. ``durations``: of requests to tiers' processes, by tier and kind (read, write, find)."""
+    """All of one moment. ``durations``: of requests to tiers' processes, by tier and kind (read, write, find).
+    ``handling``: of messages from engines and tools, by their name."""
 
     counts: Counts
     durations: Mapping[tuple[str, str], Durations]
+    handling: Mapping[str, Durations] = {}
 
 
 class StoreCollector(Collector):
@@ -154,8 +167,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._ask()
-        meaning = f"1: it answered within {self._seconds:g} s; 0: it did not, and nothing else is known."
-        yield GaugeMetricFamily(PREFIX + "responding", meaning, value=float(state is not None))
+        yield GaugeMetricFamily(PREFIX + RESPONDING.name, RESPONDING.meaning, value=float(state is not None))
         if state is not None:
             yield from metrics_of(state)
 
@@ -179,28 +191,28 @@ def metrics_of(state: State) -> list[Metric]:
     numbers = msgspec.to_builtins(state.counts)
     families: dict[str, Metric] = {}
     info = {name: str(numbers[name]) for name in ("version", "instance", "policy", "pid", "huge_pages")}
-    families["info"] = InfoMetricFamily(PREFIX.rstrip("_"), "Which store this is.", value=info)
+    families["info"] = InfoMetricFamily(PREFIX.rstrip("_"), INFO.meaning, value=info)
     for table, values in ((STORE, numbers), (INDEX, numbers["index"]), (DIRECTORY, numbers["directory"])):
         for key, shown in table.items():
             _add(families, shown, values[key], {})
     kinds = [client["kind"] for client in numbers["clients"]]
     for kind in ("engine", "worker", "tool"):
-        shown = Shown("clients", "Who is connected.", counter=False, labels={"kind": kind})
-        _add(families, shown, kinds.count(kind), {})
+        _add(families, CLIENTS, kinds.count(kind), {"kind": kind})
     for tier in numbers["tiers"]:
         _add_tier(families, tier)
     for (tier, kind), durations in state.durations.items():
-        _add_durations(families, tier, kind, durations)
+        _add_durations(families, TIER_SECONDS, {"tier": tier, "kind": kind}, durations)
+    for message, durations in state.handling.items():
+        _add_durations(families, HANDLING, {"message": message}, durations)
     return list(families.values())
 
 
 def _add_tier(families: dict[str, Metric], tier: Mapping) -> None:
     labels = {"tier": tier["name"]}
     usable = tier["state"] in ("ready", "read only")
-    _add(families, _gauge("tier_up", "1: the tier can be asked."), float(usable), labels)
+    _add(families, TIER_UP, float(usable), labels)
     for state in STATES:
-        shown = Shown("tier_state", "1: the state that it is in.", counter=False, labels={"state": state})
-        _add(families, shown, float(tier["state"] == state), labels)
+        _add(families, TIER_STATE, float(tier["state"] == state), {**labels, "state": state})
     for key, shown in TIER.items():
         _add(families, shown, tier[key], labels)
     for key, value in tier["extra"].items():
@@ -218,16 +230,14 @@ def _add(families: dict[str, Metric], shown: Shown | None, value: float, labels:
     families[shown.name].add_metric(list(labels.values()), value * shown.factor)
 
 
-def _add_durations(families: dict[str, Metric], tier: str, kind: str, durations: Durations) -> None:
-    name = "tier_request_seconds"
-    if name not in families:
-        meaning = "From asking a tier's process to its answer: reads and writes of up to 32 MiB, and finds."
-        families[name] = HistogramMetricFamily(PREFIX + name, meaning, labels=["tier", "kind"])
+def _add_durations(families: dict[str, Metric], shown: Shown, labels: Mapping[str, str], durations: Durations) -> None:
+    if shown.name not in families:
+        families[shown.name] = HistogramMetricFamily(PREFIX + shown.name, shown.meaning, labels=list(labels))
     buckets, total = [], 0
-    for bound, count in zip([*map(str, BOUNDS), "+Inf"], durations.counts, strict=True):
+    for bound, count in zip([*map(str, durations.bounds), "+Inf"], durations.counts, strict=True):
         total += count
         buckets.append((bound, total))
-    families[name].add_metric([tier, kind], buckets, durations.seconds)
+    families[shown.name].add_metric(list(labels.values()), buckets, durations.seconds)
 
 
 # -- over HTTP --------------------------------------------------------------------------------------------------------

@@ -24,13 +24,17 @@ from vllm_kvtier import __version__
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store import address
 from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.changes import Changes
 from vllm_kvtier.store.company import Company
 from vllm_kvtier.store.directory import sought
 from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.fates import Fates
+from vllm_kvtier.store.fates_told import tell
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.limits import in_words, memory_limits, pool_bytes
 from vllm_kvtier.store.lower.base import Want
+from vllm_kvtier.store.lower.durations import FINE, Durations
 from vllm_kvtier.store.lower.tiers import lower_tiers
 from vllm_kvtier.store.memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
@@ -44,7 +48,7 @@ logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # least and most between two looks at deadlines; they are a matter of minutes
-_ENGINE_ONLY = (m.Lookup, m.Warm, m.Touch, m.Release, m.Reserve, m.Commit, m.Abort, m.Discard, m.Present, m.Resident)
+_FOR_ALL = (m.Pin, m.Clear, m.Stat, m.Inspect)  # all else only engines may say
 
 
 @dataclass(eq=False)
@@ -94,6 +98,7 @@ class StoreServer:
                 pin_share=options.pin_share,
                 tenant_share=options.tenant_share,
             )
+            self.index.fates = Fates(time.monotonic)
             self.lower = lower_tiers(options, self.index, self.memory, self.reactor, self._watch_deadlines)
             address.sign(self._lock)
             undo.pop_all()
@@ -102,6 +107,12 @@ class StoreServer:
         self._next_client = 1
         self._company = Company(
             lambda number, message: self._clients[number].stream.send(m.encode(message)), self.reactor.call_soon
+        )
+        self.changes = Changes(
+            self.index,
+            self.lower.all,
+            lambda number, message: self._clients[number].stream.send(m.encode(message)),
+            self.reactor.call_soon,
         )
         self._idle: Timer | None = None
         self._metrics = None
@@ -120,7 +131,11 @@ class StoreServer:
             m.Inspect: self._inspect,
             m.Present: lambda c, r: self._company.present(c.number, r),
             m.Resident: lambda c, r: self._company.resident(c.number, r),
+            m.Follow: lambda c, r: self.changes.follow(c.number, r.spaces),
+            m.Labels: lambda c, r: self.changes.label(c.number, r),
+            m.Heard: lambda c, r: self.changes.heard(c.number),
         }
+        self._handling = {kind: Durations(bounds=FINE) for kind in self._handlers}
         self.reactor.on_stop(self._close)
 
     def start(self) -> None:
@@ -136,7 +151,7 @@ class StoreServer:
                 self.options.metrics_host,
                 self.options.metrics_port,
                 self.reactor,
-                lambda: metrics.State(self._counts(), self.lower.durations()),
+                lambda: metrics.State(self._counts(), self.lower.durations(), self._handled()),
             )
 
     def stop(self) -> None:
@@ -195,6 +210,7 @@ class StoreServer:
         self.lower.forget(client.number)
         self.index.disconnect(client.number)
         self._company.left(client.number)
+        self.changes.left(client.number)
         if client.hello is not None and client.hello.kind != "tool":
             logger.info("kvtier: %s left: %s", client, reason)
         else:
@@ -230,11 +246,13 @@ class StoreServer:
                 self._greet(client, request)
                 return
             handler = self._handlers.get(type(request))
-            if handler is None or (client.hello.kind != "engine" and isinstance(request, _ENGINE_ONLY)):
+            if handler is None or (client.hello.kind != "engine" and not isinstance(request, _FOR_ALL)):
                 raise BadRequest(f"{type(request).__name__} is not for a connected {client.hello.kind}")
             if len(getattr(request, "chain", b"")) % m.HASH:
                 raise BadRequest(f"a chain of {len(request.chain)} bytes: hashes have {m.HASH}")
+            began = time.monotonic()
             handler(client, request)
+            self._handling[type(request)].observe(time.monotonic() - began)
         except (msgspec.DecodeError, BadRequest) as error:
             if client.hello is None:
                 reason = f"this is not how a client of protocol {m.PROTOCOL} begins ({error})"
@@ -307,10 +325,23 @@ class StoreServer:
 
     def _inspect(self, client: _Client, r: m.Inspect) -> None:
         holding = self.index.inspect(client.number, r.space, r.chain)
-        client.stream.send(m.encode(m.Holding(r.id, holding.units, holding.blocks)))
+        short = m.Holding(r.id, holding.units, holding.blocks)
+        if not r.spans:
+            client.stream.send(m.encode(short))
+            return
+        holders = self._company.holders(client.number, sought(r.chain, 0, r.mix, r.stride))
+        want = _want(client, r.space, r.chain, holding.units, [])
+        tell(
+            self.index, self.lower.all, want, r.patience, self.reactor,
+            msgspec.structs.replace(short, holders=holders), lambda said: client.stream.send(m.encode(said)),
+        )  # fmt: skip
 
     def _stat(self, client: _Client, r: m.Stat) -> None:
         client.stream.send(m.encode(self._counts(r.id)))
+
+    def _handled(self) -> dict[str, Durations]:
+        """How long messages took, by name; a copy, for another thread."""
+        return {kind.__name__.lower(): durations.copy() for kind, durations in self._handling.items()}
 
     def _counts(self, id: int = 0) -> m.Counts:
         clients = [(c.hello, self.index.held(c.number)) for c in self._clients.values() if c.hello is not None]

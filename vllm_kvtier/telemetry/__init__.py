@@ -1,1 +1,1 @@
-"""Counters, vLLM stats and Prometheus metrics."""
+"""What is counted and told: an engine's metrics, the table of all metrics, KV events."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier import fingerprint
+from vllm_kvtier.vllm_compat import events, undo
 from vllm_kvtier.vllm_compat import namespace as ns
-from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.wire.messages import Namespace
 
 
@@ -26,6 +26,8 @@ class EngineFacts:
     unsupported: str | None  # why this engine can neither pull nor export
     config: Any = field(repr=False)
     peer_bandwidth: float = 200e9  # bytes/s from another device of the node, before any was measured
+    publishes: bool = False  # KV events
+    kinds: list[tuple[str, int | None]] = field(default_factory=list)  # of groups, as vLLM's KV events name them
     waits: bool = False  # whether a step's forward can wait for a load, and be taken back if what came was wrong
 
     @property
@@ -35,6 +37,10 @@ class EngineFacts:
 
     def namespace(self, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
         return ns.namespace(self.config, hash_block_tokens, fingerprint)
+
+    def in_words(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
+        """See ``namespace.in_words``."""
+        return ns.in_words(self.config, namespace, fingerprint)
 
     def record_key(self) -> str | None:
         """By which `kvtier quality` keeps what it measured of this model; None without local files."""
@@ -68,6 +74,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         link_bandwidth=_link_bandwidth(vllm_config),
         peer_bandwidth=1.5e9 if _on_cpu(vllm_config) else 200e9,
         resumes=_resumes(vllm_config),
+        publishes=events.enabled(vllm_config),
+        kinds=events.group_kinds(kv_cache_config),
         waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         config=vllm_config,

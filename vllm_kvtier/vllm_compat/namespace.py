@@ -14,6 +14,10 @@ from vllm_kvtier.wire.messages import Namespace
 
 logger = logging.getLogger("vllm.kvtier.namespace")
 
+# What ``model_fingerprint`` has digested so far: by its answer, digests of the configuration and of the weights alone.
+_parts: dict[str, tuple[str, str]] = {}
+
+
 def settle_hash_seed(vllm_config: Any) -> None:
     """Make a random prefix-cache seed a fixed one, so that two engines agree; call before the engine core hashes.
 
@@ -57,6 +61,36 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str | None)
     )
 
 
+def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
+    """(what, in words) of a namespace that ``namespace`` made of these: for people who compare two engines."""
+    model = vllm_config.model_config
+    revision = f" at revision {model.revision}" if getattr(model, "revision", None) else ""
+    parts = [("model", f"{getattr(model, 'served_model_name', None) or model.model}, from {model.model}{revision}")]
+    if fingerprint:
+        parts.append(("model fingerprint", f"{fingerprint}, as the option model_fingerprint says"))
+    else:
+        config, weights = _parts.get(namespace.model, ("", ""))
+        parts += [("model configuration", config or "?"), ("weights", weights or "?")]
+    parts += [
+        ("weight quantization", str(model.quantization or "none")),
+        ("KV cache dtype", namespace.cache_dtype),
+        ("block size", f"{namespace.hash_block_tokens} tokens a hash"),
+        ("hash algorithm", namespace.hash_algorithm),
+        ("hash seed", f"{namespace.hash_seed}, {_seed_in_words(namespace.hash_algorithm)}"),
+        ("tensor parallel size", str(namespace.tensor_parallel)),
+        ("pipeline parallel size", str(namespace.pipeline_parallel)),
+    ]
+    return [(name, words[:512]) for name, words in parts]
+
+
+def _seed_in_words(algorithm: str) -> str:
+    if "PYTHONHASHSEED" in os.environ:
+        return "fixed by PYTHONHASHSEED"
+    # vLLM 0.29 fixed it for hashes that need no secret.
+    fixed = hasattr(kv_cache_utils, "resolve_none_hash_seed") and not algorithm.startswith("xxhash")
+    return "vLLM's own, the same in all engines" if fixed else "random: another one after each start"
+
+
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's configuration and of samples of its weight files.
 
@@ -66,17 +100,25 @@ def model_fingerprint(vllm_config: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    configuration = digest.hexdigest()[:16]
     digest.update(f"|{model.quantization}".encode())
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if "dummy" in load_format:
         digest.update(f"|dummy weights, seed {model.seed}".encode())
+        _parts[digest.hexdigest()] = configuration, f"dummy, of seed {model.seed}"
         return digest.hexdigest()
     folder = model_folder(model.model, model.revision)
     files = weight_files(folder) if folder else []
+    weights = hashlib.blake2b(digest_size=8)
     if files:
         for file in files:
-            digest.update(file.name.encode() + sampled_bytes(file))
+            sample = file.name.encode() + sampled_bytes(file)
+            digest.update(sample)
+            weights.update(sample)
+        words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
     else:
         digest.update(f"|{model.model}@{model.revision}".encode())
+        words = f"no local files: known by name and revision, {model.model}@{model.revision}"
         logger.info("kvtier: no local weight files for %s; engines are matched by its name and revision", model.model)
+    _parts[digest.hexdigest()] = configuration, words
     return digest.hexdigest()

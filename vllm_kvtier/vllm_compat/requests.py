@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -66,18 +67,45 @@ def tail_hash(request: Any, tokens: int, unit: int) -> bytes:
     return hashlib.blake2b(parent + text.encode(), digest_size=32).digest()
 
 
+def is_plain(request: Any) -> bool:
+    """Whether nothing but tokens goes into its block hashes."""
+    special = request.lora_request, request.mm_features, request.cache_salt, request.prompt_embeds
+    return not any(each is not None and each != [] for each in special)
+
+
+def event_keys(request: Any, start: int, end: int) -> tuple[int | None, str | None, list[Any] | None]:
+    """(adapter id, adapter name, what beside the tokens was hashed) of the block of tokens [start, end), as vLLM
+    publishes them in its KV events."""
+    lora = request.lora_request
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    if keys is not None:
+        keys = kv_cache_utils.to_event_extra_keys([keys])[0] if _tagged_extra_keys() else keys
+    names = (None, None) if lora is None else (lora.adapter_id, lora.lora_name)
+    return *names, None if keys is None else list(keys)
+
+
 def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
     """Digest of a whole chain: its last hash covers all before it, so only that and the tail count."""
     return hashlib.blake2b((hashes[-1] if hashes else b"") + b"|" + tail, digest_size=16).digest()
 
 
-def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int) -> list[bytes]:
-    """The chain vLLM would give a plain text prompt (no LoRA, no multimodal items) with this salt."""
+def adapter(name: str) -> tuple[Any, bytes] | None:
+    """(what to give ``hash_prompt``, its fingerprint) of the LoRA adapter of this name that a request used last; None:
+    none did. ``variant`` remembers them."""
+    for (known, path), digest in reversed(_adapters.items()):
+        if known == name:
+            return SimpleNamespace(lora_name=name, lora_path=path), digest
+    return None
+
+
+def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
+    """The chain vLLM would give a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's."""
     salted = (("cache_salt", cache_salt),) if _tagged_extra_keys() else (cache_salt,)
+    every = tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora))) if lora else ()
     hashes: list[bytes] = []
     parent = None
     for start in range(0, len(tokens) - unit + 1, unit):
-        extra = salted if start == 0 and cache_salt else None
+        extra = (every + salted if start == 0 and cache_salt else every) or None
         parent = kv_cache_utils.hash_block_tokens(hash_fn, parent, tokens[start : start + unit], extra)
         hashes.append(bytes(parent))
     return hashes

@@ -1,56 +1,71 @@
 """Our counters as vLLM's connector stats: its periodic log line and its Prometheus endpoint."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter as PrometheusCounter
+from prometheus_client import Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from vllm_kvtier.telemetry.stats import MEANINGS
+from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, by_name, merge
 
-_LOGGED = (
-    "loaded_tokens", "loaded_bytes", "stored_bytes", "pulled_tokens", "pulled_bytes", "integrity_failures", "exports",
-    "declined",
-)
-_RATES = (("pull", "pulled_bytes", "pull_seconds"), ("load", "loaded_bytes", "load_seconds"))
+PREFIX = "vllm:kvtier_"
+LABEL = "kind"
+
+# What goes wrong is in the log line whenever it did: counters, and those of their kinds that are no ordinary course.
+_WRONG = (
+    ("integrity_failures", None), ("loads", "failed"), ("fetches", "failed"), ("pulls", "failed"), ("store_lost", None),
+)  # fmt: skip
 
 
 class KVTierStats(KVConnectorStats):
-    """``data``: {"name" or "name|label": amount}, as :meth:`Counters.take` makes it."""
+    """``data``: as :meth:`Counters.take` makes it."""
 
     def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
-        for key, amount in other.data.items():
-            self.data[key] = self.data.get(key, 0) + amount
+        merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The essentials for the log line, labels summed up."""
-        totals = by_name(self.data)
-        out: dict[str, int | float] = {n: round(sum(totals[n].values())) for n in _LOGGED if n in totals}
-        for name, nbytes, seconds in _RATES:
-            spent = sum(totals.get(seconds, {}).values())
-            if spent:
-                out[f"{name}_GB/s"] = round(sum(totals.get(nbytes, {}).values()) / spent / 1e9, 2)
+        """The essentials for the log line, of the interval since the last: prompt tokens by source, what was copied
+        and how fast, how far the planner was off, and what went wrong. What did not happen is left out."""
+        found = by_name(self.data)
+        out: dict[str, int | float] = {}
+        for source, tokens in found.get("prompt_tokens", {}).items():
+            if tokens:
+                out[f"{source.replace(' ', '_')}_tokens"] = round(tokens)
+        for name, nbytes, seconds in (
+            ("load", "loaded_bytes", "load_seconds"), ("fetch", "fetched_bytes", "fetch_seconds"),
+            ("pull", "pulled_bytes", "pull_seconds"),
+        ):  # fmt: skip
+            spent = sorted(each for times in found.get(seconds, {}).values() for each in times)
+            if sum(spent):
+                out[f"{name}_GB/s"] = round(sum(found.get(nbytes, {}).values()) / sum(spent) / 1e9, 2)
+                out[f"{name}_p50_ms"] = round(1e3 * spent[(len(spent) - 1) // 2], 1)
+                out[f"{name}_max_ms"] = round(1e3 * spent[-1], 1)
+        if stored := sum(found.get("stored_bytes", {}).values()):
+            out["stored_MB"] = round(stored / 1e6, 1)
+        ratios = sorted(each for kind in found.get("planned_ratio", {}).values() for each in kind)
+        if ratios:
+            out["taken/expected"] = round(ratios[(len(ratios) - 1) // 2], 2)
+        for name, kind in _WRONG:
+            times = sum(n for k, n in found.get(name, {}).items() if kind in (None, k))
+            if times:
+                out[f"{name}_{kind}" if kind else name] = round(times)
         return out
 
     def is_empty(self) -> bool:
         return not self.data
 
 
-def by_name(data: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """{"a|x": 1, "a|y": 2} -> {"a": {"x": 1, "y": 2}}."""
-    out: dict[str, dict[str, float]] = {}
-    for key, amount in data.items():
-        name, _, label = key.partition("|")
-        out.setdefault(name, {})[label] = amount
-    return out
+def build(data: dict[str, Any] | None) -> KVTierStats:
+    """Of what came from the engine's process: a copy, because vLLM gives the same to its Prometheus side."""
+    return KVTierStats(data={k: list(v) if isinstance(v, list) else v for k, v in (data or {}).items()})
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvtier_<name>_total{kind=...}``, one counter a name."""
+    """``vllm:kvtier_<name>{kind=...}``, of three sorts."""
 
     def __init__(
         self,
@@ -60,15 +75,45 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = metric_types[PrometheusCounter]
-        self._counters = {
-            name: counter(name=f"vllm:kvtier_{name}", documentation=meaning, labelnames=[*labelnames, "kind"])
-            for name, meaning in MEANINGS.items()
+        names = [*labelnames, LABEL]
+
+        def make(sort: type, name: str, meaning: str, **more: Any) -> Any:
+            return metric_types[sort](name=PREFIX + name, documentation=meaning, labelnames=names, **more)
+
+        self._counters = {name: make(PrometheusCounter, name, meaning) for name, meaning in MEANINGS.items()}
+        self._histograms = {
+            name: make(Histogram, name, meaning, buckets=list(buckets))
+            for name, (meaning, buckets) in HISTOGRAMS.items()
         }
+        # Of several API servers' processes, the one that heard of the engine last knows.
+        self._gauges = {
+            name: make(Gauge, name, meaning, multiprocess_mode="mostrecent") for name, meaning in GAUGES.items()
+        }
+        self._children: dict[tuple[str, int, str], Any] = {}
+        for name in BEFOREHAND:
+            for engine in per_engine_labelvalues:
+                for kind in KINDS.get(name, ("",)):
+                    self._child(name, engine, kind)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, labels in by_name(transfer_stats_data).items():
-            for label, amount in labels.items():
-                if name in self._counters:
-                    self._counters[name].labels(*values, label).inc(amount)
+        for name, kinds in by_name(transfer_stats_data).items():
+            for kind, value in kinds.items():
+                child = self._child(name, engine_idx, kind)
+                if child is None:
+                    continue  # of an engine that is younger than this server
+                if name in HISTOGRAMS:
+                    for each in value:
+                        child.observe(each)
+                elif name in GAUGES:
+                    child.set(value)
+                else:
+                    child.inc(value)
+
+    def _child(self, name: str, engine: int, kind: str) -> Any | None:
+        """Looked up once: ``labels`` costs more than what it finds."""
+        key = name, engine, kind
+        if key not in self._children:
+            metric = self._counters.get(name) or self._histograms.get(name) or self._gauges.get(name)
+            labels = *self.per_engine_labelvalues[engine], kind
+            self._children[key] = metric.labels(*labels) if metric is not None else None
+        return self._children[key]

@@ -52,8 +52,14 @@ def recompute_failed_loads(scheduler: Any, results: list[PullResult | LoadResult
             scheduler.failed_recving_kv_req_ids.add(result.request_id)
 
 
-def hit_sources(source: str, tokens: int) -> dict[Any, int]:
-    """vLLM >= 0.32: where ``tokens`` came from; ``source`` as ``Tracked.source`` names it."""
+def hit_sources(tokens: dict[str, int]) -> dict[Any, int]:
+    """vLLM >= 0.32: where a request's KV came from, in its words; ``tokens`` as ``SchedulerHalf.sources`` has them."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    return {CacheHitSource.HOST if source == "host" else CacheHitSource.P2P: tokens} if tokens else {}
+    words = {
+        "host": CacheHitSource.HOST,
+        "disk": CacheHitSource.DISK,
+        "peer": CacheHitSource.P2P,
+        "below": CacheHitSource.EXTERNAL_UNSPECIFIED,
+    }
+    return {words[source]: count for source, count in tokens.items() if count}

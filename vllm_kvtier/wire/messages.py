@@ -19,6 +19,7 @@ Chain = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -245,9 +246,89 @@ class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
     store: Name = ""  # instance of the node store in use, "" without one
 
 
+class Explain(msgspec.Struct, frozen=True, tag="explain"):
+    """What would this engine find of these prompt tokens, where, what would it do with it, and what became of the rest?
+    Nothing is computed, moved or leased. Answer: Explanation."""
+
+    question: Count
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
+    cache_salt: Name = ""
+    adapter: Name = ""  # name of a LoRA adapter, as in requests
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a prompt, in a KV cache group: ``place`` and ``fate`` as in the store's Span."""
+
+    group: Count
+    start: Count
+    end: Count
+    place: Name
+    fate: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    newest: Age = 0.0
+    oldest: Age = 0.0
+
+
+class Source(msgspec.Struct, frozen=True):
+    """``tokens``: the longest prefix there; None: not known (it did not answer, or is not to be asked just now)."""
+
+    name: Name  # of a tier below the store's memory, or host:port of another engine of the node
+    tokens: Count | None
+    state: Name = ""  # of a tier
+    reason: Name = ""  # for the state
+
+
+class Weighed(msgspec.Struct, frozen=True):
+    """Whether this engine would load tokens [start, end) from ``source`` ("host": the node store's memory, "gpu":
+    another engine of the node) rather than compute them, and why: a reason of ``scheduler.planner``, "always" where the
+    engine was told to, "below threshold"."""
+
+    source: Name
+    start: Count
+    end: Count
+    load: bool
+    reason: Name
+    load_seconds: Age
+    compute_seconds: Age | None = None  # None: not measured yet
+
+
+class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
+    """Answer to Explain, in tokens. ``gpu_cache``, ``exported``, ``stored`` as in Holding. ``problem``: why the engine
+    could not look, or not everywhere; "" if it could."""
+
+    question: Count
+    prompt: Count
+    unit: Count = 0  # tokens a block hash covers
+    gpu_cache: Count = 0
+    exported: Count = 0
+    stored: Count = 0
+    store: Name = ""  # instance of the node store in use, "" without one
+    store_seconds: Age = 0.0  # since it started
+    known_seconds: Age = 0.0  # of what ended there in the last so many seconds it is remembered how
+    stretches: Annotated[list[Stretch], msgspec.Meta(max_length=1 << 12)] = []
+    tiers: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
+    engines: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
+    weighed: Annotated[list[Weighed], msgspec.Meta(max_length=16)] = []
+    pull_threshold: Count = 0
+    problem: Name = ""
+
+
+class Identify(msgspec.Struct, frozen=True, tag="identify"):
+    """Who is this engine, in words? Answer: Identified."""
+
+    question: Count
+
+
+class Identified(msgspec.Struct, frozen=True, tag="identified"):
+    """``parts``: (what, in words) of all that its KV depends on beside the tokens: for people, and to say of two
+    engines in what they differ. Engines themselves compare namespaces."""
+
+    question: Count
+    parts: Annotated[list[tuple[Name, Name]], msgspec.Meta(max_length=64)]
+
+
 EngineMessage = (
     Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping
-    | Query | Holding | Inspect | Inspection | Keep | Warm | Kept
+    | Query | Holding | Inspect | Inspection | Keep | Warm | Kept | Explain | Explanation | Identify | Identified
 )
 
 

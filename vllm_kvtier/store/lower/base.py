@@ -92,13 +92,16 @@ class TierCounts:
 class Tier(abc.ABC):
     """``on_change()``, set by who owns the tier, is called when ``usable`` or ``writable`` may have changed;
     ``on_quiet()``, set by demotion, when the last read under way is over; ``on_coming(want, units, seconds)``, set by
-    promotion, when it is known before ``find`` is through what it is expected to come to, and in how many seconds."""
+    promotion, when it is known before ``find`` is through what it is expected to come to, and in how many seconds;
+    ``on_moved(space, group, hash)``, set once somebody follows, when what ``keeps`` says of a block may have changed
+    (where that is so of many, ``on_change()`` is called instead)."""
 
     name: str
     lent: int = 0  # how often, so far, others were lent of this store's memory through it
     on_change: Callable[[], None] = staticmethod(lambda: None)
     on_quiet: Callable[[], None] = staticmethod(lambda: None)
     on_coming: Callable[[Want, int, float], None] = staticmethod(lambda want, units, seconds: None)
+    on_moved: Callable[[bytes, int, bytes], None] = staticmethod(lambda space, group, block_hash: None)
 
     @property
     def durations(self) -> Mapping[str, Durations]:
@@ -141,6 +144,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def has(self, space: bytes, group: int, block_hash: bytes) -> bool:
         """Whether the block is known to be there (or on its way): what need not be written. No I/O."""
+
+    def keeps(self, space: bytes, group: int, block_hash: bytes) -> bool:
+        """Whether the block is known to be there, and can be read at present. No I/O. A tier that does not know what it
+        has says False."""
+        return False
 
     @property
     def reading(self) -> bool:

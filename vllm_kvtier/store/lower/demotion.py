@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_kvtier.store.entries import READY, Entry
+from vllm_kvtier.store.fates import Fate
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.lower.admission import Admission
 from vllm_kvtier.store.lower.base import Block, Tier
@@ -114,6 +115,12 @@ class Demotion:
     def gone(self, entry: Entry) -> None:
         for lane in self._lanes:
             lane.admission.gone(entry)
+
+    def fate(self, entry: Entry) -> Fate:
+        """Of a block that memory gives up now, for room."""
+        if any(lane.tier.has(entry.space.name, entry.group, entry.hash) for lane in self._lanes):
+            return Fate.BELOW
+        return Fate.WAITED if any(entry in lane.queue for lane in self._lanes) else Fate.EVICTED
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.fates import Fate
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.lower.base import Block, Find, Tier, Want
 from vllm_kvtier.store.messages import Below, GroupShape
@@ -299,7 +300,7 @@ class Promotion:
                 del self._inbound[key]
             self._less(segment, block.pages * PAGE)
         self._index.commit(client, [block.slot for block in right])
-        self._index.abort(client, [block.slot for block in wrong])
+        self._index.abort(client, [block.slot for block in wrong], Fate.UNREAD)
         if right:
             lease, _ = self._index.hold(client, [(b.space, b.group, b.hash) for b in right], forever=True)
             if lease:

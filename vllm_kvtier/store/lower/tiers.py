@@ -35,12 +35,19 @@ class Lower:
         self._waiting: dict[int, set[Waiter]] = {}  # by client
         if demotion is not None:
             index.watch = demotion
+            if index.fates is not None:
+                index.fates.judge = demotion.fate
             for tier in tiers:
                 tier.on_change = demotion.tiers_changed
 
     @property
     def names(self) -> list[str]:
         return [tier.name for tier in self._tiers]
+
+    @property
+    def all(self) -> list[Tier]:
+        """Nearest first."""
+        return list(self._tiers)
 
     @property
     def lent(self) -> int:

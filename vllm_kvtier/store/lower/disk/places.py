@@ -74,11 +74,18 @@ class Places:
     """
 
     def __init__(
-        self, policy: Callable[[], Policy] | None, clock: Callable[[], float], tenant_share: float, gone: Gone
+        self,
+        policy: Callable[[], Policy] | None,
+        clock: Callable[[], float],
+        tenant_share: float,
+        gone: Gone,
+        moved: Callable[[bytes, int, bytes], None] = lambda *name: None,
     ):
+        """``moved(space, group, hash)``: a block is found from now on, or no more."""
         self.filled = False
         self.blocks_found = 0  # of an earlier life
         self._policy, self._clock, self._tenant_share, self._gone = policy, clock, tenant_share, gone
+        self._moved = moved
         self._index: Index | None = None
         self._pages = 0
         self._clients: dict[tuple, int] = {}  # by shapes
@@ -256,12 +263,15 @@ class Places:
 
     def stored(self, entries: Sequence[Entry]) -> None:
         self._committed.update(entries)
+        for entry in entries:
+            self._moved(entry.space.name, entry.group, entry.hash)
 
     def used(self, entries: Sequence[Entry]) -> None:
         pass
 
     def gone(self, entry: Entry) -> None:
         self._gone.add(entry.slot, (entry.space.name, entry.group, entry.hash))
+        self._moved(entry.space.name, entry.group, entry.hash)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class DiskTier(Tier):
         make_mover: Callable[..., mv.Mover] = mv.Mover,
     ):
         self._reactor, self._shapes, self._clock = reactor, shapes, clock
-        self._make_places = lambda: Places(policy, clock, tenant_share, self._gone)
+        self._make_places = lambda: Places(policy, clock, tenant_share, self._gone, lambda *name: self.on_moved(*name))
         self._pages = int(options["size"]) // PAGE
         self._gone = Gone()
         self._places = self._make_places()
@@ -194,6 +194,9 @@ class DiskTier(Tier):
 
     def has(self, space: bytes, group: int, block_hash: bytes) -> bool:
         return self._places.has((space, group, block_hash))
+
+    def keeps(self, space: bytes, group: int, block_hash: bytes) -> bool:
+        return self.usable and self._places.is_ready((space, group, block_hash))
 
     # -- writing ------------------------------------------------------------------------------------------------
 

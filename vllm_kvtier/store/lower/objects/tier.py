@@ -130,6 +130,7 @@ class ObjectTier(Tier):
                     self._know(_number(block.space, block.group, block.hash))
                 elif reply is not None:
                     self._known.pop(_number(block.space, block.group, block.hash), None)
+                self.on_moved(block.space, block.group, block.hash)
             self._counts.read_failures += good.count(False)
             done(good)
 
@@ -144,6 +145,10 @@ class ObjectTier(Tier):
     def has(self, space: bytes, group: int, block_hash: bytes) -> bool:
         number = _number(space, group, block_hash)
         return number in self._known or self._writing.get(number, False)
+
+    def keeps(self, space: bytes, group: int, block_hash: bytes) -> bool:
+        """As far as is remembered; others may have removed it meanwhile, which is learned when it is read in vain."""
+        return self.usable and _number(space, group, block_hash) in self._known
 
     def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
         if not self.writable:
@@ -163,6 +168,7 @@ class ObjectTier(Tier):
                     self._drop(block.space, block.group, block.hash)
                 elif good[i]:
                     self._know(number)
+                    self.on_moved(block.space, block.group, block.hash)
             self._counts.write_failures += good.count(False)
             if reply is not None and not reply.writable:
                 self._refuse(reply.error)
@@ -179,10 +185,12 @@ class ObjectTier(Tier):
         if number in self._writing:
             self._writing[number] = False  # and dropped when it is written
         self._drop(space, group, block_hash)
+        self.on_moved(space, group, block_hash)
 
     def clear(self, space: bytes | None) -> None:
         """Others share the objects: only what we remember of them is forgotten, of all spaces."""
         self._known.clear()
+        self.on_change()
 
     def counts(self) -> TierCounts:
         mover, state = self._mover, self._mover.state

@@ -1,0 +1,124 @@
+"""Where an engine's KV blocks are, live: follows vLLM's KV events, in which the connector says what becomes of blocks
+in the node store's memory ("CPU"), on its disk ("STORAGE") and in its bucket ("STORAGE", remote), beside vLLM's own
+events of the GPU's cache.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}' \
+        --kv-events-config '{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}'
+    python examples/kv_events.py tcp://127.0.0.1:5557
+
+prints a line a second in which anything changed: blocks by place, and how many came and went. ``View`` is what a router
+would keep of each engine; ``prefix`` is the question it would ask.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+
+class View:
+    """What one engine has where. ``blocks``: by place, the (hash, KV cache group) of each block there."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set] = {}
+        self.came = self.went = self.missed = 0
+        self._after: dict[tuple, bytes | int] = {}  # (hash of what precedes it, tokens) -> hash of a block of group 0
+        self._sequence: int | None = None
+
+    def hear(self, sequence: int, batch: KVEventBatch) -> None:
+        """``sequence``: the number that came with it. After a gap the view is of no use; it begins anew."""
+        if self._sequence is not None and sequence != self._sequence + 1:
+            self.missed += 1
+            self.blocks.clear()
+        self._sequence = sequence
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                here = self.blocks.setdefault(_place(event), set())
+                gone = {(each, event.group_idx) for each in event.block_hashes} & here
+                self.went += len(gone)
+                here -= gone
+            elif isinstance(event, AllBlocksCleared):
+                self.blocks.pop("GPU", None)  # vLLM means its own cache
+
+    def prefix(self, tokens: Sequence[int], block_tokens: int) -> dict[str, int]:
+        """How many tokens of a prompt (without adapter, images or salt) each place has, from the first on."""
+        chain, last = [], None
+        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+            last = self._after.get((last, tuple(tokens[start : start + block_tokens])))
+            if last is None:
+                break
+            chain.append((last, 0))
+        found = {}
+        for place, blocks in self.blocks.items():
+            run = next((i for i, each in enumerate(chain) if each not in blocks), len(chain))
+            found[place] = run * block_tokens
+        return found
+
+    def _stored(self, event: BlockStored) -> None:
+        here = self.blocks.setdefault(_place(event), set())
+        parent, size = event.parent_block_hash, event.block_size
+        for i, each in enumerate(event.block_hashes):
+            group = event.group_idx or 0
+            self.came += (each, group) not in here
+            here.add((each, group))
+            plain = not event.extra_keys or event.extra_keys[i] is None
+            if group == 0 and plain:
+                self._after[parent, tuple(event.token_ids[i * size : (i + 1) * size])] = each
+            parent = each
+
+    def __str__(self) -> str:
+        places = "  ".join(f"{place} {len(blocks):,}" for place, blocks in sorted(self.blocks.items()))
+        return f"{places or 'nothing'}  (+{self.came:,} -{self.went:,}{f', {self.missed} gaps' if self.missed else ''})"
+
+
+def _place(event: BlockStored | BlockRemoved) -> str:
+    remote = getattr(event, "locality", None) == "REMOTE"  # vLLM 0.25.1 does not say
+    return f"{event.medium or 'GPU'}{' (remote)' if remote else ''}"
+
+
+def batches(endpoint: str, topic: str = "", wait: float = 0.2) -> Iterator[tuple[int, KVEventBatch] | None]:
+    """(number, batch) as they come; None when nothing came for ``wait`` seconds. Ends never."""
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        socket.setsockopt(zmq.RCVHWM, 0)  # nothing is dropped here
+        socket.connect(endpoint)
+        while True:
+            if not socket.poll(int(wait * 1000)):
+                yield None
+                continue
+            _, sequence, payload = socket.recv_multipart()
+            yield int.from_bytes(sequence, "big"), decoder.decode(payload)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("endpoint", help="of the engine's KV events, as tcp://127.0.0.1:5557")
+    parser.add_argument("--topic", default="", help="as in the engine's --kv-events-config")
+    parser.add_argument("--batches", type=int, default=0, help="end after so many (0: never)")
+    options = parser.parse_args(argv)
+    view, heard, shown, before = View(), 0, 0.0, ""
+    for got in batches(options.endpoint, options.topic):
+        if got is not None:
+            view.hear(*got)
+            heard += 1
+        last = bool(options.batches) and heard >= options.batches
+        if (last or time.monotonic() - shown >= 1.0) and str(view) != before:
+            shown, before = time.monotonic(), str(view)
+            print(f"{time.strftime('%H:%M:%S')}  {before}", flush=True)
+        if last:
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,301 @@
+#!/usr/bin/env python3
+"""A conversation that is being answered on one engine is moved to another one, which goes on in mid-sentence.
+
+A is the engine that answers. C is on A's node: it shares A's node store. B stands for an engine of another node: it
+shares no memory with A. Four moves, of three conversations:
+
+  slice ends    to B. The client has A generate in slices (`max_tokens`), each from where the last one ended. When A is
+                to be left, the slice under way is the last: A keeps its blocks for a while (`bidirectional`), its
+                answer says where (`remote_host`, `remote_port` in `kv_transfer_params`), and B, told so, reads them
+                from A's cache.
+  mid-stream    to C, at any token: the client closes A's stream and sends C the prompt and the tokens so far. Nobody
+                is told anything: what fills a block is in the node's memory, or can be copied out of A's own cache.
+  killed        A, in mid-stream. To B: nothing is left to take, B computes. To C: the node's memory has outlived A.
+
+Every conversation states codes, then reads files, and is asked for a code; it is moved before the first digit of the
+answer. What A would have said is A's own answer to the same prompt under a `cache_salt`, which shares no KV with it.
+All generate beyond the answer's end, so that there is more to compare. At last the new engine is asked for another
+code.
+
+The exit code is not 0 if a continuation is not, token for token, what A would have said (of other models than the
+shipped one it may part from it where the choice is nearly a tie), if a code is wrong, or if a move brought less than
+the whole blocks of its prompt (B without A: if it brought anything).
+
+usage: move_conversation.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--quick]
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from _support import IDLE_SECONDS, PATIENT, arguments, await_store, engine, parser, run, tokens_of
+from host_cache_demo import BLOCK, SUBJECTS, warm_up
+from multiturn_demo import SYSTEM, TIE, bring_up, console, python_file
+from rich import box
+from rich.table import Table
+
+from vllm_kvtier.devtools.clients import TIMEOUT, chat, complete
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port, kill_all
+
+MAX_LEN = 2560
+NUM_BLOCKS = 200
+FUNCTIONS = 12  # of each of two files: about 1,650 tokens in all
+SLICE = 4  # tokens
+CUT = 2 * SLICE  # tokens behind which it is moved: the code's digits begin there, if the model is the shipped one
+LENGTH = 64  # tokens of an answer
+NAMES = list(SUBJECTS)[:6]
+HALF = len(NAMES) // 2
+
+SLICED, STREAMED, KILLED_B, KILLED_C = MOVES = ("slice ends, to B", "mid-stream, to C", "killed, to B", "killed, to C")
+
+
+class Talk(NamedTuple):
+    """A conversation: its messages, the prompt's tokens, and by name the codes that it states."""
+
+    messages: list[dict[str, str]]
+    prompt: list[int]
+    codes: dict[str, str]
+
+
+class Moved(NamedTuple):
+    """One move. ``said``: tokens of the answer before it; ``gap``: seconds from then to the first token there;
+    ``report``: what the new engine says of where the KV of prompt and answer so far came from; ``later``: what it
+    answers when it is asked for another code."""
+
+    said: list[int]
+    went_on: list[int]
+    text: str
+    gap: float
+    report: dict[str, Any]
+    later: str
+
+
+class Told(NamedTuple):
+    """What A says where nobody moves."""
+
+    tokens: list[int]
+    text: str
+
+
+def main() -> int:
+    return run(options(), play, "Every continuation is what A would have said.")
+
+
+def options() -> argparse.Namespace:
+    args = arguments(parser(__doc__))
+    args.moves = (SLICED, KILLED_B) if args.quick else MOVES
+    return args
+
+
+def play(args: argparse.Namespace, folder: Path) -> list[str]:
+    engines = a, b, c = [make_engine(args, n, folder) for n in range(3)]
+    if args.quick:
+        engines.remove(c)
+    moved: dict[str, Moved] = {}
+    try:
+        bring_up(engines, f"engines {', '.join(one.name for one in engines)}")
+        await_store()
+        for one in engines:
+            warm_up(one)
+        talks = [talk(a, number) for number in (1, 2, 3)]  # of which the shipped model recalls all
+        told = [whole(a, each) for each in talks]
+        moved[SLICED] = go_on(b, talks[0], *sliced(a, talks[0]))
+        if not args.quick:
+            moved[STREAMED] = go_on(c, talks[1], *streamed(a, talks[1]))
+        said = streamed(a, talks[2], then=a.kill)
+        console.print("Killed A (SIGKILL).")
+        moved[KILLED_B] = go_on(b, talks[2], *said)
+        if not args.quick:
+            moved[KILLED_C] = go_on(c, talks[2], *said)
+        of = dict(zip(MOVES, (0, 1, 2, 2), strict=True))
+        rows = {move: (talks[of[move]], told[of[move]], moved[move]) for move in args.moves}
+        ties = set() if args.recalls else {move for move, row in rows.items() if tied(b, *row)}
+    finally:
+        kill_all(engines)
+    console.print(moves_table(rows))
+    return judge(rows, args.recalls, ties)
+
+
+def make_engine(args: argparse.Namespace, number: int, folder: Path) -> Engine:
+    extra: dict[str, Any] = {
+        **PATIENT,
+        "endpoint_port": free_port(),
+        "bidirectional": True,  # A: keep what it has finished; B: ask who may have it
+        "retain_share": 0.5,
+        "store_size": "256MiB" if args.recalls else "4GiB",
+        "store_idle_seconds": IDLE_SECONDS,
+        "load_policy": "always",  # not only what is expected sooner than it would be computed: see all of it move
+    }
+    if number == 1:
+        extra |= {"store": "off"}
+    gpus = args.gpus[number % len(args.gpus) :][:1] if args.gpus else []
+    return engine(
+        args, "ABC"[number], folder, gpus=gpus, kv=kvtier(extra), max_model_len=MAX_LEN, num_blocks=NUM_BLOCKS
+    )
+
+
+def talk(a: Engine, number: int) -> Talk:
+    """Nothing but a few tokens of the beginning is shared with another number's."""
+    rng = random.Random(number)
+    codes = {name: str(rng.randrange(10000, 100000)) for name in NAMES}
+    messages = [{"role": "system", "content": SYSTEM}]
+    for half in range(2):
+        told = NAMES[HALF * half :][:HALF]
+        for said, heard in (
+            (" ".join(f"The code for {name} is {codes[name]}." for name in told), f"Noted {len(told)} codes."),
+            ("Read this file:\n" + python_file(10 * number + half, FUNCTIONS), "Done reading."),
+        ):
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": heard}]
+    messages.append({"role": "user", "content": question(NAMES[0])})
+    return Talk(messages, tokens_of(a.base_url, messages), codes)
+
+
+def question(name: str) -> str:
+    return f"What is the code for {name}?"
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+def whole(a: Engine, t: Talk) -> Told:
+    """What A says; with KV of its own, which no other request shares."""
+    answer = complete(a.base_url, t.prompt, max_tokens=LENGTH, ignore_eos=True, cache_salt="whole")
+    return Told(answer.token_ids, answer.text)
+
+
+def sliced(a: Engine, t: Talk) -> tuple[list[int], str, dict[str, Any]]:
+    """(tokens, text, where A keeps the KV of it) of what A says in two slices."""
+    said, text = [], ""
+    for _ in range(CUT // SLICE):
+        prompt = t.prompt + said
+        part = complete(a.base_url, prompt, max_tokens=SLICE, ignore_eos=True, kv_transfer_params={"kvtier": {}})
+        said, text = said + part.token_ids, text + part.text
+    return said, text, {name: (part.params or {}).get(name) for name in ("remote_host", "remote_port")}
+
+
+def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
+    """(tokens, text) of what A says until the stream is closed; ``then`` is called before it is."""
+    body = {"model": "model", "temperature": 0, "prompt": t.prompt, "max_tokens": LENGTH, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    said, text = [], ""
+    with httpx.stream("POST", f"{a.base_url}/v1/completions", json=body, timeout=TIMEOUT) as response:
+        for line in response.raise_for_status().iter_lines():
+            if line.startswith("data:") and not line.endswith("[DONE]"):
+                for choice in json.loads(line[5:])["choices"]:
+                    said, text = said + choice["token_ids"], text + choice["text"]
+            if len(said) >= CUT:
+                then()
+                return said, text
+    raise httpx.RemoteProtocolError(f"{a.name} ended its answer after {len(said)} tokens: {text!r}")
+
+
+def go_on(one: Engine, t: Talk, said: list[int], text: str, source: dict[str, Any] | None = None) -> Moved:
+    """Have ``one`` go on behind these tokens: first with one token, to see when it comes and what was moved for it."""
+    asked = {"kvtier": {}, **(source or {})}  # `kvtier`: the answer is to say where its KV came from
+    since = time.monotonic()
+    first = complete(one.base_url, t.prompt + said, max_tokens=1, ignore_eos=True, kv_transfer_params=asked)
+    gap = time.monotonic() - since
+    ahead = said + first.token_ids
+    rest = complete(one.base_url, t.prompt + ahead, max_tokens=LENGTH - len(ahead), ignore_eos=True)
+    report, answer = (first.params or {}).get("kvtier", {}), f"The code for {NAMES[0]} is {t.codes[NAMES[0]]}."
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": question(NAMES[-1])}]
+    later = chat(one.base_url, [*t.messages, *turns])
+    return Moved(said, first.token_ids + rest.token_ids, text + first.text + rest.text, gap, report, later.text)
+
+
+def parted(told: Told, moved: Moved) -> int | None:
+    """The first token in which the moved answer is another one than A's; None if it is the same."""
+    went = moved.said + moved.went_on
+    if went == told.tokens:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(told.tokens, went, strict=False)) if x != y), -1)
+
+
+def tied(b: Engine, t: Talk, told: Told, moved: Moved) -> bool:
+    """Whether, where the answers part, an engine that computes all of it finds both tokens nearly equally likely."""
+    at = parted(told, moved)
+    if at is None or at < 0:
+        return False
+    before = t.prompt + told.tokens[:at]
+    asked = {"logprobs": 20, "return_tokens_as_token_ids": True, "cache_salt": "referee"}
+    return nearly_tied(logprobs_of(b, before, asked), told.tokens[at], (moved.said + moved.went_on)[at])
+
+
+def logprobs_of(b: Engine, prompt: Sequence[int], asked: dict[str, Any]) -> dict[str, float]:
+    body = {"model": "model", "temperature": 0, "prompt": list(prompt), "max_tokens": 1, **asked}
+    response = httpx.post(f"{b.base_url}/v1/completions", json=body, timeout=TIMEOUT).raise_for_status()
+    return response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+
+
+def nearly_tied(top: dict[str, float], first: int, second: int) -> bool:
+    """``top``: log-probabilities by "token_id:N"."""
+    both = [top.get(f"token_id:{token}") for token in (first, second)]
+    return None not in both and abs(both[0] - both[1]) <= TIE
+
+
+# -- judging -------------------------------------------------------------------------------------------------------
+
+Rows = dict[str, tuple[Talk, Told, Moved]]
+
+
+def tokens_moved(moved: Moved) -> int:
+    return moved.report.get("pulled_tokens", 0)
+
+
+def judge(rows: Rows, recalls: bool, ties: set[str]) -> list[str]:
+    """Sentences about what went wrong."""
+    problems = []
+    for move, (t, told, moved) in rows.items():
+        at = parted(told, moved)
+        if at is not None and move not in ties:
+            problems.append(f"{move}: parted from what A says at token {at}: {moved.text!r}, not {told.text!r}.")
+        for name, answer in ((NAMES[0], moved.text), (NAMES[-1], moved.later)) if recalls else ():
+            if t.codes[name] not in answer:
+                problems.append(f"{move}: the code for {name} is {t.codes[name]}, and {answer!r} was said.")
+        least = len(t.prompt) // BLOCK * BLOCK
+        if move == KILLED_B and tokens_moved(moved):
+            problems.append(f"{move}: {tokens_moved(moved)} tokens came from {moved.report.get('pulled_from')}.")
+        if move != KILLED_B and tokens_moved(moved) < least:
+            problems.append(f"{move}: {tokens_moved(moved)} tokens were moved, the prompt's blocks are {least}.")
+        if not 0 < len(moved.said) < len(told.tokens):
+            problems.append(f"{move}: it was moved behind {len(moved.said)} of {len(told.tokens)} tokens.")
+    return problems
+
+
+def source(moved: Moved) -> str:
+    """Where the KV came from, in words; the engine says an address, "gpu" and an address, or "host"."""
+    said = moved.report.get("pulled_from")
+    if not tokens_moved(moved) or said is None:
+        return "computed"
+    if said == "host":
+        return "node's memory"
+    return "A's cache" if said.startswith("gpu ") else "A's cache, NIXL"
+
+
+def moves_table(rows: Rows) -> Table:
+    """A row a move."""
+    table = Table(title="Moved in the middle of an answer", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("move", no_wrap=True)
+    for head in ("prompt", "said\nby A", "moved", "com-\nputed", "gap\nms"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    table.add_column("as A\nwould", no_wrap=True)
+    for move, (t, told, moved) in rows.items():
+        counts = (len(t.prompt), len(moved.said), tokens_moved(moved), moved.report.get("computed_tokens", 0))
+        same = "yes" if parted(told, moved) is None else "no"
+        table.add_row(move, *(f"{n:,}" for n in counts), f"{moved.gap * 1000:,.0f}", source(moved), same)
+    return table
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

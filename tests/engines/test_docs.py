@@ -1,0 +1,124 @@
+"""The guides' commands, run on real engines: what can be copied from a page does what the page says.
+
+Five engine starts: one for host memory, disk and S3 together (each with a store of its own), P and D on one node, P and
+D in two network namespaces. Slow, one more: two data-parallel ranks behind one server. docs_running says what is
+changed in a command before it is run.
+"""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import netns
+import pytest
+from docs_running import Place, ended, steps_of, unlike
+from node_fleet import runtime_dir, store_in
+from s3_server import S3Server
+from support import eventually
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here, with which the pages ask")
+
+GUIDES = "docs/guides"
+KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="module")
+def objects():
+    server = S3Server().start()
+    server.client().create_bucket(Bucket="kv-cache")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def place(model_path, log_dir, tmp_path_factory, objects):
+    """One engine, as the page on host memory starts it."""
+    with runtime_dir() as runtime:
+        ports = {"9000": objects.port}
+        place = Place(model_path, tmp_path_factory.mktemp("docs"), runtime, log_dir, KEYS, ports=ports)
+        place.store = store_in(runtime)
+        with ended(place):
+            first = steps_of(f"{GUIDES}/host-cache.md")[0]
+            assert first.text.startswith("vllm serve MODEL --port 8000")
+            place.start(first, "docs-engine").wait_ready()
+            yield place
+
+
+def test_host_cache(place):
+    for step in steps_of(f"{GUIDES}/host-cache.md")[1:]:
+        place.until_as_shown(step)
+
+
+@pytest.mark.parametrize("page", ["disk", "s3"])
+def test_below_memory(place, page):
+    """The store that the engine started is ended, and the page's takes its place; the engine goes on."""
+
+    def no_store() -> None:
+        for service in place.services[1:]:
+            service.kill()
+        del place.services[1:]
+        place.store.kill()
+
+    def in_use() -> bool:
+        counts = place.store.counts()
+        return {"engine", "worker"} <= {client.kind for client in counts.clients} and counts.tiers[0].state == "ready"
+
+    def start(step) -> None:
+        with place.store.alone():  # or the engine starts another one
+            no_store()
+            place.start(step, f"docs-{page}").wait_ready()
+        eventually(in_use, 60, "the engine uses the page's store, and that its tier")
+
+    again = {}
+    for step in steps_of(f"{GUIDES}/{page}.md"):
+        if step.serves:
+            start(step)
+            # An engine that asked too early computed, and memory has it from then on: then once more from the start.
+            again = {"again": partial(start, step)} if step.kind == "restart" else {}
+        else:
+            place.until_as_shown(step, **again)
+    with place.store.alone():
+        no_store()
+
+
+def test_prefill_and_decode_on_one_node(model_path, log_dir, tmp_path):
+    with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
+        printed = place.play(f"{GUIDES}/pd-one-node.md")
+        answer = json.loads(printed[0].partition("vllm:")[0])
+        assert answer["usage"]["completion_tokens"] == 8
+        held = json.loads(printed[1])
+        assert held["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+        assert all(engine["gpu_cache_tokens"] >= 1000 for engine in held["engines"]), held
+
+
+def test_prefill_and_decode_on_two_nodes(model_path, log_dir, tmp_path):
+    if netns.why_not():
+        pytest.skip(netns.why_not())
+    # UCX sees that both nodes are one machine, and would copy without the network. The machine's name has no address in
+    # these networks: what an engine says to itself goes over loopback.
+    env = {"UCX_TLS": "tcp", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with netns.NetnsPair() as pair, runtime_dir() as runtime:
+        with ended(Place(model_path, tmp_path, runtime, log_dir, env, pair)) as place:
+            place.play(f"{GUIDES}/pd-two-nodes.md")
+
+
+@pytest.mark.slow
+def test_data_parallel(model_path, log_dir, tmp_path):
+    with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
+        # Ranks that have forgotten for good share nothing any more.
+        place.play(f"{GUIDES}/data-parallel.md", forget="false")
+
+
+def test_every_guide_that_starts_engines_is_run(root):
+    """And none has commands that are run by nobody."""
+    text = Path(__file__).read_text("utf-8")
+    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "s3"}
+    assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run
+
+
+def test_what_is_printed_is_compared():
+    sample = 'a{x="0"} 1408.0\nused pages 2134\nevictions 0\n'
+    assert unlike(sample, 'b\na{x="0"} 3.0\n used  pages    7 \nevictions 5') == []
+    assert unlike(sample, 'a{x="1"} 3.0\nused pages 0\nevictions 0') == ['a{x="0"} 1408.0', "used pages 2134"]

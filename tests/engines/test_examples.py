@@ -1,0 +1,41 @@
+"""The examples as they stand, each in a process of its own with the model that ships with the project.
+
+One of them with ``--quick``: about half a minute on two idle cores. All of them whole with ``-m slow``.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from model_shapes import GPUS
+
+ENDS = {
+    "agent_loop": "agents found what their last turns had left",
+    "dp_sharing": "with sharing every document was computed once",
+    "move_conversation": "Every continuation is what A would have said",
+}
+
+
+def play(root, name: str, *words: str) -> str:
+    """Its output, wide enough that no table is cut."""
+    gpus = ["--gpus", ",".join(map(str, GPUS))] if GPUS else []
+    command = [sys.executable, str(root / "examples" / f"{name}.py"), *gpus, *words]
+    done = subprocess.run(
+        command, env={**os.environ, "COLUMNS": "160"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=560,
+    )  # fmt: skip
+    assert done.returncode == 0 and ENDS[name] in done.stdout, done.stdout
+    return done.stdout
+
+
+def test_agents_find_what_they_left(root):
+    """Two of them, without the plain engine."""
+    said = play(root, "agent_loop", "--quick")
+    assert "6a*" in said and "7b" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ENDS))
+def test_whole(root, name):
+    play(root, name)

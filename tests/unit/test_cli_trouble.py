@@ -1,0 +1,80 @@
+"""`kvtier` with a terminal, a pipe or a store that is not what one wishes for: words and a status, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_process import Store
+from support import eventually
+
+COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    made = Store(tmp_path_factory.mktemp("trouble"))
+    made.start()
+    yield made
+    made.kill()
+
+
+def kvtier(*arguments, out=subprocess.PIPE, **env) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **env},
+        timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "Traceback" not in (done.stdout or ""), done
+    return done
+
+
+def test_a_terminal_without_bars(store):
+    """Its encoding has none of the characters."""
+    words = ["top", "--socket", store.path, "--once", "--interval", 0.05]
+    done = kvtier(*words, PYTHONIOENCODING="ascii", COLUMNS="140")
+    assert done.returncode == 0 and "memory" in done.stdout and "???" in done.stdout
+
+
+def test_a_tiny_terminal(store):
+    for command in (["stats"], ["top", "--once", "--interval", 0.05]):
+        assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0
+
+
+def test_a_full_disk(store):
+    with open("/dev/full", "w") as full:
+        done = kvtier("stats", "--socket", store.path, "--json", out=full)
+    assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
+
+
+def test_top_into_a_pipe_whose_reader_leaves(store):
+    """It prints as it goes, and ends when nobody reads."""
+    top = subprocess.Popen(
+        [*COMMAND, "top", "--socket", store.path, "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert any(b"node store" in top.stdout.readline() for _ in range(40))
+    top.stdout.close()
+    assert top.wait(60) == 1 and b"Traceback" not in top.stderr.read()
+
+
+def test_ctrl_c_of_top(store, tmp_path):
+    with open(tmp_path / "out", "wb") as out:
+        top = subprocess.Popen([*COMMAND, "top", "--socket", store.path, "--interval", "0.05"], stdout=out, stderr=out)
+    eventually(lambda: b"node store" in Path(tmp_path / "out").read_bytes(), 60)
+    top.send_signal(signal.SIGINT)
+    assert top.wait(60) == 0 and b"Traceback" not in Path(tmp_path / "out").read_bytes()
+
+
+def test_a_store_that_hangs(store):
+    os.kill(store.process.pid, signal.SIGSTOP)
+    try:
+        done = kvtier("doctor", "--remote", "--socket", store.path)
+        assert done.returncode == 2 and "hangs: it does not answer within 3 s" in done.stdout
+    finally:
+        os.kill(store.process.pid, signal.SIGCONT)
+
+
+def test_nothing_to_look_at():
+    done = kvtier("doctor", "--remote")
+    assert done.returncode == 2 and "nothing to look at" in done.stderr

@@ -1,0 +1,400 @@
+"""KV events of tiers: what is said of blocks, in vLLM's words, and by whom; small cases, each of one promise."""
+
+import hashlib
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from events_model import FakeTier, Loop, Router, Wire, fake_request
+from support import Clock, make_request
+from tier_fakes import make_tier
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from vllm_kvtier.scheduler import events as events_module
+from vllm_kvtier.scheduler.events import Events
+from vllm_kvtier.store import changes as changes_module
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.changes import Changes
+from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.index import HASH, Index
+from vllm_kvtier.telemetry.events import PLACES, Label, Removed, Stored
+from vllm_kvtier.vllm_compat import events as vllm_events
+from vllm_kvtier.vllm_compat import requests as vr
+
+UNIT = 4
+ONE, OTHER = b"1" * HASH, b"2" * HASH
+TOKENS = list(range(6 * UNIT))
+HASHES = []
+for at in range(0, len(TOKENS), UNIT):
+    HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + UNIT])).digest())
+CPU, DISK, BUCKET = PLACES
+KINDS = [("full_attention", None)]
+
+
+class World:
+    """One engine and a store of one group, and everything delivered at once."""
+
+    def __init__(self, tiers=("disk", "object"), label_bytes=1 << 20):
+        self.loop, self.woken = Loop(), 0
+        self.events = Events([(UNIT, None)], UNIT, self.loop, self.wake)
+        self.events.join(ONE)
+        self.index = Index(SlotPool(100, 100), None, Clock())
+        self.index.grow(100)
+        self.tiers = {name: FakeTier(name) for name in tiers}
+        self.wire = Wire(1, self.events, list(tiers))
+        self.changes = Changes(
+            self.index,
+            list(self.tiers.values()),
+            lambda number, message: self.wire.to_engine.append(m.encode(message)),
+            self.loop.call_soon,
+            label_bytes,
+        )
+        self.index.connect(1, UNIT, [m.GroupShape(1, 1)])
+        self.wire.connect(self.changes)
+        self.deliver()
+
+    def wake(self):
+        self.woken += 1
+
+    def deliver(self):
+        self.loop.run()
+        while self.wire.deliver_to_store() | self.wire.deliver_to_engine():
+            self.loop.run()
+
+    def store(self, count, space=ONE, first=0, labels=True):
+        parents = [b"\0" * HASH, *(each[:HASH] for each in HASHES)]
+        hashes = b"".join(each[:HASH] for each in HASHES[first:count])
+        slots = self.index.reserve(
+            1, space, b"", [0] * (count - first), hashes, b"".join(parents[first:count]), 1 << 30
+        )
+        if labels:
+            self.label(count, space, first)
+        self.index.commit(1, [slot for slot in slots if slot > 0])
+
+    def label(self, count, space=ONE, first=0):
+        rows = range(first, count)
+        self.events.tell(space, self.events.describe(space, fake_request(TOKENS, HASHES), 0, rows))
+
+    def said(self):
+        self.deliver()
+        return self.events.take(1000)
+
+
+def hashes_in(said):
+    return [label.hash for label in said.labels]
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_that_was_stored_is_one_event():
+    world = World()
+    world.store(4)
+    [stored] = world.said()
+    assert (stored.place, hashes_in(stored)) == (CPU, HASHES[:4])
+    world.store(6)
+    [stored] = world.said()
+    assert hashes_in(stored) == HASHES[4:] and stored.labels[0].parent == HASHES[3]
+    assert not world.said()
+
+
+def test_an_idle_engine_is_woken_once_for_all_there_is_to_say():
+    world = World()
+    world.store(6)
+    world.deliver()
+    assert world.woken == 1
+    assert len(world.events.take(2)[0].labels) == 2
+    assert len(world.events.take(100)[0].labels) == 4 and not world.events.take(100)
+    world.index.clear(None)
+    world.deliver()
+    assert world.woken == 2
+
+
+def test_where_a_block_lies_is_said_tier_by_tier():
+    world = World()
+    world.store(1)
+    world.said()
+    name = ONE, 0, HASHES[0][:HASH]
+    for tier, place in (("disk", DISK), ("object", BUCKET)):
+        world.tiers[tier].put(name)
+        [stored] = world.said()
+        assert (type(stored), stored.place) == (Stored, place)
+    world.index.clear(None)  # of the memory
+    assert world.said() == [Removed(0, CPU, [HASHES[0]])]
+    # It is in storage still, which who knows no localities must hear again.
+    world.tiers["disk"].lose(name)
+    removed, stored = world.said()
+    assert removed == Removed(0, DISK, [HASHES[0]]) and (stored.place, hashes_in(stored)) == (BUCKET, HASHES[:1])
+    world.tiers["object"].lose(name)
+    assert world.said() == [Removed(0, BUCKET, [HASHES[0]])]
+    assert world.changes.labelled == (0, 0)
+
+
+def test_a_tier_that_cannot_be_used_has_nothing():
+    world = World()
+    world.store(3)
+    for each in HASHES[:3]:
+        world.tiers["disk"].put((ONE, 0, each[:HASH]))
+    world.said()
+    world.tiers["disk"].turn(False)
+    [removed] = world.said()
+    assert removed.place == DISK and set(removed.hashes) == set(HASHES[:3])
+    world.tiers["disk"].turn(True)
+    assert [(each.place, hashes_in(each)) for each in world.said()] == [(DISK, HASHES[:3])]
+
+
+def test_blocks_that_came_and_went_unheard_are_not_mentioned():
+    world = World()
+    world.store(5)
+    world.deliver()
+    world.index.clear(None)
+    assert not world.said()
+
+
+def test_what_is_not_written_yet_is_not_said():
+    world = World()
+    slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH], b"\0" * HASH, 1 << 30)
+    world.label(1)
+    assert not world.said()
+    world.index.commit(1, slots)
+    assert [hashes_in(each) for each in world.said()] == [HASHES[:1]]
+
+
+def test_a_hash_of_two_spaces_is_there_while_one_has_it():
+    """As when an engine with new weights stores the same prompts in its new space."""
+    world = World()
+    world.store(2)
+    world.events.join(OTHER)
+    world.deliver()
+    world.store(2, OTHER)
+    assert [hashes_in(each) for each in world.said()] == [HASHES[:2]], "once"
+    world.index.clear(ONE)
+    assert not world.said(), "the other has them"
+    world.index.clear(OTHER)
+    [removed] = world.said()
+    assert sorted(removed.hashes) == sorted(HASHES[:2])
+
+
+def test_a_store_that_dies_has_nothing_and_another_tells_what_it_has():
+    world = World()
+    world.store(4)
+    world.said()
+    world.wire.lose()
+    removed = [each for _ in range(2) for each in world.events.take(2)]
+    assert [each.place for each in removed] == [CPU, CPU] and not world.events.take()
+    assert sorted(h for each in removed for h in each.hashes) == sorted(HASHES[:4])
+    world.wire.connect(world.changes)
+    [stored] = world.said()
+    assert sorted(hashes_in(stored)) == sorted(HASHES[:4])
+
+
+def test_an_engine_that_leaves_its_spaces_says_so():
+    world = World()
+    world.store(4)
+    world.said()
+    world.events.leave()
+    world.events.join(OTHER)
+    [removed] = world.said()
+    assert sorted(removed.hashes) == sorted(HASHES[:4])
+    world.store(5)
+    assert not world.said(), "nobody here can load it"
+    world.events.leave()
+    world.events.join(ONE)
+    world.deliver()
+    assert {h for each in world.said() for h in hashes_in(each)} == set(HASHES[:4]), "the fifth has no label"
+
+
+def test_what_vllm_clears_is_said_again():
+    world = World()
+    world.store(3)
+    taken, strict, lax = world.said(), Router(), Router(clears=False)
+    for router in (strict, lax):
+        router.said(taken)
+        router.hear([AllBlocksCleared()])
+    world.events.say_again()
+    world.deliver()
+    again = [each for _ in range(2) for each in world.events.take(2)]
+    for router in (strict, lax):
+        router.said(again)
+        assert router.blocks("CPU", "LOCAL") == {(each, 0) for each in HASHES[:3]}
+    world.index.clear(None)
+    gone = world.said()
+    strict.said(gone)
+    assert not strict.blocks("CPU", "LOCAL")
+
+
+# -- labels ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_stored_without_a_label_is_said_when_it_gets_one():
+    """By an engine that publishes nothing, or before the store was started anew with a disk."""
+    world = World()
+    world.store(3, labels=False)
+    world.tiers["disk"].put((ONE, 0, HASHES[4][:HASH]))
+    assert not world.said()
+    world.events.loaded(ONE, fake_request(TOKENS, HASHES), 0, 5 * UNIT)
+    assert {(each.place, *hashes_in(each)) for each in world.said()} == {(CPU, *HASHES[:3]), (DISK, HASHES[4])}
+    assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(3)), "the store knows them"
+
+
+def test_labels_take_bounded_memory_and_the_oldest_go():
+    world = World(label_bytes=1500)
+    world.store(6)
+    world.deliver()
+    count, nbytes = world.changes.labelled
+    assert 0 < count < 6 and nbytes <= 1500
+    said = world.said()
+    assert {h for each in said for h in hashes_in(each)} == set(HASHES[6 - count :])
+
+
+@pytest.mark.parametrize("fault", ["nonsense", "another hash", "too few tokens", "a number"])
+def test_a_label_that_is_wrong_is_no_event(fault):
+    """Some other process made it."""
+    world = World()
+    tokens = np.arange(UNIT, dtype="<i4").tobytes()
+    content = {
+        "nonsense": b"\xc1 nonsense",
+        "another hash": msgspec.msgpack.encode(Label(HASHES[1], b"", tokens)),
+        "too few tokens": msgspec.msgpack.encode(Label(HASHES[0], b"", tokens[:-4])),
+        "a number": msgspec.msgpack.encode(7),
+    }[fault]
+    world.store(1, labels=False)
+    world.wire.label(ONE, [0], HASHES[0][:HASH], [content])
+    assert not world.said()
+    world.index.clear(None)
+    assert not world.said()
+
+
+def test_long_prompts_are_labelled_in_several_messages(monkeypatch):
+    monkeypatch.setattr(events_module, "SEND", 2)
+    world = World()
+    world.store(5)
+    assert [hashes_in(each) for each in world.said()] == [HASHES[:5]]
+
+
+# -- in vLLM's words ---------------------------------------------------------------------------------------------------
+
+
+def test_labels_of_what_was_never_written_do_not_stay(monkeypatch):
+    """Their reservations were given up, of which nobody is told."""
+    monkeypatch.setattr(changes_module, "AWAITED", 2)
+    world = World()
+    for count in range(1, 7):
+        slots = world.index.reserve(1, ONE, b"", [0], HASHES[count - 1][:HASH], b"\0" * HASH, 1 << 30)
+        world.label(count, first=count - 1)
+        world.deliver()
+        world.index.abort(1, slots)
+    assert world.changes.labelled[0] <= 3 and not world.said()
+
+
+@pytest.mark.parametrize("integers", [False, True])
+def test_vllm_reads_what_is_published(monkeypatch, integers):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(integers)))
+    world = World()
+    world.store(3)
+    stored = world.said()
+    world.index.clear(None)
+    events = vllm_events.vllm_events([*stored, *world.said()], KINDS)
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
+    first, second = msgspec.msgpack.Decoder(KVEventBatch).decode(batch).events
+    named = [maybe_convert_block_hash(each) for each in HASHES[:3]]
+    assert all(isinstance(each, int if integers else bytes) for each in named)
+    assert isinstance(first, BlockStored) and first.block_hashes == named and first.parent_block_hash is None
+    assert (first.medium, first.block_size, first.token_ids, first.group_idx) == ("CPU", UNIT, TOKENS[: 3 * UNIT], 0)
+    assert (first.kv_cache_spec_kind, first.extra_keys) == ("full_attention", [None] * 3)
+    later = World()
+    later.store(2)
+    later.said()
+    later.store(3)
+    [event] = vllm_events.vllm_events(later.said(), KINDS)
+    assert (event.block_hashes, event.parent_block_hash) == (named[2:], named[1])
+    assert isinstance(second, BlockRemoved) and set(second.block_hashes) == set(named)
+    assert (second.medium, second.group_idx) == ("CPU", 0)
+    if "locality" in BlockStored.__struct_fields__:
+        assert first.locality == second.locality == "LOCAL"
+
+
+def test_an_older_vllm_has_no_localities(monkeypatch):
+    monkeypatch.setattr(vllm_events, "_LOCALITY", False)
+    [event] = vllm_events.vllm_events([Removed(0, DISK, [HASHES[0]])], KINDS)
+    assert (event.medium, getattr(event, "locality", None)) == ("STORAGE", None)
+
+
+def test_what_else_was_hashed_is_published_as_for_the_gpu():
+    """A salt is in the first block's event, an adapter in each."""
+    salted = make_request("r", TOKENS, UNIT, salt="a tenant")
+    assert vr.event_keys(salted, 0, UNIT) == (None, None, ["a tenant"])
+    assert vr.event_keys(salted, UNIT, 2 * UNIT) == (None, None, None)
+    salted.lora_request = SimpleNamespace(lora_name="poet", lora_path="", adapter_id=3)
+    lora_id, lora_name, extra = vr.event_keys(salted, UNIT, 2 * UNIT)
+    assert (lora_id, lora_name) == (3, "poet") and extra[0] == "poet"
+    label = Label(HASHES[0], b"", bytes(4 * UNIT), 3, "poet", ["poet", "a tenant"])
+    [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], KINDS)
+    assert (event.lora_id, event.lora_name, event.extra_keys) == (3, "poet", [("poet", "a tenant")])
+
+
+def test_an_idle_engine_publishes_what_vllm_has_too():
+    published = []
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(take_events=lambda: [AllBlocksCleared()]),
+        kv_event_publisher=SimpleNamespace(publish=published.append),
+    )
+    vllm_events.publish(scheduler, [BlockRemoved(block_hashes=[1], medium="CPU")])
+    [batch] = published
+    assert [type(each) for each in batch.events] == [AllBlocksCleared, BlockRemoved], "what clears goes first"
+
+
+@pytest.mark.parametrize("config, wanted", [(None, False), (False, False), (True, True)])
+def test_only_if_vllm_was_asked_to(config, wanted):
+    given = None if config is None else SimpleNamespace(enable_kv_cache_events=config)
+    assert vllm_events.enabled(SimpleNamespace(kv_events_config=given)) is wanted
+
+
+# -- in the engine's tier ----------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self):
+        self.joined, self.seen, self.left = [], [], 0
+
+    def join(self, space):
+        self.joined.append(space)
+
+    def leave(self):
+        self.left += 1
+
+    def store_changed(self, client, reachable):
+        self.seen.append((client.connected, reachable))
+
+
+def test_the_tier_says_what_is_joined_and_when_it_can_be_loaded():
+    made = make_tier([(16, None)], unit=16, connect=False)
+    tier, recorder = made.tier, Recorder()
+    tier.events = recorder
+    made.client.connect("life 1")
+    assert recorder.seen == [(True, False)], "the workers have not mapped its memory yet"
+    from vllm_kvtier.wire import messages as wire
+
+    tier.reached(wire.PoolReady(0, "life 1", 1 << 30))
+    assert recorder.seen[-1] == (True, True)
+    tier.ask(0, [bytes(32)], b"")
+    tier.ask(0, [bytes(32)], b"a" * 16)
+    assert recorder.joined == [tier.space(b""), tier.space(b"a" * 16)]
+    tier.renew()
+    assert recorder.left == 1 and recorder.joined[-1] == tier.space(b"")
+    made.client.lose()
+    assert recorder.seen[-1] == (False, False)
+
+
+def test_events_that_nobody_asked_for_cost_nothing():
+    """No message, no label, nobody who watches the index."""
+    made = make_tier([(16, None)], unit=16)
+    assert made.tier.events is None
+    made.tier.ask(0, [bytes(32)], b"")
+    made.tier.renew()
+    assert not made.client.told
+    index = Index(SlotPool(100, 100), None, Clock())
+    changes = Changes(index, [FakeTier("disk")], lambda *_: pytest.fail("nobody follows"), lambda call: call())
+    assert index.watch is None and changes.labelled == (0, 0)

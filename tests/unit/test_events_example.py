@@ -1,0 +1,66 @@
+"""``examples/kv_events.py`` against vLLM's own publisher, and what its view makes of what it hears."""
+
+import threading
+
+import pytest
+from node_events import example
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+
+
+def stored(hashes, parent=None, tokens=None, medium="CPU", group=0, **fields):
+    tokens = tokens or [token for each in hashes for token in (each, each)]
+    return BlockStored(
+        block_hashes=hashes, parent_block_hash=parent, token_ids=tokens, block_size=2, lora_id=None, medium=medium,
+        lora_name=None, group_idx=group, **fields,
+    )  # fmt: skip
+
+
+def batch(*events) -> KVEventBatch:
+    return KVEventBatch(ts=0.0, events=list(events))
+
+
+def test_a_view_by_place_and_the_prefix_of_a_prompt():
+    view = example().View()
+    view.hear(7, batch(stored([1, 2, 3]), stored([1, 2], medium="STORAGE"), stored([1], medium="GPU")))
+    assert view.prefix([1, 1, 2, 2, 3, 3, 4], 2) == {"CPU": 6, "STORAGE": 4, "GPU": 2}
+    assert view.prefix([1, 1, 9, 9, 3, 3], 2) == {"CPU": 2, "STORAGE": 2, "GPU": 2}
+    view.hear(8, batch(BlockRemoved(block_hashes=[2], medium="CPU", group_idx=0), AllBlocksCleared()))
+    assert view.prefix([1, 1, 2, 2, 3, 3], 2) == {"CPU": 2, "STORAGE": 4}
+    assert set(view.blocks) == {"CPU", "STORAGE"} and view.missed == 0
+
+
+@pytest.mark.skipif("locality" not in BlockStored.__struct_fields__, reason="this vLLM does not say where storage is")
+def test_a_bucket_is_another_place_than_the_disk():
+    view = example().View()
+    view.hear(0, batch(stored([4], medium="STORAGE"), stored([4], medium="STORAGE", locality="REMOTE")))
+    view.hear(1, batch(BlockRemoved(block_hashes=[4], medium="STORAGE", group_idx=0, locality="LOCAL")))
+    assert view.prefix([4, 4], 2) == {"STORAGE": 0, "STORAGE (remote)": 2}
+
+
+def test_what_came_with_a_salt_is_nobody_elses_prefix():
+    view = example().View()
+    view.hear(0, batch(stored([1], extra_keys=[("a tenant",)]), stored([2], tokens=[1, 1], group=1)))
+    assert view.prefix([1, 1], 2) == {"CPU": 0} and "CPU 2" in str(view)
+
+
+@pytest.mark.parametrize("sequence", [2, 0])
+def test_after_a_gap_or_a_restart_the_view_begins_anew(sequence):
+    view = example().View()
+    view.hear(0, batch(stored([1])))
+    view.hear(sequence, batch(stored([5])))
+    assert view.blocks == {"CPU": {(5, 0)}} and view.missed == 1
+
+
+def test_the_script_prints_what_vllm_publishes(tmp_path, capsys):
+    endpoint = f"ipc://{tmp_path}/events"
+    publisher = ZmqEventPublisher(0, endpoint=endpoint, topic="kv@pod@model")
+    args = [endpoint, "--topic", "kv@", "--batches", "3"]
+    script = threading.Thread(target=example().main, args=(args,), daemon=True)
+    try:
+        script.start()
+        while script.is_alive():  # what is published before it has subscribed it does not get
+            publisher.publish(batch(stored([1, 2]), stored([1], medium="STORAGE")))
+            script.join(0.05)
+    finally:
+        publisher.shutdown()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("CPU 2  STORAGE 1  (+3 -0)")

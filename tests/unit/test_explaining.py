@@ -1,0 +1,204 @@
+"""What an engine says when it is asked about a prompt: what it would find, what it would do, who it is."""
+
+from types import SimpleNamespace
+
+import pytest
+from doctor_fakes import ranks
+from support import FakePool, make_request
+from tier_fakes import FakePending
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.explaining import Explainer, identity, stretches
+from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.store import messages as sm
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.fates import Fate
+from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.wire import messages as m
+
+UNIT = 4
+TOKENS = list(range(42))  # 10 blocks and a bit
+
+
+class World:
+    """An Explainer over a tier whose answers the test gives, and a planner that has measured."""
+
+    def __init__(self, tier: bool = True, **options):
+        self.pool = FakePool(100, UNIT)
+        self.planner = Planner({"host": 1e6, "gpu": 1e9}, known=0)
+        self.asked: list[tuple[list[bytes], bytes]] = []
+        self.pending = FakePending(1)
+        self.tier = SimpleNamespace(
+            explain=self._explain, instance="life", problem="", load_bytes=lambda tokens: tokens * 1000
+        )
+        make_request("r", TOKENS, UNIT)  # makes vLLM's seed
+        facts = SimpleNamespace(
+            groups=[(UNIT, None)], full_groups=[0], max_tokens=1000, unsupported=None, hash_function=self._hash
+        )
+        self.jobs = []
+        self.explainer = Explainer(
+            KVTierConfig(**options), facts, BlockPool(self.pool),
+            SimpleNamespace(longest_prefix=lambda chain, variant: 4), self.tier if tier else None, self.planner,
+            lambda tokens: tokens * 1000, self.jobs.append,
+        )  # fmt: skip
+
+    @staticmethod
+    def _hash():
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        return get_hash_fn_by_name("sha256_cbor")
+
+    def _explain(self, chain, variant):
+        self.asked.append((chain, variant))
+        return self.pending
+
+    def cache(self, blocks: int) -> None:
+        for number, name in enumerate(make_request("r", TOKENS, UNIT).block_hashes[:blocks], 1):
+            self.pool.cached[bytes(name), 0] = number
+
+    def explain(self, outcome=None, **question) -> m.Explanation:
+        said = []
+        self.explainer.ask(m.Explain(3, TOKENS, **question), said.append)
+        if self.asked and self.pending.outcome is None:
+            assert not said and not self.jobs, "the store has not answered"
+            self.pending.resolve(outcome)
+        for job in self.jobs:
+            job()
+        return said.pop()
+
+
+def holding(units: int, spans=(), **more) -> sm.Holding:
+    return sm.Holding(1, units, [units], [list(spans)], known=60.0, seconds=60.0, **more)
+
+
+def measured(planner: Planner, token_seconds: float) -> None:
+    for _ in range(30):
+        for tokens in (8, 32, 128):
+            planner.observe_step(0.001 + tokens * token_seconds, [(tokens, 0)], 0)
+
+
+def test_where_it_all_is():
+    world = World()
+    world.cache(2)
+    spans = [sm.Span(5, "memory"), sm.Span(2, "disk"), sm.Span(3, "", int(Fate.EVICTED), 5.0, 9.0)]
+    tiers = [sm.TierReach("disk", "ready", "", 7), sm.TierReach("nodes", "set aside", "no net", None)]
+    found = world.explain(holding(5, spans, tiers=tiers, holders=[sm.Holder("h", 7, "i", 6)]))
+    assert (found.question, found.prompt, found.unit) == (3, 42, UNIT)
+    assert (found.gpu_cache, found.exported, found.stored) == (8, 4, 20)
+    assert [(s.start, s.end, s.place, s.fate) for s in found.stretches] == [
+        (0, 20, "memory", 0), (20, 28, "disk", 0), (28, 40, "", Fate.EVICTED)
+    ]  # fmt: skip
+    assert found.tiers == [m.Source("disk", 28, "ready"), m.Source("nodes", None, "set aside", "no net")]
+    assert found.engines == [m.Source("h:7", 24)] and found.store == "life" and found.problem == ""
+    assert world.asked[0][0] == [bytes(each) for each in make_request("r", TOKENS, UNIT).block_hashes]
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "policy", "load", "reason"),
+    [(0.1, "auto", True, "faster"), (1e-6, "auto", False, "slower"), (1e-6, "always", True, "always")],
+)
+def test_what_it_would_do(token_seconds, policy, load, reason):
+    world = World(load_policy=policy)
+    measured(world.planner, token_seconds)
+    before = dict(world.planner.decisions)
+    (weighed,) = world.explain(holding(10)).weighed
+    assert (weighed.source, weighed.start, weighed.end, weighed.load, weighed.reason) == ("host", 0, 40, load, reason)
+    assert weighed.load_seconds == pytest.approx(0.04, rel=0.2) and weighed.compute_seconds is not None
+    assert world.planner.decisions == before, "a question is no decision"
+
+
+def test_what_another_engine_lends():
+    world = World(pull_threshold=16)
+    holder = sm.Holder("h", 7, "i", 10)
+    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    assert (weighed.source, weighed.end, weighed.load, weighed.reason) == ("gpu", 40, True, "unmeasured")
+    world = World(pull_threshold=64)
+    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    assert not weighed.load and weighed.reason == "below threshold"
+    world = World()
+    world.cache(10)
+    assert not world.explain(holding(10, holders=[holder])).weighed, "its own cache has it all"
+
+
+def test_what_stands_in_the_way():
+    assert "store: off" in World(tier=False).explain().problem
+    world = World()
+    found = world.explain(Failed("it hangs"))
+    assert found.problem == "it hangs" and found.stored == 0 and not found.stretches
+    world = World()
+    world.explainer._facts.max_tokens = 16
+    assert "at most 16" in world.explain(holding(0)).problem and len(world.asked[0][0]) == 4
+
+
+def test_salts_and_adapters_make_other_names(monkeypatch):
+    """As vLLM's own requests do with them."""
+    lora = SimpleNamespace(lora_name="style", lora_path="", lora_int_id=1, adapter_id=1)
+    monkeypatch.setattr(vr, "_adapters", {})
+    unknown = World()
+    assert "no request to this engine has used an adapter 'style'" in unknown.explain(adapter="style").problem
+    assert not unknown.asked, "what it does not know it cannot ask for"
+    variant = vr.variant(SimpleNamespace(lora_request=lora))
+    for salt in ("", "tenant"):
+        request = make_request("r", TOKENS, UNIT, salt=salt or None)
+        request.lora_request = lora
+        del request.block_hashes[:]
+        request.update_block_hashes()
+        world = World()
+        world.explain(holding(0), adapter="style", cache_salt=salt)
+        assert world.asked == [([bytes(each) for each in request.block_hashes], variant)]
+
+
+def test_of_windows_only_what_somebody_would_look_for():
+    full, sliding = (UNIT, None), (UNIT, 8)
+    rows = [[sm.Span(6, "memory"), sm.Span(4, "", int(Fate.CLEARED))], [sm.Span(3, ""), sm.Span(7, "memory")]]
+    told = stretches(rows, [full, sliding], 40)
+    assert [(s.group, s.start, s.end, s.place) for s in told] == [
+        (0, 0, 24, "memory"), (0, 24, 40, ""), (1, 12, 40, "memory")
+    ], "what the window before token 24 does not reach is no cause of anything"  # fmt: skip
+    rows[1] = [sm.Span(5, "memory"), sm.Span(5, "")]
+    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group and not s.place] == [(20, 40)]
+    rows[1] = [sm.Span(6, "memory"), sm.Span(4, "")]
+    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group] == [(0, 24)], (
+        "nor what is behind"
+    )
+    alone = stretches([[sm.Span(7, ""), sm.Span(3, "memory")]], [sliding], 40)
+    assert [(s.start, s.end, s.place) for s in alone] == [(28, 40, "memory")]
+
+
+def test_an_identity_in_words(monkeypatch, tmp_path):
+    monkeypatch.setattr(ns.kv_cache_utils, "NONE_HASH", b"seed", raising=False)
+    (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
+
+    def of(quantization=None, seed: str | None = "0", **options):
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype="fp8", prefix_caching_hash_algo="xxhash"),
+            model_config=SimpleNamespace(
+                dtype="torch.bfloat16", model=str(tmp_path), revision=None, quantization=quantization, seed=0,
+                served_model_name="m", hf_config=SimpleNamespace(to_dict=dict),
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+            load_config=SimpleNamespace(load_format="auto"),
+        )  # fmt: skip
+        (monkeypatch.delenv if seed is None else monkeypatch.setenv)(
+            "PYTHONHASHSEED", *([] if seed is None else [seed])
+        )
+        options = KVTierConfig(**options)
+        facts = SimpleNamespace(in_words=lambda namespace, print: ns.in_words(config, namespace, print))
+        name = ns.namespace(config, 16, options.model_fingerprint)
+        told = identity(facts, options, name, dict(enumerate(ranks(2))), "raw", {"full": "fp8"})
+        assert len(dict(told)) == len(told)
+        return dict(told)
+
+    one, quantized = of(), of(quantization="awq")
+    assert {key for key in one if one[key] != quantized[key]} == {"weight quantization"}
+    assert one["weights"].endswith(", 1 file") and "fixed by PYTHONHASHSEED" in one["hash seed"]
+    assert one["codec between engines"] == "full: fp8" and one["tensor parallel size"] == "2"
+    assert one["KV cache layout"].startswith("1 layers of full attention") and one["KV cache layout"].count("of 4") == 1
+    assert "random" in of(seed=None)["hash seed"] and "seed" not in of(seed="12345")["hash seed"].partition(",")[0]
+    assert "12345" not in of(seed="12345")["hash seed"], "a seed may be a secret"
+    assert of(model_fingerprint="mine")["model fingerprint"].startswith("mine")
+    (tmp_path / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert {key for key in one if one[key] != of()[key]} == {"weights"}
+    assert identity(None, None, None, {}, "raw", "raw") == [], "while it starts"

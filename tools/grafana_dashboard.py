@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""Write examples/grafana/kvtier.json, the dashboard, from the rows below.
+
+usage: python tools/grafana_dashboard.py [FILE]
+
+Grafana's own JSON repeats itself in every panel; what there is to decide about a panel is a line or two here. A test
+says when the file is no longer what this writes, and asks a real Prometheus every query in it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).parents[1] / "examples" / "grafana" / "kvtier.json"
+WIDTH, HEIGHT = 24, 7  # Grafana's columns; of a panel
+
+_E = 'instance=~"$instance",model_name=~"$model"'  # of an engine's metric
+_S = 'instance=~"$instance"'  # of the store's and the proxy's
+_R = "[$__rate_interval]"
+
+
+def rate(name: str, by: str = "", more: str = "", where: str = "") -> str:
+    """A second, summed; ``by``: the labels that are kept. ``name``: with E., S. or P. for whose metric it is."""
+    return f"sum{f' by ({by})' if by else ''} (rate({metric(name, more, where)}{_R}))"
+
+
+def metric(name: str, more: str = "", where: str = "") -> str:
+    owner, _, rest = name.partition(".")
+    prefix, labels = {"E": ("vllm:kvtier_", _E), "S": ("kvtier_store_", _S), "P": ("kvtier_proxy_", _S)}[owner]
+    return f"{prefix}{rest}{{{labels}{',' + more if more else ''}}}"
+
+
+def total(name: str, by: str = "", more: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} ({metric(name, more)})"
+
+
+def quantile(q: float, name: str, by: str = "", more: str = "") -> str:
+    return f"histogram_quantile({q:g}, {rate(name + '_bucket', ', '.join(filter(None, ['le', by])), more)})"
+
+
+def mean(name: str, by: str = "") -> str:
+    return f"{rate(name + '_sum', by)} / {rate(name + '_count', by)}"
+
+
+class Panel(NamedTuple):
+    """``queries``: {legend: PromQL}. ``unit``: Grafana's name. ``stack``: areas on top of each other."""
+
+    title: str
+    unit: str
+    queries: dict[str, str]
+    width: int = 8
+    sort: str = "timeseries"
+    stack: bool = False
+    text: str = ""
+    steps: tuple[tuple[str, float], ...] = ()  # of a stat: (colour, from which value on)
+
+
+_TOKENS, _COMPUTED = rate("E.prompt_tokens_total"), rate("E.prompt_tokens_total", more='kind="computed"')
+_BROUGHT = rate("E.prompt_tokens_total", more='kind!~"computed|own cache"')
+_HITS, _MISSES = rate("E.hits_total"), rate("E.misses_total")
+_TTFT = f"sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{{{_E}}}{_R}))"
+_WRONG = metric("E.integrity_failures_total", 'kind="host"')
+_NO_FAILURE = (("green", 0), ("red", 0.5))
+_ALL_UP = (("red", 0), ("green", 1))
+
+
+def stat(title: str, unit: str, query: str, text: str, steps: tuple[tuple[str, float], ...] = ()) -> Panel:
+    return Panel(title, unit, {"": query}, 4, "stat", text=text, steps=steps)
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Essentials": [
+        stat("Prompt tokens not computed", "percentunit", f"1 - {_COMPUTED} / {_TOKENS}",
+             "Share of prompt tokens whose KV was found: in the engine's own cache or anywhere else."),
+        stat("Brought by kvtier", "percentunit",
+             f"{_BROUGHT} / {_TOKENS}",
+             "Share that came from the node store, another engine's GPU, or another engine."),
+        stat("Requests/s", "reqps", f"{_HITS} + ({_MISSES} or vector(0))", "That were given to the engines."),
+        stat("Store memory in use", "percentunit", f"{total('S.used_bytes')} / {total('S.pool_bytes')}",
+             "Of all stores."),
+        stat("Wrong checksums, 1 h", "short",
+             f"sum(increase({_WRONG}[1h])) + "
+             f"(sum(increase({metric('S.integrity_failures_total')}[1h])) or vector(0))",
+             "Blocks from node stores that were thrown away and computed again. Any is a reason to look.", _NO_FAILURE),
+        stat("Stores and tiers up", "percentunit",
+             f"avg({metric('S.responding')} or {metric('S.tier_up')} or {metric('E.store_up')})",
+             "1: every store answers, every tier is usable, every engine reaches its store.", _ALL_UP),
+        Panel("Prompt tokens by source", "short", {"{{kind}}": rate("E.prompt_tokens_total", "kind")}, 12, stack=True,
+              text="Tokens a second by where their KV came from."),
+        Panel("Time to first token", "s", {
+            "p50": f"histogram_quantile(0.5, {_TTFT})", "p99": f"histogram_quantile(0.99, {_TTFT})",
+        }, 12, text="vLLM's own."),
+    ],
+    "Engines": [
+        Panel("Requests by who had their prompt", "reqps", {"{{kind}}": rate("E.hits_total", "kind"),
+              "miss: {{kind}}": rate("E.misses_total", "kind")}, stack=True),
+        Panel("Sources not used, by reason", "ops", {"{{kind}}": rate("E.declined_total", "kind")}),
+        Panel("Bytes by source and codec", "Bps", {
+            "load {{kind}}": rate("E.loaded_bytes_total", "kind"),
+            "store {{kind}}": rate("E.stored_bytes_total", "kind"),
+            "fetch {{kind}}": rate("E.fetched_bytes_total", "kind"),
+            "pull {{kind}}": rate("E.pulled_bytes_total", "kind"),
+        }),
+        Panel("Loads, fetches and pulls: p95", "s", {
+            "load {{kind}}": quantile(0.95, "E.load_seconds", "kind"),
+            "fetch {{kind}}": quantile(0.95, "E.fetch_seconds", "kind"),
+            "pull {{kind}}": quantile(0.95, "E.pull_seconds", "kind"),
+        }, text="From order to verified."),
+        Panel("Where the time of a host hit goes", "s", {"{{kind}}": mean("E.host_hit_seconds", "kind")}, stack=True,
+              text="Mean of asking the store, of waiting until vLLM finds room, of loading."),
+        Panel("Bandwidth of one load after the other", "Bps", {
+            "load": f"{rate('E.loaded_bytes_total')} / {rate('E.load_seconds_sum')}",
+            "fetch": f"{rate('E.fetched_bytes_total')} / {rate('E.fetch_seconds_sum')}",
+            "pull": f"{rate('E.pulled_bytes_total')} / {rate('E.pull_seconds_sum')}",
+        }, text="Bytes over the sum of all times: less than the link where several run at once."),
+        Panel("Requests that wait", "short", {"{{kind}}": total("E.requests", "kind", 'kind!="computing"')},
+              text="For an answer, for room, for a load."),
+        Panel("Queues", "bytes", {"loading {{kind}}": total("E.loading_bytes", "kind")},
+              text="Ordered and not arrived."),
+        Panel("Blocks held for copies", "short", {"blocks": total("E.storing_blocks")},
+              text="Until they are in the node store."),
+        Panel("Full blocks: stored or why not", "ops", {
+            "stored": rate("E.stored_blocks_total"), "{{kind}}": rate("E.not_stored_total", "kind"),
+        }),
+        Panel("Waiting for what comes up from disk or objects", "s", {
+            "p50": quantile(0.5, "E.waited_seconds"), "p95": quantile(0.95, "E.waited_seconds"),
+        }),
+        Panel("Failures", "ops", {
+            "loads": rate("E.loads_total", more='kind="failed"'),
+            "fetches": rate("E.fetches_total", more='kind="failed"'),
+            "pulls": rate("E.pulls_total", more='kind="failed"'),
+            "wrong checksum: {{kind}}": rate("E.integrity_failures_total", "kind"),
+            "store lost": rate("E.store_lost_total"),
+        }, text="All of it was computed instead."),
+    ],
+    "Store and tiers": [
+        Panel("Memory", "bytes", {
+            "used": total("S.used_bytes"), "pinned": total("S.pinned_bytes"), "usable": total("S.ready_bytes"),
+        }),
+        Panel("Found of what was asked for", "percentunit", {
+            "in memory": f"{rate('S.found_units_total')} / {rate('S.looked_up_units_total')}",
+        }),
+        Panel("Blocks in and out of memory", "ops", {
+            "stored": rate("S.stored_blocks_total"), "evicted": rate("S.evicted_blocks_total"),
+            "refused: {{reason}}": rate("S.refused_slots_total", "reason"),
+        }),
+        Panel("Tiers: what they hold", "bytes", {
+            "{{tier}}": total("S.tier_used_bytes", "tier"),
+            "{{tier}}, most": f"{total('S.tier_capacity_bytes', 'tier')} > 0",
+        }),
+        Panel("Tiers: bandwidth", "Bps", {
+            "{{tier}} read": rate("S.tier_read_bytes_total", "tier"),
+            "{{tier}} written": rate("S.tier_written_bytes_total", "tier"),
+        }),
+        Panel("Tiers: requests, p95", "s", {
+            "{{tier}} {{kind}}": quantile(0.95, "S.tier_request_seconds", "tier, kind"),
+        }),
+        Panel("Tiers: what waits to be written", "bytes", {"{{tier}}": total("S.tier_queued_bytes", "tier")}),
+        Panel("Tiers: not written, evicted, failed", "ops", {
+            "{{tier}}: {{cause}}": rate("S.tier_dropped_blocks_total", "tier, cause"),
+            "{{tier}}: evicted": rate("S.tier_evicted_blocks_total", "tier"),
+            "{{tier}}: read failed": rate("S.tier_read_failed_blocks_total", "tier"),
+            "{{tier}}: write failed": rate("S.tier_write_failed_blocks_total", "tier"),
+        }),
+        Panel("Up", "short", {
+            "{{instance}} answers": metric("S.responding"), "{{instance}} {{tier}}": metric("S.tier_up"),
+        }),
+        Panel("The store's thread: p99 of a message", "s", {
+            "{{message}}": f"{quantile(0.99, 'S.message_seconds', 'message')} > 0",
+        }, text="While it works on one message the others wait."),
+        Panel("Leases and clients", "short", {
+            "leases": total("S.leases"), "blocks under them": total("S.leased_blocks"),
+            "slots being written": total("S.writing_slots"), "{{kind}}s": total("S.clients", "kind"),
+        }),
+        Panel("Deadlines that passed", "ops", {
+            "leases": rate("S.expired_leases_total"), "reservations": rate("S.expired_reservations_total"),
+            "{{tier}}: no answer": rate("S.tier_timeouts_total", "tier"),
+            "{{tier}}: begun again": rate("S.tier_restarts_total", "tier"),
+        }),
+    ],
+    "Peers and leases": [
+        Panel("Leases between engines", "short", {"{{kind}}": total("E.leases", "kind")}),
+        Panel("Blocks held for others", "short", {"{{kind}}": total("E.exported_blocks", "kind")}, stack=True),
+        Panel("Asking: p95 until the answer", "s", {"{{kind}}": quantile(0.95, "E.ask_seconds", "kind")}),
+        Panel("Offers and loans", "ops", {
+            "{{kind}}": rate("E.exports_total", "kind"), "blocks lent": rate("E.lent_blocks_total"),
+        }),
+        Panel("Neighbours that were not asked", "ops", {"{{kind}}": rate("E.not_fetched_total", "kind")}),
+        Panel("Engines that share their caches", "short", {
+            "engines": total("S.directory_holders"),
+        }, text="As the node stores know them."),
+    ],
+    "Planner": [
+        Panel("Decisions by reason", "ops", {"{{kind}}": rate("E.planned_total", "kind")}, stack=True,
+              text="faster, unmeasured, trial: loaded. slower, queued, short: computed."),
+        Panel("Taken over expected", "short", {
+            f"{{{{kind}}}} p{q:.0f}": quantile(q / 100, "E.planned_ratio", "kind") for q in (10, 50, 90)
+        }, text="1: the planner was right."),
+        Panel("Error", "percentunit", {"{{kind}}": f"avg by (kind) ({metric('E.planner_error')})"},
+              text="Mean of |ln(taken / expected)| lately."),
+        Panel("Bandwidth it goes by", "Bps", {"{{kind}}": f"avg by (kind) ({metric('E.planner_bandwidth')})"}),
+        Panel("Expected: loading against computing", "s", {"{{kind}}": rate("E.weighed_seconds_total", "kind")},
+              text="Seconds a second, over all offers."),
+        Panel("Loads: expected and taken", "s", {"{{kind}}": rate("E.planned_seconds_total", "kind")}),
+    ],
+    "Proxy": [
+        Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("P.requests_total", "outcome")}, stack=True),
+        Panel("First byte and whole answer", "s", {
+            "first byte p50": quantile(0.5, "P.first_byte_seconds"),
+            "first byte p99": quantile(0.99, "P.first_byte_seconds"), "answer p99": quantile(0.99, "P.request_seconds"),
+            "prefill p99": quantile(0.99, "P.prefill_seconds"),
+        }),
+        Panel("Queues", "short", {"{{role}}": total("P.queue", "role")},
+              text="Requests that wait for a place at an engine."),
+        Panel("Under way by engine", "short", {"{{role}} {{engine}}": total("P.engine_in_flight", "role, engine")}),
+        Panel("Retries and events", "ops", {
+            "retry {{role}}": rate("P.retries_total", "role"), "{{event}}": rate("P.events_total", "event"),
+        }),
+        Panel("Known of prompts", "percentunit", {
+            "known": f"{rate('P.prompt_tokens_known_total')} / {rate('P.prompt_tokens_total')}",
+        }, text="Estimated tokens that the chosen engine had seen before."),
+    ],
+}  # fmt: skip
+
+
+def dashboard() -> dict:
+    panels, y = [], 0
+    for row, inside in ROWS.items():
+        panels.append({
+            "id": len(panels) + 1, "type": "row", "title": row, "collapsed": False, "panels": [],
+            "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+        })  # fmt: skip
+        y, x, high = y + 1, 0, 0
+        for panel in inside:
+            height = 4 if panel.sort == "stat" else HEIGHT
+            if x + panel.width > WIDTH:
+                x, y, high = 0, y + high, 0
+            panels.append(_panel(len(panels) + 1, panel, {"x": x, "y": y, "w": panel.width, "h": height}))
+            x, high = x + panel.width, max(high, height)
+        y += high
+    return {
+        "title": "vllm-kvtier", "uid": "kvtier", "tags": ["vllm", "kvtier"], "schemaVersion": 39, "version": 1,
+        "editable": True, "graphTooltip": 1, "refresh": "10s", "time": {"from": "now-30m", "to": "now"},
+        "timezone": "browser", "annotations": {"list": []}, "links": [], "panels": panels,
+        "templating": {"list": [
+            {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0},
+            _variable("instance", "Instance", 'label_values({__name__=~"vllm:kvtier_hits_total|kvtier_store_responding|'
+                      'kvtier_proxy_ready"}, instance)'),
+            _variable("model", "Model", "label_values(vllm:kvtier_hits_total, model_name)"),
+        ]},
+    }  # fmt: skip
+
+
+def _variable(name: str, label: str, query: str) -> dict:
+    return {
+        "name": name, "label": label, "type": "query", "datasource": _SOURCE, "definition": query,
+        "query": {"query": query, "refId": name}, "refresh": 2, "sort": 1, "multi": True, "includeAll": True,
+        "allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}, "hide": 0,
+    }  # fmt: skip
+
+
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _panel(number: int, panel: Panel, place: dict) -> dict:
+    custom = {
+        "drawStyle": "line", "lineWidth": 1, "fillOpacity": 30 if panel.stack else 8, "showPoints": "never",
+        "stacking": {"mode": "normal" if panel.stack else "none", "group": "A"},
+    }  # fmt: skip
+    defaults = {"unit": panel.unit, "min": 0, "custom": custom}
+    options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}}
+    if panel.sort == "stat":
+        steps = [{"color": colour, "value": value or None} for colour, value in panel.steps] or [
+            {"color": "blue", "value": None}
+        ]
+        defaults = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"}
+    return {
+        "id": number, "type": panel.sort, "title": panel.title, "description": panel.text, "datasource": _SOURCE,
+        "gridPos": place, "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options,
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": _SOURCE, "expr": query, "legendFormat": legend or "__auto",
+             "instant": False, "range": True, "editorMode": "code"}
+            for i, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }  # fmt: skip
+
+
+def text() -> str:
+    """Of the file."""
+    return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1] if len(sys.argv) > 1 else FILE).write_text(text())
