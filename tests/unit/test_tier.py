@@ -298,5 +298,5 @@ def test_a_running_store_without_the_tiers_that_are_asked_for_is_mentioned_once(
 
 
 def test_a_store_that_an_engine_starts_lets_half_of_it_be_pinned():
-    """What an engine holds of its own cache while it is copied is another option than what the store lets people pin."""
+    """What an engine holds of its own cache while that is copied is another option."""
     assert _store_options(KVTierConfig(store_hold_share=0.9)).pin_share == StoreOptions().pin_share == 0.5
