@@ -1,5 +1,6 @@
 """Waiting for what another thread does, and stand-ins for vLLM's objects that the scheduler half touches."""
 
+import signal
 import time
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,12 @@ def eventually(predicate: Callable[[], Any], seconds: float = 10.0, what: str = 
             return value
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or predicate}"
         time.sleep(0.002)
+
+
+def interruptible() -> None:
+    """``preexec_fn`` of a process that is to be sent SIGINT: what a shell starts in the background ignores it, and
+    hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Clock:

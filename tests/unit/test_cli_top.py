@@ -15,7 +15,7 @@ from doctor_fakes import METRICS, FakeServer, counter
 from rich.console import Console
 from store_process import Store
 from store_support import RawClient, chain_of, engine_hello
-from support import eventually
+from support import eventually, interruptible
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -158,7 +158,8 @@ def test_live_until_it_is_interrupted(store):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "vllm_kvtier.cli", "top", "--interval", "0.1", "--socket", store.path]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-    top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    top = subprocess.Popen(command, env=environment, preexec_fn=interruptible, **terminal)
     os.close(theirs)
     try:
         seen, deadline = b"", time.monotonic() + 30

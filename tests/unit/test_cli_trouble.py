@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_process import Store
-from support import eventually
+from support import eventually, interruptible
 
 COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
 
@@ -60,7 +60,8 @@ def test_top_into_a_pipe_whose_reader_leaves(store):
 
 def test_ctrl_c_of_top(store, tmp_path):
     with open(tmp_path / "out", "wb") as out:
-        top = subprocess.Popen([*COMMAND, "top", "--socket", store.path, "--interval", "0.05"], stdout=out, stderr=out)
+        command = [*COMMAND, "top", "--socket", store.path, "--interval", "0.05"]
+        top = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=interruptible)
     eventually(lambda: b"node store" in Path(tmp_path / "out").read_bytes(), 60)
     top.send_signal(signal.SIGINT)
     assert top.wait(60) == 0 and b"Traceback" not in Path(tmp_path / "out").read_bytes()

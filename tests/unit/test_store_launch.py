@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from store_support import RawClient, chain_of, engine_hello, tool_hello
-from support import eventually
+from support import eventually, interruptible
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -219,6 +219,7 @@ def test_the_command_serves_in_the_foreground(path, root):
         cwd=root,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=interruptible,
     )
     eventually(lambda: Path(path).exists() and serves(path))
     process.send_signal(signal.SIGINT)
