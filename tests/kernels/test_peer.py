@@ -96,7 +96,7 @@ def questions(draw):
 
 # On a GPU nearly every example compiles kernels of its own.
 @given(questions(), st.data())
-@settings(max_examples=10 if torch.cuda.is_available() else 60)
+@settings(max_examples=10 if torch.cuda.is_available() else 30)
 def test_copies_equal_the_reference(kernel_device, question, data):
     layers, (theirs, mine, heads), there, here, shape, seed = question
     blocks = 10

@@ -127,7 +127,7 @@ def show(address: str, found: Explanation | str, console: Console) -> None:
         drawn = (
             Text(note, style="yellow") if note else Text.assemble(("█" * full, "green"), ("░" * (bar - full), "dim"))
         )
-        table.add_row(*[place, "?" if tokens is None else f"{tokens:,}", drawn][: len(table.columns)])
+        table.add_row(*[Text(place), "?" if tokens is None else f"{tokens:,}", drawn][: len(table.columns)])
     console.print(table)
     for line in _ends(found):
         console.print(line, soft_wrap=True)

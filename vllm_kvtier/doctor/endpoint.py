@@ -1,12 +1,13 @@
 """What an engine's endpoint (of its connector, not vLLM's server) says to whoever asks.
 
-An engine tells nobody its namespace: it compares, and refuses a greeting with the first difference, in words. So the
-namespace is learned a field at a time, by greeting with values that no engine has until none differs; then the engine
-welcomes, and says how its cache lies. It costs the engine a message a field.
+Who it is in words an engine tells who asks (``Identify``). The namespace itself it only compares, and refuses a
+greeting with the first difference. So that is learned a field at a time, by greeting with values that no engine has
+until none differs; then the engine welcomes, and says how its cache lies. It costs the engine a message a field.
 """
 
 import itertools
 import os
+import re
 import socket
 import time
 from dataclasses import dataclass, field
@@ -222,5 +223,7 @@ def _learned(probe: m.Namespace, reason: str) -> dict[str, str | int] | None:
         if reason.startswith(begin) and reason.endswith(" there"):
             text = reason[len(begin) : -len(" there")]
             text = "" if text == "nothing" else text
-            return {name: int(text or 0) if isinstance(mine, int) else text}
+            if not isinstance(mine, int):
+                return {name: text}
+            return {name: int(text or 0)} if re.fullmatch("[0-9]{0,12}", text) else None
     return None

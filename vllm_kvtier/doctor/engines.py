@@ -92,6 +92,9 @@ def _endpoint(engine: Engine, key: ClusterKey | None, seconds: float) -> None:
         if engine.identity is None:
             engine.checks.append(fail(name, str(error), _NO_ENDPOINT[error.why]))
             return
+        if error.why == "other version":
+            engine.checks.append(warn(name, str(error), _NO_ENDPOINT[error.why]))
+            return
         # Answered on the engine's own thread, which a long step keeps busy.
         engine.checks.append(
             warn(name, f"{error}: its connector answers, its scheduler does not", _NO_ENDPOINT["silent"])

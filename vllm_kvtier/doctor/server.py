@@ -1,5 +1,6 @@
 """What a vLLM server tells about itself over HTTP, and what it makes of a prompt."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -44,7 +45,7 @@ class Server:
     def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             answer = json.loads(self._read(path, body))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise KVTierError(f"{self.url}{path} answers with something that is no JSON") from error
         if not isinstance(answer, dict):
             raise KVTierError(f"{self.url}{path} answers with something that no vLLM server says")
@@ -60,8 +61,8 @@ class Server:
             with error:
                 words = error.read(500).decode(errors="replace")
             raise KVTierError(f"{self.url}{path} answers {error.code} {error.reason}: {words}") from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error) or type(error).__name__
             raise KVTierError(f"no vLLM server answers at {self.url}{path}: {reason}") from error
 
 

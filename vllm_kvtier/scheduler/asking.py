@@ -131,7 +131,7 @@ class Asker:
             t.pending = self._peers.ask(source, chain=hashes, **common)
         else:
             return False
-        t.asking, t.asked_at = source, time.monotonic()
+        t.asking, t.waits_since, t.asked_at = source, 0.0, time.monotonic()
         t.life.fire(Event.ASK)
         if isinstance(source, Handoff):
             self._take_promise(t, source, digest, computed)
@@ -286,6 +286,8 @@ class Asker:
             t.life.fire(Event.GRANT)
         if not t.waits_since:  # else it was not the answer that took so long
             self._counters.observe("ask_seconds", _whom(t.asking), time.monotonic() - t.asked_at)
+        elif not isinstance(outcome, HostOffer):  # it waited in vain
+            self._counters.observe("waited_seconds", "", time.monotonic() - t.waits_since)
         return True
 
     def missed(self, t: Tracked, reason: str) -> None:

@@ -38,8 +38,9 @@ Lend = Callable[[m.Ask, bytes, float, Callable[[Lease | Refusal], None]], None]
 # An ask is parked for this share of ``ask_timeout``, so that the refusal arrives before the asker gives up.
 PARK_SHARE = 0.75
 # Seconds that reads are served after an ask that got no lease: its sender may be reading what it was promised
-# already, and learns from the checksums that it is gone. Unserved, that read would hang until its own time limit.
-SERVE_AFTER_ASK = 1.0
+# already, and learns from the checksums that it is gone, after it has read it again some times
+# (``worker.pulls.REREAD_AFTER``). Unserved, such a read would hang until its own time limit, and end its agent.
+SERVE_AFTER_ASK = 3.0
 
 
 @dataclass

@@ -13,7 +13,7 @@ it, and any engine of the space reads it.
 import itertools
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,8 +55,10 @@ class Events:
         self._told: dict[tuple[bytes, Key], tuple[int, bytes]] = {}  # places that vLLM knows of, and the whole hash
         # Two spaces may have blocks of one hash, as before and after a change of weights: it is there while one is.
         self._claims: dict[tuple[bytes, int, int], int] = {}  # (hash, group, place's bit) -> spaces
-        self._differing: dict[tuple[bytes, Key], bool] = {}  # True: to be said again, whatever was
+        # True: to be said again, whatever was. No dict: its first is found slowly when many were taken.
+        self._differing: OrderedDict[tuple[bytes, Key], bool] = OrderedDict()
         self._sweeps: deque[Iterator[tuple[tuple[bytes, Key], bool]]] = deque()  # more of these
+        self._repeating: Iterator[tuple[tuple[bytes, Key], bool]] | None = None  # one of them, of ``say_again``
         self._woken = False
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
@@ -110,7 +112,10 @@ class Events:
             with self._lock:
                 # Copied here, not on the scheduler's thread; names that are gone again by then are looked at in vain.
                 names = [((space, key), True) for space, view in self._view.items() for key in view]
-                self._sweeps.append(iter(names))
+                if self._repeating in self._sweeps:  # what is left of it, these say as well
+                    self._sweeps.remove(self._repeating)
+                self._repeating = iter(names)
+                self._sweeps.append(self._repeating)
             self._look()
 
         self._reactor.call_soon(repeat)
@@ -194,6 +199,15 @@ class Events:
             for i in rows
         ]
 
+    def label_of(self, space: bytes, group: int, block_hash: bytes) -> Label | None:
+        """What the store is believed to have of the block. It may have forgotten both just now: see ``tell_again``."""
+        found = self._view.get(space, {}).get((group, block_hash[:HASH]))
+        return None if found is None else found[1]
+
+    def tell_again(self, space: bytes, labels: Iterable[tuple[int, Label]]) -> None:
+        """By group. Of blocks that the store lacked after all, and gave slots for."""
+        self.tell(space, [(g, x.hash, x.parent, x.tokens, (x.lora_id, x.lora_name, x.extra)) for g, x in labels])
+
     def tell(self, space: bytes, raws: list[Raw]) -> None:
         """Label these; the store was asked for slots for them before, or has them."""
         if raws:
@@ -206,9 +220,15 @@ class Events:
             last = min(end // size, len(request.block_hashes) * self._unit // size)
             self.tell(space, self.describe(space, request, group, range(start // size, last)))
 
+    @property
+    def behind(self) -> bool:
+        """There may be more to take."""
+        return bool(self._differing or self._sweeps)
+
     def take(self, most: int = TAKE) -> list[Removed | Stored]:
-        """What vLLM is to be told next, of so many blocks at most; [] when it knows all."""
-        if not self._differing and not self._sweeps:
+        """What vLLM is to be told next, after a look at so many blocks at most; [] when it knows all, and also while it
+        is ``behind``, where there was nothing to say of these."""
+        if not self.behind:
             self._woken = False
             return []
         removed: dict[tuple[int, Place], Removed] = {}
@@ -222,8 +242,7 @@ class Events:
 
     def _next(self) -> Iterator[tuple[tuple[bytes, Key], bool]]:
         while self._differing:
-            name = next(iter(self._differing))
-            yield name, self._differing.pop(name)
+            yield self._differing.popitem(last=False)
         while self._sweeps:
             yield from self._sweeps[0]
             self._sweeps.popleft()
@@ -234,11 +253,13 @@ class Events:
         space, (group, _) = name
         places, label = self._view.get(space, {}).get(name[1], (0, None))
         before, whole = self._told.pop(name, (0, b""))
+        gone = before & ~places
         if label is not None:
-            whole = label.hash
-            self._told[name] = places, whole
+            if before and label.hash != whole:  # labelled anew, and one of the labels lies: another block of this name
+                gone = before
+            self._told[name] = places, label.hash
         repeat = places & before if again else 0
-        for bit in _bits(before & ~places):
+        for bit in _bits(gone):
             claim = whole, group, bit
             self._claims[claim] -= 1
             if self._claims[claim]:
@@ -248,8 +269,8 @@ class Events:
             removed.setdefault((group, place), Removed(group, place, [])).hashes.append(whole)
             if bit & STORED:
                 repeat |= places & before & STORED  # one who knows no localities took that for gone as well
-        for bit in _bits(places & ~before):
-            claim = whole, group, bit
+        for bit in _bits(places & ~(before & ~gone)):
+            claim = label.hash, group, bit
             self._claims[claim] = self._claims.get(claim, 0) + 1
             if self._claims[claim] == 1:
                 repeat |= bit
@@ -264,7 +285,10 @@ class Events:
         for first in range(0, len(raws), SEND):
             groups, hashes, labels = [], [], []
             for group, block_hash, parent, tokens, (lora_id, lora_name, extra) in raws[first : first + SEND]:
-                content = _encoder.encode(Label(block_hash, parent, tokens, lora_id, lora_name, extra))
+                try:
+                    content = _encoder.encode(Label(block_hash, parent, tokens, lora_id, lora_name, extra))
+                except (TypeError, ValueError, OverflowError):  # vLLM hashed what it could not publish itself either
+                    continue
                 if len(content) <= MAX_LABEL // 8:  # or a message of them might not fit into a frame
                     groups.append(group)
                     hashes.append(block_hash[:HASH])

@@ -328,9 +328,10 @@ class SchedulerHalf:
             return
         for _ in range(IDLE_TAKES):
             events = self.take_events()
-            if not events:
+            if events:
+                vllm_events.publish(scheduler, events)
+            elif not self._events.behind:
                 return
-            vllm_events.publish(scheduler, events)
         self._engine.wake()  # there may be more; whatever else waits for this thread goes first
 
     def _freed(self) -> None:

@@ -143,6 +143,7 @@ class Matcher:
             t.life.fire(Event.PREEMPT)
             t.pulled, t.offer, t.plan = 0, None, None
             t.sources = deque([HOST] if self._tier else [])
+            t.begun_at, t.risen = time.monotonic(), 0
         t.preemptions = preemptions
 
     def _notice_eviction(self, t: Tracked, computed: int) -> None:
@@ -272,10 +273,11 @@ class Matcher:
             self._look_elsewhere(t)
             if t.hurried:  # else vLLM gives it blocks anew
                 self._account(t)
-        elif t.offer.alike and not (done or isinstance(t.offer, HostOffer)):  # read whole: in the workers' tables
+        elif t.offer is not None and t.offer.alike and not (done or isinstance(t.offer, HostOffer)):
+            # Read whole: in the workers' tables.
             for entry in t.entries:
                 self._ledger.mark(entry)
-        if not failed and not done:
+        if not failed and (not done or vr.ended_well(t.request)):  # hurried, it may end in the step that loads it
             self._account(t)
         t.entries, t.load, t.places = [], None, {}
         if done:

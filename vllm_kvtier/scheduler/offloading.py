@@ -28,6 +28,7 @@ from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.store.client import Pending
 from vllm_kvtier.store.messages import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.telemetry.events import Label
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -69,6 +70,7 @@ class Batch:
     parents: list[bytes] = field(default_factory=list)
     chains: dict[str, Chain] = field(default_factory=dict)
     raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
+    labels: dict[int, Label] = field(default_factory=dict)  # of rows that should have one in the store
 
 
 @dataclass
@@ -178,6 +180,8 @@ class Offloader:
             hashes = request.block_hashes
             for i in rows:
                 block_hash = bytes(hashes[(i + 1) * per - 1])
+                if self.events is not None and (label := self.events.label_of(batch.space, g, block_hash)) is not None:
+                    batch.labels[len(batch.blocks)] = label
                 batch.groups.append(g)
                 batch.blocks.append(ids[i])
                 batch.keys.append(keys.key(block_hash, g, variant))
@@ -210,6 +214,8 @@ class Offloader:
         batch = self._open.get(key)
         if batch is None:
             batch = self._open[key] = Batch(*key, since=self._step)
+            if self.events is not None:
+                self.events.join(batch.space)  # what is stored there is published, whether or not it was asked for
         return batch
 
     def _ask(self, now: bool) -> None:
@@ -324,6 +330,10 @@ class Offloader:
             rows = [i for i, slot in enumerate(slots) if slot > 0 and batch.groups[i] == g]
             if rows:
                 self._order(batch, g, rows, slots, session, instance)
+        if batch.labels:
+            self.events.tell_again(
+                batch.space, [(batch.groups[i], label) for i, label in batch.labels.items() if slots[i] > 0]
+            )
         if refused:
             self._free.append([batch.blocks[i] for i in refused])
         with self._quiet:

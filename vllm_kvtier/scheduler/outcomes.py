@@ -16,13 +16,14 @@ from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.pulls import PullResult
-from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.queues import ABORTED, LoadResult
 
 Result = PullResult | FetchResult | LoadResult
 
 _PAST = {"load": "loaded", "fetch": "fetched", "pull": "pulled"}
 _PLURAL = {"load": "loads", "fetch": "fetches", "pull": "pulls"}
 _WORSE = ("ok", "aborted", "failed")
+_LOADING = State.LOADING, State.VERIFYING, State.ABANDONED
 
 
 def _kind(result: Result) -> str:
@@ -70,6 +71,8 @@ class Outcomes:
             tracked = self._matcher.get(request_id)
             if ended is not None:
                 self._count(ended)
+            elif tracked is not None and tracked.life.state not in _LOADING:
+                continue  # another connector's load (MultiConnector tells each of all)
             if tracked is not None and tracked.offer is not None and not failed:
                 self._succeeded(tracked, ended)
             self._matcher.loaded(request_id, failed)
@@ -130,6 +133,8 @@ class Outcomes:
             self._counters.observe(name, stage, max(0.0, stop - begin))
 
     def _outcome(self, result: Result, tracked: Tracked | None) -> str:
-        """For the metrics: a load that was stopped because its request was aborted is no failure."""
-        aborted = tracked is not None and tracked.life.state is State.ABANDONED and isinstance(result, LoadResult)
+        """For the metrics: a load that was stopped because its request was aborted is no failure. One that failed, and
+        with it its request (``kv_load_failure_policy`` "fail"), is."""
+        abandoned = tracked is not None and tracked.life.state is State.ABANDONED
+        aborted = abandoned and isinstance(result, LoadResult) and result.reason == ABORTED
         return "ok" if not result.failed else "aborted" if aborted and not result.checksum else "failed"

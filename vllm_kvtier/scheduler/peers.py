@@ -31,6 +31,11 @@ IDLE_CLOSE = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
 MAX_REMEMBERED = 1024
 
+# What an engine refuses with. They become labels of metrics, and whoever listens at an address that a client named may
+# say anything.
+CODES = frozenset({
+    "namespace", "instance", "starting", "unknown", "stale", "digest", "nothing", "not_ready", "busy", "malformed",
+})  # fmt: skip
 # Refusals that the user can do something about; the others are the ordinary course of things.
 SAID = ("namespace", "layout", "malformed", "timeout", "unreachable")
 
@@ -240,11 +245,11 @@ class Peers:
                 self._granted(connection, message)
             case m.Refused(ask=0):
                 pause = DOWN_PAUSE if message.code == "starting" else REFUSED_PAUSE
-                self._close(connection, NoOffer(message.code, message.reason), pause)
+                self._close(connection, _refusal(message), pause)
             case m.Refused(code="instance"):
-                self._restarted(connection, NoOffer(message.code, message.reason))
+                self._restarted(connection, _refusal(message))
             case m.Refused():
-                self._answer(connection, message.ask, NoOffer(message.code, message.reason))
+                self._answer(connection, message.ask, _refusal(message))
             case _:
                 self._close(connection, NoOffer("malformed", f"unexpected {type(message).__name__}"), REFUSED_PAUSE)
 
@@ -398,3 +403,7 @@ class Peers:
             # A host comes with a request: whatever is in it, it does not begin a line of the log or break it.
             words = ascii(f"{address[0]}:{address[1]}: {text}")[1:-1]
             logger.warning("kvtier: no pull from %s", words)
+
+
+def _refusal(said: m.Refused) -> NoOffer:
+    return NoOffer(said.code if said.code in CODES else "refused", said.reason)

@@ -43,7 +43,7 @@ class Questions:
 
     def run(self) -> None:
         """Scheduler's thread: what only it may look at."""
-        while self._jobs:
+        for _ in range(len(self._jobs)):  # what is asked meanwhile wakes this thread again: steps go on in between
             try:
                 self._jobs.popleft()()
             except Exception:  # a question must never cost the engine

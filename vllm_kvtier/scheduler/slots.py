@@ -16,12 +16,22 @@ MAX_SPACES = 1024  # remembered: one an adapter
 
 
 class Spaces:
-    """Names of what this engine's blocks depend on beside their tokens. ``base``: digest of what all of them have in
-    common, b"" while it is not known; ``epoch``: offers of an earlier one are of another space."""
+    """Names of what this engine's blocks depend on beside their tokens. ``base``: what all of them have in common, b""
+    while that is not known; it is set to a digest, and has behind it what the last ``renew`` adds. ``epoch``: offers of
+    an earlier one are of another space."""
 
     def __init__(self) -> None:
-        self.base, self.epoch = b"", 0
+        self.epoch = 0
+        self._plan = self._renewed = b""
         self._spaces: dict[bytes, bytes] = {}
+
+    @property
+    def base(self) -> bytes:
+        return self._plan and self._plan + self._renewed
+
+    @base.setter
+    def base(self, plan: bytes) -> None:
+        self._plan = plan
 
     def of(self, variant: bytes) -> bytes:
         """``variant``: LoRA adapter fingerprint."""
@@ -35,8 +45,8 @@ class Spaces:
 
     def renew(self) -> None:
         """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
-        spaces that nobody shares. Other engines keep what they have."""
-        self.base += os.urandom(16)
+        spaces that nobody shares, also if that was before ``base`` is known. Other engines keep what they have."""
+        self._renewed = os.urandom(16)
         self.epoch += 1
 
 

@@ -12,6 +12,7 @@ Nothing here costs anything before the first engine follows.
 """
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +25,12 @@ from vllm_kvtier.store.records import HASH, BadRequest
 
 BATCH_BLOCKS, BATCH_BYTES = 512, 4 << 20  # of one message
 MOST_WAITING = 1 << 16  # changes of a space that a follower has not been told of; beyond, it begins anew
-LABEL_BYTES = 256 << 20  # of all labels; beyond, the oldest go, and their blocks are told no more until labelled again
+# Of all labels; beyond, the oldest of the space with most go, and their blocks are told no more until labelled again.
+LABEL_BYTES = 256 << 20
+OLDEST = 1 << 14  # labels of a space that are looked up together, to go one after the other
 LABEL_COST = 300  # bytes beside its content, about
 RECHECK = 4096  # labels looked at in one go
+LOOKS = 4096  # names looked at for one message: most may be of what is gone
 AWAITED = 4096  # labels of blocks being written, before those that never came are looked for
 
 Key = tuple[int, bytes]  # (group, hash), in a space
@@ -60,8 +64,9 @@ class _Label:
 class _Follower:
     """Of one client; all by space. ``rest``: what it is to be told of because it follows newly, or begins ``anew``."""
 
-    spaces: dict[bytes, None] = field(default_factory=dict)
-    waiting: dict[bytes, dict[Key, None]] = field(default_factory=dict)
+    spaces: dict[bytes, None] = field(default_factory=dict)  # the one that was told of last, last
+    # The first of a dict is found slowly when many before it were taken: not so in these, which are slow to list.
+    waiting: dict[bytes, OrderedDict[Key, None]] = field(default_factory=dict)
     rest: dict[bytes, Iterator[Key]] = field(default_factory=dict)
     anew: set[bytes] = field(default_factory=set)
     under_way: bool = False  # a message that it has not Heard
@@ -85,6 +90,9 @@ class Changes:
         self._most = label_bytes
         self._bytes = 0
         self._labels: dict[bytes, dict[Key, _Label]] = {}  # by space; oldest first
+        # By space: its oldest, some of which may be gone meanwhile. The first of a dict is found slowly when many went.
+        self._oldest: dict[bytes, Iterator[Key]] = {}
+        self._sizes: dict[bytes, int] = {}  # by space, its part of _bytes
         self._awaited: dict[tuple[bytes, Key], None] = {}  # labelled while they were being written
         self._most_awaited = AWAITED
         self._followers: dict[int, _Follower] = {}
@@ -134,7 +142,7 @@ class Changes:
             return
         for i, (group, content) in enumerate(zip(r.groups, r.labels, strict=True)):
             self._label(r.space, (group, r.hashes[i * HASH : (i + 1) * HASH]), content)
-        self._make_room(r.space)
+        self._make_room()
         if len(self._awaited) > self._most_awaited:
             for space, key in list(self._awaited):
                 if self._index.find(space, *key) is None:
@@ -170,6 +178,8 @@ class Changes:
             self._awaited.pop((space, key), None)
             if not places:
                 self._drop(space, key)
+        elif not places:
+            self._awaited[space, key] = None  # where it lay it is no more, and what is being written may be given up
         if places != label.places:
             label.places = places
             self._note(space, key)
@@ -192,7 +202,8 @@ class Changes:
     def _recheck_all(self) -> None:
         """A tier is usable again, or no more."""
         running = self._recheck is not None
-        self._recheck = iter([(space, key) for space, labels in self._labels.items() for key in labels])
+        # A space's keys are copied when it is its turn.
+        self._recheck = ((space, key) for space, labels in list(self._labels.items()) for key in list(labels))
         if not running:
             self._soon(self._recheck_some)
 
@@ -208,15 +219,17 @@ class Changes:
     # -- labels --------------------------------------------------------------------------------------------------
 
     def _label(self, space: bytes, key: Key, content: bytes) -> None:
-        labels = self._labels.get(space, {})
-        if key in labels:
+        labels = self._labels.get(space)
+        if labels is not None and key in labels:
             return
         entry = self._index.find(space, *key)
         places = self._places(space, key, entry)
         if entry is None and not places:
             return
-        self._labels.setdefault(space, labels)[key] = _Label(content, places)
-        self._bytes += len(content) + LABEL_COST
+        self._labels.setdefault(space, {})[key] = _Label(content, places)
+        size = len(content) + LABEL_COST
+        self._bytes += size
+        self._sizes[space] = self._sizes.get(space, 0) + size
         if places:
             self._note(space, key)
         else:
@@ -224,30 +237,39 @@ class Changes:
 
     def _drop(self, space: bytes, key: Key) -> None:
         labels = self._labels[space]
-        self._bytes -= len(labels.pop(key).content) + LABEL_COST
+        size = len(labels.pop(key).content) + LABEL_COST
+        self._bytes -= size
+        self._sizes[space] -= size
         if not labels:
-            del self._labels[space]
+            del self._labels[space], self._sizes[space]
+            self._oldest.pop(space, None)
 
-    def _make_room(self, space: bytes) -> None:
-        """Those of spaces that nobody follows go first, then the oldest of this one, then whichever are left."""
+    def _make_room(self) -> None:
+        """Those of spaces that nobody follows go first, then the oldest of the space that has most: a space that is new
+        where another has filled all has its turn, too."""
         if self._bytes <= self._most:
             return
         followed = set().union(*(follower.spaces for follower in self._followers.values()))
-        order = sorted(self._labels, key=lambda each: (each in followed, each != space))
+        order = sorted(self._labels, key=lambda each: (each in followed, -self._sizes[each]))
         for each in order:
-            for key in list(self._labels[each]):
+            labels = self._labels[each]
+            while labels:
                 if self._bytes <= self._most:
                     return
-                self._drop(each, key)
-                self._awaited.pop((each, key), None)
-                self._note(each, key)
+                key = next(self._oldest.get(each, iter(())), None)
+                if key is None:
+                    self._oldest[each] = iter(list(itertools.islice(labels, OLDEST)))
+                elif key in labels:
+                    self._drop(each, key)
+                    self._awaited.pop((each, key), None)
+                    self._note(each, key)
 
     # -- telling -------------------------------------------------------------------------------------------------
 
     def _note(self, space: bytes, key: Key) -> None:
         for follower in self._followers.values():
             if space in follower.spaces:
-                waiting = follower.waiting.setdefault(space, {})
+                waiting = follower.waiting.setdefault(space, OrderedDict())
                 waiting[key] = None
                 if len(waiting) > MOST_WAITING:
                     self._begin_anew(follower, space)
@@ -271,12 +293,15 @@ class Changes:
     def _send(self, client: int, follower: _Follower) -> None:
         if follower.under_way:
             return
-        space = next(iter(follower.anew), None) or next(iter(follower.waiting), None) or next(iter(follower.rest), None)
-        if space is None:
+        of_interest = follower.anew, follower.waiting, follower.rest
+        if not any(of_interest):
             return
+        space = next(each for each in follower.spaces if any(each in some for some in of_interest))
+        del follower.spaces[space]  # one of which there is always something to tell leaves the others their turns
+        follower.spaces[space] = None
         labels, nbytes = self._labels.get(space, {}), 0
         told: dict[Key, _Label | None] = {}
-        for key, is_rest in self._next(follower, space):
+        for key, is_rest in itertools.islice(self._next(follower, space), LOOKS):
             label = labels.get(key)
             if label is not None and not label.places:
                 label = None  # being written
@@ -289,7 +314,7 @@ class Changes:
         anew = space in follower.anew
         follower.anew.discard(space)
         if not told and not anew:
-            self._send(client, follower)  # there may be other spaces
+            self._send_soon()  # there may be more, of this space or another
             return
         follower.under_way = True
         self._tell(
@@ -309,9 +334,7 @@ class Changes:
         """Taken off the follower as they come."""
         waiting = follower.waiting.get(space)
         while waiting:
-            key = next(iter(waiting))
-            del waiting[key]
-            yield key, False
+            yield waiting.popitem(last=False)[0], False
         follower.waiting.pop(space, None)
         for key in follower.rest.get(space, ()):
             yield key, True

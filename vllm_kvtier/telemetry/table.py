@@ -34,8 +34,9 @@ Labels: vLLM's `model_name` and `engine` (the rank in data parallelism), and `ki
 where there is nothing to tell apart it is empty. Loads are counted once, not once a rank; bytes are those of all ranks.
 Numbers leave an engine with its steps: one that has nothing to do says what was so after its last.
 
-Every request is counted in `hits` or in `misses`, once. What vLLM itself counts goes on beside it, among others
-`vllm:prompt_tokens_by_source_total` and `vllm:external_prefix_cache_hits_total`.
+Every request that comes to be computed is counted in `hits` or in `misses`, once; one that ends before that, in
+neither. What vLLM itself counts goes on beside it, among others `vllm:prompt_tokens_by_source_total` and
+`vllm:external_prefix_cache_hits_total`.
 
 {engine}
 

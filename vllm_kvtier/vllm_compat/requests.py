@@ -92,7 +92,7 @@ def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
 def adapter(name: str) -> tuple[Any, bytes] | None:
     """(what to give ``hash_prompt``, its fingerprint) of the LoRA adapter of this name that a request used last; None:
     none did. ``variant`` remembers them."""
-    for (known, path), digest in reversed(_adapters.items()):
+    for (known, path), digest in reversed(list(_adapters.items())):  # asked while another thread adds to it
         if known == name:
             return SimpleNamespace(lora_name=name, lora_path=path), digest
     return None

@@ -1,5 +1,6 @@
 """Our counters as vLLM's connector stats: its periodic log line and its Prometheus endpoint."""
 
+import logging
 from typing import Any
 
 from prometheus_client import Counter as PrometheusCounter
@@ -7,6 +8,8 @@ from prometheus_client import Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, by_name, merge
+
+logger = logging.getLogger("vllm.kvtier.stats")
 
 PREFIX = "vllm:kvtier_"
 LABEL = "kind"
@@ -59,9 +62,16 @@ class KVTierStats(KVConnectorStats):
         return not self.data
 
 
+class _Logged(KVTierStats):
+    """What the log line is made of: vLLM before 0.33 writes one, with nothing in it, of whatever is not empty."""
+
+    def is_empty(self) -> bool:
+        return not self.reduce()
+
+
 def build(data: dict[str, Any] | None) -> KVTierStats:
     """Of what came from the engine's process: a copy, because vLLM gives the same to its Prometheus side."""
-    return KVTierStats(data={k: list(v) if isinstance(v, list) else v for k, v in (data or {}).items()})
+    return _Logged(data={k: list(v) if isinstance(v, list) else v for k, v in (data or {}).items()})
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
@@ -90,6 +100,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             name: make(Gauge, name, meaning, multiprocess_mode="mostrecent") for name, meaning in GAUGES.items()
         }
         self._children: dict[tuple[str, int, str], Any] = {}
+        self._said: set[str] = set()
         for name in BEFOREHAND:
             for engine in per_engine_labelvalues:
                 for kind in KINDS.get(name, ("",)):
@@ -101,13 +112,22 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                 child = self._child(name, engine_idx, kind)
                 if child is None:
                     continue  # of an engine that is younger than this server
-                if name in HISTOGRAMS:
-                    for each in value:
-                        child.observe(each)
-                elif name in GAUGES:
-                    child.set(value)
-                else:
-                    child.inc(value)
+                try:
+                    self._show(child, name, value)
+                except Exception:  # it would end the task that reads the engines' outputs, and the server with it
+                    if name not in self._said:
+                        self._said.add(name)
+                        logger.exception("kvtier: the metric %s cannot be shown (said once)", name)
+
+    @staticmethod
+    def _show(child: Any, name: str, value: float | list[float]) -> None:
+        if name in HISTOGRAMS:
+            for each in value:
+                child.observe(each)
+        elif name in GAUGES:
+            child.set(value)
+        else:
+            child.inc(value)
 
     def _child(self, name: str, engine: int, kind: str) -> Any | None:
         """Looked up once: ``labels`` costs more than what it finds."""

@@ -32,7 +32,7 @@ from vllm_kvtier.wire.slots import PAGE, align
 from vllm_kvtier.worker.copier import Copy
 from vllm_kvtier.worker.far_ring import Ring
 from vllm_kvtier.worker.offload import Rate
-from vllm_kvtier.worker.queues import LoadQueue, LoadResult, Piece
+from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import FarSource, LoadOrder
 
@@ -44,7 +44,7 @@ FIRST_RATE = 6e9  # bytes a second, before any was measured
 IDLE_STRETCH = 3e-3  # seconds
 SPARE = 2  # buffers
 FAULT_PAUSE = 0.1
-ASLEEP, ABORTED = "the engine went to sleep", "the request was aborted"
+ASLEEP = "the engine went to sleep"
 
 
 @dataclass(eq=False)

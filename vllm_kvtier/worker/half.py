@@ -369,6 +369,7 @@ class WorkerHalf:
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
                 results = self._pulls.drive() if pulling else ()
+                pulling = pulling and not self._pulls.resting
                 serving = self._serving and self._transport is not None
                 if serving:
                     self._transport.progress()

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from vllm_kvtier.worker.copier import Copy
 from vllm_kvtier.worker.pool import Backing, Pool
-from vllm_kvtier.worker.queues import LoadQueue, LoadResult, Piece, StoreQueue
+from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece, StoreQueue
 from vllm_kvtier.worker.work import LoadOrder, StoreOrder
 
 logger = logging.getLogger("vllm.kvtier.offload")
@@ -216,7 +216,7 @@ class Offload:
     def cancel_loads(self, request_ids: Sequence[str]) -> None:
         """Load no more for these requests; their results come when nothing writes their blocks any more."""
         gone = set(request_ids)
-        self._loads.cancel(lambda order: order.request_id in gone, "the request was aborted", self._clock())
+        self._loads.cancel(lambda order: order.request_id in gone, ABORTED, self._clock())
 
     def cancel_all(self, reason: str) -> None:
         """Begin nothing of what waits; stores that run count as dropped."""

@@ -64,6 +64,7 @@ class _Pull:
     blocks: set[int] = field(default_factory=set)
     moves: list = field(default_factory=list)
     not_before: float = 0.0  # to read
+    began: float = 0.0  # to read, last
     rereads: int = 0
 
 
@@ -87,6 +88,12 @@ class Pulls:
     @property
     def active(self) -> bool:
         return bool(self._pulls)
+
+    @property
+    def resting(self) -> bool:
+        """Whether all of them wait for a time to read again."""
+        now = time.monotonic()
+        return all(pull.stage is Stage.WAITING and now < pull.not_before for pull in self._pulls)
 
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         for info in ranks:
@@ -142,6 +149,7 @@ class Pulls:
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _read(self, pull: _Pull) -> None:
+        pull.began = time.monotonic()
         info = self._sources.get(pull.order.source)
         if info is None:
             raise KVTierError(f"rank {self._rank} of that engine was never introduced")
@@ -205,9 +213,11 @@ class Pulls:
             if bad is None:
                 return None
             if bad and pull.order.promised and pull.rereads < len(REREAD_AFTER):
-                pull.not_before, pull.stage = now + REREAD_AFTER[pull.rereads], Stage.WAITING
-                pull.rereads += 1
-                return None
+                again = now + REREAD_AFTER[pull.rereads]
+                if again + (now - pull.began) < pull.deadline:  # else it would be cut off, and the agent with it
+                    pull.not_before, pull.stage = again, Stage.WAITING
+                    pull.rereads += 1
+                    return None
             return self._verified(pull, bad)
         return None
 

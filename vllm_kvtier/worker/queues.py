@@ -197,6 +197,9 @@ class StoreQueue:
         (self._dropped if store.dropped else self._done).append(store.order.id)
 
 
+ABORTED = "the request was aborted"  # reason of a load that was stopped because nobody waits for it any more
+
+
 @dataclass
 class LoadResult:
     """A load ended: nothing writes its blocks any more. All but ``bad_blocks`` hold what was asked for."""

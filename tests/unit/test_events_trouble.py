@@ -1,0 +1,305 @@
+"""KV events where much waits, somebody lies, or another takes all: nothing gets slow, lost or stuck by it."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from events_model import FakeTier, Loop, Wire, fake_request
+from support import Clock
+from test_events import CPU, HASHES, ONE, OTHER, TOKENS, UNIT, World, hashes_in
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from vllm_kvtier.scheduler import half as half_module
+from vllm_kvtier.scheduler.events import Events
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.offloading import Batch, Offloader
+from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.store import changes as changes_module
+from vllm_kvtier.store import messages as m
+from vllm_kvtier.store.changes import Changes
+from vllm_kvtier.store.extents import SlotPool
+from vllm_kvtier.store.index import HASH, Index
+from vllm_kvtier.telemetry.events import Label, Removed
+
+
+def quickest(act, times: int) -> float:
+    """Seconds: the least of so many, which does not depend on what else the machine does."""
+
+    def took() -> float:
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
+
+    return min(took() for _ in range(times))
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(HASH, "big")
+
+
+class Shelf:
+    """A store's ``Changes`` over blocks of a tier; what is sent is kept in ``sent``, and nobody answers."""
+
+    def __init__(self, label_bytes: int, spaces=(ONE, OTHER)):
+        self.loop, self.sent, self.tier = Loop(), [], FakeTier("disk")
+        index = Index(SlotPool(1, 1), None, Clock())
+        index.connect(1, UNIT, [m.GroupShape(1, 1)])
+        self.changes = Changes(
+            index, [self.tier], lambda number, message: self.sent.append(message), self.loop.call_soon, label_bytes
+        )
+        self.changes.follow(1, list(spaces))
+
+    def label(self, first: int, count: int, space=ONE, content=b"") -> None:
+        names = [name_of(first + i) for i in range(count)]
+        for name in names:
+            self.tier.kept.add((space, 0, name))
+        self.changes.label(1, m.Labels(space, [0] * count, b"".join(names), [content] * count))
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def test_the_last_of_many_changes_is_taken_as_fast_as_the_first():
+    """Each step's thread would wait for it."""
+    events = Events([(UNIT, None)], UNIT, Loop(), lambda: None)
+    count = 60_000
+    events._differing.update({(ONE, (0, name_of(i))): False for i in range(count)})
+    first = quickest(lambda: events.take(500), 10)
+    for _ in range(count // 500 - 20):
+        events.take(500)
+    assert quickest(lambda: events.take(500), 10) < 6 * first and not events.behind
+
+
+def test_what_waits_for_a_follower_is_sent_as_fast_at_the_end():
+    shelf, count = Shelf(1 << 30, [ONE]), 60_000
+    shelf.changes.follow(1, [ONE])
+    shelf.loop.run()
+    shelf.label(0, count)
+    first = quickest(lambda: shelf.changes.heard(1), 10)
+    for _ in range(count // changes_module.BATCH_BLOCKS - 20):
+        shelf.changes.heard(1)
+    assert quickest(lambda: shelf.changes.heard(1), 10) < 6 * first
+
+
+def test_labels_that_take_others_room_cost_the_same_however_many_there_are():
+    def full(count: int) -> float:
+        shelf = Shelf(count * changes_module.LABEL_COST, [ONE])
+        shelf.label(0, count)
+        numbers = iter(range(count, 1 << 30, 16))
+        return quickest(lambda: shelf.label(next(numbers), 16), 30)
+
+    assert full(200_000) < 8 * full(1000)
+
+
+def test_a_follower_of_what_is_gone_meanwhile_does_not_stop_the_others(monkeypatch):
+    """Its list is looked at a part at a time."""
+    monkeypatch.setattr(changes_module, "LOOKS", 10)
+    shelf = Shelf(1 << 30, [OTHER])
+    shelf.label(0, 35, OTHER)
+    shelf.changes.follow(1, [])
+    shelf.changes.follow(1, [OTHER, ONE])
+    for i in range(35):
+        shelf.tier.lose((OTHER, 0, name_of(i)))
+    follower, turns = shelf.changes._followers[1], 0
+    while follower.rest or follower.anew:
+        shelf.changes.heard(1)
+        before = sum(each.__length_hint__() for each in follower.rest.values())
+        if shelf.loop._soon:
+            shelf.loop._soon.popleft()()
+        after = sum(each.__length_hint__() for each in follower.rest.values())
+        assert before - after <= 10
+        turns += 1
+    assert turns >= 3 and not any(any(each.places) for each in shelf.sent)
+
+
+def test_said_again_several_times_it_waits_once():
+    """Each reset of the prefix cache would add all that there is."""
+    world = World()
+    world.store(6)
+    world.said()
+    for _ in range(50):
+        world.events.say_again()
+        world.deliver()
+        last = world.events.take(1)
+    assert len(world.events._sweeps) == 1
+    again = [*last, *(each for _ in range(3) for each in world.events.take(3))]
+    assert {h for each in again for h in hashes_in(each)} == set(HASHES)
+
+
+def test_a_space_in_which_much_happens_leaves_another_its_turns(monkeypatch):
+    """A new follower has to hear of that one from its beginning."""
+    monkeypatch.setattr(changes_module, "BATCH_BLOCKS", 4)
+    shelf = Shelf(1 << 30)
+    shelf.label(0, 40, OTHER)
+    shelf.changes.follow(1, [])
+    shelf.changes.follow(1, [ONE, OTHER])
+    for turn in range(30):
+        shelf.label(100 + turn, 1, ONE)
+        shelf.changes.heard(1)
+    told = {space: sum(len(each.groups) for each in shelf.sent if each.space == space) for space in (ONE, OTHER)}
+    assert told[OTHER] == 40 and told[ONE] >= 28
+
+
+# -- who gets room -----------------------------------------------------------------------------------------------------
+
+
+def test_a_space_that_is_new_gets_labels_where_another_has_filled_all():
+    shelf = Shelf(100 * changes_module.LABEL_COST)
+    shelf.label(0, 100)
+    for i in range(10):
+        shelf.label(1000 + 10 * i, 10, OTHER)
+    held = {space: len(labels) for space, labels in shelf.changes._labels.items()}
+    assert min(held[ONE], held[OTHER]) >= 40 and sum(held.values()) <= 100
+    assert shelf.changes.labelled[1] == sum(shelf.changes._sizes.values())
+    shelf.changes.follow(1, [OTHER])
+    shelf.label(2000, 30, OTHER)
+    assert len(shelf.changes._labels[ONE]) < held[ONE], "of what nobody follows, the first"
+
+
+def test_a_block_rewritten_in_vain_while_its_tier_loses_it_keeps_no_label(monkeypatch):
+    monkeypatch.setattr(changes_module, "AWAITED", 2)
+    world = World()
+    world.changes._most_awaited = 2
+    names = [(ONE, 0, each[:HASH]) for each in HASHES]
+    for i, name in enumerate(names):
+        world.tiers["disk"].put(name)
+        slots = world.index.reserve(1, ONE, b"", [0], name[2], b"\0" * HASH, 1 << 30)
+        world.label(i + 1, first=i)
+        world.deliver()
+        world.tiers["disk"].lose(name)
+        world.index.abort(1, slots)
+    world.said()
+    assert world.changes.labelled[0] <= 4
+
+
+# -- who lies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_label_of_another_hash_that_begins_the_same_does_not_hurt(repeat):
+    """Some process of the node made it; the engine's scheduler must not fall over it."""
+    events = Events([(UNIT, None)], UNIT, Loop(), lambda: None)
+    wire = Wire(1, events, ["disk"])
+    wire.connected, wire.session = True, 1
+    events.join(ONE)
+    events.store_changed(wire, True)
+    tokens = np.arange(UNIT, dtype="<i4").tobytes()
+    true, false = HASHES[0], HASHES[0][:HASH] + b"a lie".ljust(16)
+
+    def tell(block_hash: bytes | None, places: int) -> None:
+        content = msgspec.msgpack.encode(Label(block_hash, b"", tokens)) if block_hash else b""
+        events.changed(m.Changes(ONE, False, [0], true[:HASH], [places], [content]))
+        if repeat:
+            events.say_again()
+            events._reactor.run()
+
+    tell(true, 3)
+    assert {h for each in events.take() for h in hashes_in(each)} == {true}
+    tell(false, 1)
+    said = events.take()
+    assert {h for each in said if isinstance(each, Removed) for h in each.hashes} == {true}
+    assert {h for each in said if not isinstance(each, Removed) for h in hashes_in(each)} == {false}
+    tell(None, 0)
+    assert events.take() == [Removed(0, CPU, [false])]
+    assert not events._claims and not events._told
+
+
+def test_what_cannot_be_written_down_costs_only_its_own_label():
+    world = World()
+    world.store(3, labels=False)
+    raws = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(3))
+    raws[1] = (*raws[1][:4], (None, None, [object()]))
+    world.events.tell(ONE, raws)
+    assert {h for each in world.said() for h in hashes_in(each)} == {HASHES[0], HASHES[2]}
+
+
+# -- what nobody would hear --------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_goes_on_where_there_was_nothing_to_say_of_the_first():
+    """As when the connection to the store ended and came again, and few blocks went meanwhile."""
+    world = World()
+    world.store(6)
+    world.said()
+    world.wire.lose()
+    for slot in [each.slot for each in list(world.index._spaces[ONE].tables[0].values())][5:]:
+        assert world.index.discard(1, ONE, 0, HASHES[5][:HASH], slot)
+    world.wire.connect(world.changes)
+    world.deliver()
+    published, woken = [], []
+    half = SimpleNamespace(
+        _engine=SimpleNamespace(
+            scheduler=SimpleNamespace(
+                kv_cache_manager=SimpleNamespace(take_events=list),
+                kv_event_publisher=SimpleNamespace(publish=published.append),
+            ),
+            wake=lambda: woken.append(True),
+        ),
+        _events=world.events,
+        take_events=lambda: half_module.vllm_events.vllm_events(world.events.take(2), [("full_attention", None)]),
+    )
+    for _ in range(5):
+        SchedulerHalf._publish_idle(half)
+    removed = [h for batch in published for event in batch.events for h in event.block_hashes]
+    assert removed == [maybe_convert_block_hash(HASHES[5])] and not world.events.behind
+    assert not woken or len(woken) < 5, "and sleeps at last"
+
+
+def test_what_is_stored_is_published_also_where_nothing_was_asked_for():
+    """A decode engine takes an adapter's prompts from other engines, and never asks the store for them."""
+    joined = []
+    offloader = SimpleNamespace(
+        _tier=SimpleNamespace(space=lambda variant: b"of " + variant),
+        _open={},
+        _step=1,
+        events=SimpleNamespace(join=joined.append),
+    )
+    Offloader._batch(offloader, SimpleNamespace(cache_salt=None), b"an adapter")
+    assert joined == [b"of an adapter"]
+
+
+def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
+    """The engine has not heard that it went, and would think that the store has the label."""
+    world = World()
+    world.store(2)
+    world.said()
+    world.index.clear(None)
+    batch = Batch(ONE, b"", since=0, groups=[0, 0], blocks=[7, 8], hashes=[each[:HASH] for each in HASHES[:2]])
+    batch.labels = {i: world.events.label_of(ONE, 0, HASHES[i]) for i in range(2)}
+    assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(2)), "as far as it knows"
+    offloader = SimpleNamespace(
+        _counters=SimpleNamespace(count=lambda *_: None),
+        _order=lambda *_: None,
+        _free=[],
+        _quiet=threading.Condition(),
+        _asked=1,
+        _on_free=lambda: None,
+        events=world.events,
+    )
+    slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH], b"\0" * HASH, 1 << 30)
+    reserved = m.Reserved(1, [*slots, m.EXISTS])
+    Offloader._reserved(offloader, batch, SimpleNamespace(outcome=reserved, session=1), "")
+    world.deliver()
+    world.index.commit(1, slots)
+    [removed] = world.said()
+    assert removed == Removed(0, CPU, [HASHES[1]]), "the other is there again before that was said"
+    assert world.events.label_of(ONE, 0, HASHES[0]) is not None
+
+
+# -- weights that change before anything was stored ------------------------------------------------------------------
+
+
+def test_an_engine_renewed_before_its_workers_are_known_is_not_open_and_shares_nothing_later():
+    """Weights are loaded into it in place, and its caches reset, before the first request."""
+    spaces, other = Spaces(), Spaces()
+    spaces.renew()
+    assert not spaces.base and spaces.epoch == 1
+    spaces.base = other.base = b"of the plan"
+    assert spaces.of(b"") != other.of(b"")
+    before = spaces.of(b"an adapter")
+    for _ in range(100):
+        spaces.renew()
+    assert spaces.of(b"an adapter") != before and len(spaces.base) < 100, "it does not grow"
