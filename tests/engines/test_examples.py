@@ -29,6 +29,7 @@ def play(root, name: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_agents_find_what_they_left(root):
     """Two of them, without the plain engine."""
     said = play(root, "agent_loop", "--quick")
