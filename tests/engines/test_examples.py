@@ -1,6 +1,6 @@
 """The examples as they stand, each in a process of its own with the model that ships with the project.
 
-One of them with ``--quick``: about half a minute on two idle cores. All of them whole with ``-m slow``.
+With ``-m slow``: one of them with ``--quick`` in half a minute on two idle cores, then all of them whole.
 """
 
 import os
