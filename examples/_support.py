@@ -7,11 +7,13 @@ yours: ``workplace`` gives the engines a runtime directory of their own.
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 from host_cache_demo import BLOCK
@@ -123,6 +125,14 @@ def finish(folder: Path, problems: Sequence[str], well: str) -> int:
     shutil.rmtree(folder)
     console.print(f"[green]{well}[/green]")
     return 0
+
+
+def as_command(main: Callable[[], int]) -> NoReturn:
+    """As a command: its exit code, and 130 for Ctrl-C."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def tokens_of(base_url: str, messages: Sequence[dict], **body) -> list[int]:

@@ -25,12 +25,11 @@ import copy
 import json
 import random
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from _support import IDLE_SECONDS, PATIENT, arguments, await_store, common, engine, parser, run, tokens_of
+from _support import IDLE_SECONDS, PATIENT, arguments, as_command, await_store, common, engine, parser, run, tokens_of
 from host_cache_demo import BLOCK, SUBJECTS, Failures, read_failures, same, warm_up
 from multiturn_demo import SYSTEM, at_least_one_computed, bring_up, console, python_file
 from rich import box
@@ -339,7 +338,4 @@ def cells(plain: Sequence[Asked], asked: Sequence[Asked]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    as_command(main)

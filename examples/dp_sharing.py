@@ -19,13 +19,12 @@ usage: dp_sharing.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--requests 24
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _support import IDLE_SECONDS, PATIENT, arguments, engine, parser, run, tokens_of
+from _support import IDLE_SECONDS, PATIENT, arguments, as_command, engine, parser, run, tokens_of
 from host_cache_demo import BLOCK, SUBJECTS, Failures, read_failures, same
 from multiturn_demo import SYSTEM, bring_up, console, python_file
 from rich import box
@@ -303,7 +302,4 @@ def sums_table(played: dict[str, Played]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    as_command(main)

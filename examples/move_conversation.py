@@ -27,14 +27,13 @@ usage: move_conversation.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--quic
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from _support import IDLE_SECONDS, PATIENT, arguments, await_store, engine, parser, run, tokens_of
+from _support import IDLE_SECONDS, PATIENT, arguments, as_command, await_store, engine, parser, run, tokens_of
 from host_cache_demo import BLOCK, SUBJECTS, warm_up
 from multiturn_demo import SYSTEM, TIE, bring_up, console, python_file
 from rich import box
@@ -295,7 +294,4 @@ def moves_table(rows: Rows) -> Table:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    as_command(main)

@@ -105,15 +105,8 @@ class StoreServer:
         self._started = time.monotonic()
         self._clients: dict[int, _Client] = {}
         self._next_client = 1
-        self._company = Company(
-            lambda number, message: self._clients[number].stream.send(m.encode(message)), self.reactor.call_soon
-        )
-        self.changes = Changes(
-            self.index,
-            self.lower.all,
-            lambda number, message: self._clients[number].stream.send(m.encode(message)),
-            self.reactor.call_soon,
-        )
+        self._company = Company(self._tell, self.reactor.call_soon)
+        self.changes = Changes(self.index, self.lower.all, self._tell, self.reactor.call_soon)
         self._idle: Timer | None = None
         self._metrics = None
         self._handlers = {
@@ -338,6 +331,9 @@ class StoreServer:
 
     def _stat(self, client: _Client, r: m.Stat) -> None:
         client.stream.send(m.encode(self._counts(r.id)))
+
+    def _tell(self, number: int, message: m.Reply) -> None:
+        self._clients[number].stream.send(m.encode(message))
 
     def _handled(self) -> dict[str, Durations]:
         """How long messages took, by name; a copy, for another thread."""
