@@ -11,6 +11,7 @@ from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.params import read
+from vllm_kvtier.scheduler.peers import Loan
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
@@ -26,16 +27,57 @@ def engine():
     )
 
 
-def make(engine, milliseconds=100.0, timeout=60.0, evicted=None):
-    pool = SimpleNamespace(evict=lambda hashes, group: evicted.extend(hashes), free=lambda ids: None)
-    return Hurry(milliseconds, timeout, pool, lambda: engine, "ours")
+class Planner:
+    """``seconds``: that the bytes of any load are expected to take."""
+
+    seconds, step, busy = 0.1, 0.0, False
+
+    def moving_seconds(self, place, nbytes):
+        assert nbytes == 10
+        return self.seconds
+
+    def load_seconds(self, place, nbytes):
+        return self.moving_seconds(place, nbytes) + (0.005 if self.seconds < 0.1 else 0.0)
+
+    def step_seconds(self):
+        return self.step
+
+    def loading(self, place):
+        return self.busy
 
 
-def tracked(tokens=17, seconds=0.1):
+class Pool:
+    def __init__(self, evicted=None):
+        self.held, self.evicted = [], evicted
+
+    def evict(self, hashes, group):
+        self.evicted.extend(hashes)
+
+    def pin(self, ids):
+        self.held += ids
+        return list(ids)
+
+    def free(self, ids):
+        for block in ids:
+            self.held.remove(block)
+
+
+def make(engine, milliseconds=100.0, timeout=60.0, evicted=None, seconds=0.1):
+    planner = Planner()
+    planner.seconds = seconds
+    return Hurry(milliseconds, timeout, Pool(evicted), lambda: engine, "ours", planner)
+
+
+def tracked(tokens=17, lender=""):
+    """Offered what is in host memory or, if ``lender``, what is in its cache."""
     request = make_request("r", list(range(tokens)), UNIT)
     t = Tracked(request, read(None), Lifecycle("r"))
-    t.offer = HostOffer(HOST, "life", 1, 0, tokens // UNIT * UNIT, [[5, 6, 7, 8]], [], session=1, nbytes=10)
-    t.plan = Decision(True, seconds, 1.0, "faster")
+    blocks, tokens = [[5, 6, 7, 8]], tokens // UNIT * UNIT
+    if lender:
+        t.offer = Loan(("a", 1), lender, 1, 0, tokens, blocks, [], nbytes=10, mapped=True)
+    else:
+        t.offer = HostOffer(HOST, "life", 1, 0, tokens, blocks, [], session=1, nbytes=10)
+    t.plan = Decision(True, 0.1, 1.0, "faster")
     return t
 
 
@@ -43,15 +85,57 @@ def test_for_whom(engine):
     hurry, t = make(engine), tracked()
     assert hurry.suits(t, 0, 1)
     assert not make(engine, 0.0).suits(t, 0, 1), "switched off"
-    assert not hurry.suits(t, 0, 2), "somebody else is known"
-    assert not hurry.suits(tracked(seconds=0.11), 0, 1), "too long"
+    assert not make(engine, seconds=0.11).suits(t, 0, 1), "too long"
     assert not hurry.suits(t, 16, 1), "nothing would be loaded"
-    assert not Hurry(100.0, 60.0, None, lambda: None, "ours").suits(t, 0, 1), "vLLM's scheduler is not known yet"
+    assert not Hurry(100.0, 60.0, None, lambda: None, "ours", Planner()).suits(t, 0, 1), "no scheduler yet"
     t.request.resumable = True
     assert not hurry.suits(t, 0, 1)
     t.request.resumable = False
-    for other in ({"get_request_counts": lambda: (0, 2)}, {"connector": "a MultiConnector"}):
-        assert not make(SimpleNamespace(**{**vars(engine), **other})).suits(t, 0, 1)
+    beside = SimpleNamespace(**{**vars(engine), "connector": "a MultiConnector"})
+    assert not make(beside).suits(t, 0, 1)
+
+
+@pytest.mark.parametrize("lender", ["", "P/1"])
+def test_among_others_only_what_is_brief(engine, lender):
+    others = SimpleNamespace(**{**vars(engine), "get_request_counts": lambda: (3, 2)})
+    t, hurry = tracked(lender=lender), make(others)
+    hurry.mapped(lender)
+    planner = hurry._planner
+    for tracked_requests in (2, 1):  # whether we know of the others or not
+        planner.seconds, planner.step = 0.003, 0.007
+        assert not hurry.suits(t, 0, tracked_requests)
+        planner.seconds = module.LEAST
+        assert hurry.suits(t, 0, tracked_requests)
+        planner.seconds, planner.step = 0.006, 0.024
+        assert hurry.suits(t, 0, tracked_requests), "a quarter of a step"
+    planner.busy = True
+    assert not hurry.suits(t, 0, 2), "it would wait for what is under way there, and all others with it"
+    planner.busy, planner.seconds = False, 0.001
+    assert hurry.suits(t, 0, 2)
+    assert not make(others, 0.5, seconds=0.001).suits(t, 0, 2), "the option is a limit here too"
+
+
+def test_no_memory_is_mapped_while_others_wait(engine):
+    others = SimpleNamespace(**{**vars(engine), "get_request_counts": lambda: (3, 2)})
+    hurry = make(others, seconds=0.001)
+    assert not hurry.suits(tracked(lender="P/1"), 0, 4)
+    assert make(engine, seconds=0.001).suits(tracked(lender="P/1"), 0, 1), "alone it holds nobody up"
+    hurry.mapped("P/1")
+    assert hurry.suits(tracked(lender="P/1"), 0, 4) and not hurry.suits(tracked(lender="P/2"), 0, 4)
+
+
+def test_output_of_one_that_was_preempted_is_dropped(engine):
+    """vLLM delivers what was in flight of a preempted request, and by then does not know that it was wrong."""
+    hurry, t = make(engine), tracked()
+    t.request.num_stale_output_tokens = 3
+    hurry.watch()
+    assert not t.request.drop_stale_output
+    ordered(hurry, t)
+    hurry.watch()
+    assert t.request.drop_stale_output
+    t.request.num_stale_output_tokens, t.request.drop_stale_output = 0, False
+    hurry.watch()
+    assert not t.request.drop_stale_output, "it runs"
 
 
 def ordered(hurry, t):
@@ -87,16 +171,16 @@ def test_the_worst_rank_counts(engine):
     assert evicted == [bytes(h) for h in t.request.block_hashes[1:]]
 
 
-def test_blocks_of_a_request_that_left_are_nobody_s_before_the_verdict(engine):
-    held = []
+def test_its_blocks_are_nobody_else_s_before_the_verdict(engine):
     hurry, t = make(engine, evicted=[]), tracked()
-    hurry._pool.pin = lambda ids: held.extend(ids) or list(ids)
-    hurry._pool.free = lambda ids: [held.remove(i) for i in ids]
+    held = hurry._pool.held
     ordered(hurry, t)
-    hurry.finished(make_request("other", [1, 2, 3, 4], UNIT), [7])
+    assert held == [11, 12, 13, 14]
+    hurry.settle("r", [LoadResult("r", {12}, "", 1, 0.1, 0.0)])
     assert not held
-    hurry.finished(t.request, [11, 12, 13, 14, 15])
-    assert held == [11, 12, 13, 14, 15]
+    ordered(hurry, t)
+    hurry.unpin()  # vLLM resets its prefix cache
+    assert not held
     hurry.settle("r", [LoadResult("r", set(), "", 1, 0.1, 0.0)])
     assert not held
 
@@ -142,6 +226,6 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     half._matcher.take_aborted = lambda: []
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
-        half._hurry.awaits_verdict = awaits
+        half._hurry = SimpleNamespace(awaits_verdict=awaits, watch=lambda: None)
         SchedulerHalf.begin_step(half, output)
         assert seen == {"counts": not awaits, "summed": expected, "stored": expected}

@@ -130,6 +130,7 @@ def test_a_reset_of_the_prefix_cache_does_not_fail_for_what_is_lent():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._exports, half._ledger, half._config = world.table, world.ledger, KVTierConfig()
     half._offloader = half._events = None
+    half._hurry = SimpleNamespace(unpin=lambda: None)
 
     def drain():
         for ids in world.table.take_freed():

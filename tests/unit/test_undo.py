@@ -32,25 +32,34 @@ class Connector(KVConnectorBase_V1):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler = None
-        self.matched, self.stands_alone = [], None
+        self.matched, self.stands_alone, self.pinned = [], None, None
+        self.pool = None
 
     def get_num_new_matched_tokens(self, request, computed):
         self.matched.append((request.request_id, computed))
-        if len(self.matched) > 1:
+        if request.request_id != "r" or ("r", computed) in self.matched[:-1] or self.pinned is not None:
             return 0, False
-        self.stands_alone = undo.alone(self.scheduler, self)
+        self.stands_alone = undo.alone(self.scheduler)
         return 64 - computed, False
+
+    # From here on as ``scheduler.hurry`` does it.
 
     def update_connector_output(self, output):
         if output.invalid_block_ids:
             request = self.scheduler.requests["r"]
-            BlockPool(self.scheduler.kv_cache_manager.block_pool).evict(map(bytes, request.block_hashes[1:]), 0)
+            self.pool.free(self.pinned)
+            self.pinned = []
+            self.pool.evict(map(bytes, request.block_hashes[1:]), 0)
             undo.compute_again(self.scheduler, request)
 
     def update_state_after_alloc(self, request, blocks, external):
-        pass
+        if external:
+            self.pool = BlockPool(self.scheduler.kv_cache_manager.block_pool)
+            self.pinned = self.pool.pin(blocks.get_block_ids()[0][:4])
 
     def build_connector_meta(self, output):
+        if self.pinned:
+            undo.drop_output(self.scheduler.requests["r"])
         return KVConnectorMetadata()
 
     def start_load_kv(self, context, **options):
@@ -110,12 +119,12 @@ def engine(root):
     return make
 
 
-def request(name, max_tokens=4):
+def request(name, max_tokens=4, first=100):
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     params.update_from_generation_config({}, 1)
     return Request(
-        request_id=name, prompt_token_ids=list(range(100, 100 + PROMPT)), sampling_params=params, pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        request_id=name, prompt_token_ids=list(range(first, first + PROMPT)), sampling_params=params,
+        pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256),
     )  # fmt: skip
 
 
@@ -201,14 +210,80 @@ def test_a_request_that_shall_fail_fails(engine, asynchronous):
     assert [output.finish_reason.name for each in outputs.values() for output in each.outputs] == ["ERROR"]
 
 
+def play(scheduler, steps, start, name, ahead=True):
+    """Runs until this request has ended; the tokens that each got, their values counting up from ``start``."""
+    made = {}
+    for token in range(start, start + 40):
+        while len(steps) < 1 + ahead:
+            steps.append(scheduler.schedule())
+        step = steps.pop(0)
+        for each in scheduler.update_from_output(step, run(step, token)).values():
+            for output in each.outputs:
+                made.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if name not in scheduler.requests:
+            return made
+    raise AssertionError(f"{name} has not ended: {made}")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_others_go_on_undisturbed(engine, asynchronous):
+    scheduler = engine(asynchronous)
+    other = request("s", 12, first=500)
+    scheduler.add_request(other)
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, run(step, 1))
+    scheduler.add_request(request("r"))
+    first = scheduler.schedule()
+    assert first.has_sync_kv_loads and first.num_scheduled_tokens == {"s": 1, "r": PROMPT - 64}
+    assert not scheduler.connector.stands_alone
+    steps = [scheduler.schedule()] if asynchronous else []
+    told = scheduler.update_from_output(first, run(first, 2, scheduler.connector.pinned[1:3]))
+    assert tokens(told) == [2], "of the other one only"
+    again = scheduler.schedule()
+    assert again.num_scheduled_tokens == {"s": 1, "r": PROMPT - BLOCK} and again.preempted_req_ids == {"r"}
+    # What was under way when the verdict came is dropped for this request, not for the other.
+    made = play(scheduler, [*steps, again], 10, "r", asynchronous)
+    assert made["s"][:4] == [10, 11, 12, 13] and made["r"] == ([11, 12, 13, 14] if asynchronous else [10, 11, 12, 13])
+    play(scheduler, [], 50, "s", asynchronous)
+    assert list(other.output_token_ids)[:5] == [1, 2, 10, 11, 12] and len(other.output_token_ids) == 12
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+
+
+def test_a_request_that_lost_its_blocks_before_the_verdict(engine):
+    """The others were given room: what was computed on bad blocks is not delivered, and nobody else is hurt."""
+    scheduler = engine(True)
+    other = request("s", 24, first=500)
+    scheduler.add_request(other)
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, run(step, 1))
+    pool = scheduler.kv_cache_manager.block_pool
+    while (PROMPT + len(other.output_token_ids)) % BLOCK:  # until it needs a block in the step after the next
+        step = scheduler.schedule()
+        scheduler.update_from_output(step, run(step, 1))
+    scheduler.add_request(request("r"))
+    first = scheduler.schedule()
+    assert set(first.num_scheduled_tokens) == {"s", "r"}
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    ahead = scheduler.schedule()
+    assert ahead.num_scheduled_tokens == {"s": 1} and ahead.preempted_req_ids == {"r"}
+    bad = scheduler.connector.pinned[1:3]
+    assert not set(bad) & set(scheduler.kv_cache_manager.get_block_ids("s")[0])
+    assert tokens(scheduler.update_from_output(first, run(first, 666, bad))) == [666], "the other one's"
+    assert 666 not in scheduler.requests["r"].output_token_ids
+    pool.free_blocks(taken)
+    made = play(scheduler, [ahead], 10, "r")
+    assert made["r"] == [made["r"][0] + i for i in range(4)]
+    play(scheduler, [], 50, "s")
+    assert pool.get_num_free_blocks() == 39
+
+
 def test_who_is_alone(engine):
     scheduler = engine(False)
     connector = scheduler.connector
-    assert undo.alone(scheduler, connector)
+    assert undo.serves(scheduler, connector) and undo.alone(scheduler)
     scheduler.add_request(request("r"))
-    assert undo.alone(scheduler, connector), "the one that is being matched"
+    assert undo.alone(scheduler), "the one that is being matched"
     scheduler.add_request(request("s"))
-    assert not undo.alone(scheduler, connector)
-    assert not undo.alone(None, connector) and not undo.alone(scheduler, copy.copy(connector))
-    busy = SimpleNamespace(connector=connector, get_request_counts=lambda: (1, 0))
-    assert not undo.alone(busy, connector)
+    assert not undo.alone(scheduler)
+    assert not undo.serves(None, connector) and not undo.serves(scheduler, copy.copy(connector))
+    assert not undo.alone(SimpleNamespace(get_request_counts=lambda: (1, 0)))

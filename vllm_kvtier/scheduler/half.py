@@ -131,7 +131,9 @@ class SchedulerHalf:
             )
         waits = facts.waits and facts.groups[0][0] == unit and not is_far(config)
         wait = config.sync_load_ms if waits else 0.0
-        self._hurry = Hurry(wait, config.transfer_timeout, pool, lambda: self._engine.scheduler, connector)
+        self._hurry = Hurry(
+            wait, config.transfer_timeout, pool, lambda: self._engine.scheduler, connector, self._planner
+        )
         self._matcher = Matcher(
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
             facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
@@ -214,6 +216,7 @@ class SchedulerHalf:
         # A step that waits for a load says nothing about computing; and what it computes is looked at when all is
         # known to be right: as the request grows further, or at its end.
         hurried = self._hurry.awaits_verdict
+        self._hurry.watch()
         self._pace.begin_step(output, self._matcher.get, counts=not hurried)
         if hurried:
             growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
@@ -247,8 +250,6 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
-        if self._hurry.awaits_verdict:
-            self._hurry.finished(request, block_ids[0])
         table = self._tables.forget(request.request_id)
         if self._offloader is not None:
             self._offloader.finished(tracked, table, block_ids)
@@ -290,6 +291,7 @@ class SchedulerHalf:
     def _before_reset(self) -> None:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
         self._exports.clear()
+        self._hurry.unpin()
         self._ledger.clear()  # nothing more is lent
         if self._events is not None:
             self._events.say_again()

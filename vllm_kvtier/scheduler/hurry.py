@@ -1,14 +1,16 @@
 """Loads that the step which computes on them waits for, instead of the engine's loop.
 
-An asynchronous load leaves the engine to others, and costs its request some empty steps until vLLM sees its end, and
-all of the time that launching the forward takes. Where nobody else is there, vLLM is told that the tokens are loaded
-synchronously: it schedules the request at once, the worker begins the load before the forward is launched, and the
-device runs the forward behind it. The verdict on the checksums comes with the step's output.
+An asynchronous load leaves the engine to others, and costs its request a step of theirs, or some empty ones, until
+vLLM sees its end, and all of the time that launching the forward takes. Where nobody else is there, or the others
+would hardly notice, vLLM is told that the tokens are loaded synchronously: it schedules the request at once, the worker
+begins the load before the forward is launched, and the device runs the forward behind it. The verdict on the checksums
+comes with the step's output.
 
 Until then nobody else is matched: vLLM has the blocks in its prefix cache since they were allocated, and would share
-what is not verified; and as nobody is given blocks, those that are reported bad are still this request's. Nothing of
-the request is stored or summed for peers either. If the verdict is bad, nothing of what was computed on it is kept:
-the blocks leave the prefix cache, and the request begins anew behind the last good one (``vllm_compat.undo``).
+what is not verified. The blocks are pinned meanwhile, so that those that are reported bad are this request's or
+nobody's, whatever becomes of it. Nothing of the request is stored or summed for peers either. If the verdict is bad,
+nothing of what was computed on it is kept: the blocks leave the prefix cache, and the request begins anew behind the
+last good one (``vllm_compat.undo``).
 
 On the scheduler's thread only.
 """
@@ -20,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
-from vllm_kvtier.vllm_compat.requests import ended_well
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 
@@ -32,6 +34,9 @@ logger = logging.getLogger("vllm.kvtier.hurry")
 
 # The workers end each such load within its step, and within its time limit; their word then comes with the output.
 SLACK = 10.0  # seconds
+# What others may be held up by one such load: a part of their step, which any prefill would exceed by far. Where a step
+# is shorter than its launch, as in eager mode, the device has more time than that to spare.
+SHARE, LEAST = 0.25, 2e-3  # of a step that only generates; seconds
 
 
 class Hurry:
@@ -42,29 +47,53 @@ class Hurry:
         pool: BlockPool,
         scheduler: Callable[[], Any],
         connector: Any,
+        planner: Planner | None = None,
     ):
         """``milliseconds``: longest load, as expected; 0: none. ``timeout``: seconds that the workers may take at most.
         ``scheduler``: vLLM's, None if not known (yet). ``connector``: what it must use, and nothing beside it."""
         self._seconds, self._timeout, self._pool = milliseconds / 1e3, timeout, pool
-        self._scheduler, self._connector = scheduler, connector
+        self._scheduler, self._connector, self._planner = scheduler, connector, planner
+        self._mapped: set[str] = set()  # engines whose memory the workers have mapped
         self._out: Tracked | None = None  # its verdict is awaited
         self._until = 0.0
-        self._kept: list[int] = []  # its blocks, if it has ended
+        self._pinned: list[int] = []  # the blocks it is loaded into
 
     @property
     def awaits_verdict(self) -> bool:
         """Whether nobody may be matched now."""
         return self._out is not None
 
+    def mapped(self, instance: str) -> None:
+        """A copy from this engine came: beginning the next one takes no time."""
+        self._mapped.add(instance)
+
     def suits(self, t: Tracked, computed: int, tracked: int) -> bool:
-        """Whether ``t.offer``, which is worth it, is to be loaded so. ``tracked``: requests that we know."""
-        if not self._seconds or tracked != 1 or t.plan is None or t.plan.load_seconds > self._seconds:
+        """Whether ``t.offer``, if it is worth it, is to be loaded so. ``tracked``: requests that we know."""
+        if not self._seconds or self._planner is None or t.offer is None or not t.offer.place:
             return False
         by_workers = isinstance(t.offer, HostOffer) or t.offer.mapped
         if not by_workers or t.request.num_tokens - 1 <= computed:
             return False
         # Of a session that goes on with more input, vLLM takes tokens back in ways of its own.
-        return not getattr(t.request, "resumable", False) and undo.alone(self._scheduler(), self._connector)
+        if getattr(t.request, "resumable", False) or not undo.serves(self._scheduler(), self._connector):
+            return False
+        if tracked == 1 and undo.alone(self._scheduler()):
+            return self._planner.load_seconds(t.offer.place, t.offer.nbytes) <= self._seconds
+        instance = "" if isinstance(t.offer, HostOffer) else t.offer.instance
+        return self.brief(t.offer.place, t.offer.nbytes, instance) is not None
+
+    def brief(self, place: str, nbytes: int, instance: str) -> float | None:
+        """Seconds that others would be held up by a load, if that is little; None: it is not. ``instance``: the engine
+        it comes from, if it does.
+
+        The forward waits for the one before it anyway, and so does an engine's load; what it adds is the copying."""
+        if not self._seconds or self._planner is None or (instance and instance not in self._mapped):
+            return None
+        if not undo.serves(self._scheduler(), self._connector) or self._planner.loading(place):
+            return None  # what is under way there is not to be waited for
+        seconds = self._planner.moving_seconds(place, nbytes)
+        most = min(self._seconds, max(LEAST, SHARE * self._planner.step_seconds()))
+        return seconds if seconds <= most else None
 
     def begin(self, t: Tracked, order: LoadOrder | FetchOrder) -> None:
         """Blocks are allocated; the load is ordered for the step that is being scheduled."""
@@ -72,6 +101,20 @@ class Hurry:
         if t.local + t.pulled == t.request.num_tokens - 1 < t.offer.tokens:
             t.pulled += 1  # loaded with its block; vLLM could not be told so
         self._out, self._until = t, time.monotonic() + self._timeout + SLACK
+        # vLLM goes by their ids when some are reported bad. The request may lose them before: it may be aborted, and
+        # others, which go on, may need room; there are requests that are given blocks whatever vLLM is told.
+        self._pinned = self._pool.pin(order.block_list)
+
+    def unpin(self) -> None:
+        """vLLM is to reset its prefix cache, for which no block may be held."""
+        pinned, self._pinned = self._pinned, []
+        self._pool.free(pinned)
+
+    def watch(self) -> None:
+        """A step was scheduled, in which the request may have been preempted: what was computed on its load is not to
+        be given out, since nobody will know then that it was wrong."""
+        if self._out is not None:
+            undo.drop_output(self._out.request)
 
     def overdue(self) -> LoadResult | None:
         """What to make of a verdict that never came. Nothing that we know of leads here, but the engine must not stand
@@ -87,20 +130,13 @@ class Hurry:
         name = self._out.request.request_id if self._out is not None else None
         return {name for result in results if result.request_id == name}
 
-    def finished(self, request: Any, blocks: list[int]) -> None:
-        """The request ended. If it was aborted, its blocks stay nobody else's until the verdict: vLLM goes by their ids
-        when some are reported bad, and there are requests that it schedules whatever it is told (prompt
-        log-probabilities). One that ended well did so in the step's output, where nothing was bad."""
-        if self._out is not None and self._out.request is request and not ended_well(request):
-            self._kept = self._pool.pin(blocks)
-
     def settle(self, request_id: str, results: Iterable[Any]) -> None:
         """The verdict, before the matcher hears that the load has ended."""
         t = self._out
         if t is None or t.request.request_id != request_id:
             return
-        kept, self._out, self._kept = self._kept, None, []
-        self._pool.free(kept)
+        self._out = None
+        self.unpin()
         bad = {block for result in results if result.request_id == request_id for block in result.bad_blocks}
         if bad:
             self._take_back(t, bad)

@@ -64,7 +64,7 @@ class Matcher:
         self._groups, self._unit, self._counters = groups, unit, counters
         self._tier, self._planner, self._hurry = tier, planner, hurry
         self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
-        self.nearby = Nearby(config, groups, unit, instance, planner, counters, bytes_of, free)
+        self.nearby = Nearby(config, groups, unit, instance, planner, counters, bytes_of, free, hurry)
         self._asker = Asker(
             config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby
         )
@@ -125,8 +125,10 @@ class Matcher:
                 case State.OFFERED:
                     if t.offer.place and self._awaits(t, computed):
                         return None, False
-                    gain = self._scales.gain(t, computed, time.monotonic(), len(self._tracked) == 1)
-                    t.hurried = bool(gain and self._hurry and self._hurry.suits(t, computed, len(self._tracked)))
+                    alone = len(self._tracked) == 1
+                    hurried = self._hurry is not None and self._hurry.suits(t, computed, len(self._tracked))
+                    gain = self._scales.gain(t, computed, time.monotonic(), alone or hurried)
+                    t.hurried = bool(gain and hurried)
                     if t.hurried:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False
                     if gain:

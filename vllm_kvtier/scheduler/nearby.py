@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exporting import alignment
+from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.peers import Loan
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.sharing import Holder
@@ -22,6 +23,7 @@ logger = logging.getLogger("vllm.kvtier.nearby")
 
 # While it is not known what computing costs.
 UNKNOWN_PATIENCE = 0.25  # seconds
+ANSWER = 1e-3  # seconds that an engine of this node may well take to answer
 FAILED_PAUSE = 10.0  # seconds after which an engine is asked again from which a copy came wrong
 
 
@@ -36,11 +38,13 @@ class Nearby:
         counters: Counters,
         bytes_of: Callable[[int], int],
         free: Callable[[], int],
+        hurry: Hurry | None = None,
     ):
         """``instance``: this engine's. ``bytes_of``: what one rank would copy for so many tokens. ``free``: blocks that
         could be given to a request now."""
         self._config, self._groups, self._instance = config, groups, instance
         self._planner, self._counters, self._bytes_of, self._free = planner, counters, bytes_of, free
+        self._hurry = hurry
         self._align = alignment(groups, unit)
         self._paused: dict[str, float] = {}  # instance -> until when it is not asked
         self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
@@ -71,7 +75,7 @@ class Nearby:
             reason = "below threshold"
         elif sum(-(-(tokens - computed) // size) for size, _ in self._groups) > self._free():
             reason = "too few free blocks"
-        elif not alone and self._computed_meanwhile(computed, tokens, t.request.num_tokens):
+        elif not alone and self._computed_meanwhile(holder, computed, tokens, t.request.num_tokens):
             reason = "computed within a step"
         elif t.held is not None and not self._sooner(t, tokens, self._bytes_of(tokens - computed), t.held):
             reason = "the node store is faster"
@@ -80,12 +84,17 @@ class Nearby:
             return None
         return mapped
 
-    def _computed_meanwhile(self, computed: int, tokens: int, prompt: int) -> bool:
-        """Whether computing them is over before the others' step, at whose end a copy could be used."""
+    def _computed_meanwhile(self, holder: Holder, computed: int, tokens: int, prompt: int) -> bool:
+        """Whether computing them is over before a copy could be used: at the end of the others' step, or, if it is
+        brief, when the holder has answered and it is done."""
         if self._planner is None or self._config.load_policy == "always":
             return False
+        brief = None
+        if self._hurry is not None:
+            brief = self._hurry.brief("gpu", self._bytes_of(tokens - computed), holder.instance)
         seconds = self._planner.compute_seconds(computed, tokens, prompt)
-        return seconds is not None and seconds < self._planner.step_seconds()
+        least = self._planner.step_seconds() if brief is None else brief + ANSWER
+        return seconds is not None and seconds < least
 
     def patience(self, t: Tracked, holder: Holder, computed: int) -> float:
         """Seconds that ``t`` may wait for what the holder is computing just now: not longer than it would compute."""

@@ -112,6 +112,8 @@ class Outcomes:
         self._counters.count(name, "" if name == "fetched_tokens" else t.source, t.pulled)
         if isinstance(t.offer, HostOffer):
             self._counters.count("loaded_logical_bytes", amount=t.offer.logical)
+        elif name == "fetched_tokens" and t.offer.mapped:
+            self._hurry.mapped(t.offer.instance)
         if ended is None or t.plan is None or not t.offer.place:
             return
         seconds, expected = ended.seconds, t.plan.load_seconds

@@ -243,6 +243,15 @@ class Planner:
             numbers[f"{name}_declined"] = place.declined
         return numbers
 
+    def loading(self, source: str) -> bool:
+        """Whether a load of this source is under way."""
+        return self._source(source).queue.loads > 0
+
+    def moving_seconds(self, source: str, nbytes: int) -> float:
+        """The part of a load's time that its bytes take, and not what goes before: what a device is busy for."""
+        place = self._source(source)
+        return nbytes / place.rate.bandwidth(None if place.queue.loads else self._clock())
+
     def load_seconds(self, source: str, nbytes: int) -> float:
         """How long a load would take from now on, behind what its source has to do. No decision is counted."""
         place = self._source(source)

@@ -44,7 +44,7 @@ class Scales:
 
     def gain(self, t: Tracked, computed: int, now: float, alone: bool = True) -> int:
         """Tokens that ``t.offer`` adds to ``computed``; 0 if it is no longer worth it or held for too long. ``alone``:
-        no other request is there."""
+        no other request is there, or the step itself waits for the load."""
         offer = t.offer
         if isinstance(offer, HostOffer) and offer.epoch != self._tier.epoch:
             return 0  # the engine's cache was reset: not ours any more
@@ -71,7 +71,7 @@ class Scales:
             return True
         if t.plan is not None and t.planned == (computed, tokens):
             return True  # vLLM had no room for it then
-        # A load among others is over when their step is; what is computed is computed in that step.
+        # A load among others is of use when their step is over; what is computed is computed in that step.
         least = 0.0 if alone else self._planner.step_seconds()
         t.plan = self._planner.decide(t.offer.place, computed, tokens, t.offer.nbytes, t.request.num_tokens, least)
         t.planned = (computed, tokens)

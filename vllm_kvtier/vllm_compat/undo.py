@@ -21,15 +21,24 @@ def possible() -> bool:
     return waits and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
 
 
-def alone(scheduler: Any, connector: Any) -> bool:
-    """Whether ``connector`` is all that serves the engine, and no request is there but the one being matched.
+def serves(scheduler: Any, connector: Any) -> bool:
+    """Whether ``connector`` is all that serves the engine.
 
     With another connector beside it (MultiConnector) that one would keep what was computed on unverified blocks.
     """
-    if scheduler is None or connector is None or scheduler.connector is not connector:
-        return False
+    return scheduler is not None and connector is not None and scheduler.connector is connector
+
+
+def alone(scheduler: Any) -> bool:
+    """Whether no request is there but the one being matched."""
     running, waiting = scheduler.get_request_counts()
     return not running and waiting <= 1
+
+
+def drop_output(request: Any) -> None:
+    """If this request was preempted with output in flight, that is dropped when it comes, and computed again."""
+    if request.num_stale_output_tokens > 0:
+        request.drop_stale_output = True
 
 
 def compute_again(scheduler: Any, request: Any) -> None:

@@ -51,8 +51,13 @@ class FetchOrder:
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
 
     @property
+    def block_list(self) -> list[int]:
+        """In the order of the prompt."""
+        return [block for group in self.groups for block in group.local.tolist()]
+
+    @property
     def all_blocks(self) -> set[int]:
-        return {block for group in self.groups for block in group.local.tolist()}
+        return set(self.block_list)
 
 
 @dataclass(eq=False)
@@ -98,8 +103,13 @@ class LoadOrder:
     far: FarSource | None = None  # the slots are in another node's memory, not in that of this node's store
 
     @property
+    def block_list(self) -> list[int]:
+        """In the order of the prompt."""
+        return [block for group in self.groups for block in group.blocks.tolist()]
+
+    @property
     def all_blocks(self) -> set[int]:
-        return {block for group in self.groups for block in group.blocks.tolist()}
+        return set(self.block_list)
 
 
 @dataclass
