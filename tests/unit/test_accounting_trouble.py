@@ -126,14 +126,13 @@ def test_who_is_asked_after_a_wait_is_timed():
 
 def test_a_peer_cannot_make_labels():
     """Whoever listens at an address that a client named says what it likes."""
-    reactor = SimpleNamespace(
-        on_stop=lambda _: None, call_later=lambda *_: SimpleNamespace(cancel=lambda: None), remove_socket=lambda _: None
-    )
+    reactor = SimpleNamespace(on_stop=lambda _: None, call_later=lambda *_: SimpleNamespace(cancel=lambda: None))
+    dealer = SimpleNamespace(close=lambda: None)
     peers = Peers(reactor, KVTierConfig(), None, lambda: None, lambda ranks: None)
     seen = set()
     for ask in (0, 1):
         for code in ("instance", "a word of its own", "another", *CODES):
-            connection = _Connection(("there", 1), None, 0.0)
+            connection = _Connection(("there", 1), dealer, 0.0)
             peers._connections[connection.address] = connection
             connection.asked[1] = pending = PendingAsk(connection.address, m.Ask(1, "", 0, []), 0.0, again=True)
             pending.timer = SimpleNamespace(cancel=lambda: None)

@@ -261,7 +261,7 @@ class Asker:
             logger.debug("kvtier: %s: %s", t.request.request_id, outcome.reason)
             t.life.fire(Event.REFUSE)
             t.pending = None
-            if outcome.code in ("timeout", "not_ready"):
+            if outcome.code in ("timeout", "not_ready", "unreachable"):
                 self._give_up(t)  # computed here now: nobody else will come for it
         elif isinstance(outcome, HostOffer):
             if t.waits_since:

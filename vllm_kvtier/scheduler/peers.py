@@ -3,12 +3,14 @@
 Runs on the reactor's thread; the scheduler's thread calls ``ask``, ``cancel`` and ``release``, which only queue,
 and reads ``PendingAsk.outcome``. One DEALER connection an address, opened when first needed; a handshake that
 failed or was refused is remembered for a while, so that requests do not wait for it one by one.
+
+The asks on a connection that ends or cannot be made end at once, as "unreachable". Who falls silent without that (its
+machine is gone, or it hangs) is found out by the time limits.
 """
 
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +20,11 @@ import msgspec
 import zmq
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exports import Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.reactor import Reactor, Timer, drain
+from vllm_kvtier.wire.dealer import Dealer
+from vllm_kvtier.wire.reactor import Reactor, Timer
 
 logger = logging.getLogger("vllm.kvtier.peers")
 
@@ -33,9 +37,7 @@ MAX_REMEMBERED = 1024
 
 # What an engine refuses with. They become labels of metrics, and whoever listens at an address that a client named may
 # say anything.
-CODES = frozenset({
-    "namespace", "instance", "starting", "unknown", "stale", "digest", "nothing", "not_ready", "busy", "malformed",
-})  # fmt: skip
+CODES = frozenset({"namespace", "instance", "starting", "malformed", *(each.value for each in Refusal)})
 # Refusals that the user can do something about; the others are the ordinary course of things.
 SAID = ("namespace", "layout", "malformed", "timeout", "unreachable")
 
@@ -100,7 +102,7 @@ class PendingAsk:
 @dataclass
 class _Connection:
     address: Address
-    socket: zmq.Socket
+    dealer: Dealer
     last_used: float
     welcome: m.Welcome | None = None
     unlike: str | None = None  # why its pages cannot be read as they lie; mapped, they can be rearranged
@@ -111,6 +113,8 @@ class _Connection:
     ping_timer: Timer | None = None
     idle_timer: Timer | None = None
     unanswered: int = 0  # asks in a row that timed out
+    lost: NoOffer | None = None  # its connection ended, and leases wait for ZMQ to make it anew
+    lost_timer: Timer | None = None  # when they are void
 
 
 class Peers:
@@ -158,7 +162,11 @@ class Peers:
         """Tell the engine at ``address`` that nobody will fetch ``export``; its time limit is the backstop."""
 
         def drop() -> None:
-            connection = self._connections.get(address) or self._connect(address)
+            connection = self._connections.get(address)
+            if connection is None:
+                paused = self._remembered(address)
+                if paused is None or paused.code != "unreachable":
+                    connection = self._connect(address)
             if connection is not None:
                 self._send(connection, m.Drop(export))
 
@@ -168,7 +176,7 @@ class Peers:
         """The ranks of an engine that we shook hands with, if it is still that instance."""
         connection = self._connections.get(address)
         welcome = connection.welcome if connection is not None else None
-        if welcome is None or welcome.instance != instance or connection.unlike:
+        if welcome is None or welcome.instance != instance or connection.unlike or connection.lost is not None:
             return None
         return welcome.ranks
 
@@ -178,13 +186,16 @@ class Peers:
     # -- reactor's thread --------------------------------------------------------------------------------------
 
     def _begin(self, pending: PendingAsk) -> None:
-        paused = self._paused.get(pending.address)
-        if paused and paused[0] > time.monotonic():
-            self._settle(pending, paused[1])
+        paused = self._remembered(pending.address)
+        if paused is not None:
+            self._settle(pending, paused)
             return
         connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
             self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
+            return
+        if connection.lost is not None:
+            self._settle(pending, connection.lost)
             return
         connection.last_used = time.monotonic()
         pending.timer = self._reactor.call_later(
@@ -202,22 +213,18 @@ class Peers:
         if len(self._connections) >= MAX_CONNECTIONS:
             self._say_once(address, f"{MAX_CONNECTIONS} connections are open already")
             return None
-        socket = self._reactor.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.IDENTITY, os.urandom(16))
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        if self._key is not None:
-            self._key.secure_client(socket)
+        connection: _Connection
         try:
-            socket.connect(f"tcp://{address[0]}:{address[1]}")
-        except (zmq.ZMQError, ValueError) as error:  # ValueError: a host that cannot be encoded
-            socket.close(0)
+            dealer = Dealer(
+                self._reactor, address, self._key, m.MAX_MESSAGE,
+                on_message=lambda frames: self._receive(connection, frames),
+                on_lost=lambda why: self._lost(connection, why),
+                on_found=lambda: self._found(connection),
+            )  # fmt: skip
+        except (zmq.ZMQError, ValueError) as error:
             self._say_once(address, f"cannot connect: {error}")
             return None
-        connection = _Connection(address, socket, time.monotonic())
-        self._connections[address] = connection
-        self._reactor.add_socket(socket, lambda: drain(socket, lambda frames: self._receive(connection, frames)))
+        connection = self._connections[address] = _Connection(address, dealer, time.monotonic())
         self._greet(connection, hello)
         self._watch_idle(connection)
         return connection
@@ -228,6 +235,30 @@ class Peers:
             self._config.handshake_timeout,
             lambda: self._close(connection, NoOffer("unreachable", "the handshake was not answered"), DOWN_PAUSE),
         )
+
+    def _lost(self, connection: _Connection, why: str) -> None:
+        """The connection ended, or could not be made: nothing that was asked over it will be answered."""
+        outcome = NoOffer("unreachable", why)
+        known = connection.welcome is not None
+        if known:  # who was silent is gone; whether anybody is there now, the next ask finds out at once
+            self._paused.pop(connection.address, None)
+        if not connection.leases:
+            self._close(connection, outcome, 0.0 if known else DOWN_PAUSE)
+            return
+        # Perhaps only the connection broke: pings and releases that wait in the socket go out when ZMQ has made it
+        # anew. An ask among them is granted to nobody, and given back.
+        connection.lost = outcome
+        self._end_asks(connection, outcome)
+        if connection.lost_timer is None:
+            connection.lost_timer = self._reactor.call_later(
+                self._config.lease_seconds, lambda: self._close(connection, outcome, 0.0)
+            )
+
+    def _found(self, connection: _Connection) -> None:
+        connection.lost = None
+        if connection.lost_timer is not None:
+            connection.lost_timer.cancel()
+            connection.lost_timer = None
 
     def _receive(self, connection: _Connection, frames: list[bytes]) -> None:
         if connection.unanswered:  # slow, but alive
@@ -369,25 +400,33 @@ class Peers:
                 self._send(connection, m.Release(lease, done=False))
 
     def _send(self, connection: _Connection, message: msgspec.Struct) -> None:
-        try:
-            connection.socket.send(m.encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.debug("kvtier: message to %s not sent: %s", connection.address, error)
+        connection.dealer.send(m.encode(message))
 
     def _close(self, connection: _Connection, outcome: NoOffer, pause: float) -> None:
         """Forget the connection; every ask on it ends with ``outcome``."""
         if self._connections.get(connection.address) is not connection:
             return
         del self._connections[connection.address]
-        for timer in (connection.handshake_timer, connection.ping_timer, connection.idle_timer):
+        timers = (connection.handshake_timer, connection.ping_timer, connection.idle_timer, connection.lost_timer)
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
         if pause:
             self._pause(connection.address, pause, outcome)
-        for pending in [*connection.waiting, *connection.asked.values()]:
+        self._end_asks(connection, outcome)
+        connection.dealer.close()
+
+    def _end_asks(self, connection: _Connection, outcome: NoOffer) -> None:
+        asks = [*connection.waiting, *connection.asked.values()]
+        connection.waiting, connection.asked = [], {}
+        for pending in asks:
             if pending.outcome is None:
                 self._settle(pending, outcome)
-        self._reactor.remove_socket(connection.socket)
+
+    def _remembered(self, address: Address) -> NoOffer | None:
+        """Why it is not asked just now."""
+        paused = self._paused.get(address)
+        return paused[1] if paused is not None and paused[0] > time.monotonic() else None
 
     def _pause(self, address: Address, seconds: float, outcome: NoOffer) -> None:
         now = time.monotonic()

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import logging
 import os
+import struct
 import threading
 import time
 from collections import deque
@@ -16,6 +17,9 @@ from typing import Any
 import zmq
 
 logger = logging.getLogger(__name__)
+
+MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
+_EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's reader of it would import asyncio
 
 
 class Timer:
@@ -34,12 +38,14 @@ class Timer:
 class Reactor:
     def __init__(self, name: str):
         self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()  # or what is written to could be closed, or somebody else's by then
         self._wake_closed = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[Any, Callable[[], None]] = {}
+        self._monitors: dict[zmq.Socket, zmq.Socket] = {}  # by the socket whose events are read there
         self._fds: dict[int, Callable[[int], None]] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -78,10 +84,30 @@ class Reactor:
         self._handlers[socket] = on_readable
 
     def remove_socket(self, socket: zmq.Socket) -> None:
-        """Unregister and close."""
+        """Unregister and close, its monitor too."""
+        self._end_monitor(socket)
         if self._handlers.pop(socket, None) is not None:
             self._poller.unregister(socket)
         socket.close(linger=0)
+
+    def add_monitor(self, socket: zmq.Socket, events: int, on_event: Callable[[int], None]) -> None:
+        """Call ``on_event`` with each of ``events`` (zmq.EVENT_... | ...) of ``socket``, before it is connected and
+        until ``remove_socket``. What had come over a connection that an event says has ended can be received then."""
+        # pyzmq's own name for it is of a descriptor, which a new socket may have before the old one's name is free.
+        address = f"inproc://monitor-{next(self._order)}"
+        try:
+            monitor = socket.get_monitor_socket(events, address)
+        except zmq.ZMQError:
+            socket.disable_monitor()
+            raise
+        self._monitors[socket] = monitor
+        self.add_socket(monitor, lambda: drain(monitor, lambda frames: on_event(_EVENT.unpack(frames[0])[0])))
+
+    def _end_monitor(self, socket: zmq.Socket) -> None:
+        monitor = self._monitors.pop(socket, None)
+        if monitor is not None:
+            socket.disable_monitor()  # before nobody reads: ZMQ's own thread would wait for that with the next event
+            self.remove_socket(monitor)
 
     def add_fd(self, fd: int, on_ready: Callable[[int], None], events: int = zmq.POLLIN) -> None:
         """Call ``on_ready(events)`` whenever the descriptor is ready for one of ``events`` (zmq.POLLIN | POLLOUT),
@@ -145,6 +171,8 @@ class Reactor:
                     self._guard(callback)
         for callback in self._on_stop:
             self._guard(callback)
+        for socket in list(self._monitors):
+            self._end_monitor(socket)
         for socket in list(self._handlers):
             self._poller.unregister(socket)
             socket.close()  # with its own linger: what was just said (leases given back) still leaves

@@ -1,0 +1,134 @@
+"""Engines' endpoints and peers on loopback: one that exports, and one that pulls.
+
+    python tests/endpoint_support.py PORT INSTANCE KEY_FILE
+
+is the former as a process, which ``SourceProcess`` starts and kills. It says its port, then "asked" whenever it is
+asked to lend, and never answers that; what it exports anybody may lease.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+
+from support import eventually
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.endpoint import Endpoint
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.scheduler.peers import Peers
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.geometry import CacheGeometry
+from vllm_kvtier.wire.reactor import Reactor
+
+UNIT = 4
+CHAIN = [bytes([i]) * 8 for i in range(1, 9)]
+NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", UNIT, 1, 1)
+FAST = dict(bidirectional=True, lease_seconds=0.6, ask_timeout=1.5, handshake_timeout=1.5)
+
+
+def export(name="e", tokens=8 * UNIT, kind=Kind.HANDOFF, ready=-1, seconds=60.0, first=1) -> Export:
+    ids = list(range(first, first + -(-tokens // UNIT)))
+    chain = CHAIN[: tokens // UNIT]
+    groups = [GroupBlocks(UNIT, ids)]
+    return Export(name, kind, tokens, chain, b"digest", b"", groups, list(ids), ready, time.monotonic() + seconds)
+
+
+def ranks(agent="agent") -> list[m.RankInfo]:
+    return [m.RankInfo(0, agent, b"", "DRAM", 0, 100, (), CacheGeometry((), "little"), 0)]
+
+
+class Source:
+    """An engine that exports: endpoint, table, and what its engine's thread would be told."""
+
+    def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, **options):
+        self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
+        self.table = ExportTable(UNIT, dict.fromkeys(Kind, 1000))
+        self.reactor = Reactor(instance)
+        self.serving, self.queries, self.pullers, self.freed = [], [], [], []
+        self.endpoint = Endpoint(
+            self.reactor, self.config, key, self.table,
+            on_freed=lambda: self.freed.extend(sum(self.table.take_freed(), [])),
+            on_question=lambda query, answer: self.queries.append((query, answer)),
+            on_serving=self.serving.append,
+            on_puller=self.pullers.append,
+            lend=lend,
+        )  # fmt: skip
+        self.address = ("127.0.0.1", self.endpoint.port)
+        if is_open:
+            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, instance, ranks()))
+        self.reactor.start()
+
+    def on_reactor(self, callback):
+        """Run on the reactor's thread and wait for it."""
+        done, out = threading.Event(), []
+        self.reactor.call_soon(lambda: (out.append(callback()), done.set()))
+        assert done.wait(10)
+        return out[0]
+
+    def leases(self) -> int:
+        return self.table.counts()["leases"]
+
+    def stop(self):
+        self.reactor.stop()
+
+
+class Asker:
+    """An engine that pulls."""
+
+    def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
+        self.reactor = Reactor("asker")
+        greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
+        self.peers = Peers(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: greeting, check)
+        self.reactor.start()
+
+    def ask(self, address, start=0, chain=CHAIN, **fields):
+        return self.peers.ask(address, start=start, chain=chain, variant=b"", **fields)
+
+    def answer(self, address, seconds=10.0, **fields):
+        pending = self.ask(address, **fields)
+        return eventually(lambda: pending.outcome, seconds, "an answer")
+
+    def held(self):
+        return self.peers.held_leases()
+
+    def stop(self):
+        self.reactor.stop()
+
+
+class SourceProcess:
+    """A source that can be killed. Use as a context."""
+
+    def __init__(self, port: int = 0, instance: str = "source/1", key_file: str = ""):
+        command = [sys.executable, __file__, str(port), instance, key_file]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.address = ("127.0.0.1", int(self.process.stdout.readline()))
+
+    def await_ask(self) -> None:
+        assert self.process.stdout.readline() == "asked\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "SourceProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def main() -> None:
+    port, instance, key_file = sys.argv[1:]
+    key = ClusterKey.load(key_file) if key_file else None
+    source = Source(instance, int(port), key, lend=lambda *_: print("asked", flush=True), ask_timeout=60.0)
+    source.table.add(export(kind=Kind.RETAINED, seconds=600.0))
+    print(source.endpoint.port, flush=True)
+    sys.stdin.read()  # until whoever started this is gone
+
+
+if __name__ == "__main__":
+    main()
