@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -27,6 +28,7 @@ import time
 from pathlib import Path
 
 import httpx
+from tiers import bytes_per_token
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, start_all
@@ -112,7 +114,8 @@ def summary(connector: str, length: int, taken: list[tuple[dict, float, float]])
 
 def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine, Engine]:
     engines = []
-    flags = ["--load-format", "dummy"] if args.dummy else []
+    flags = [*(["--load-format", "dummy"] if args.dummy else []), *args.engine_args]
+    cache = args.cache_gib << 30 or 3 * (max(args.lengths) + 64) * bytes_per_token(args.model)
     if args.gpus:  # the connectors' engines share the devices
         flags += ["--gpu-memory-utilization", str(round(0.85 / len(args.connectors), 2))]
     for i, name in enumerate(("p", "d")):
@@ -122,7 +125,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
         engines.append(
             Engine(
                 model, name=f"{connector}-{name}", kv=kv, env=env, gpus=args.gpus[i : i + 1], log_dir=args.logs,
-                max_model_len=max(args.lengths) + 64, kv_cache_bytes=args.cache_gib << 30,
+                max_model_len=max(args.lengths) + 64, kv_cache_bytes=cache,
                 args=flags, python=args.python, ready_seconds=args.ready,
             )
         )
@@ -163,7 +166,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--connectors", nargs="+", default=["kvtier", "nixl"])
-    parser.add_argument("--cache-gib", type=int, default=1)
+    parser.add_argument("--cache-gib", type=int, default=0, help="of each engine (default: room for three prompts)")
+    parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="FLAGS", help="more flags, as one word")
     parser.add_argument("--vocab", type=int, default=0, help="token ids are drawn below this (default: the model's)")
     parser.add_argument("--ready", type=float, default=300, help="seconds an engine may take to start")
     parser.add_argument("--python", default=sys.executable)

@@ -1,16 +1,19 @@
 """This connector beside NixlConnector, OffloadingConnector and LMCache, released versions, on this machine: one table.
 
-    python benchmarks/side_by_side.py run side --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1
+    python benchmarks/side_by_side.py run side --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 \\
+        --lengths 2048 8192 32768 --engine-args=--no-enforce-eager
     python benchmarks/side_by_side.py run side --model models/recall-6m --parts pd cost --peers nixl    # without a GPU
     python benchmarks/side_by_side.py show side --png docs/side_by_side.png
 
 ``run`` runs the benchmarks that measure one thing each, one after the other; in each of them all connectors' engines
 are up together and take turns, so that they meet the same noise:
 
-  host   ttft.py       time to the first token of a prompt whose KV is in host memory
+  host   ttft.py       time to the first token of a prompt whose KV is in host memory; what others notice of such loads
   pd     pd.py         time to the first token on D of a prompt that P has computed (two GPUs, or none)
   disk   documents.py  the same of documents that only the disk has room for
   cost   overhead.py   throughput when nothing is ever hit, against vLLM without a connector
+
+With four GPUs named, parts that need none in common run at the same time.
 
 A connector that is not installed, or a part that fails, is left out and named in the table's foot; nothing stands in
 for it. What each part wrote, and its log, stay in the folder. ``show`` reads them: a Markdown table, and a plot.
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,6 +63,10 @@ def of_host(result: dict) -> Iterable[Row]:
         # What a connector did not find in host memory it computed: that is no figure of its host memory.
         values = {name: row["host"] for name, row in same.items() if row["from_host"] >= 0.9 or name == OURS}
         yield Row("host", f"{thousands(tokens)} tokens from host memory", "ms", values | _computed(same))
+    busy = [row for row in result["itl"] if row["source"] == "host" and row["from_host"] >= 0.9]
+    for tokens in sorted({row["tokens"] for row in busy}):
+        values = {row["connector"]: row["busy_p99"] for row in busy if row["tokens"] == tokens}
+        yield Row("host", f"between others' tokens meanwhile, {thousands(tokens)}-token prompts, p99", "ms", values)
 
 
 def of_pd(result: list[dict]) -> Iterable[Row]:
@@ -95,23 +103,27 @@ class Part:
     read: Callable[..., Iterable[Row]]
     verb: tuple[str, ...] = ()
     alone: bool = False  # vLLM without a connector takes part
-    variants: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+    timed: bool = True  # it can be told how long it may take
 
-    def command(self, args: argparse.Namespace, out: Path) -> list[str]:
+    def command(self, args: argparse.Namespace, gpus: list[int], out: Path) -> list[str]:
         names = [*([ALONE] if self.alone else []), OURS, *(p for p in self.peers if p in args.peers)]
         command = [sys.executable, str(HERE / self.script), *self.verb, "--model", str(args.model)]
-        command += ["--connectors", *names, "--out", str(out), *(["--dummy"] if args.dummy else [])]
-        if args.gpus and self.script == "pd.py":
-            command += ["--gpus", *map(str, args.gpus[:2])]
-        elif args.gpus:
-            command += ["--gpu", str(args.gpus[0])]
+        command += ["--connectors", *names, "--out", str(out), *(["--dummy"] if args.dummy else []), *self.more]
+        if gpus and self.script == "pd.py":
+            command += ["--gpus", *map(str, gpus[:2])]
+        elif gpus:
+            command += ["--gpu", str(gpus[0])]
+        command += ["--seconds", str(int(0.75 * args.seconds))] if self.timed else []
+        # With "=", because what follows begins with dashes too.
+        command += [f"--engine-args={args.engine_args}"] if args.engine_args else []
         lengths = args.lengths if self.script in ("ttft.py", "pd.py") else None
         return command + (["--lengths", *map(str, lengths)] if lengths else [])
 
 
 PARTS = {
-    "host": Part("ttft.py", ("offloading", "lmcache"), of_host, ("run",)),
-    "pd": Part("pd.py", ("nixl",), of_pd),
+    "host": Part("ttft.py", ("offloading", "lmcache"), of_host, ("run",), more=("--itl-tokens", "16384")),
+    "pd": Part("pd.py", ("nixl",), of_pd, timed=False),
     "disk": Part("documents.py", ("offloading", "lmcache"), of_disk, alone=True),
     "cost": Part("overhead.py", ("offloading", "lmcache"), of_cost, alone=True),
 }
@@ -131,23 +143,40 @@ def version(package: str) -> str | None:
         return None
 
 
+def lanes(parts: list[str], gpus: list[int]) -> list[tuple[list[str], list[int]]]:
+    """What runs at the same time, each one part after the other: (parts, their GPUs)."""
+    if len(gpus) < 4:
+        return [(parts, gpus)]
+    own = {"disk": gpus[1:2], "pd": gpus[2:4]}
+    found: dict[tuple[int, ...], list[str]] = {}
+    for part in parts:
+        found.setdefault(tuple(own.get(part, gpus[:1])), []).append(part)
+    return [(some, list(theirs)) for theirs, some in found.items()]
+
+
+def measure(part: str, args: argparse.Namespace, gpus: list[int]) -> str | None:
+    """Why it did not end well, if it did not."""
+    out = args.folder / f"{part}.json"
+    out.unlink(missing_ok=True)
+    command = PARTS[part].command(args, gpus, out)
+    begin = time.monotonic()
+    print(f"{part}: {' '.join(command[1:])}", flush=True)
+    with (args.folder / f"{part}.log").open("w") as log:
+        try:
+            code = subprocess.run(command, stdout=log, stderr=log, timeout=args.seconds, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = f"nothing after {args.seconds:g} s"
+    print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
+    return f"{part}: {PARTS[part].script} ended with {code}, see {args.folder}/{part}.log" if code else None
+
+
 def run(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peers, missing = installed(args.peers)
-    for part in args.parts:
-        out = args.folder / f"{part}.json"
-        out.unlink(missing_ok=True)
-        command = PARTS[part].command(args, out)
-        begin = time.monotonic()
-        print(f"{part}: {' '.join(command[1:])}", flush=True)
-        with (args.folder / f"{part}.log").open("w") as log:
-            try:
-                code = subprocess.run(command, stdout=log, stderr=log, timeout=args.seconds, check=False).returncode
-            except subprocess.TimeoutExpired:
-                code = f"nothing after {args.seconds:g} s"
-        print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
-        if code:
-            missing.append(f"{part}: {PARTS[part].script} ended with {code}, see {args.folder}/{part}.log")
+    beside = lanes(args.parts, args.gpus)
+    with ThreadPoolExecutor(len(beside)) as pool:
+        for told in pool.map(lambda lane: [measure(part, args, lane[1]) for part in lane[0]], beside):
+            missing += filter(None, told)
     meta = {
         "command": " ".join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]]),
         "machine": platform.processor() or platform.machine(), "gpus": args.gpus, "model": args.model.name,
@@ -241,6 +270,7 @@ def main() -> int:
     one.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     one.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     one.add_argument("--lengths", type=int, nargs="+", help="prompt tokens of host and pd (default: theirs)")
+    one.add_argument("--engine-args", default="", metavar="FLAGS", help="more flags for every engine, as one word")
     one.add_argument("--seconds", type=float, default=900, help="most that a part may take")
     one.set_defaults(run=run)
     two = commands.add_parser("show", help="the table of a folder")

@@ -18,6 +18,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
     parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="FLAGS", help="more flags, as one word")
     parser.add_argument("--ready", type=float, default=240, help="seconds an engine may take to start")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--logs", default=tempfile.mkdtemp(prefix="kvtier-bench-"))
@@ -116,6 +118,7 @@ class Peer:
         kv, env = self._transfer(connector, host, args)
         flags = ["--max-num-batched-tokens", str(args.step_tokens), "--no-enable-log-requests"]
         flags += ["--load-format", "dummy"] if args.dummy else []
+        flags += args.engine_args
         if args.gpu is not None:
             flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
         self.connector, self.host_bytes, self.per_token = connector, host, per_token

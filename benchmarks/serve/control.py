@@ -60,6 +60,17 @@ class Hands:
                 return counts
             await asyncio.sleep(POLL_SECONDS)
 
+    async def until_usable(self, target: Target, nbytes: int, seconds: float = 240.0) -> None:
+        """Until the engine can use so many bytes of its node store, which touches and pins them while it serves: that
+        would be measured. Raises ServerFailed if it cannot after so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            await self.nudge(target)
+            if await counters.gauge(self._session, target, "vllm:kvtier_store_usable_bytes") >= nbytes:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise ServerFailed(f"{target.base_url} has not got {nbytes} bytes of its node store after {seconds:g} s")
+
     async def forget(self, target: Target, seconds: float = 15.0) -> bool:
         """Empty the engines' own prefix caches, and those alone; False where the server has no such route.
 

@@ -62,6 +62,16 @@ async def read(session: aiohttp.ClientSession, targets: Sequence[Target]) -> Cou
     return found
 
 
+async def gauge(session: aiohttp.ClientSession, target: Target, name: str) -> float:
+    """The least of this name over a server's engines; 0 if there is none. Raises NoMetrics."""
+    url = f"{target.base_url}/metrics"
+    async with session.get(url) as response:
+        if response.status != 200:
+            raise NoMetrics(f"{url} answered {response.status}")
+        text = await response.text()
+    return min((float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.M)), default=0.0)
+
+
 def difference(before: Counts, after: Counts) -> Counts:
     """What was counted in between, without what stayed. A counter that fell is an engine that was started anew."""
     out: Counts = {}

@@ -86,6 +86,8 @@ async def _measure(
         players = [await _player(one, args, work, session) for one in running]
         for player in players:
             facts[player.name] = await _facts(player, session)
+            for target in player.running.targets if player.running.variant.store_bytes else ():
+                await player.hands.until_usable(target, int(0.99 * player.running.variant.store_bytes))
         document.add(facts=facts)
         if args.probe:
             before = list(document.data["probe"])  # of variants that were up before these

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier.devtools.engines import kvtier
+from vllm_kvtier.store.limits import memory_limits, pool_bytes
 
 WORDS = ("none", "kvtier", "offloading")
 
@@ -35,6 +36,15 @@ class Variant:
     @property
     def is_ours(self) -> bool:
         return bool(self.kv) and self.kv.get("kv_connector") == kvtier()["kv_connector"]
+
+
+    @property
+    def store_bytes(self) -> int:
+        """Of the node store that its engines start; 0: they have none."""
+        options = self.kv["kv_connector_extra_config"] if self.is_ours else {}
+        if not options or options.get("store") == "off":
+            return 0
+        return pool_bytes(str(options["store_size"]), memory_limits())
 
 
 def named(text: str, extra: Mapping[str, Any], host_bytes: int, engines: int) -> Variant:

@@ -46,7 +46,7 @@ def test_every_part_is_read(side, folder, root):
 def test_what_was_computed_is_no_figure_of_a_peers_memory(side):
     one = {"tokens": 100, "computed": 50.0, "host": 49.0}
     rows = [{**one, "connector": "kvtier", "from_host": 1.0}, {**one, "connector": "lmcache", "from_host": 0.0}]
-    (row,) = side.of_host({"ttft": rows})
+    (row,) = side.of_host({"ttft": rows, "itl": []})
     assert row.values == {"kvtier": 49.0, "none": 50.0}
 
 
@@ -83,3 +83,16 @@ def test_plot(side, folder, tmp_path, monkeypatch):
     assert side.main() == 0
     assert png.stat().st_size > 10_000
     assert len(json.loads(out.read_text())["rows"]) == len(side.read(folder))
+
+
+def test_parts_that_share_no_gpu_run_at_the_same_time(side):
+    parts = list(side.PARTS)
+    assert side.lanes(parts, []) == [(parts, [])] and side.lanes(parts, [4, 5]) == [(parts, [4, 5])]
+    assert side.lanes(parts, [4, 5, 6, 7]) == [(["host", "cost"], [4]), (["pd"], [6, 7]), (["disk"], [5])]
+
+
+def test_what_others_notice(side):
+    row = {"connector": "kvtier", "source": "host", "tokens": 16384, "from_host": 1.0, "busy_p99": 40.0}
+    computed = {**row, "connector": "lmcache", "from_host": 0.0, "busy_p99": 300.0}
+    (found,) = side.of_host({"ttft": [], "itl": [row, computed, {**row, "source": "fresh", "busy_p99": 90.0}]})
+    assert "p99" in found.what and found.values == {"kvtier": 40.0}

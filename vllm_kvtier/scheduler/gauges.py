@@ -14,6 +14,7 @@ from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.store.messages import PAGE
 from vllm_kvtier.telemetry.stats import KINDS, Counters
 
 SECONDS = 1.0  # between two looks; nobody scrapes more often
@@ -64,7 +65,8 @@ class Gauges:
         values["leases", "given"], values["leases", "taken"] = counts["leases"], self._peers.held_leases()
         if self._offloader is not None:
             values["storing_blocks", ""] = self._offloader.pinned
-            values["store_up", ""] = float(self._tier.limit() > 0)
+            usable = self._tier.limit() * PAGE
+            values["store_up", ""], values["store_usable_bytes", ""] = float(usable > 0), float(usable)
         for source in KINDS["loading_bytes"]:
             values["loading_bytes", source] = report[f"{source}_queued_bytes"]
             values["planner_bandwidth", source] = report[f"{source}_bandwidth"]

@@ -78,6 +78,7 @@ GAUGES = {
     "exported_blocks": "blocks of the cache held for others, by kind",
     "leases": "leases on blocks of GPU caches between engines, by direction",
     "store_up": "1: the node store answers and its memory can be reached",
+    "store_usable_bytes": "memory of the node store that this engine's copies can reach by now; it grows after a start",
     "planner_bandwidth": "bytes/s that the planner goes by, one rank, by source",
     "planner_error": "mean of |ln(taken / expected)| lately (0.1: 10 % off), by what was expected",
 }
