@@ -29,6 +29,11 @@ class FakeReactor:
         heapq.heappush(self._timers, (timer.when, next(self._order), timer))
         return timer
 
+    def step(self) -> None:
+        """What is queued by now, once."""
+        for _ in range(len(self._soon)):
+            self._soon.popleft()()
+
     def run(self, seconds: float = 0.0) -> None:
         """So much time passes."""
         until = self.clock.now + seconds

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from matcher_world import FakePeers
 from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
@@ -16,71 +17,13 @@ from vllm_kvtier.scheduler import asking, matching, whereabouts
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import Loan, NoOffer, Offer, PendingAsk
+from vllm_kvtier.scheduler.peers import NoOffer, Offer
 from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.wire import messages as m
 
 UNIT = 4
 GROUPS = {"full": [(UNIT, None)], "windows": [(UNIT, None), (UNIT, 6)], "sizes": [(2 * UNIT, None), (UNIT, None)]}
 CODES = ["nothing", "unknown", "digest", "not_ready", "instance", "namespace", "timeout", "unreachable", "malformed"]
-
-
-class FakePeers:
-    """Asks stay open until ``answer``; every lease that was offered must come back exactly once."""
-
-    def __init__(self, groups, clock):
-        self.groups, self.clock = groups, clock
-        self.open: list[PendingAsk] = []
-        self.offered: dict[int, PendingAsk] = {}
-        self.held: set[int] = set()
-        self.dropped: list[tuple] = []
-        self.introduced = ["a/1", "b/1"]
-
-    def ask(self, address, timeout=2.0, **fields):
-        assert timeout > 0 and set(fields) <= {
-            "start", "variant", "reply_host", "reply_port", "chain", "export", "digest", "lend", "mapped",
-            "patience",
-        }  # fmt: skip
-        pending = PendingAsk(address, m.Ask(len(self.offered), "", **fields), self.clock() + 2.0)
-        m.decode_engine(m.encode(pending.ask))  # it can be sent
-        self.open.append(pending)
-        return pending
-
-    def cancel(self, pending):
-        pending.cancelled = True
-        if isinstance(pending.outcome, Offer):
-            self.give_back(pending.outcome.lease)
-
-    def release(self, offer, done):
-        self.give_back(offer.lease)
-
-    def give_back(self, lease):
-        assert lease in self.held, f"lease {lease} is given back twice"
-        self.held.discard(lease)
-
-    def drop(self, address, export):
-        self.dropped.append((address, export))
-
-    def answer(self, pending, outcome):
-        self.open.remove(pending)
-        if isinstance(outcome, Offer):
-            self.held.add(outcome.lease)
-            if pending.cancelled or pending.outcome is not None:
-                self.give_back(outcome.lease)  # as Peers does with late grants
-                return
-        pending.outcome = outcome
-
-    def offer(self, pending, tokens, blocks=None, start=None):
-        lease = len(self.offered) + 1
-        self.offered[lease] = pending
-        start = pending.ask.start if start is None else start
-        if blocks is None:
-            blocks = [list(range(1, 1 + -(-tokens // size) - start // size)) for size, _ in self.groups]
-        fields = (pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
-        if pending.ask.lend:
-            return Loan(*fields, mapped=pending.ask.mapped, alike=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
-        return Offer(*fields)
 
 
 class Machine(RuleBasedStateMachine):

@@ -23,7 +23,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import offloading
 from vllm_kvtier.scheduler.ledger import Keys
 from vllm_kvtier.scheduler.offloading import Offloader
-from vllm_kvtier.scheduler.tables import BlockTables
+from vllm_kvtier.scheduler.tables import BlockTables, Growth
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.messages import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.stats import Counters
@@ -668,7 +668,46 @@ def test_pins_are_bounded_and_the_rest_follows():
     else:
         # What was left when it had all its blocks goes when it ends, as far as there is room then.
         assert stored(engine, r) == list(range(len(stored(engine, r)))) != []
-    assert any(key.startswith("not_stored|too many") for key in engine.counters.take())
+
+
+TOO_MANY = "not_stored|too many copies under way"
+
+
+@pytest.mark.parametrize("groups", ["full", "windows"])
+def test_what_finds_no_room_is_counted_once_if_it_is_never_stored(groups):
+    """In each step what is needed of the beginning is offered again: that is not another block. A window's is not: by
+    then it may be another request's."""
+    engine = Engine(GROUPS[groups], 5, 0, share=0.1)
+    r = engine.new_request([i % 7 for i in range(102)], 80)
+    run(engine, r, 200)
+    engine.read_outputs()
+    early = engine.counters.take().get(TOO_MANY, 0)
+    assert early == sum(25 - collected(engine, g) for g in range(len(GROUPS[groups])) if g not in engine.full)
+    engine.finish(r, True)
+    refused = early + engine.counters.take()[TOO_MANY]
+    engine.settle_down()
+    assert refused == sum(25 - len(stored(engine, r, g)) for g in range(len(GROUPS[groups])))
+    assert stored(engine, r)
+
+
+def collected(engine, g):
+    """Blocks of the group that were collected and not asked for yet, or asked for and not answered."""
+    asked = sum(item.group == g for _, items in engine.tier.asked for item in items)
+    return asked + sum(batch.groups.count(g) for batch in engine.offloader._open.values())
+
+
+def test_what_finds_room_later_is_not_counted():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.1)
+    r = engine.new_request([i % 7 for i in range(102)], 80)
+    run(engine, r, 200)
+    engine.read_outputs()
+    while len(stored(engine, r)) < 25 - engine.most:
+        engine.offloader.begin_step(99, [Growth(r.tracked, engine.tables._tables[r.request.request_id], 100)])
+        flush(engine, r)
+        engine.settle_down()
+    engine.finish(r, True)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(25)) and TOO_MANY not in engine.counters.take()
 
 
 def test_what_gives_way_to_requests_is_offered_again():

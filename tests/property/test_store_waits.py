@@ -1,8 +1,8 @@
 """Requests that wait for what the node store brings up from below its memory: only while it beats computing."""
 
 import pytest
+from matcher_world import ONE, UNIT, World
 from support import make_request as vllm_request
-from test_store_source import ONE, UNIT, World
 
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.store.client import Failed

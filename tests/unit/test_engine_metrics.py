@@ -165,8 +165,9 @@ def test_codecs_in_a_word():
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def outcomes(tracked=None):
-    """(what ranks report to, its counters)."""
+def outcomes():
+    """(what ranks report to of a load that is under way, its counters)."""
+    tracked = SimpleNamespace(life=SimpleNamespace(state=State.LOADING), offer=None)
     matcher = SimpleNamespace(get=lambda name: tracked, loaded=lambda name, failed: None, discard=lambda *_: None)
     hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     counters = Counters()
@@ -194,6 +195,20 @@ def test_one_rank_that_fails_fails_the_load():
     counts = counters.take()
     assert counts["loads|failed"] == 1 and "loads|ok" not in counts and counts["load_seconds|failed"] == [0.3]
     assert counts["integrity_failures|host"] == 1
+
+
+@pytest.mark.parametrize("life", [State.LOCAL, State.LOADED, None], ids=str)
+def test_a_verdict_that_comes_after_it_was_given_up_leaves_nothing_behind(matcher, life):
+    """Nor does it count for the load that the request begins next."""
+    hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
+    heard = Outcomes(matcher.matcher, hurry, None, matcher.counters)
+    t = tracked(matcher, life=life) if life is not None else None
+    heard.arrived([result(9.0, bad=[4])], ())
+    assert not heard._ended and matcher.counters.take() == {"loaded_bytes|raw": 10}
+    if t is not None:
+        t.life.state = State.LOADING
+        heard.arrived([result(0.1)], ())
+        assert heard._ended["r"].outcome == "ok" and heard._ended["r"].seconds == 0.1
 
 
 # -- where prompts come from -------------------------------------------------------------------------------------------
@@ -295,6 +310,7 @@ def test_gauges_say_what_is_so(gauges):
         "asking": 1, "offered": 0, "loading": 2, "computing": 2,
     }  # fmt: skip
     assert (shown["leases|given"], shown["leases|taken"], shown["storing_blocks"], shown["store_up"]) == (2, 3, 9, 1)
+    assert shown["store_usable_bytes"] > 0
     assert [shown[f"exported_blocks|{kind}"] for kind in KINDS["exported_blocks"]] == [5, 6, 7]
     assert shown["loading_bytes|host"] == 1000 and shown["loading_bytes|gpu"] == 0
     assert shown["planner_bandwidth|gpu"] == pytest.approx(4e9) and shown["planner_error|step"] == 0

@@ -1,6 +1,7 @@
 """KV events of tiers: what is said of blocks, in vLLM's words, and by whom; small cases, each of one promise."""
 
 import hashlib
+import random
 from types import SimpleNamespace
 
 import msgspec
@@ -10,7 +11,8 @@ from events_model import FakeTier, Loop, Router, Wire, fake_request
 from support import Clock, make_request
 from tier_fakes import make_tier
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
 from vllm_kvtier.scheduler import events as events_module
 from vllm_kvtier.scheduler.events import Events
@@ -84,6 +86,17 @@ class World:
 
 def hashes_in(said):
     return [label.hash for label in said.labels]
+
+
+def test_what_is_known_of_a_block_is_kept_once():
+    """An engine knows of each block in the store: some hundred thousand, of which each byte counts."""
+    world = World()
+    world.store(3)
+    world.said()
+    view, told = world.events._view[ONE], world.events._told
+    labels = [view[0, each[:HASH]][1] for each in HASHES[:3]]
+    assert all(label.parent is before.hash for before, label in zip(labels, labels[1:], strict=False))
+    assert all(told[ONE, key] is known for key, known in view.items())
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
@@ -325,14 +338,50 @@ def test_an_older_vllm_has_no_localities(monkeypatch):
 def test_what_else_was_hashed_is_published_as_for_the_gpu():
     """A salt is in the first block's event, an adapter in each."""
     salted = make_request("r", TOKENS, UNIT, salt="a tenant")
-    assert vr.event_keys(salted, 0, UNIT) == (None, None, ["a tenant"])
-    assert vr.event_keys(salted, UNIT, 2 * UNIT) == (None, None, None)
+    blocks = [(0, UNIT), (UNIT, 2 * UNIT)]
+    assert list(vr.event_keys(salted, blocks)) == [(None, None, ["a tenant"]), (None, None, None)]
     salted.lora_request = SimpleNamespace(lora_name="poet", lora_path="", adapter_id=3)
-    lora_id, lora_name, extra = vr.event_keys(salted, UNIT, 2 * UNIT)
+    [(lora_id, lora_name, extra)] = vr.event_keys(salted, blocks[1:])
     assert (lora_id, lora_name) == (3, "poet") and extra[0] == "poet"
     label = Label(HASHES[0], b"", bytes(4 * UNIT), 3, "poet", ["poet", "a tenant"])
     [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], KINDS)
     assert (event.lora_id, event.lora_name, event.extra_keys) == (3, "poet", [("poet", "a tenant")])
+
+
+class Counted(list):
+    """How often one was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_media_are_gone_through_once_for_all_blocks(step):
+    """Some within a block, some over many, some right behind one another; all blocks of a request, or every third."""
+    rng, media, at = random.Random(step), Counted(), 0
+    while len(media) < 400:
+        length = rng.choice((1, UNIT, 9 * UNIT + 1))
+        at += rng.choice((0, 1, 5 * UNIT))
+        media.append(
+            SimpleNamespace(identifier=f"{at}", mm_position=SimpleNamespace(offset=at, length=length))
+        )
+        at += length
+    request = fake_request(list(range(at + 5 * UNIT)), [bytes([n % 256]) * 32 for n in range(at // UNIT + 5)])
+    request.mm_features = media
+    rows = range(0, at // UNIT + 5, step)
+    wanted = []
+    for i in rows:
+        keys, _ = generate_block_hash_extra_keys(request, i * UNIT, (i + 1) * UNIT, 0)
+        if keys is not None and hasattr(kv_cache_utils, "to_event_extra_keys"):
+            [keys] = kv_cache_utils.to_event_extra_keys([keys])
+        wanted.append(None if keys is None else list(keys))
+    media.looks = 0
+    raws = World().events.describe(ONE, request, 0, rows)
+    assert [keys for *_, (_, _, keys) in raws] == wanted and any(wanted)
+    assert media.looks <= len(media) + 4 * len(rows)
 
 
 def test_an_idle_engine_publishes_what_vllm_has_too():

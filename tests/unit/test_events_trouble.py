@@ -216,6 +216,36 @@ def test_what_cannot_be_written_down_costs_only_its_own_label():
     assert {h for each in world.said() for h in hashes_in(each)} == {HASHES[0], HASHES[2]}
 
 
+def with_extra(raws, *sizes):
+    """Labels of about so many bytes."""
+    return [(*raw[:4], (None, None, ["x" * size])) for raw, size in zip(raws, sizes, strict=True)]
+
+
+def test_a_long_label_is_published_and_one_that_is_too_long_is_complained_of(caplog):
+    """Of blocks of thousands of tokens, as models with state layers have, or of many images."""
+    world = World()
+    world.store(5, labels=False)
+    raws = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(5))
+    world.events.tell(ONE, with_extra(raws, 9 << 10, m.MAX_LABEL - 500, m.MAX_LABEL, 2 * m.MAX_LABEL, 70_000))
+    assert {h for each in world.said() for h in hashes_in(each)} == set(HASHES[:2])
+    said = [record.getMessage() for record in caplog.records]
+    assert [each.split()[1] for each in said] == ["1", "2"] and world.events.too_long == 3
+    assert f"{m.MAX_LABEL} are possible" in said[0]
+
+
+def test_long_labels_go_in_messages_that_fit_a_frame():
+    world, sent = World(), []
+    world.wire.label = lambda space, groups, hashes, labels: sent.append(m.Labels(space, groups, hashes, labels))
+    raw = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(1))
+    world.events.tell(ONE, with_extra(raw * 700, *[m.MAX_LABEL - 500] * 700))
+    world.events.tell(ONE, raw * 2500)
+    world.loop.run()
+    assert all(len(m.encode(message)) < m.MAX_FRAME // 2 for message in sent)
+    assert all(len(each.groups) * HASH == len(each.hashes) and len(each.labels) == len(each.groups) for each in sent)
+    counts = [len(each.labels) for each in sent]
+    assert sum(counts) == 3200 and counts[-3:] == [1024, 1024, 452]
+
+
 # -- what nobody would hear --------------------------------------------------------------------------------------------
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from lower_fakes import FakeReactor
 from store_process import Engine, Store
-from store_support import SPACE, RawClient, chain_of, engine_hello, tool_hello
+from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, items_of, tool_hello
 from support import Clock, eventually
 
 from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.entries import Shape
+from vllm_kvtier.store.entries import LOOKED_AT, Shape, Space
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.fates import Fate, Fates
-from vllm_kvtier.store.fates_told import MOST_MISSING, Reach, spans
+from vllm_kvtier.store.fates_told import MOST_ASKED, MOST_MISSING, SLICE, Reach, Teller, walk
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.lower.base import Find, TierCounts, Want
 
@@ -206,15 +206,102 @@ def test_without_patience_only_those_are_asked_that_answer_at_once(reach):
     assert not slow.asked and [tier.units for tier in said[0]] == [None, 6]
 
 
+def spans(index: Index, want: Want) -> list[list[m.Span]]:
+    told: list[list[m.Span]] = []
+    for _ in walk(index, [], want, told):
+        pass
+    return told
+
+
 def test_a_question_has_an_end():
     """However long the chain and however wild its fates: so many spans, so many blocks that are looked for."""
     index = Index(SlotPool(64, 64), None, Clock())
     fates = index.fates = Fates(Clock())
     long = chain_of((MOST_MISSING + 500, "long"))
     want = replace(WANT, chain=long, start=0)
-    (row,) = spans(index, fates, [], want)
+    (row,) = spans(index, want)
     assert [span.blocks for span in row] == [MOST_MISSING]
     for block in range(0, 3 * m.MAX_SPANS, 2):
         fates.record((SPACE, 0, long[block * m.HASH : (block + 1) * m.HASH]), Fate.CLEARED)
-    (row,) = spans(index, fates, [], want)
+    (row,) = spans(index, want)
     assert len(row) == m.MAX_SPANS
+
+
+LONG = chain_of((2 * SLICE + 100, "long"))
+
+
+@pytest.fixture
+def full():
+    """An index that has all of LONG, and how many blocks each look at it asked for."""
+    units, looks = len(LONG) // m.HASH, []
+    index = Index(SlotPool(units + 64, 64), None, Clock())
+    index.grow(units + 64)
+    index.fates = Fates(Clock())
+    index.connect(1, 16, [m.GroupShape(1, 1)])
+    groups, hashes, parents = items_of(LONG)
+    assert index.commit(1, index.reserve(1, SPACE, b"", groups, hashes, parents, EVERYTHING)) == units
+    find = index.find
+    index.find = lambda *name: (looks.append(name), find(*name))[1]
+    return index, looks
+
+
+def test_a_long_chain_is_looked_at_in_slices_and_others_wait_their_turn(full):
+    index, looks = full
+    reactor, said = FakeReactor(Clock()), []
+    teller = Teller(index, [], reactor)
+    want = replace(WANT, chain=LONG, start=0, shapes=[Shape(1, None, 1)])
+    teller.tell(want, 0.0, m.Holding(1, 0, []), said.append)
+    teller.tell(replace(want, chain=LONG[: 10 * m.HASH]), 0.0, m.Holding(2, 0, []), said.append)
+    done = []
+    while not said:
+        assert len(looks) <= (len(done) + 1) * SLICE
+        done.append(len(looks))
+        reactor.step()
+    reactor.run()
+    assert done == [SLICE, 2 * SLICE], "a slice each time that others have had their turn"
+    assert [(each.id, each.spans) for each in said] == [
+        (1, [[m.Span(2 * SLICE + 100, "memory")]]), (2, [[m.Span(10, "memory")]])
+    ]  # fmt: skip
+    teller.tell(replace(want, chain=LONG[: 10 * m.HASH]), 0.0, m.Holding(3, 0, []), said.append)
+    assert said[-1].id == 3, "few blocks are answered at once"
+
+
+def test_a_fault_in_one_answer_costs_the_others_nothing(full):
+    index, _ = full
+    reactor, said = FakeReactor(Clock()), []
+    teller = Teller(index, [], reactor)
+    want = replace(WANT, chain=LONG, start=0, shapes=[Shape(1, None, 1)])
+    teller.tell(want, 0.0, m.Holding(1, 0, []), lambda told: 1 / 0)
+    teller.tell(want, 0.0, m.Holding(2, 0, []), said.append)
+    with pytest.raises(ZeroDivisionError):
+        reactor.run()
+    reactor.run()
+    assert [each.id for each in said] == [2]
+
+
+def test_too_many_questions_at_once_are_told_no_spans(full):
+    index, _ = full
+    reactor, said = FakeReactor(Clock()), []
+    teller = Teller(index, [], reactor)
+    want = replace(WANT, chain=LONG, start=0, shapes=[Shape(1, None, 1)])
+    for number in range(MOST_ASKED + 2):
+        teller.tell(want, 0.0, m.Holding(number, 0, []), said.append)
+    assert [(each.id, each.spans) for each in said] == [(MOST_ASKED, []), (MOST_ASKED + 1, [])]
+    reactor.run()
+    assert [each.id for each in said[2:]] == list(range(MOST_ASKED)) and all(each.spans for each in said[2:])
+
+
+@pytest.mark.parametrize("known", ["all of it", "all but the first", "nothing"])
+def test_inspect_looks_each_block_up_once(full, monkeypatch, known):
+    """The part of a question that is not sliced."""
+    index, _ = full
+    units, rows, row = len(LONG) // m.HASH, [], Space.row
+    monkeypatch.setattr(Space, "row", lambda *a: (rows.append(max(0, a[4] - a[3])), row(*a))[1])
+    if known == "all but the first":
+        index.discard(1, SPACE, 0, LONG[: m.HASH], index.find(SPACE, 0, LONG[: m.HASH]).slot)
+    chain = LONG if known != "nothing" else chain_of((units, "another"))
+    found = index.inspect(1, SPACE, chain)
+    assert (found.units, found.blocks) == {
+        "all of it": (units, [units]), "all but the first": (0, [units - 1]), "nothing": (0, [0])
+    }[known]  # fmt: skip
+    assert sum(rows) <= units + LOOKED_AT

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import HASH, MAX_FOLLOWED, MAX_LABEL, Changes
@@ -29,12 +30,13 @@ from vllm_kvtier.wire.reactor import Reactor
 logger = logging.getLogger("vllm.kvtier.events")
 
 TAKE = 512  # blocks a step: what a large one fills
-SEND = 1024  # labels a message
+SEND, SEND_BYTES = 1024, 4 << 20  # labels a message
 
 
 Key = tuple[int, bytes]  # (group, hash as the store cuts it), in a space
 Raw = tuple[int, bytes, bytes, bytes, tuple]  # group, hash, parent, tokens, (lora id, lora name, extra keys)
 _PLAIN = None, None, None
+_NOWHERE: tuple[int, Label | None] = 0, None
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Label)
@@ -52,7 +54,7 @@ class Events:
         self._lock = threading.Lock()  # guards what is below
         self._spaces: dict[bytes, None] = {}
         self._view: dict[bytes, dict[Key, tuple[int, Label]]] = {}  # by space: places of a block
-        self._told: dict[tuple[bytes, Key], tuple[int, bytes]] = {}  # places that vLLM knows of, and the whole hash
+        self._told: dict[tuple[bytes, Key], tuple[int, Label]] = {}  # what of the view vLLM knows
         # Two spaces may have blocks of one hash, as before and after a change of weights: it is there while one is.
         self._claims: dict[tuple[bytes, int, int], int] = {}  # (hash, group, place's bit) -> spaces
         # True: to be said again, whatever was. No dict: its first is found slowly when many were taken.
@@ -60,6 +62,7 @@ class Events:
         self._sweeps: deque[Iterator[tuple[tuple[bytes, Key], bool]]] = deque()  # more of these
         self._repeating: Iterator[tuple[tuple[bytes, Key], bool]] | None = None  # one of them, of ``say_again``
         self._woken = False
+        self.too_long = 0  # labels
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
@@ -92,14 +95,14 @@ class Events:
             ):
                 key = group, changes.hashes[i * HASH : (i + 1) * HASH]
                 mine = sum(bit for j, bit in enumerate(self._bits) if places >> j & 1)
-                label = self._read(key, content) if mine else None
+                label = self._read(key, content, view) if mine else None
                 if label is None:
                     malformed += bool(mine)
                     mine = 0
                     view.pop(key, None)
                 else:
                     view[key] = mine, label
-                if self._told.get((changes.space, key), (0, b""))[0] != mine:
+                if self._told.get((changes.space, key), _NOWHERE)[0] != mine:
                     self._differing.setdefault((changes.space, key), False)
         if malformed:
             logger.warning("kvtier: %d blocks are not published: the store tells nonsense of them", malformed)
@@ -120,7 +123,7 @@ class Events:
 
         self._reactor.call_soon(repeat)
 
-    def _read(self, key: Key, content: bytes) -> Label | None:
+    def _read(self, key: Key, content: bytes, view: dict[Key, tuple[int, Label]]) -> Label | None:
         """Another process made it: it becomes an event only if it is what it should be."""
         try:
             label = _decoder.decode(content)
@@ -128,7 +131,12 @@ class Events:
             return None
         if key[0] >= len(self._groups) or len(label.tokens) != 4 * self._groups[key[0]][0]:
             return None
-        return label if label.hash[:HASH] == key[1] else None
+        if label.hash[:HASH] != key[1]:
+            return None
+        before = view.get((key[0], label.parent[:HASH]), _NOWHERE)[1]
+        if before is not None and before.hash == label.parent:
+            force_setattr(label, "parent", before.hash)  # one copy of it
+        return label
 
     def _lose_all(self) -> None:
         with self._lock:
@@ -179,24 +187,28 @@ class Events:
     # -- scheduler's thread --------------------------------------------------------------------------------------
 
     def describe(self, space: bytes, request: Any, group: int, blocks: Iterable[int]) -> list[Raw]:
-        """What labels of these blocks of a request's chain are made of; of those that have one already, nothing."""
+        """What labels of these blocks of a request's chain, in rising order, are made of; of those that have one
+        already, nothing."""
         size = self._groups[group][0]
         per, hashes, known = size // self._unit, request.block_hashes, self._view.get(space, {})
         rows = [i for i in blocks if (group, hashes[(i + 1) * per - 1][:HASH]) not in known]
         if not rows:
             return []
-        first, last = min(rows), max(rows) + 1
+        first, last = rows[0], rows[-1] + 1
         tokens = np.array(request.all_token_ids[first * size : last * size], "<i4").tobytes()
-        plain = vr.is_plain(request)
+        if vr.is_plain(request):
+            beside = itertools.repeat(_PLAIN)
+        else:
+            beside = vr.event_keys(request, ((i * size, (i + 1) * size) for i in rows))
         return [
             (
                 group,
                 hashes[(i + 1) * per - 1],
                 hashes[i * per - 1] if i else b"",
                 tokens[4 * size * (i - first) : 4 * size * (i - first + 1)],
-                _PLAIN if plain else vr.event_keys(request, i * size, (i + 1) * size),
+                keys,
             )
-            for i in rows
+            for i, keys in zip(rows, beside, strict=False)
         ]
 
     def label_of(self, space: bytes, group: int, block_hash: bytes) -> Label | None:
@@ -251,13 +263,14 @@ class Events:
         self, name: tuple[bytes, Key], again: bool, removed: dict[tuple[int, Place], Removed], stored: "_Runs"
     ) -> None:
         space, (group, _) = name
-        places, label = self._view.get(space, {}).get(name[1], (0, None))
-        before, whole = self._told.pop(name, (0, b""))
+        places, label = now = self._view.get(space, {}).get(name[1], _NOWHERE)
+        before, known = self._told.pop(name, _NOWHERE)
+        whole = known.hash if known is not None else b""
         gone = before & ~places
         if label is not None:
             if before and label.hash != whole:  # labelled anew, and one of the labels lies: another block of this name
                 gone = before
-            self._told[name] = places, label.hash
+            self._told[name] = now
         repeat = places & before if again else 0
         for bit in _bits(gone):
             claim = whole, group, bit
@@ -282,18 +295,34 @@ class Events:
     def _label(self, space: bytes, raws: list[Raw]) -> None:
         if self._client is None or not self._followed:
             return
-        for first in range(0, len(raws), SEND):
-            groups, hashes, labels = [], [], []
-            for group, block_hash, parent, tokens, (lora_id, lora_name, extra) in raws[first : first + SEND]:
-                try:
-                    content = _encoder.encode(Label(block_hash, parent, tokens, lora_id, lora_name, extra))
-                except (TypeError, ValueError, OverflowError):  # vLLM hashed what it could not publish itself either
-                    continue
-                if len(content) <= MAX_LABEL // 8:  # or a message of them might not fit into a frame
-                    groups.append(group)
-                    hashes.append(block_hash[:HASH])
-                    labels.append(content)
+        groups, hashes, labels, nbytes = [], [], [], 0
+        for group, block_hash, parent, tokens, (lora_id, lora_name, extra) in raws:
+            try:
+                content = _encoder.encode(Label(block_hash, parent, tokens, lora_id, lora_name, extra))
+            except (TypeError, ValueError, OverflowError):  # vLLM hashed what it could not publish itself either
+                continue
+            if len(content) > MAX_LABEL:
+                self._too_long(group, len(content))
+                continue
+            if len(labels) == SEND or nbytes + len(content) > SEND_BYTES:
+                self._client.label(space, groups, b"".join(hashes), labels)
+                groups, hashes, labels, nbytes = [], [], [], 0
+            groups.append(group)
+            hashes.append(block_hash[:HASH])
+            labels.append(content)
+            nbytes += len(content)
+        if labels:
             self._client.label(space, groups, b"".join(hashes), labels)
+
+    def _too_long(self, group: int, nbytes: int) -> None:
+        """Said when there were twice as many as when it was said last."""
+        self.too_long += 1
+        if self.too_long & (self.too_long - 1) == 0:
+            logger.warning(
+                "kvtier: %d labels so far were too long for the node store, and their blocks are not published: the "
+                "last, of %d tokens, has %d bytes, %d are possible",
+                self.too_long, self._groups[group][0], nbytes, MAX_LABEL,
+            )  # fmt: skip
 
 
 class _Runs:

@@ -168,10 +168,11 @@ class Offloader:
             rows = [i for i in range(first, last) if ids[i]]
             room = self._most - self._pinned
             if len(rows) > room:
-                self._counters.count("not_stored", "too many copies under way", len(rows) - max(0, room))
-                rows = rows[: max(0, room)]
+                refused, rows = len(rows) - max(0, room), rows[: max(0, room)]
                 if window is None:  # what comes after them could not be found: begin here again
                     table.offered[g] = rows[-1] + 1 if rows else first
+                if window is not None or held is not None:  # they are not offered again
+                    self._counters.count("not_stored", "too many copies under way", refused)
             if not rows:
                 continue
             pinned = self._pool.pin([ids[i] for i in rows])

@@ -76,6 +76,13 @@ class Outcomes:
             if tracked is not None and tracked.offer is not None and not failed:
                 self._succeeded(tracked, ended)
             self._matcher.loaded(request_id, failed)
+        for result in results:
+            if not self._under_way(result.request_id):  # as after a verdict that was given up: nobody ends it any more
+                self._ended.pop(result.request_id, None)
+
+    def _under_way(self, request_id: str) -> bool:
+        tracked = self._matcher.get(request_id)
+        return tracked is not None and tracked.life.state in _LOADING
 
     def _heard(self, result: Result, judged: bool) -> None:
         """Of one rank."""

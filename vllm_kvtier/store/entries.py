@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from vllm_kvtier.store.records import HASH
 
+LOOKED_AT = 1 << 10  # blocks of a run that are looked up together: most chains are missed from some block on
+
 
 class State(enum.Enum):
     RESERVED = 1  # one client writes it
@@ -178,7 +180,7 @@ class Space:
         rows: list[list[Entry]] = [[] for _ in self.shapes]
         for g, shape in enumerate(self.shapes):
             if shape.window is None:
-                rows[g] = _usable(self.row(g, chain, start // shape.units, end // shape.units), limit)
+                rows[g] = self._run(g, chain, start // shape.units, end // shape.units, limit)
                 end = min(end, (start // shape.units + len(rows[g])) * shape.units)
         end -= end % self.align
         windowed = [g for g, shape in enumerate(self.shapes) if shape.window is not None]
@@ -194,6 +196,17 @@ class Space:
         firsts = [self.first_needed(shape, start, end) - start // shape.units for shape in self.shapes]
         last = [end // shape.units - start // shape.units for shape in self.shapes]
         return end, [row[a:b] for row, a, b in zip(rows, firsts, last, strict=True)], firsts
+
+    def _run(self, group: int, chain: bytes, first: int, last: int, limit: int) -> list[Entry]:
+        """The group's blocks from ``first`` on, up to ``last`` or the first that is not usable."""
+        found: list[Entry] = []
+        for at in range(first, last, LOOKED_AT):
+            row = self.row(group, chain, at, min(at + LOOKED_AT, last))
+            usable = _usable(row, limit)
+            found += usable
+            if len(usable) < len(row):
+                break
+        return found
 
     def _gap(self, group: int, row: list[Entry | None], start: int, end: int, limit: int) -> int:
         """First unit of the last missing block of the window before ``end``; ``end`` if none is missing."""

@@ -146,9 +146,13 @@ class Index(Blocks):
         here = self._space(client, space)
         if here is None:
             return Holding(0, [])
-        units, _, _ = here.match(chain, 0, self._pool.pages)
-        rows = [here.row(g, chain, 0, len(chain) // HASH // shape.units) for g, shape in enumerate(here.shapes)]
-        return Holding(units, [sum(e is not None and e.state is READY for e in row) for row in rows])
+        units, found, skipped = here.match(chain, 0, self._pool.pages)
+        blocks = []
+        for g, (shape, run, before) in enumerate(zip(here.shapes, found, skipped, strict=True)):
+            total = len(chain) // HASH // shape.units
+            rest = here.row(g, chain, 0, before) + here.row(g, chain, before + len(run), total)
+            blocks.append(len(run) + len([entry for entry in rest if entry is not None and entry.state is READY]))
+        return Holding(units, blocks)
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from vllm_kvtier.store.directory import sought
 from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.fates import Fates
-from vllm_kvtier.store.fates_told import tell
+from vllm_kvtier.store.fates_told import Teller
 from vllm_kvtier.store.index import Index
 from vllm_kvtier.store.limits import in_words, memory_limits, pool_bytes
 from vllm_kvtier.store.lower.base import Want
@@ -107,6 +107,7 @@ class StoreServer:
         self._next_client = 1
         self._company = Company(self._tell, self.reactor.call_soon)
         self.changes = Changes(self.index, self.lower.all, self._tell, self.reactor.call_soon)
+        self._teller = Teller(self.index, self.lower.all, self.reactor)
         self._idle: Timer | None = None
         self._metrics = None
         self._handlers = {
@@ -324,10 +325,8 @@ class StoreServer:
             return
         holders = self._company.holders(client.number, sought(r.chain, 0, r.mix, r.stride))
         want = _want(client, r.space, r.chain, holding.units, [])
-        tell(
-            self.index, self.lower.all, want, r.patience, self.reactor,
-            msgspec.structs.replace(short, holders=holders), lambda said: client.stream.send(m.encode(said)),
-        )  # fmt: skip
+        begun = msgspec.structs.replace(short, holders=holders)
+        self._teller.tell(want, r.patience, begun, lambda said: client.stream.send(m.encode(said)))
 
     def _stat(self, client: _Client, r: m.Stat) -> None:
         client.stream.send(m.encode(self._counts(r.id)))

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,15 +74,21 @@ def is_plain(request: Any) -> bool:
     return not any(each is not None and each != [] for each in special)
 
 
-def event_keys(request: Any, start: int, end: int) -> tuple[int | None, str | None, list[Any] | None]:
-    """(adapter id, adapter name, what beside the tokens was hashed) of the block of tokens [start, end), as vLLM
-    publishes them in its KV events."""
+EventKeys = tuple[int | None, str | None, list[Any] | None]
+
+
+def event_keys(request: Any, blocks: Iterable[tuple[int, int]]) -> Iterator[EventKeys]:
+    """(adapter id, adapter name, what beside the tokens was hashed) of each block of tokens [start, end), as vLLM
+    publishes them in its KV events. Blocks in rising order: the request's media are gone through once for all of them.
+    """
     lora = request.lora_request
-    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
-    if keys is not None:
-        keys = kv_cache_utils.to_event_extra_keys([keys])[0] if _tagged_extra_keys() else keys
     names = (None, None) if lora is None else (lora.adapter_id, lora.lora_name)
-    return *names, None if keys is None else list(keys)
+    tagged, medium = _tagged_extra_keys(), 0  # the first that has not ended before the next block
+    for start, end in blocks:
+        keys, medium = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, medium)
+        if keys is not None and tagged:
+            keys = kv_cache_utils.to_event_extra_keys([keys])[0]
+        yield *names, None if keys is None else list(keys)
 
 
 def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:

@@ -1,0 +1,355 @@
+"""Random lives of requests that the node store and peers serve late, wrongly or not at all, and that vLLM aborts and
+preempts: all leases and loads balance, in every step."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matcher_world import GROUPS, KEYS, ONE, UNIT, World, no_violations  # noqa: F401
+from support import WITHOUT_SHRINKING, make_request
+from vllm.v1.request import RequestStatus
+
+from vllm_kvtier.scheduler import asking, matching
+from vllm_kvtier.scheduler.hurry import Hurry
+from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.peers import Loan, NoOffer
+from vllm_kvtier.scheduler.tier import HostOffer
+from vllm_kvtier.store.messages import HASH, Holder
+from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder
+
+
+class Life(World):
+    """Random requests with common beginnings in an engine whose prefix cache is a set of hashes."""
+
+    def __init__(self, groups, seed):
+        self.rng = random.Random(seed)
+        self.now = 1000.0
+        self.live: dict[str, SimpleNamespace] = {}
+        self.engine = self.engine_of_one_group() if len(groups) == 1 else None
+        pool = SimpleNamespace(evict=self.evict, pin=list, free=lambda ids: None)
+        self.alone = self.rng.random() < 0.5  # mostly one request at a time
+        super().__init__(
+            groups,
+            lambda: self.now,
+            lambda planner: Hurry(100.0, 60.0, pool, lambda: self.engine, "ours", planner),
+            pull_threshold=self.rng.choice([0, 4, 16]),
+        )
+        self.real = matching.time
+        matching.time = asking.time = SimpleNamespace(monotonic=lambda: self.now)
+        self.cached: set[bytes] = set()
+        self.unverified: set[bytes] = set()  # of them, from the load that a step waits for or computed on that
+        self.made = self.loads = self.lies = self.waited = self.hurried = self.fetched = self.fetched_hurriedly = 0
+        self.among_others = 0
+
+    def engine_of_one_group(self):
+        """vLLM's scheduler, as far as it is asked whether somebody else is there, and takes requests back."""
+
+        def count():
+            waiting = sum(r.status == "waiting" for r in self.live.values())
+            return len(self.live) - waiting, waiting
+
+        def preempt(request, when, drop_stale_output):
+            assert drop_stale_output
+            self.live[request.request_id].status = "waiting"
+            request.num_preemptions += 1
+
+        return SimpleNamespace(
+            connector="ours", get_request_counts=count, running=[], _preempt_request=preempt,
+            prev_step_scheduled_req_ids=set(),
+        )  # fmt: skip
+
+    def evict(self, hashes, group):
+        self.cached.difference_update(hashes)
+
+    def new_request(self):
+        rng = self.rng
+        if self.alone and self.live and rng.random() < 0.8:
+            return
+        self.made += 1
+        tokens = [rng.randrange(2)] * rng.randint(0, 8 * UNIT) + [rng.randrange(9) for _ in range(rng.randint(1, 9))]
+        peer = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
+        handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+        request = make_request(f"r{self.made}", tokens, UNIT, rng.choice([None, None, peer, handoff]))
+        self.live[request.request_id] = SimpleNamespace(request=request, status="waiting", offset=0)
+        if self.alone and rng.random() < 0.6:
+            self.store(request, rng.randint(1, request.num_tokens))
+
+    def fill_store(self):
+        if self.live:
+            request = self.rng.choice(list(self.live.values())).request
+            self.store(request, self.rng.randint(0, request.num_tokens))
+
+    def hit(self, request):
+        ends = range(self.align, request.num_tokens, self.align)
+        n = 0
+        while n < len(ends) and request.block_hashes[ends[n] // UNIT - 1] in self.cached:
+            n += 1
+        return n * self.align
+
+    def schedule(self):
+        waiting = [r for r in self.live.values() if r.status == "waiting"]
+        if not waiting:
+            return
+        rng, r = self.rng, self.rng.choice(waiting)
+        request, name = r.request, r.request.request_id
+        self.planner.load, self.planner.near, self.full = rng.random() < 0.8, rng.random() < 0.7, rng.random() < 0.1
+        self.planner.brief = rng.random() < 0.3
+        computed = self.hit(request)
+        t = self.matcher.track(request)
+        external, asynchronous = self.matcher.match(request, computed)
+        if external is None:
+            assert not asynchronous
+            self.waited += 1
+            return
+        assert not self.unverified, "nobody is matched before the verdict"
+        assert 0 <= external <= request.num_tokens - computed
+        assert asynchronous is (external > 0 and not t.hurried)
+        if external and t.hurried:
+            assert isinstance(t.offer, HostOffer) or t.offer.mapped
+            assert list(self.live) == [name] or self.planner.brief
+            assert computed + external < request.num_tokens, "vLLM has a token to compute in the same step"
+        if rng.random() < 0.2:
+            return  # no room; vLLM asks again
+        if external and rng.random() < 0.05:
+            external = 0  # nor does it want it
+        tables = self.tables(computed, external)
+        host = isinstance(t.offer, HostOffer)
+        total = computed + external
+        self.matcher.allocated(request, tables, external)
+        orders, _ = self.matcher.take_orders()
+        assert [o.request_id for o in orders] == ([name] if external else [])
+        if not external:
+            r.status = "running"
+            self.cached.update(request.block_hashes)
+            return
+        self.loads += 1
+        self.fetched += isinstance(orders[0], FetchOrder)
+        self.fetched_hurriedly += isinstance(orders[0], FetchOrder) and t.hurried
+        r.status, r.order, r.total = "loading", orders[0], total
+        assert getattr(r.order, "hurried", False) is t.hurried
+        if t.hurried:
+            self.hurried += 1
+            self.among_others += len(self.live) > 1
+            r.status = "hurried"
+            self.engine.running.append(request)
+            self.cached.update(request.block_hashes)
+            self.unverified = set(request.block_hashes[computed // UNIT :])
+        if host:
+            self.check_load(orders[0], request, tables, computed, total, t.offer.lease not in self.liars)
+        elif isinstance(t.offer, Loan):
+            self.check_fetch(orders[0], t, request, tables, computed, total)
+
+    def check_fetch(self, order, t, request, tables, computed, total):
+        assert isinstance(order, FetchOrder if t.offer.mapped else PullOrder) and order.source == t.offer.instance
+        for row in order.groups:
+            size = self.groups[row.group][0]
+            places = [i for i in range(computed // size, -(-total // size)) if tables[row.group][i]]
+            assert row.local.tolist() == [tables[row.group][i] for i in places]
+            assert row.remote.tolist() == [t.offer.blocks[row.group][i - t.offer.start // size] for i in places]
+            hashes = [bytes(request.block_hashes[(i + 1) * size // UNIT - 1]) for i in places]
+            assert row.keys.tolist() == [KEYS.key(h, row.group, b"") for h in hashes]
+            assert (row.valid == size).all()
+
+    liars: set = set()
+
+    def store_answers(self):
+        if not self.client.open:
+            return
+        pending = self.rng.choice(self.client.open)
+        self.holders = []
+        for _ in range(self.rng.choice([0, 0, 1, 2])):
+            units = pending.asked.start + self.rng.randint(1, 12)
+            name = self.rng.choice(["a/1", "b/1", "ours/1"])
+            self.holders.append(Holder(host=name[0], port=1, instance=name, units=units))
+        if self.rng.random() < 0.2:
+            self.lies += 1
+            before = set(self.client.held)
+            self.lie(pending, self.rng)
+            self.liars = self.liars | (self.client.held - before)
+        else:
+            self.answer(pending)
+
+    def peer_answers(self):
+        if not self.peers.open:
+            return
+        pending, rng = self.rng.choice(self.peers.open), self.rng
+        if pending.outcome is not None or rng.random() < 0.4:
+            outcome = NoOffer(rng.choice(["nothing", "timeout", "unreachable", "not_ready"]), "")
+            if pending.outcome is not None:
+                outcome = self.peers.offer(pending, 40)
+            self.peers.answer(pending, outcome)
+            return
+        ask = pending.ask
+        if ask.export:
+            asker = [r.request for r in self.live.values() if self.matcher.track(r.request).pending is pending]
+            tokens = asker[0].num_tokens if asker else 9
+        else:
+            least = ask.start // self.align + 1
+            tokens = rng.randint(least, max(least, len(ask.chain))) * self.align
+        self.peers.answer(pending, self.peers.offer(pending, tokens))
+
+    def load_ends(self):
+        loading = [r for r in self.live.values() if r.status in ("loading", "aborted")]
+        if not loading:
+            return
+        r, failed = self.rng.choice(loading), self.rng.random() < 0.3
+        name, t = r.request.request_id, self.matcher.get(r.request.request_id)
+        if failed and isinstance(t.offer, HostOffer):
+            group = self.rng.choice(r.order.groups)
+            slot = int(self.rng.choice(group.slots))
+            told = len(self.client.told)
+            self.matcher.discard(name, [(group.group, slot), (group.group, 1 << 30)])
+            [(verb, space, g, block_hash, at, session)] = self.client.told[told:]
+            assert (verb, g, at, space) == ("discard", group.group, slot, self.tier.space(b""))
+            assert len(block_hash) == HASH and session == t.offer.session
+        self.matcher.loaded(name, failed)
+        if r.status == "aborted":
+            del self.live[name]
+        elif failed:
+            r.status = "waiting" if self.rng.random() < 0.8 else "running"
+        else:
+            r.status = "running"
+            self.cached.update(r.request.block_hashes[: r.total // UNIT])
+
+    def verdict(self):
+        """The output of the step that waited for a load is read."""
+        [r] = [r for r in self.live.values() if getattr(r, "order", None) and r.status.startswith("hurried")] or [None]
+        if r is None:
+            return
+        request, name = r.request, r.request.request_id
+        failed = self.rng.random() < 0.4 and request.status is not RequestStatus.FINISHED_STOPPED
+        (group,) = r.order.groups
+        bad = set(self.rng.sample(group.blocks.tolist(), self.rng.randint(1, len(group.blocks)))) if failed else set()
+        good = r.total // UNIT * UNIT
+        if failed:
+            good = min(group.blocks.tolist().index(block) for block in bad) * UNIT + r.total - len(group.blocks) * UNIT
+            good = -(-good // UNIT) * UNIT
+        results = [LoadResult(name, bad, "", 1, 0.1, 0.0), LoadResult("another", set(), "", 1, 0.1, 0.0)]
+        assert self.hurry.judged(results) == {name} and not self.hurry.judged(results[1:])
+        ran = request in self.engine.running
+        self.hurry.settle(name, results)
+        self.matcher.loaded(name, failed)
+        self.unverified = set()
+        if failed:
+            assert request not in self.engine.running
+            assert not self.cached & set(request.block_hashes[good // UNIT :]), "what was computed on it is gone too"
+        if r.status == "hurried, aborted":
+            del self.live[name]
+        elif r.status == "hurried, preempted":
+            r.status = "waiting"
+        elif not failed:
+            r.status = "running"
+            self.engine.running.remove(request)
+        else:
+            assert ran and r.status == "waiting" and self.matcher.get(name).life.state in (State.LOCAL, State.NEW)
+
+    def preempt_early(self):
+        """Before its first step's output was read."""
+        for r in self.live.values():
+            if r.status == "hurried":
+                r.status = "hurried, preempted"
+                self.engine.running.remove(r.request)
+                r.request.num_preemptions += 1
+                assert self.matcher.match(r.request, self.hit(r.request)) == (None, False)
+
+    def preempt(self):
+        running = [r for r in self.live.values() if r.status == "running"]
+        if running:
+            r = self.rng.choice(running)
+            r.status = "waiting"
+            r.request.num_preemptions += 1
+
+    def forget_cache(self):
+        self.cached = {h for h in self.cached if self.rng.random() < 0.5}
+
+    def finish(self):
+        if not self.live:
+            return
+        r = self.rng.choice(list(self.live.values()))
+        if r.status.endswith("aborted"):
+            return
+        if r.status.startswith("hurried"):
+            if r.request in self.engine.running:
+                self.engine.running.remove(r.request)
+        r.request.status = self.rng.choice([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
+        loading = r.status == "loading"
+        self.matcher.finished(r.request)
+        stopped = [r.request.request_id] if loading and isinstance(r.order, LoadOrder) else []
+        assert self.matcher.take_aborted() == stopped
+        if loading:
+            r.status = "aborted"
+        elif r.status.startswith("hurried"):
+            r.status = "hurried, aborted"
+        else:
+            del self.live[r.request.request_id]
+
+    def store_dies(self):
+        if self.client.connected:
+            self.client.lose()
+        else:
+            self.client.connect("life 1")
+
+    def time_passes(self):
+        self.now += self.rng.choice([0.1, 2.0, 3.5, 61.0])
+
+    def end(self):
+        try:
+            self.verdict()
+            for name, r in list(self.live.items()):
+                if r.status != "aborted":
+                    r.request.status = RequestStatus.FINISHED_ABORTED
+                    self.matcher.finished(r.request)
+                if r.status in ("loading", "aborted"):
+                    self.matcher.loaded(name, False)
+            if not self.client.connected:
+                self.client.connect("life 1")
+            for pending in list(self.client.open):
+                self.client.answer(pending, pending.asked.start, [])
+            for pending in list(self.peers.open):
+                assert pending.cancelled or pending.outcome
+                self.peers.answer(pending, self.peers.offer(pending, 40))
+            assert not self.client.held and not self.peers.held and not self.planner.open
+            assert not len(self.matcher) and not self.matcher._inbound
+            assert Lifecycle.violations == 0
+        finally:
+            matching.time = asking.time = self.real
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=50, phases=WITHOUT_SHRINKING)
+def test_long_random_lives(groups, seed):
+    life = Life(GROUPS[groups], seed)
+    events = {
+        life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.peer_answers: 5,
+        life.load_ends: 4, life.preempt: 1.5, life.forget_cache: 1, life.finish: 2, life.store_dies: 0.3,
+        life.time_passes: 0.3, life.tier.renew: 0.1, life.verdict: 4, life.preempt_early: 0.3,
+    }  # fmt: skip
+    try:
+        for _ in range(200):
+            life.rng.choices(list(events), list(events.values()))[0]()
+            life.balanced()
+    finally:
+        life.end()
+
+
+def test_lives_fetch():
+    """The machine above has requests fetched from other engines of the node, also in the step that computes on them,
+    and among other requests where that is brief."""
+    fetched, hurried, among_others = 0, 0, 0
+    for seed in range(40):
+        life = Life(ONE, seed)
+        events = [life.new_request, life.fill_store, life.schedule, life.store_answers, life.peer_answers]
+        events += [life.load_ends, life.finish, life.verdict]
+        try:
+            for _ in range(300):
+                life.rng.choices(events, [4, 1, 12, 7, 9, 4, 1, 4])[0]()
+                life.balanced()
+        finally:
+            life.end()
+        fetched, hurried = fetched + life.fetched, hurried + life.fetched_hurriedly
+        among_others += life.among_others
+    assert fetched > 20 and hurried > 0 and among_others > 0

@@ -1,0 +1,208 @@
+"""What becomes of loads from the node store: requests that end, wait for one another or are preempted meanwhile, bad
+blocks, and a store that goes away."""
+
+import pytest
+from matcher_world import GROUPS, ONE, UNIT, World, no_violations, offered, params  # noqa: F401
+from support import make_request
+
+from vllm_kvtier.scheduler.lifecycle import Lifecycle
+from vllm_kvtier.scheduler.peers import NoOffer
+
+
+def test_a_report_that_comes_twice_costs_nothing_but_a_complaint():
+    """It ends on vLLM's thread: an exception there would end the engine."""
+    world = World(ONE)
+    request = make_request("r", list(range(18)), UNIT)
+    world.store(request)
+    assert offered(world, request) == (16, True)
+    world.matcher.allocated(request, world.tables(0, 16), 16)
+    world.matcher.loaded("r", False)
+    world.matcher.loaded("r", False)
+    assert Lifecycle.violations == 1 and not world.planner.open and not world.client.held
+    Lifecycle.violations = 0
+
+
+def test_an_abort_while_the_store_is_asked():
+    world = World(ONE)
+    request = make_request("r", list(range(18)), UNIT)
+    world.store(request)
+    assert world.matcher.match(request, 0) == (None, False)
+    world.matcher.finished(request)
+    world.answer(world.client.open[0])
+    assert not world.client.held and not len(world.matcher)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_abort_while_it_loads(failed):
+    world = World(ONE)
+    request = make_request("r", list(range(18)), UNIT)
+    world.store(request)
+    assert offered(world, request) == (16, True)
+    world.matcher.allocated(request, world.tables(0, 16), 16)
+    assert world.matcher.take_aborted() == []
+    world.matcher.finished(request)
+    assert world.matcher.take_aborted() == ["r"] and world.matcher.take_aborted() == []
+    assert world.client.held and world.planner.open, "the workers still read"
+    world.matcher.loaded("r", failed)
+    assert not world.client.held and not world.planner.open and not len(world.matcher)
+
+
+def test_vllm_goes_on_without_our_answer_while_the_stores_is_held():
+    world = World(ONE)
+    request = make_request("r", list(range(33)), UNIT, params("a"))
+    world.store(request, 16)
+    assert world.matcher.match(request, 0) == (None, False)
+    world.answer(world.client.open[0])
+    assert world.matcher.match(request, 0) == (None, False)
+    assert world.client.held and world.peers.open
+    world.matcher.allocated(request, ([1],), 0)
+    assert not world.client.held and world.peers.open[0].cancelled
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_waits_for_what_another_one_loads(failed):
+    world = World(ONE)
+    first, second = (make_request(name, [*range(17), i], UNIT) for i, name in enumerate("ab"))
+    world.store(first)
+    assert offered(world, first) == (16, True)
+    world.matcher.allocated(first, world.tables(0, 16), 16)
+    assert world.matcher.match(second, 0) == (None, False) and not world.client.open, "it does not even ask"
+    world.matcher.loaded("a", failed)
+    if failed:  # then it asks for itself
+        assert offered(world, second) == (16, True)
+        world.matcher.allocated(second, world.tables(0, 16), 16)
+        world.matcher.loaded("b", False)
+    else:  # vLLM has it in its prefix cache now
+        assert world.matcher.match(second, 16) == (0, False) and not world.client.open
+    assert not world.client.held
+    assert world.counters.take()["awaited|host"] == 1
+
+
+@pytest.mark.parametrize("offered_already", [False, True])
+def test_requests_that_came_together_do_not_all_load_the_same(offered_already):
+    """All of them asked the store, or even had its offer, before the first one's load began."""
+    world = World(ONE)
+    requests = [make_request(f"r{i}", [*range(17), i], UNIT) for i in range(4)]
+    world.store(requests[0])
+    for request in requests:
+        assert world.matcher.match(request, 0) == (None, False)
+    for pending in list(world.client.open):
+        world.answer(pending)
+    for request in requests[: 4 if offered_already else 1]:
+        assert world.matcher.match(request, 0) == (16, True)
+    world.matcher.allocated(requests[0], world.tables(0, 16), 16)
+    for request in requests[1:]:
+        assert world.matcher.match(request, 0) == (None, False)
+    world.matcher.loaded("r0", False)
+    for request in requests[1:]:
+        assert world.matcher.match(request, 16) == (0, False)
+    assert not world.client.held
+    world.balanced()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_load():
+    world = World(ONE)
+    long, short = make_request("l", list(range(200)), UNIT), make_request("s", list(range(9)), UNIT)
+    world.store(long)
+    assert offered(world, long) == (200, True)
+    world.matcher.allocated(long, world.tables(0, 200), 200)
+    assert offered(world, short) == (8, True)
+
+
+def test_nobody_waits_for_the_load_of_an_aborted_request():
+    """What it loads does not enter vLLM's prefix cache."""
+    world = World(ONE)
+    first, second = (make_request(name, [*range(17), i], UNIT) for i, name in enumerate("ab"))
+    world.store(first)
+    assert offered(world, first) == (16, True)
+    world.matcher.allocated(first, world.tables(0, 16), 16)
+    world.matcher.finished(first)
+    assert offered(world, second) == (16, True)
+    world.matcher.loaded("a", False)
+    world.matcher.finished(second)
+    assert not world.client.held
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_preempted_request_asks_again(loaded):
+    world = World(ONE)
+    request = make_request("r", list(range(18)), UNIT)
+    if loaded:
+        world.store(request)
+        assert offered(world, request) == (16, True)
+        world.matcher.allocated(request, world.tables(0, 16), 16)
+        world.matcher.loaded("r", False)
+    else:
+        assert offered(world, request) == (0, False)
+        world.matcher.allocated(request, world.tables(0, 0), 0)
+    assert loaded or world.matcher.match(request, 0) == (0, False), "once declined, it is not asked for every step"
+    world.store(request)
+    request.num_preemptions += 1
+    assert offered(world, request) == (16, True)
+    world.matcher.allocated(request, world.tables(0, 16), 16)
+    world.matcher.loaded("r", False)
+    assert world.matcher.finished(request).report().pulled == 16
+    assert not world.client.held and not world.planner.open
+
+
+def test_what_was_stored_before_a_reset_is_not_loaded_after_it():
+    """The weights may have changed in place meanwhile: asked, answered or held, it is not ours any more."""
+    world = World(ONE)
+    requests = [make_request(f"r{i}", [i] * 18, UNIT, params("a") if i == 3 else None) for i in range(4)]
+    for request in requests:
+        world.store(request, 12)
+    for request in requests:
+        assert world.matcher.match(request, 0) == (None, False)
+    first, *rest = list(world.client.open)
+    for pending in rest:
+        world.answer(pending)
+    assert world.matcher.match(requests[2], 0) == (12, True)
+    assert world.matcher.match(requests[3], 0) == (None, False) and world.matcher.get("r3").held
+    before = world.tier.space(b"")
+    world.tier.renew()
+    assert world.tier.space(b"") != before
+    world.answer(first)
+    world.peers.answer(world.peers.open[0], NoOffer("nothing", ""))
+    for request in requests:
+        assert world.matcher.match(request, 0) == (0, False)
+    assert not world.client.held
+    again = make_request("r4", [0] * 18, UNIT)
+    assert world.matcher.match(again, 0) == (None, False)
+    assert world.client.open[0].asked.space == world.tier.space(b"")
+
+
+def test_bad_blocks_are_forgotten_by_the_store():
+    world = World(GROUPS["windows"])
+    request = make_request("r", list(range(34)), UNIT)
+    world.store(request)
+    assert offered(world, request) == (32, True)
+    tables = world.tables(0, 32)
+    world.matcher.allocated(request, tables, 32)
+    [order], _ = world.matcher.take_orders()
+    bad = [(0, int(order.groups[0].slots[3])), (1, int(order.groups[1].slots[-1])), (0, 1), (5, 16)]
+    world.matcher.discard("r", bad)
+    told = [(verb, g, h, slot) for verb, _, g, h, slot, _ in world.client.told]
+    assert told == [
+        ("discard", 0, world.hash(request, 0, 3), bad[0][1]),
+        ("discard", 1, world.hash(request, 1, 7), bad[1][1]),
+    ]
+    world.matcher.loaded("r", True)
+    world.matcher.discard("r", bad)
+    world.matcher.discard("nobody", bad)
+    assert len(world.client.told) == 2
+    assert world.matcher.match(request, 0) == (0, False), "it is computed, not loaded again"
+
+
+def test_a_store_that_dies_with_a_lease_of_ours():
+    world = World(ONE)
+    request = make_request("r", list(range(18)), UNIT)
+    world.store(request)
+    assert offered(world, request) == (16, True)
+    world.client.lose()
+    world.client.connect("life 2")
+    assert world.matcher.match(request, 0) == (16, True), "the workers know that the slots are another life's"
+    world.matcher.allocated(request, world.tables(0, 16), 16)
+    [order], _ = world.matcher.take_orders()
+    assert order.instance == "life 1"
+    world.matcher.loaded("r", True)
+    assert not world.planner.open
