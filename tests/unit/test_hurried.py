@@ -15,8 +15,8 @@ def order(name, hurried=True):
     return LoadOrder(name, [GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)], 60.0, "life", hurried)
 
 
-def result(name, *bad):
-    return LoadResult(name, set(bad), "", 30, 0.1, 0.0)
+def result(name, *bad, ticket=0):
+    return LoadResult(name, set(bad), "", 30, 0.1, 0.0, ticket=ticket)
 
 
 class Tier:
@@ -24,9 +24,11 @@ class Tier:
 
     def __init__(self, owner):
         self.owner, self.late, self.log, self.bad = owner, False, [], ()
+        self.begun = []
 
     def load_now(self, loads):
         self.log.append(("now", [o.request_id for o in loads]))
+        self.begun += loads
 
     def load(self, loads):
         self.log.append(("load", [o.request_id for o in loads]))
@@ -34,7 +36,12 @@ class Tier:
     def settle(self, seconds):
         self.log.append(("settle", seconds))
         if not self.late:
-            self.owner._finish(result("r", *self.bad))
+            self.end()
+
+    def end(self):
+        begun, self.begun = self.begun, []
+        for each in begun:
+            self.owner._finish(result(each.request_id, *self.bad, ticket=each.ticket))
 
     def step(self, step, fence):
         self.log.append(("step", step))
@@ -88,10 +95,56 @@ def test_what_did_not_come_in_time_failed(worker, how, monkeypatch, caplog):
     [judged] = out.results
     assert (judged.request_id, judged.bad_blocks, out.finished) == ("r", {3, 4, 5}, set()) and judged.reason
     if how == "late":  # its end is nobody's business any more; a later load of the same request is
-        worker._finish(result("r"))
-        assert not worker.collect().results
+        tier.end()
     worker._finish(result("r"))
     assert worker.collect().finished == {"r"}
+    assert not worker.collect().results
+
+
+def test_what_comes_of_a_load_whose_begin_failed_midway_is_nobody_s(worker, monkeypatch):
+    """vLLM ends an engine that tells it of the end of a load that its request does not wait for."""
+    tier, work = worker._tier, StepWork(7, loads=[order("r")])
+    begin = tier.load_now
+    monkeypatch.setattr(tier, "load_now", lambda loads: begin(loads) or 1 / 0)
+    tier.late = True
+    worker.hurry(work)
+    worker.submit(work)
+    assert [r.bad_blocks for r in worker.collect().results] == [{3, 4, 5}]
+    tier.end()
+    out = worker.collect()
+    assert not out.finished and not out.results and not out.bad_blocks
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_late_one_is_not_taken_for_the_next_of_its_request(worker, hurried):
+    """Nor are both taken for late when they end together: an asynchronous one's request would wait for ever."""
+    tier, first = worker._tier, StepWork(7, loads=[order("r")])
+    tier.late = True
+    worker.hurry(first)
+    worker.submit(first)
+    assert [r.bad_blocks for r in worker.collect().results] == [{3, 4, 5}]
+    late, tier.begun = tier.begun, []
+    second = StepWork(8, loads=[order("r", hurried)])
+    worker.hurry(second)
+    [judged_by] = tier.begun or [second.loads[0]]
+    worker.submit(second)
+    worker._finish(result("r", ticket=late[0].ticket))
+    if hurried:
+        out = worker.collect()
+        assert [r.bad_blocks for r in out.results] == [{3, 4, 5}], "the first one says nothing of the second"
+        return
+    worker._finish(result("r", 4, ticket=judged_by.ticket))
+    out = worker.collect()
+    assert out.finished == {"r"} and [r.bad_blocks for r in out.results] == [{4}]
+
+
+def test_an_error_while_waiting_costs_the_load_not_the_engine(worker, monkeypatch, caplog):
+    tier, work = worker._tier, StepWork(7, loads=[order("r")])
+    monkeypatch.setattr(tier, "settle", lambda seconds: 1 / 0)
+    worker.hurry(work)
+    worker.submit(work)
+    assert [r.bad_blocks for r in worker.collect().results] == [{3, 4, 5}]
+    assert "waiting for a load failed" in caplog.text
 
 
 def test_steps_without_such_loads_cost_nothing():
@@ -108,8 +161,8 @@ def fetch(name, hurried=True, timeout=30.0):
     return FetchOrder(name, "s/1", [GroupPull(0, blocks, blocks, blocks.astype(np.uint64), blocks)], timeout, hurried)
 
 
-def fetched(name, *bad):
-    return FetchResult(name, set(bad), bool(bad), "", 30, 0.1)
+def fetched(name, *bad, ticket=0):
+    return FetchResult(name, set(bad), bool(bad), "", 30, 0.1, ticket=ticket)
 
 
 class Fetching:
@@ -117,7 +170,7 @@ class Fetching:
 
     def __init__(self, owner):
         self.owner, self.late, self.log, self.bad = owner, False, [], ()
-        self.known = {}
+        self.known, self.begun = {}, []
 
     def introduce(self, sources):
         self.known.update(sources)
@@ -125,6 +178,7 @@ class Fetching:
     def begin_now(self, orders):
         assert all(order.source in self.known for order in orders)
         self.log.append(("now", [o.request_id for o in orders]))
+        self.begun += orders
 
     def begin(self, orders):
         self.log.append(("begin", [o.request_id for o in orders]))
@@ -132,7 +186,12 @@ class Fetching:
     def settle(self, seconds):
         self.log.append(("settle", seconds))
         if not self.late:
-            self.owner._finish(fetched("r", *self.bad))
+            self.end()
+
+    def end(self):
+        begun, self.begun = self.begun, []
+        for each in begun:
+            self.owner._finish(fetched(each.request_id, *self.bad, ticket=each.ticket))
 
     def step(self, fence):
         self.log.append(("step", fence))
@@ -177,10 +236,10 @@ def test_a_fetch_that_did_not_come_in_time_failed(fetcher, how, monkeypatch):
     assert isinstance(judged, FetchResult) and judged.bad_blocks == out.bad_blocks == {7, 8} and judged.failed
     assert out.failed == {"r"} and not out.finished and bool(judged.reason) == (how != "wrong")
     if how == "late":
-        fetcher._finish(fetched("r"))
-        assert not fetcher.collect().results
+        fetching.end()
     fetcher._finish(fetched("r"))
     assert fetcher.collect().finished == {"r"}
+    assert not fetcher.collect().results
 
 
 def test_a_load_and_a_fetch_of_one_request_are_two(fetcher):
@@ -192,5 +251,5 @@ def test_a_load_and_a_fetch_of_one_request_are_two(fetcher):
     assert [(type(r), r.bad_blocks) for r in out.results] == [(LoadResult, {4}), (FetchResult, {7, 8})]
     fetcher._finish(result("r"))
     assert fetcher.collect().finished == {"r"}, "the load is another one"
-    fetcher._finish(fetched("r"))
+    fetcher._fetching.end()
     assert not fetcher.collect().results

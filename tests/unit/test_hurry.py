@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support import make_request
 from test_scheduler_half import half as bare  # noqa: F401
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.scheduler import hurry as module
 from vllm_kvtier.scheduler.half import SchedulerHalf
@@ -15,6 +16,7 @@ from vllm_kvtier.scheduler.peers import Loan
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
+from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
 
 UNIT = 4
@@ -23,7 +25,7 @@ UNIT = 4
 @pytest.fixture
 def engine():
     return SimpleNamespace(
-        connector="ours", running=[], get_request_counts=lambda: (0, 1), prev_step_scheduled_req_ids=set()
+        connector="ours", running=[], requests={}, get_request_counts=lambda: (0, 1), prev_step_scheduled_req_ids=set()
     )
 
 
@@ -60,6 +62,9 @@ class Pool:
     def free(self, ids):
         for block in ids:
             self.held.remove(block)
+
+    def held_once(self, ids):
+        return sum(self.held.count(block) == 1 for block in ids)
 
 
 def make(engine, milliseconds=100.0, timeout=60.0, evicted=None, seconds=0.1):
@@ -124,6 +129,76 @@ def test_no_memory_is_mapped_while_others_wait(engine):
     assert hurry.suits(tracked(lender="P/1"), 0, 4) and not hurry.suits(tracked(lender="P/2"), 0, 4)
 
 
+def test_where_somebody_else_waits_nothing_is_hurried(engine):
+    """He would not be matched before the verdict; and several brief loads, one in two steps each, take longer than all
+    of them together."""
+    t, waiting = tracked(), make_request("s", [1, 2, 3], UNIT)
+    engine.requests = {"r": t.request, "s": waiting}
+    engine.get_request_counts = lambda: (1, 1)  # while vLLM schedules, those passed over are in no queue
+    hurry = make(engine, seconds=0.001)
+    assert not hurry.suits(t, 0, 2)
+    waiting.num_computed_tokens = 3  # loaded; it is not matched again
+    assert hurry.suits(t, 0, 2)
+    waiting.num_computed_tokens, waiting.status = 0, RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert hurry.suits(t, 0, 2)
+    waiting.status = RequestStatus.PREEMPTED
+    assert not hurry.suits(t, 0, 2)
+
+
+@pytest.mark.parametrize("lender", ["", "P/1"])
+def test_one_that_took_too_long_is_the_last_for_a_while(engine, monkeypatch, lender):
+    """What others waited for in vain they do not wait for again."""
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hurry, t = make(engine, seconds=0.001, evicted=[]), tracked(lender=lender)
+    hurry.mapped(lender)
+
+    def ended(seconds, corrupt):
+        ordered(hurry, t)
+        assert t.load.timeout == module.LONGEST
+        if lender:
+            hurry.settle("r", [FetchResult("r", {11}, True, "because", 1, seconds, checksum=corrupt)])
+        else:
+            hurry.settle("r", [LoadResult("r", {11}, "because", 1, seconds, 0.0, [(0, 5)] * corrupt)])
+
+    ended(0.5, False)
+    assert hurry.suits(t, 0, 1), "it failed soon"
+    assert hurry.suits(t, 0, 2) == (not lender), "mapping it may take long the next time"
+    hurry.mapped(lender)
+    ended(module.LONGEST, True)
+    assert hurry.suits(t, 0, 2), "it was waited for anyway"
+    ended(module.LONGEST, False)
+    assert not hurry.suits(t, 0, 1) and not hurry.suits(t, 0, 2)
+    hurry.mapped("Q/1")
+    assert hurry.suits(tracked(lender="" if lender else "Q/1"), 0, 1), "another source"
+    now[0] += module.PAUSE
+    assert hurry.suits(t, 0, 1)
+
+
+def test_bad_blocks_that_are_none_of_it_take_all_of_it_back(engine):
+    evicted = []
+    hurry, t = make(engine, evicted=evicted), tracked()
+    ordered(hurry, t)
+    hurry.settle("r", [LoadResult("r", {99}, "", 1, 0.1, 0.0)])
+    assert evicted == [bytes(h) for h in t.request.block_hashes]
+
+
+def test_a_verdict_is_not_given_up_while_a_step_is_scheduled(bare):  # noqa: F811
+    """The request may be in that step: vLLM could not take it out again."""
+    half, arrived = bare, []
+    half._settle_namespace = half._run_jobs = lambda: None
+    half._facts = SimpleNamespace(unsupported="no")
+    half._pace = SimpleNamespace(end_step=lambda: None)
+    half._hurry = SimpleNamespace(overdue=lambda: "verdict")
+    half.arrived = lambda results, finished: arrived.extend(results)
+    half._facts.unsupported = None
+    half._matcher.match = lambda request, computed: (None, False)
+    assert half.match("request", 0) == (None, False) and not arrived
+    half._facts.unsupported = "no"
+    half.end_step()
+    assert arrived == ["verdict"]
+
+
 def test_output_of_one_that_was_preempted_is_dropped(engine):
     """vLLM delivers what was in flight of a preempted request, and by then does not know that it was wrong."""
     hurry, t = make(engine), tracked()
@@ -142,7 +217,8 @@ def ordered(hurry, t):
     from vllm_kvtier.scheduler import orders
     from vllm_kvtier.scheduler.ledger import Keys
 
-    t.load = orders.load_order(t, [(UNIT, None)], UNIT, Keys(1), ([11, 12, 13, 14, 15],), 16, 60.0)
+    make_order = orders.fetch_order if isinstance(t.offer, Loan) else orders.load_order
+    t.load = make_order(t, [(UNIT, None)], UNIT, Keys(1), ([11, 12, 13, 14, 15],), 16, 60.0)
     t.pulled = 16
     hurry.begin(t, t.load)
     assert t.load.hurried and hurry.awaits_verdict
@@ -179,9 +255,18 @@ def test_its_blocks_are_nobody_else_s_before_the_verdict(engine):
     hurry.settle("r", [LoadResult("r", {12}, "", 1, 0.1, 0.0)])
     assert not held
     ordered(hurry, t)
-    hurry.unpin()  # vLLM resets its prefix cache
+    held += [11, 12]
+    hurry.unpin()  # vLLM resets its prefix cache, in vain: the request has them
+    hurry.pin_again()
+    assert sorted(held) == [11, 11, 12, 12, 13, 14]
+    held[:] = held[:4]
+    hurry.unpin()
     assert not held
+    hurry.pin_again()
+    assert held == [11, 12, 13, 14], "its verdict is still to come"
     hurry.settle("r", [LoadResult("r", set(), "", 1, 0.1, 0.0)])
+    assert not held
+    hurry.pin_again()
     assert not held
 
 

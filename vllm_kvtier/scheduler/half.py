@@ -157,7 +157,7 @@ class SchedulerHalf:
             ),
             lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
-        pool.before_reset(self._before_reset)
+        pool.around_reset(self._before_reset, self._hurry.pin_again)
         self._reactor.start()
 
     @property
@@ -176,8 +176,6 @@ class SchedulerHalf:
         self._run_jobs()
         if self._facts.unsupported:
             return 0, False
-        if overdue := self._hurry.overdue():
-            self.arrived([overdue], set())
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
             self._relieve(self._exporter.needed(request.num_tokens - computed))
@@ -236,6 +234,9 @@ class SchedulerHalf:
     def end_step(self) -> None:
         """A step's output was read."""
         self._pace.end_step()
+        # Not while a step is scheduled, which the request may be in already.
+        if overdue := self._hurry.overdue():
+            self.arrived([overdue], set())
         if not self._facts.unsupported:
             self._gauges.refresh()
 
@@ -303,6 +304,7 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""
         self._before_reset()
+        self._hurry.pin_again()
         if self._sharing is not None:
             self._sharing.leave()
             self._sharing.settle()

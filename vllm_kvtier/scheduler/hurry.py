@@ -7,10 +7,11 @@ begins the load before the forward is launched, and the device runs the forward 
 comes with the step's output.
 
 Until then nobody else is matched: vLLM has the blocks in its prefix cache since they were allocated, and would share
-what is not verified. The blocks are pinned meanwhile, so that those that are reported bad are this request's or
-nobody's, whatever becomes of it. Nothing of the request is stored or summed for peers either. If the verdict is bad,
-nothing of what was computed on it is kept: the blocks leave the prefix cache, and the request begins anew behind the
-last good one (``vllm_compat.undo``).
+what is not verified. So where somebody else waits to be matched no load is hurried: of several brief ones each would
+take two steps, one after the other, which all take together as asynchronous loads. The blocks are pinned meanwhile, so
+that those that are reported bad are this request's or nobody's, whatever becomes of it. Nothing of the request is
+stored or summed for peers either. If the verdict is bad, nothing of what was computed on it is kept: the blocks leave
+the prefix cache, and the request begins anew behind the last good one (``vllm_compat.undo``).
 
 On the scheduler's thread only.
 """
@@ -34,6 +35,10 @@ logger = logging.getLogger("vllm.kvtier.hurry")
 
 # The workers end each such load within its step, and within its time limit; their word then comes with the output.
 SLACK = 10.0  # seconds
+# The limit: that of a load which nobody but its request waits for may be far higher. It covers the forward before, too.
+LONGEST = 3.0  # seconds
+# So long no load is hurried from where one took longer than that, and nobody finds that out again.
+PAUSE = 60.0  # seconds
 # What others may be held up by one such load: a part of their step, which any prefill would exceed by far. Where a step
 # is shorter than its launch, as in eager mode, the device has more time than that to spare.
 SHARE, LEAST = 0.25, 2e-3  # of a step that only generates; seconds
@@ -57,6 +62,8 @@ class Hurry:
         self._out: Tracked | None = None  # its verdict is awaited
         self._until = 0.0
         self._pinned: list[int] = []  # the blocks it is loaded into
+        self._released: list[int] = []  # the same, while vLLM resets its prefix cache
+        self._paused: dict[str, float] = {}  # place -> until when nothing is hurried from there
 
     @property
     def awaits_verdict(self) -> bool:
@@ -77,10 +84,17 @@ class Hurry:
         # Of a session that goes on with more input, vLLM takes tokens back in ways of its own.
         if getattr(t.request, "resumable", False) or not undo.serves(self._scheduler(), self._connector):
             return False
+        if self._pauses(t.offer.place):
+            return False
         if tracked == 1 and undo.alone(self._scheduler()):
             return self._planner.load_seconds(t.offer.place, t.offer.nbytes) <= self._seconds
         instance = "" if isinstance(t.offer, HostOffer) else t.offer.instance
-        return self.brief(t.offer.place, t.offer.nbytes, instance) is not None
+        if self.brief(t.offer.place, t.offer.nbytes, instance) is None:
+            return False
+        return not undo.others_wait(self._scheduler(), t.request)
+
+    def _pauses(self, place: str) -> bool:
+        return self._paused.get(place, 0.0) > time.monotonic()
 
     def brief(self, place: str, nbytes: int, instance: str) -> float | None:
         """Seconds that others would be held up by a load, if that is little; None: it is not. ``instance``: the engine
@@ -89,7 +103,7 @@ class Hurry:
         The forward waits for the one before it anyway, and so does an engine's load; what it adds is the copying."""
         if not self._seconds or self._planner is None or (instance and instance not in self._mapped):
             return None
-        if not undo.serves(self._scheduler(), self._connector) or self._planner.loading(place):
+        if not undo.serves(self._scheduler(), self._connector) or self._planner.loading(place) or self._pauses(place):
             return None  # what is under way there is not to be waited for
         seconds = self._planner.moving_seconds(place, nbytes)
         most = min(self._seconds, max(LEAST, SHARE * self._planner.step_seconds()))
@@ -97,7 +111,7 @@ class Hurry:
 
     def begin(self, t: Tracked, order: LoadOrder | FetchOrder) -> None:
         """Blocks are allocated; the load is ordered for the step that is being scheduled."""
-        order.hurried = True
+        order.hurried, order.timeout = True, min(order.timeout, LONGEST)
         if t.local + t.pulled == t.request.num_tokens - 1 < t.offer.tokens:
             t.pulled += 1  # loaded with its block; vLLM could not be told so
         self._out, self._until = t, time.monotonic() + self._timeout + SLACK
@@ -106,9 +120,16 @@ class Hurry:
         self._pinned = self._pool.pin(order.block_list)
 
     def unpin(self) -> None:
-        """vLLM is to reset its prefix cache, for which no block may be held."""
-        pinned, self._pinned = self._pinned, []
-        self._pool.free(pinned)
+        """vLLM is to reset its prefix cache, for which no block may be held; ``pin_again`` is to follow. Nothing is
+        unpinned that somebody else holds as well, as the request itself: then it is not reset."""
+        if self._pool.held_once(self._pinned) == len(self._pinned):
+            self._released, self._pinned = self._pinned, []
+            self._pool.free(self._released)
+
+    def pin_again(self) -> None:
+        """It was reset, or not; nobody was given a block meanwhile. The verdict is still to come."""
+        released, self._released = self._released, []
+        self._pinned += self._pool.pin(released)
 
     def watch(self) -> None:
         """A step was scheduled, in which the request may have been preempted: what was computed on its load is not to
@@ -136,15 +157,31 @@ class Hurry:
         if t is None or t.request.request_id != request_id:
             return
         self._out = None
-        self.unpin()
-        bad = {block for result in results if result.request_id == request_id for block in result.bad_blocks}
-        if bad:
+        pinned, self._pinned = self._pinned, []
+        self._pool.free(pinned)
+        mine = [result for result in results if result.request_id == request_id]
+        if any(result.failed and not result.checksum for result in mine):
+            self._look_at(t, max(result.seconds for result in mine))
+        if bad := {block for result in mine for block in result.bad_blocks}:
             self._take_back(t, bad)
+
+    def _look_at(self, t: Tracked, seconds: float) -> None:
+        """It did not come, or too late: what others pay for that they are to pay once."""
+        if not isinstance(t.offer, HostOffer):
+            self._mapped.discard(t.offer.instance)  # whether it can be mapped is asked anew, by an engine's load
+        if seconds < t.load.timeout:
+            return
+        self._paused[t.offer.place] = time.monotonic() + PAUSE
+        logger.warning(
+            "kvtier: a load that its step waited for took more than %g s; for %g s none is waited for so (from: %s)",
+            t.load.timeout, PAUSE, t.offer.place,
+        )  # fmt: skip
 
     def _take_back(self, t: Tracked, bad: set[int]) -> None:
         """What was computed behind the first of these blocks, and was cached with it."""
         (load,) = t.load.groups
-        first = int(t.places[load.group][np.isin(load.blocks, list(bad))].min())
+        places, wrong = t.places[load.group], np.isin(load.blocks, list(bad))
+        first = int((places[wrong] if wrong.any() else places).min())
         # By content, because the request may have lost its blocks meanwhile.
         self._pool.evict((bytes(h) for h in t.request.block_hashes[first:]), load.group)
         scheduler = self._scheduler()

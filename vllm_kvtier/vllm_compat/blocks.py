@@ -34,16 +34,20 @@ class BlockPool:
         """Give the references back; the end of a sequence is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(ids)])
 
-    def before_reset(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when vLLM is about to reset its prefix cache, which fails while any block is held.
+    def around_reset(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+        """Call ``before`` when vLLM is about to reset its prefix cache, which fails while any block is held, and
+        ``after`` when it has, or has failed to.
 
         vLLM tells a connector only afterwards, and only if asked to.
         """
         reset = self._pool.reset_prefix_cache
 
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            callback()
-            return reset(*args, **kwargs)
+            before()
+            try:
+                return reset(*args, **kwargs)
+            finally:
+                after()
 
         self._pool.reset_prefix_cache = reset_prefix_cache
 

@@ -11,6 +11,8 @@ import inspect
 import time
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 
 def possible() -> bool:
     """Whether this vLLM's forward waits for loads, and its scheduler can drop what it has in flight of a request."""
@@ -33,6 +35,17 @@ def alone(scheduler: Any) -> bool:
     """Whether no request is there but the one being matched."""
     running, waiting = scheduler.get_request_counts()
     return not running and waiting <= 1
+
+
+def others_wait(scheduler: Any, request: Any) -> bool:
+    """Whether a request but this one is to be matched before it can run. Not in vLLM's queues only: while a step is
+    scheduled, those that were passed over in it are in none."""
+    return any(
+        other is not request
+        and other.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        and not other.num_computed_tokens
+        for other in scheduler.requests.values()
+    )
 
 
 def drop_output(request: Any) -> None:

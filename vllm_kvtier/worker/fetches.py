@@ -31,10 +31,14 @@ from vllm_kvtier.worker.work import FetchOrder
 
 logger = logging.getLogger("vllm.kvtier.fetches")
 
+# The model runner's thread, and all requests in its step, wait so long at most for the other thread.
+MOST_LOCKED = 0.1  # seconds
+
 
 @dataclass
 class FetchResult(PullResult):
     unmappable: str = ""  # why this source can never be read so; then all blocks are bad
+    ticket: int = 0  # of its order
 
 
 @dataclass(eq=False)
@@ -108,8 +112,11 @@ class Fetches:
 
     def start_now(self, orders: Sequence[FetchOrder], after: Any = None) -> None:
         """The same, and what this thread launches on its current stream from now on runs behind them. On a host they
-        have ended when this returns. ``settle`` is to follow, and tells the results."""
-        with self.lock:
+        have ended when this returns. ``settle`` is to follow, and tells the results. Raises KVTierError if another
+        thread maps a source meanwhile, which may take long."""
+        if not self.lock.acquire(timeout=MOST_LOCKED):
+            raise KVTierError("another thread is at the fetches for too long")
+        try:
             before = len(self._running)
             self._ended += self._start(orders, after, hurried=True)
             for fetch in list(self._running)[before:]:
@@ -117,15 +124,21 @@ class Fetches:
                     fetch.copy.wait_on(torch.cuda.current_stream(self._view.device))
                 else:
                     self._wait(fetch, max(order.timeout for order in fetch.orders))
+        finally:
+            self.lock.release()
 
     def settle(self, timeout: float) -> list[FetchResult]:
         """Wait until those that were started by ``start_now`` have ended, at most so many seconds; whatever ended."""
         until = time.monotonic() + timeout
-        with self.lock:
+        if not self.lock.acquire(timeout=timeout):
+            return []
+        try:
             for fetch in [fetch for fetch in self._running if fetch.hurried]:
                 self._wait(fetch, max(0.0, until - time.monotonic()))
                 fetch.hurried = False  # what is late is driven as all others
             return self._take()
+        finally:
+            self.lock.release()
 
     def drive(self) -> list[FetchResult]:
         """What has ended since the last call. On a host this does a piece of one fetch, of each in turn. Nothing, if
@@ -242,16 +255,18 @@ class Fetches:
             return self._failed(order, f"the copy from {order.source} failed: {why}", fetch.started)
         seconds, nbytes = time.monotonic() - fetch.started, self._bytes(order)
         if not bad:
-            return FetchResult(order.request_id, set(), False, "", nbytes, seconds)
+            return FetchResult(order.request_id, set(), False, "", nbytes, seconds, ticket=order.ticket)
         reason = f"{len(bad)} of {len(order.all_blocks)} blocks from {order.source} have a wrong checksum"
         self._log_once(order.source, reason)
-        return FetchResult(order.request_id, bad, True, reason, nbytes, seconds, checksum=True)
+        return FetchResult(order.request_id, bad, True, reason, nbytes, seconds, checksum=True, ticket=order.ticket)
 
     def _failed(self, order: FetchOrder, reason: str, started: float) -> FetchResult:
         if not self._stopped:
             self._log_once(order.source, reason)
         seconds, unmappable = time.monotonic() - started, self._unmappable.get(order.source, "")
-        return FetchResult(order.request_id, order.all_blocks, True, reason, 0, seconds, unmappable=unmappable)
+        return FetchResult(
+            order.request_id, order.all_blocks, True, reason, 0, seconds, unmappable=unmappable, ticket=order.ticket
+        )
 
     def _bytes(self, order: FetchOrder) -> int:
         return sum(len(g.local) * self._view.groups[g.group].block_bytes for g in order.groups)

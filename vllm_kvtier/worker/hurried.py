@@ -1,16 +1,22 @@
 """Loads and fetches that the forward of their own step computes on: begun before it, judged with its output.
 
 The scheduler half must hear in that very output what became of each, and vLLM must not hear of them as of asynchronous
-ones, whose requests it knows to wait. So what was not begun before the forward, or did not end in time, is
-reported as failed, and what is heard of it later goes to nobody. Its copies may still write then; whatever the device
-does with these blocks next runs behind them, because the forward does.
+ones, whose requests it knows to wait: it would end the engine. So what was not begun before the forward, or did not end
+in time, is reported as failed, and what is heard of it later goes to nobody. A request may have another load by then,
+even a hurried one: each has a ticket of its own, by which its result is known.
+
+What is late writes to nobody's blocks that it should not. A device runs the forward behind the copies, and the
+scheduler half hears the verdict when that forward has ended: giving a copy up frees nobody who waits for the device, it
+only ends this thread's wait. On a host all loads end in ``begin``, and of a copy that is late no piece is begun.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder
@@ -18,17 +24,6 @@ from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 logger = logging.getLogger("vllm.kvtier.worker")
 
 Order = LoadOrder | FetchOrder
-# One request may have one of each.
-_Name = tuple[type, str]
-
-
-def _order_name(order: Order) -> _Name:
-    return (type(order), order.request_id)
-
-
-def _result_name(result: Any) -> _Name:
-    kinds = {LoadResult: LoadOrder, FetchResult: FetchOrder}
-    return (kinds.get(type(result), type(result)), result.request_id)
 
 
 class Hurried:
@@ -36,18 +31,23 @@ class Hurried:
 
     def __init__(self) -> None:
         self._due: list[Order] = []  # of the step whose output is being made
-        self._begun: dict[_Name, float] = {}  # those that the forward waits for, and when they were begun
-        self._late: set[_Name] = set()
+        self._begun: dict[int, float] = {}  # by ticket: those that the forward waits for, and when they were begun
+        self._tickets = itertools.count(1)
 
     def begin(self, orders: list[Any], how: Callable[[list[Any]], None]) -> None:
         """Before the forward is launched: begin ``orders``, of one kind."""
         now = time.monotonic()
+        for order in orders:
+            order.ticket = next(self._tickets)
         try:
             how(orders)
+        except KVTierError as error:
+            logger.info("kvtier: a load or copy was not begun: %s", error)
+            return
         except Exception:  # they are computed instead; what was begun is waited for all the same
             logger.exception("kvtier: beginning a load failed")
             return
-        self._begun.update((_order_name(order), now) for order in orders)
+        self._begun.update((order.ticket, now) for order in orders)
 
     def take(self, orders: list[Any]) -> list[Any]:
         """The step's orders: hurried ones are due from now on, the others are returned."""
@@ -58,27 +58,30 @@ class Hurried:
         """When the forward was launched: wait by ``how``, for so many seconds at most, until those of a kind that are
         due have ended."""
         timeouts = [order.timeout for order in self._due if isinstance(order, kind)]
-        if timeouts:
+        if not timeouts:
+            return
+        try:
             how(max(timeouts))
+        except Exception:  # it costs these requests what they loaded, not all others the engine
+            logger.exception("kvtier: waiting for a load failed")
 
     def judge(self, results: list[Any]) -> tuple[list[Any], list[LoadResult | FetchResult]]:
         """Splits the results that came: (those of others, one for each order that is due)."""
-        if not (self._due or self._late):
-            return results, []
-        due, self._due = {_order_name(order): order for order in self._due}, []
-        named = [(_result_name(result), result) for result in results]
-        found = {name: result for name, result in named if name in due}
-        others = [result for name, result in named if name not in due and name not in self._late]
-        self._late.difference_update(name for name, _ in named)
+        if not self._due:
+            return [result for result in results if not _ticket(result)], []
+        due, self._due = self._due, []
+        found = {_ticket(result): result for result in results}
         judged = []
-        for name, order in due.items():
-            began, result = self._begun.pop(name, None), found.get(name)
-            if result is None and began is not None:
-                self._late.add(name)
-            if result is None or began is None:
-                result = _failed(order, began)
-            judged.append(result)
-        return others, judged
+        for order in due:
+            began = self._begun.pop(order.ticket, None)
+            result = found.get(order.ticket) if began is not None else None
+            judged.append(_failed(order, began) if result is None else result)
+        return [result for result in results if not _ticket(result)], judged
+
+
+def _ticket(result: Any) -> int:
+    """0: of no hurried one. With another ticket than those that are due it is late, and nobody's."""
+    return getattr(result, "ticket", 0)
 
 
 def _failed(order: Order, began: float | None) -> LoadResult | FetchResult:

@@ -212,6 +212,7 @@ class LoadResult:
     queued: float  # of these, until its first piece began
     corrupt: list[tuple[int, int]] = field(default_factory=list)  # (group, slot) whose checksum is wrong
     timed: bool = True  # False: it had ended before anybody looked; ``seconds`` are the most that it took
+    ticket: int = 0  # of its order
 
     @property
     def failed(self) -> bool:
@@ -388,8 +389,11 @@ class LoadQueue:
         else:
             reason = load.reason
         queued = (load.began if load.began is not None else now) - load.since
+        order, seconds = load.order, now - load.since
         self._results.append(
-            LoadResult(load.order.request_id, load.bad, reason, load.bytes, now - load.since, queued, load.corrupt)
+            LoadResult(
+                order.request_id, load.bad, reason, load.bytes, seconds, queued, load.corrupt, ticket=order.ticket
+            )
         )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import Hello
 from vllm_kvtier.wire import messages as m
@@ -43,6 +44,8 @@ STEPPING = (5e-3, 30e-3)
 # time: what comes meanwhile waits for its end, and each empty step in between costs a millisecond.
 IDLE_STRETCH, LAST_STRETCH = 3e-3, 10e-3
 IDLE_POLL = 50e-6  # how often it then looks after a device's copies
+# A step that waits for its loads waits so long at most for the reactor's thread, which may give memory back.
+MOST_LOCKED = 0.1  # seconds
 # After an unforeseen error.
 FAULT_PAUSE = 0.1
 # A device's link, before it was measured: about half of PCIe 5.
@@ -73,7 +76,7 @@ class TierWorker:
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
         self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
-        self._hurried: set[str] = set()  # requests whose loads somebody waits for in ``settle``
+        self._hurried: set[tuple[str, int]] = set()  # loads that somebody waits for in ``settle``: request, ticket
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
         self._stepped = -math.inf  # when the model runner's thread last looked after the copies
@@ -134,24 +137,32 @@ class TierWorker:
 
     def load_now(self, loads: list[LoadOrder]) -> None:
         """Begin loads, all of them: what this thread launches on its stream from now on runs behind them. On a host
-        they have ended when this returns. ``settle`` is to follow."""
-        self._resting = False
+        they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other thread is at the
+        memory for too long; then nothing was begun."""
         after = self._mark()  # also behind what the step has launched already, which may write to new blocks
-        with self._lock:
+        if not self._lock.acquire(timeout=MOST_LOCKED):
+            raise KVTierError("another thread is at the node store's memory for too long")
+        try:
+            self._resting = False
             self._stepped = time.monotonic()
             self._start(loads, after)
-            self._hurried.update(order.request_id for order in loads)
+            self._hurried.update((order.request_id, order.ticket) for order in loads)
             self._offload.load_now()
+        finally:
+            self._lock.release()
 
     def settle(self, seconds: float) -> None:
         """Wait until the loads begun by ``load_now`` have ended, at most so long; stores do not begin meanwhile.
         Results go to ``finish``."""
         until = time.monotonic() + seconds
-        while self._hurried and time.monotonic() < until:
+        while self._hurried and (left := until - time.monotonic()) > 0:
             self._stepped = time.monotonic()
-            with self._lock:
-                ended = self._advance(stores=False)
-            self._ended(ended)
+            if self._lock.acquire(timeout=left):
+                try:
+                    ended = self._advance(stores=False)
+                finally:
+                    self._lock.release()
+                self._ended(ended)
             if self._hurried:
                 time.sleep(IDLE_POLL)
         self._hurried.clear()
@@ -311,7 +322,7 @@ class TierWorker:
         """Any thread."""
         for result in ended.loads:
             self._finish(result)
-            self._hurried.discard(result.request_id)
+            self._hurried.discard((result.request_id, result.ticket))
         if ended.stored or ended.dropped:
             self._reactor.call_soon(lambda: self._tell_stored(ended))
 

@@ -49,6 +49,7 @@ class FetchOrder:
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
+    ticket: int = 0  # a worker's own, of each hurried one that it began: its result has the same
 
     @property
     def block_list(self) -> list[int]:
@@ -101,6 +102,7 @@ class LoadOrder:
     instance: str = ""  # the life of the store whose memory the slots are in
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
     far: FarSource | None = None  # the slots are in another node's memory, not in that of this node's store
+    ticket: int = 0  # as FetchOrder's
 
     @property
     def block_list(self) -> list[int]:
