@@ -195,8 +195,13 @@ class FarWorker:
             return made
 
         reads = Reads(ring, reader, self._arrived, self._broke, self._stuck, self._failed, ring.buffer_bytes)
-        reads.open()
+        # Host memory is pinned for the device before NIXL has it: UCX pins what nobody has, and CUDA does that once.
         copier = ring.copier(self._layouts)
+        try:
+            reads.open()
+        except Exception:
+            copier.close()
+            raise
         self._ring, self._reads, self._copier, self._off = ring, reads, copier, ""
         # Whatever group a piece is of, it fits a buffer.
         pages = ring.buffer_bytes // PAGE
