@@ -26,7 +26,8 @@ the start, with O_DIRECT, eight threads, 4 MiB at a time.
 
 Columns: ttft in ms, median, best and worst over the documents; share of the prompts' tokens by source: computed, gpu
 (prefix cache), memory, disk. What came from disk is what the connector counts as read, of LMCache what the kernel says
-that its process read from devices.
+that its process read from devices. same: share of the answers that begin as the document's did when it had just been
+computed (and was in the GPU's cache); who answers before its KV is there says something else.
 """
 
 import argparse
@@ -154,6 +155,7 @@ class Asked(NamedTuple):
     seconds: float
     tokens: PromptTokens
     read: float  # bytes from disk meanwhile
+    said: list[int] | None  # the answer's first tokens
 
 
 def store_options(folder: Path, args: argparse.Namespace) -> StoreOptions:
@@ -206,13 +208,16 @@ def ask(peer: DiskPeer, prompt: list[int], name: str, number: int) -> Asked:
     peer.forget()
     tokens, read, stored = prompt_tokens(peer.engine.base_url), peer.read_bytes(), peer.stored()
     seconds = peer.first_token(prompt)
-    tokens = prompt_tokens(peer.engine.base_url) - tokens
+    tokens, said = prompt_tokens(peer.engine.base_url) - tokens, peer.said
+    if name == PASSES[0]:
+        peer.first_token(prompt)  # from the GPU's prefix cache: what the later passes should say, to the bit
+        said = peer.said
     if name == PASSES[0] and peer.writes:
         peer.settle(stored, len(prompt))
         peer.written(0.97 * number * len(prompt) * peer.per_token)
     elif peer.kind == "kvtier":
         settled(peer._store)  # what was begun for a prompt that was then computed must not slow the next one
-    return Asked(seconds, tokens, peer.read_bytes() - read)
+    return Asked(seconds, tokens, peer.read_bytes() - read, said)
 
 
 def one_pass(
@@ -231,7 +236,9 @@ def one_pass(
     return taken
 
 
-def row(peer: DiskPeer, name: str, taken: dict[int, Asked]) -> dict:
+def row(peer: DiskPeer, name: str, taken: dict[int, Asked], first: dict[int, Asked]) -> dict:
+    """``first``: of the first pass."""
+    same = [first[number].said == a.said for number, a in taken.items() if number in first]
     asked = list(taken.values())
     times = [a.seconds * 1000 for a in asked]
     # What was read for a prompt that was computed after all is not where its tokens came from.
@@ -247,6 +254,7 @@ def row(peer: DiskPeer, name: str, taken: dict[int, Asked]) -> dict:
         "best": round(min(times), 1), "worst": round(max(times), 1),
         **{source: round(n / total, 3) for source, n in shares.items()},
         "read_gb": round(sum(a.read for a in asked) / 1e9, 2), "seconds": round(sum(times) / 1000, 2),
+        "same": round(sum(same) / len(same), 3) if same else None,
     }  # fmt: skip
 
 
@@ -312,7 +320,7 @@ def measure(args: argparse.Namespace, peers: list[DiskPeer], results: Results, d
         guarded(peers, peer, functools.partial(peer.first_token, random_prompt(rng, vocab, args.tokens // 2)))
     documents = [random_prompt(rng, vocab, args.tokens) for _ in range(args.documents)]
     order = list(range(args.documents))
-    left = deadline - time.monotonic()
+    left, first = deadline - time.monotonic(), {}
     for number, name in enumerate(PASSES):
         if number:
             rng.shuffle(order)
@@ -320,9 +328,10 @@ def measure(args: argparse.Namespace, peers: list[DiskPeer], results: Results, d
                 drop_cached(peer.folder)
         # The later passes have the documents of the first, and half of the time.
         taken = one_pass(peers, documents, name, order, deadline - left * (0.5, 0.25, 0.0)[number])
+        first = first or taken
         for peer, asked in taken.items():
             if asked:
-                results.add(row(peer, name, asked))
+                results.add(row(peer, name, asked, first[peer]))
         order = sorted({document for asked in taken.values() for document in asked}) if not number else order
 
 

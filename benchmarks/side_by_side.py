@@ -40,6 +40,7 @@ NAMES = {
 }  # fmt: skip
 COLORS = {OURS: "#1b7837", "nixl": "#998ec3", "offloading": "#f1a340", "lmcache": "#5ab4ac", ALONE: "#bbbbbb"}
 PEERS = ("nixl", "offloading", "lmcache")
+RIGHT = 0.9  # share of answers that must be the same; in 16 bits the last one may differ
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,23 @@ def thousands(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
+def right(row: dict) -> bool:
+    """Whether what was answered on KV that was brought is what is answered on KV that was computed."""
+    return (row.get("same") is None) or row["same"] >= RIGHT
+
+
 def of_host(result: dict) -> Iterable[Row]:
     rows = result["ttft"]
     for tokens in sorted({row["tokens"] for row in rows}):
         same = {row["connector"]: row for row in rows if row["tokens"] == tokens}
         # What a connector did not find in host memory it computed: that is no figure of its host memory.
-        values = {name: row["host"] for name, row in same.items() if row["from_host"] >= 0.9 or name == OURS}
+        values = {
+            name: row["host"] for name, row in same.items() if (row["from_host"] >= 0.9 or name == OURS) and right(row)
+        }
         yield Row("host", f"{thousands(tokens)} tokens from host memory", "ms", values | _computed(same))
+    wrong = {row["connector"] for row in rows if not right(row)}
     busy = [row for row in result["itl"] if row["source"] == "host" and row["from_host"] >= 0.9]
+    busy = [row for row in busy if row["connector"] not in wrong]
     for tokens in sorted({row["tokens"] for row in busy}):
         values = {row["connector"]: row["busy_p99"] for row in busy if row["tokens"] == tokens}
         yield Row("host", f"between others' tokens meanwhile, {thousands(tokens)}-token prompts, p99", "ms", values)
@@ -79,7 +89,7 @@ def of_pd(result: list[dict]) -> Iterable[Row]:
 def of_disk(result: dict) -> Iterable[Row]:
     rows, tokens = result["documents"], result["meta"]["tokens"]
     passes = list(dict.fromkeys(row["pass"] for row in rows))
-    same = {row["connector"].split(":")[0]: row for row in rows if row["pass"] == passes[-1]}
+    same = {row["connector"].split(":")[0]: row for row in rows if row["pass"] == passes[-1] and right(row)}
     values = {name: row["ttft"] for name, row in same.items()}
     yield Row("disk", f"{thousands(tokens)}-token documents, more than memory holds, {passes[-1]}", "ms", values)
 
@@ -147,7 +157,7 @@ def lanes(parts: list[str], gpus: list[int]) -> list[tuple[list[str], list[int]]
     """What runs at the same time, each one part after the other: (parts, their GPUs)."""
     if len(gpus) < 4:
         return [(parts, gpus)]
-    own = {"disk": gpus[1:2], "pd": gpus[2:4]}
+    own = {"disk": gpus[1:2], "cost": gpus[1:2], "pd": gpus[2:4]}
     found: dict[tuple[int, ...], list[str]] = {}
     for part in parts:
         found.setdefault(tuple(own.get(part, gpus[:1])), []).append(part)
@@ -170,6 +180,16 @@ def measure(part: str, args: argparse.Namespace, gpus: list[int]) -> str | None:
     return f"{part}: {PARTS[part].script} ended with {code}, see {args.folder}/{part}.log" if code else None
 
 
+def wrong(folder: Path) -> Iterable[str]:
+    """In words, who answered otherwise on what it had brought: its times are no figures."""
+    for part, name in (("host", "ttft"), ("disk", "documents")):
+        file = folder / f"{part}.json"
+        for row in json.loads(file.read_text())[name] if file.exists() else ():
+            if not right(row):
+                where = f"{thousands(row['tokens'])} tokens" if "tokens" in row else row["pass"]
+                yield f"{part}: {NAMES[row['connector']]}, {where}: {1 - row['same']:.0%} of the answers are wrong"
+
+
 def run(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peers, missing = installed(args.peers)
@@ -177,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(len(beside)) as pool:
         for told in pool.map(lambda lane: [measure(part, args, lane[1]) for part in lane[0]], beside):
             missing += filter(None, told)
+    missing += wrong(args.folder)
     meta = {
         "command": " ".join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]]),
         "machine": platform.processor() or platform.machine(), "gpus": args.gpus, "model": args.model.name,

@@ -123,6 +123,7 @@ class Peer:
             flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
         self.connector, self.host_bytes, self.per_token = connector, host, per_token
         self._stored = STORED.get(connector.partition(":")[0])
+        self.said: list[int] | None = None  # first tokens of the last answer
         self.engine = Engine(
             model, name=connector, kv=kv, gpus=[] if args.gpu is None else [args.gpu], log_dir=args.logs, args=flags,
             env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
@@ -163,18 +164,20 @@ class Peer:
         """A request, encoded before the clock starts."""
         return json.dumps({
             "model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": stream,
+            "stream": stream, "return_token_ids": True,
         }).encode()  # fmt: skip
 
     def first_token(self, prompt: list[int], tokens: int = 1) -> float:
-        """Seconds to the first chunk of the answer."""
+        """Seconds to the first chunk of the answer, which ``said`` then has the tokens of."""
         body, first = self.body(prompt, tokens), None
         start = time.perf_counter()
         with self.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    first = first or time.perf_counter() - start
+                    now = time.perf_counter()
+                    if first is None:
+                        first, self.said = now - start, json.loads(line[6:])["choices"][0].get("token_ids")
         if first is None:
             raise PeerFailed(f"{self.connector} answered nothing; its log is {self.engine.log_path}")
         return first

@@ -17,7 +17,8 @@ Codecs side by side: --connectors kvtier kvtier:fp8 offloading --variants '{"fp8
 in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's KV
 takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
 the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
-what remains is reported as it was.
+what remains is reported as it was. same: share of the answers from host memory that begin with the token that the hit's
+began with; who answers before its KV is there says another one.
 
 Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
 the gaps between their tokens in ms, all (p50, p99, max), outside and inside the time such a prompt waits for its first
@@ -95,10 +96,12 @@ def sample(peer: Peer, prompt: list[int]) -> dict:
     before = peer.stored()
     computed = peer.first_token(prompt)
     hit = peer.first_token(prompt)
+    said = peer.said
     if peer.connector == "none":
-        return {"computed": computed, "hit": hit, "host": None, "beyond": None, "share": 0.0}
+        return {"computed": computed, "hit": hit, "host": None, "beyond": None, "share": 0.0, "same": 1.0}
     host, share = host_hit(peer, prompt, before)
-    return {"computed": computed, "hit": hit, "host": host, "beyond": host - hit, "share": share}
+    same = float(peer.said == said)
+    return {"computed": computed, "hit": hit, "host": host, "beyond": host - hit, "share": share, "same": same}
 
 
 def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
@@ -113,6 +116,7 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
         "host": ms("host"), "host_best": ms("host", min), "beyond": beyond,
         "bytes": moving and round(moving, 1), "ratio": round(beyond / moving, 2) if moving and beyond else None,
         "from_host": round(median([t["share"] for t in taken]), 3),
+        "same": round(sum(t["same"] for t in taken) / len(taken), 3),
     }  # fmt: skip
 
 
@@ -233,8 +237,9 @@ def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     pinned = pinned_rate(args)
     most = max(*args.lengths, args.itl_tokens)
-    # On the GPU the longest prompt and the decodes; in host memory that, or the prompts of one decode measurement.
-    peers = start(args, most + DECODES * (64 + args.decode_tokens), max(most, 3 * args.itl_tokens))
+    # On the GPU the longest prompt and the decodes; in host memory twice that, or the prompts of a decode measurement:
+    # what came before them is there too, and was asked for more often.
+    peers = start(args, most + DECODES * (64 + args.decode_tokens), 2 * max(most, 3 * args.itl_tokens))
     try:
         results = Results(args.out, {**facts(args, peers), "pinned": pinned})
         print(json.dumps(results.data["meta"]), flush=True)
