@@ -172,6 +172,14 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
         ),
     ] = 100.0
+    switch_interval_ms: Annotated[
+        float,
+        _doc(
+            "Longest that a thread of the engine's process keeps Python's interpreter from the others (Python's own "
+            "5 ms hold up vLLM's steps, its answers and this connector's messages); 0: left as it is.",
+            ge=0,
+        ),
+    ] = 0.5
     store_idle_seconds: Annotated[
         float,
         _doc("A node store that this engine starts ends after so long without engines; 0: never.", ge=0),

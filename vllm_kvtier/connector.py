@@ -14,6 +14,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.vllm_compat import namespace
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.vllm_compat.facts import engine_facts
 from vllm_kvtier.vllm_compat.layout import cache_view
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
@@ -46,6 +47,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = KVTierConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         for option in ("codec", "wire_codec"):
             choice.check(option, getattr(self._options, option))
+        share_interpreter(self._options.switch_interval_ms / 1e3)
         self._facts = engine_facts(vllm_config, kv_cache_config)
         self._link = link_path(self._facts.engine_id, self._facts.instance_id)
         self._scheduler: SchedulerHalf | None = None

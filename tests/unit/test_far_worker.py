@@ -288,6 +288,21 @@ def test_where_the_gpu_cannot_be_reached_host_memory_serves(caplog, host):
     assert ("no GPUDirect here" in caplog.text) is not host
 
 
+def test_host_memory_is_pinned_for_the_device_before_nixl_has_it(monkeypatch):
+    """UCX pins what is not pinned, and CUDA refuses to pin it once more."""
+    view, _ = cache(BLOCKS, 1)
+    done, make = [], far_ring.Ring.copier
+    monkeypatch.setattr(far_ring.Ring, "copier", lambda *args: done.append("pinned") or make(*args))
+
+    def reader(ring, name, kind):
+        made = Network().reader(ring, name, kind)
+        monkeypatch.setattr(made, "register", lambda pieces: done.append("registered"))
+        return made
+
+    FarWorker(Turns(), 0, view, FarNode(view).setup(), [].append, print, make_reader=reader)
+    assert done[:2] == ["pinned", "registered"]
+
+
 def test_memory_that_there_is_not(monkeypatch, caplog):
     monkeypatch.setattr(far_ring, "memory_limits", lambda: MemoryLimits(1 << 20, 1 << 20, "this test"))
     view, _ = cache(BLOCKS, 1)

@@ -144,6 +144,22 @@ def test_a_part_that_another_rank_writes_is_left_to_it(worker):
     assert not worker.copier.calls and not worker.told
 
 
+def test_no_store_begins_while_a_forward_is_launched(worker):
+    """But loads do; and a launch that nobody ends holds stores up for a moment only."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    worker.tier.launching()
+    store(worker, 1, step=1)
+    worker.tier.load([load("r")])
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    if time.monotonic() < worker.tier._launched_by:
+        assert [call[0] for call in worker.copier.calls] == ["load"]
+    eventually(lambda: worker.told, 5.0, "stored after all")
+    worker.tier.launching()
+    worker.tier.step(2, "fence 2")
+    assert not worker.tier._launches()
+
+
 def test_a_device_s_copies_are_looked_after_when_no_step_follows(worker):
     """Their order came before its step was launched, and that step was the last one."""
     worker.tier.on_device = True

@@ -1,6 +1,7 @@
 """The worker half while it is being set up, and when vLLM takes the cache's memory away."""
 
 import contextlib
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 from pull_fakes import batch_of, pull_of
+from support import eventually
 
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.vllm_compat.engine import share_interpreter
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.half import WorkerHalf
 from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.memory import Pending
@@ -86,3 +93,40 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
     (result,) = half._done
     assert result.failed and result.bad_blocks == {1, 2} and "sleep" in result.reason
     assert np.array_equal(order.groups[0].local, [1, 2])
+
+
+def test_nothing_is_set_up_before_the_scheduler_half_is_there(run_dir):
+    """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
+    allocates, pins or loads on the device ends the capture and the engine."""
+    path, begun = str(run_dir / "l.sock"), threading.Event()
+    half = WorkerHalf(0, "agent", path, [])
+
+    def describe():
+        begun.set()
+        raise KVTierError("that is all")
+
+    half.register(describe, None, None)
+    turned = threading.Event()
+    half._reactor.call_soon(turned.set)
+    assert turned.wait(10) and not begun.is_set()
+    reactor, heard = Reactor("scheduler"), []
+    LinkServer(reactor, path, heard.append)
+    reactor.start()
+    assert begun.wait(10)
+    eventually(lambda: heard == [m.Unusable(0, "that is all")])
+    half.shutdown()
+    reactor.stop()
+
+
+def test_no_thread_keeps_the_interpreter_for_long():
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        share_interpreter(0.0)
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+        share_interpreter(0.0005)
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+        share_interpreter(0.002)
+        assert sys.getswitchinterval() == pytest.approx(0.0005), "whoever wants less has it"
+    finally:
+        sys.setswitchinterval(before)

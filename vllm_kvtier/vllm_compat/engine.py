@@ -7,6 +7,7 @@ nothing to wake: the next call into the scheduler does the work.
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,16 @@ from vllm_kvtier.vllm_compat.turns import Turns
 logger = logging.getLogger("vllm.kvtier.engine")
 
 _WRAPPED = "_kvtier_idle_hook"
+
+
+def share_interpreter(seconds: float) -> None:
+    """No thread of this process keeps the interpreter from others for longer than this (0: as it is; never raised).
+
+    While it launches a step vLLM's thread would keep it for Python's 5 ms from the one that sends out answers, and from
+    ours, whose messages others wait for.
+    """
+    if 0 < seconds < sys.getswitchinterval():
+        sys.setswitchinterval(seconds)
 
 
 class EngineThread:

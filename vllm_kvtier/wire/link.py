@@ -20,6 +20,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, drain
 
 MAX_SOCKET_PATH = 107
+_PRESENT = b""  # what each end says first
 
 
 def link_path(engine_id: str, instance_id: str) -> str:
@@ -71,22 +72,36 @@ class LinkServer:
 
     def _receive(self, frames: list[bytes]) -> None:
         self._workers.add(frames[0])
+        if frames[-1] == _PRESENT:
+            self._socket.send_multipart([frames[0], _PRESENT], zmq.NOBLOCK)
+            return
         self._on_message(m.decode_link(frames[-1]))
 
 
 class LinkClient:
-    """A worker's side; messages sent before the scheduler half listens are delivered when it does."""
+    """A worker's side; messages sent before the scheduler half listens are delivered when it does. ``on_met`` is
+    called when it is there."""
 
-    def __init__(self, reactor: Reactor, path: str, on_message: Callable[[m.LinkMessage], None]):
-        self._on_message = on_message
+    def __init__(
+        self,
+        reactor: Reactor,
+        path: str,
+        on_message: Callable[[m.LinkMessage], None],
+        on_met: Callable[[], object] = lambda: None,
+    ):
+        self._on_message, self._on_met = on_message, on_met
         self._socket = reactor.context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         _unbounded(self._socket)
         self._socket.connect(f"ipc://{path}")
+        self._socket.send(_PRESENT)
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 
     def tell(self, message: msgspec.Struct) -> None:
         self._socket.send(m.encode(message))
 
     def _receive(self, frames: list[bytes]) -> None:
+        if frames[-1] == _PRESENT:
+            self._on_met()
+            return
         self._on_message(m.decode_link(frames[-1]))

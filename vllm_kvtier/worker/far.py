@@ -111,6 +111,9 @@ class FarWorker:
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
+    def launching(self) -> None:
+        """As TierWorker's, which has stores."""
+
     def step(self, step: int, fence: Any) -> None:
         """The forward of ``step`` was launched; ``fence`` marks its end."""
         if step >= 0:

@@ -61,7 +61,9 @@ class WorkerHalf:
     def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str]):
         self._rank, self._agent_name, self._backends = rank, agent_name, backends
         self._reactor = Reactor(f"kvtier-worker-{rank}")
-        self._link = LinkClient(self._reactor, link_path, self._heard)
+        self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
+        self._met = False  # whether there is a scheduler half
+        self._begin: Callable[[], None] | None = None  # what is to be done then
         self._transport: NixlTransport | None = None
         self._memory: PeerMemory | None = None
         self._pulls: Pulls | None = None
@@ -92,11 +94,16 @@ class WorkerHalf:
     ) -> None:
         """Set up in the background from the engine's tensors; requests before it is ready are computed.
 
+        It begins when the scheduler half is there. vLLM makes that when the model is warmed up: until then it captures
+        CUDA graphs, which fails, and the engine with it, if another thread allocates, pins or loads meanwhile.
+
         ``share``: what peers are to read of the cache, and how. ``shards``: by group, which part of a block this rank
         holds (ranks with equal bytes name the same). ``heads``: by group, which KV heads; () if that is not known:
         then nothing is shared with other engines of the node, or fetched from them."""
         device = self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(lambda: self._register(describe, share, shards, heads, device))
+        self._reactor.call_soon(
+            lambda: self._when_met(lambda: self._register(describe, share, shards, heads, device))
+        )
 
     def sleep(self) -> None:
         """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
@@ -119,8 +126,9 @@ class WorkerHalf:
         self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
 
     def hurry(self, work: StepWork) -> None:
-        """Call before the step's forward is launched, in a step that has hurried loads or fetches: it runs behind
-        them."""
+        """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
+        if self._tier is not None:
+            self._tier.launching()
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
             self._hurried.begin(loads, self._tier.load_now)
@@ -223,6 +231,18 @@ class WorkerHalf:
             self._memory.close()
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
+
+    def _when_met(self, begin: Callable[[], None]) -> None:
+        if self._met:
+            begin()
+        else:
+            self._begin = begin
+
+    def _meet(self) -> None:
+        self._met = True
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
 
     def _register(self, describe, share, shards, heads, device: int | None) -> None:
         try:

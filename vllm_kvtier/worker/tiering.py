@@ -40,6 +40,10 @@ SOON = 5e-3  # seconds
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
+# A forward takes no longer to launch; where one failed, nobody says that it was launched. How often the reactor looks
+# after what is under way meanwhile: loads, and only stores.
+MOST_LAUNCHING = 0.1  # seconds
+LAUNCHING = (0.5e-3, 5e-3)
 # An engine that only waits for loads stays with them for so long at a time, or for so long if that should be the last
 # time: what comes meanwhile waits for its end, and each empty step in between costs a millisecond.
 IDLE_STRETCH, LAST_STRETCH = 3e-3, 10e-3
@@ -80,6 +84,7 @@ class TierWorker:
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
         self._stepped = -math.inf  # when the model runner's thread last looked after the copies
+        self._launched_by = -math.inf  # when the forward that it launches just now is taken to have been launched
         self._nbytes = 0
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
@@ -106,8 +111,14 @@ class TierWorker:
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
+    def launching(self) -> None:
+        """A step's forward is about to be launched: no store begins meanwhile on the other thread. Beginning one takes
+        the driver's time, and the launches, of hundreds of kernels where no graph is replayed, wait for it."""
+        self._launched_by = time.monotonic() + MOST_LAUNCHING
+
     def step(self, step: int, fence: Any) -> None:
         """The forward of ``step`` was launched; ``fence`` marks its end."""
+        self._launched_by = -math.inf
         if step < 0:  # a call of vLLM without a step of the scheduler's
             return
         self._resting = False
@@ -295,14 +306,19 @@ class TierWorker:
 
     def _drive(self) -> None:
         with self._lock:
-            ended = self._advance()
+            ended = self._advance(stores=not self._launches())
         self._ended(ended)
         self._schedule()
+
+    def _launches(self) -> bool:
+        return self.on_device and time.monotonic() < self._launched_by
 
     def _schedule(self) -> None:
         """Look again when that makes sense: sooner than was thought, if something came meanwhile."""
         with self._lock:
             delay = FAULT_PAUSE if self._fault else self._offload.next_poll()
+            if delay is not None and self._launches():  # stores that could begin are no reason
+                delay = max(delay, LAUNCHING[0 if self._offload.loading else 1])
         if delay is not None:
             self._look_again(delay)
 
