@@ -271,6 +271,7 @@ def plot(rows: list[Row], png: Path, meta: dict) -> None:
         axis.grid(alpha=0.3, axis="x")
         if unit == "ms":
             axis.set(xscale="log", xlabel="time to first token, ms (less is better)")
+            axis.set_xlim(right=1.4 * max(value for row in of_unit for value in row.values.values()))  # room for labels
         else:
             axis.set(xlabel="of vLLM's throughput without a connector (more is better)")
         axis.legend(fontsize=7)

@@ -94,10 +94,14 @@ class FakePlanner:
     """Says what it is told to say; loads under way must balance."""
 
     def __init__(self):
-        self.load, self.open, self.near, self.brief = True, [], True, False
+        self.load, self.open, self.near, self.brief, self.vain = True, [], True, False, False
 
     def step_seconds(self):
         return 0.01
+
+    def hopeless(self, start, end, prompt):
+        assert 0 <= start < end < prompt
+        return self.vain
 
     def decide(self, source, start, end, nbytes, prompt, least):
         assert least in (0.0, 0.01)

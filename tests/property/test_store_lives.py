@@ -96,6 +96,7 @@ class Life(World):
         rng, r = self.rng, self.rng.choice(waiting)
         request, name = r.request, r.request.request_id
         self.planner.load, self.planner.near, self.full = rng.random() < 0.8, rng.random() < 0.7, rng.random() < 0.1
+        self.planner.vain = rng.random() < 0.1
         self.planner.brief = rng.random() < 0.3
         if self.engine is not None:  # sometimes the others are yet to come
             self.engine.requests = {id(each): each.request for each in waiting if rng.random() < 0.5 or each is r}

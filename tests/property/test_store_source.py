@@ -142,3 +142,25 @@ def test_no_request_waits_for_a_store_that_is_not_there():
     world.client.lose()
     request = make_request("r", list(range(17)), UNIT)
     assert world.matcher.match(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("policy", ["measured", "always"])
+def test_nobody_is_asked_in_vain_among_others(policy):
+    """What is computed before the least load came: an ask would cost the others a moment, and its request a step."""
+    world = World(ONE, load_policy=policy)
+    world.planner.vain = True
+
+    def touched():
+        return [told for told in world.client.told if told[0] == "touch"]
+
+    alone, beside = (make_request(name, list(range(33)), UNIT) for name in ("alone", "beside"))
+    assert world.matcher.match(alone, 0) == (None, False), "nobody else is there whom it would cost anything"
+    asked = world.matcher.match(beside, 0)
+    if policy == "always":
+        assert asked == (None, False) and not touched()
+    else:
+        assert asked == (0, False) and len(touched()) == 1, "it is not forgotten for that"
+        assert world.counters.take()["declined|computed before an answer"] == 1
+    for request in (alone, beside):
+        world.matcher.finished(request)
+    world.balanced()

@@ -271,3 +271,17 @@ def test_what_is_computed_within_the_step_that_others_have_is_not_loaded():
     assert decide(planner, many).load and Planner({}, Clock()).step_seconds() == 0
     for _ in range(2 * p.TRIAL_EVERY):  # its source is not found slow by that
         assert planner.decide("store", 0, few, few * KV, few + 1, step).reason == p.SHORT
+
+
+def test_nobody_need_be_asked_for_what_is_computed_before_the_least_load():
+    clock = Clock()
+    planner = taught(clock, known=1)
+    assert not planner.hopeless(0, 100, 101), "what a load takes is not known"
+    for _ in range(6):
+        load(planner, clock, 1 << 20, 0.012)
+        load(planner, clock, 1 << 30, 0.012 + (1 << 30) / (50 * GB))
+    few, many = 200, 2000  # tokens: 5 and 46 ms
+    answers = [planner.hopeless(0, few, few + 1) for _ in range(2 * p.TRIAL_EVERY)]
+    assert answers.count(False) == 2, "a source may have become faster"
+    assert not any(planner.hopeless(0, many, many + 1) for _ in range(2 * p.TRIAL_EVERY))
+    assert not decide(planner, few).load and decide(planner, many).load, "as it is decided when something is offered"

@@ -71,7 +71,7 @@ class Asker:
         self._config, self._peers, self._groups, self._unit = config, peers, groups, unit
         self._my_address, self._counters, self._resumes, self._tier = my_address, counters, resumes, tier
         self._align = alignment(groups, unit)
-        self._scales, self._nearby = scales, nearby
+        self._scales, self._nearby, self._planner = scales, nearby, planner
         self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)
         self._spare, self._spared = MOST_SAVED, time.monotonic()  # that may be waited among others, and as of when
@@ -160,6 +160,11 @@ class Asker:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
             t.missed = "less than a block"
             return False
+        if not alone and self._config.load_policy == "measured" and self._planner is not None:
+            if self._planner.hopeless(computed, computed + lacking, t.request.num_tokens):
+                self._tier.touch(hashes, variant)
+                self.missed(t, "computed before an answer")
+                return False
         t.pending = self._tier.ask(computed, hashes, variant, t.hints.stores)
         if t.pending is None:
             t.missed = "no store"

@@ -130,6 +130,7 @@ class Planner:
         self._sources: dict[str, Source] = {}
         self._steps = StepCost()
         self._decodes = 0.0  # in a step, lately
+        self._hopeless = 0  # times that nobody need have been asked
         self.decisions = dict.fromkeys(REASONS, 0)
         for name, bandwidth in prior.items():
             self._add(name, bandwidth)
@@ -257,6 +258,19 @@ class Planner:
         place = self._source(source)
         now = None if place.queue.loads else self._clock()
         return place.rate.seconds(nbytes + place.queue.before(nbytes), now)
+
+    def hopeless(self, start: int, end: int, prompt: int) -> bool:
+        """Whether computing [start, end) is over before the least load of any source that was measured would be: then
+        ``decide`` would decline whatever part of it is offered. Not each time: a source may have become faster."""
+        measured = [place for place in self._sources.values() if place.measured >= max(1, self._known)]
+        seconds = self.compute_seconds(start, end, prompt) if measured else None
+        if seconds is None:
+            return False
+        now = self._clock()
+        if any(place.rate.latency(None if place.queue.loads else now) <= seconds for place in measured):
+            return False
+        self._hopeless += 1
+        return self._hopeless % TRIAL_EVERY > 0
 
     def step_seconds(self) -> float:
         """What a step lately takes that only generates; 0 while not known."""
