@@ -167,8 +167,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         _doc(
             "A request that is alone in the engine is computed in the step that loads it, on the heels of its blocks, "
-            "if the load is expected to take no more milliseconds than this; among others, if it is brief as well: "
-            "a quarter of a step that only generates, or 2 ms. 0: never.",
+            "if the load is expected to take no more milliseconds than this; among others, if it is brief as well (a "
+            "quarter of a step that only generates, or 2 ms) and nobody else waits to begin. 0: never.",
             ge=0,
         ),
     ] = 100.0
