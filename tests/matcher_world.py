@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tier_fakes import make_tier
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
@@ -88,6 +89,19 @@ class FakePeers:
         if pending.ask.lend:
             return Loan(*fields, mapped=pending.ask.mapped, alike=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
         return Offer(*fields)
+
+
+def end_all(matcher, live, peers) -> None:
+    """Every request of ``live`` (by name: request, status) ends, and every ask is answered that nobody waits for."""
+    for name, r in list(live.items()):
+        if r.status != "aborted":
+            r.request.status = RequestStatus.FINISHED_ABORTED
+            matcher.finished(r.request)
+        if r.status in ("loading", "aborted"):
+            matcher.loaded(name, False)
+    for pending in list(peers.open):
+        assert pending.cancelled or pending.outcome, "an ask that nobody waits for was not cancelled"
+        peers.answer(pending, peers.offer(pending, 40))
 
 
 class FakePlanner:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from matcher_world import FakePeers
+from matcher_world import FakePeers, end_all
 from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
@@ -218,15 +218,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "live"):
             return
         try:
-            for name, r in list(self.live.items()):
-                if r.status != "aborted":
-                    r.request.status = RequestStatus.FINISHED_ABORTED
-                    self.matcher.finished(r.request)
-                if r.status in ("loading", "aborted"):
-                    self.matcher.loaded(name, False)
-            for pending in list(self.peers.open):
-                assert pending.cancelled or pending.outcome, "an ask that nobody waits for was not cancelled"
-                self.peers.answer(pending, self.peers.offer(pending, 40))
+            end_all(self.matcher, self.live, self.peers)
             assert not self.peers.held and not len(self.matcher)
             assert Lifecycle.violations == 0
         finally:

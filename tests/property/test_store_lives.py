@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matcher_world import GROUPS, KEYS, ONE, UNIT, World, no_violations  # noqa: F401
+from matcher_world import GROUPS, KEYS, ONE, UNIT, World, end_all, no_violations  # noqa: F401
 from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
@@ -301,19 +301,11 @@ class Life(World):
     def end(self):
         try:
             self.verdict()
-            for name, r in list(self.live.items()):
-                if r.status != "aborted":
-                    r.request.status = RequestStatus.FINISHED_ABORTED
-                    self.matcher.finished(r.request)
-                if r.status in ("loading", "aborted"):
-                    self.matcher.loaded(name, False)
+            end_all(self.matcher, self.live, self.peers)
             if not self.client.connected:
                 self.client.connect("life 1")
             for pending in list(self.client.open):
                 self.client.answer(pending, pending.asked.start, [])
-            for pending in list(self.peers.open):
-                assert pending.cancelled or pending.outcome
-                self.peers.answer(pending, self.peers.offer(pending, 40))
             assert not self.client.held and not self.peers.held and not self.planner.open
             assert not len(self.matcher) and not self.matcher._inbound
             assert Lifecycle.violations == 0

@@ -284,4 +284,5 @@ def test_nobody_need_be_asked_for_what_is_computed_before_the_least_load():
     answers = [planner.hopeless(0, few, few + 1) for _ in range(2 * p.TRIAL_EVERY)]
     assert answers.count(False) == 2, "a source may have become faster"
     assert not any(planner.hopeless(0, many, many + 1) for _ in range(2 * p.TRIAL_EVERY))
+    assert decide(planner, few).reason == p.TRIAL, "what is offered then is tried"
     assert not decide(planner, few).load and decide(planner, many).load, "as it is decided when something is offered"

@@ -261,7 +261,7 @@ class Planner:
 
     def hopeless(self, start: int, end: int, prompt: int) -> bool:
         """Whether computing [start, end) is over before the least load of any source that was measured would be: then
-        ``decide`` would decline whatever part of it is offered. Not each time: a source may have become faster."""
+        ``decide`` would decline whatever part of it is offered. Not each time: then what is offered is a trial."""
         measured = [place for place in self._sources.values() if place.measured >= max(1, self._known)]
         seconds = self.compute_seconds(start, end, prompt) if measured else None
         if seconds is None:
@@ -270,7 +270,11 @@ class Planner:
         if any(place.rate.latency(None if place.queue.loads else now) <= seconds for place in measured):
             return False
         self._hopeless += 1
-        return self._hopeless % TRIAL_EVERY > 0
+        if self._hopeless % TRIAL_EVERY:
+            return True
+        for place in measured:  # declined so often, as it were
+            place.slow = TRIAL_EVERY - 1
+        return False
 
     def step_seconds(self) -> float:
         """What a step lately takes that only generates; 0 while not known."""

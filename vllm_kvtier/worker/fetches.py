@@ -27,12 +27,10 @@ from vllm_kvtier.worker.peer_copier import Copy, CopyJob, PeerCopier, make_peer_
 from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import FetchOrder
+from vllm_kvtier.worker.work import MOST_LOCKED, FetchOrder
 
 logger = logging.getLogger("vllm.kvtier.fetches")
 
-# The model runner's thread, and all requests in its step, wait so long at most for the other thread.
-MOST_LOCKED = 0.1  # seconds
 
 
 @dataclass

@@ -30,7 +30,7 @@ from vllm_kvtier.worker.offload import Ended, Offload
 from vllm_kvtier.worker.pool import Pool
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import LoadOrder, StoreOrder
+from vllm_kvtier.worker.work import MOST_LOCKED, LoadOrder, StoreOrder
 
 logger = logging.getLogger("vllm.kvtier.tiering")
 
@@ -48,8 +48,6 @@ LAUNCHING = (0.5e-3, 5e-3)
 # time: what comes meanwhile waits for its end, and each empty step in between costs a millisecond.
 IDLE_STRETCH, LAST_STRETCH = 3e-3, 10e-3
 IDLE_POLL = 50e-6  # how often it then looks after a device's copies
-# A step that waits for its loads waits so long at most for the reactor's thread, which may give memory back.
-MOST_LOCKED = 0.1  # seconds
 # After an unforeseen error.
 FAULT_PAUSE = 0.1
 # A device's link, before it was measured: about half of PCIe 5.

@@ -6,6 +6,9 @@ import numpy as np
 
 from vllm_kvtier.wire.messages import RankInfo
 
+# A step that waits for its loads, and all requests in it, wait so long at most for another of the worker's threads.
+MOST_LOCKED = 0.1  # seconds
+
 
 @dataclass
 class SumBatch:
@@ -40,8 +43,21 @@ class PullOrder:
     promised: bool = False  # read before the lease was granted: the source may not have made all checksums yet
 
 
+class _Filled:
+    """An order's blocks of ours, which it fills."""
+
+    @property
+    def block_list(self) -> list[int]:
+        """In the order of the prompt."""
+        return [block for group in self.groups for block in group.blocks.tolist()]
+
+    @property
+    def all_blocks(self) -> set[int]:
+        return set(self.block_list)
+
+
 @dataclass(eq=False)
-class FetchOrder:
+class FetchOrder(_Filled):
     """Blocks to copy from the caches of another engine of this node, which all ranks' workers read themselves."""
 
     request_id: str
@@ -51,14 +67,6 @@ class FetchOrder:
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
     ticket: int = 0  # a worker's own, of each hurried one that it began: its result has the same
 
-    @property
-    def block_list(self) -> list[int]:
-        """In the order of the prompt."""
-        return [block for group in self.groups for block in group.local.tolist()]
-
-    @property
-    def all_blocks(self) -> set[int]:
-        return set(self.block_list)
 
 
 @dataclass(eq=False)
@@ -95,7 +103,7 @@ class FarSource:
 
 
 @dataclass(eq=False)
-class LoadOrder:
+class LoadOrder(_Filled):
     request_id: str
     groups: list[GroupLoad]
     timeout: float  # seconds from when the worker gets it
@@ -103,15 +111,6 @@ class LoadOrder:
     hurried: bool = False  # the step's forward computes on it: begun before, and ended within the step
     far: FarSource | None = None  # the slots are in another node's memory, not in that of this node's store
     ticket: int = 0  # as FetchOrder's
-
-    @property
-    def block_list(self) -> list[int]:
-        """In the order of the prompt."""
-        return [block for group in self.groups for block in group.blocks.tolist()]
-
-    @property
-    def all_blocks(self) -> set[int]:
-        return set(self.block_list)
 
 
 @dataclass
