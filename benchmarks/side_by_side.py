@@ -13,7 +13,7 @@ are up together and take turns, so that they meet the same noise:
   disk   documents.py  the same of documents that only the disk has room for
   cost   overhead.py   throughput when nothing is ever hit, against vLLM without a connector
 
-With four GPUs named, parts that need none in common run at the same time.
+With two GPUs named, or four, parts that need none in common run at the same time.
 
 A connector that is not installed, or a part that fails, is left out and named in the table's foot; nothing stands in
 for it. What each part wrote, and its log, stay in the folder. ``show`` reads them: a Markdown table, and a plot.
@@ -153,15 +153,26 @@ def version(package: str) -> str | None:
         return None
 
 
-def lanes(parts: list[str], gpus: list[int]) -> list[tuple[list[str], list[int]]]:
-    """What runs at the same time, each one part after the other: (parts, their GPUs)."""
-    if len(gpus) < 4:
-        return [(parts, gpus)]
-    own = {"disk": gpus[1:2], "cost": gpus[1:2], "pd": gpus[2:4]}
+Lane = tuple[list[str], list[int]]
+
+
+def stages(parts: list[str], gpus: list[int]) -> list[list[Lane]]:
+    """Stages come one after the other; in each, lanes (parts one after the other, their GPUs) run at the same time."""
+    if len(gpus) < 2:
+        return [[(parts, gpus)]]
+    own = {"disk": gpus[:1], "cost": gpus[1:2], "pd": gpus[:2]}
+    if len(gpus) >= 4:
+        own |= {"disk": gpus[1:2], "pd": gpus[2:4]}
     found: dict[tuple[int, ...], list[str]] = {}
     for part in parts:
         found.setdefault(tuple(own.get(part, gpus[:1])), []).append(part)
-    return [(some, list(theirs)) for theirs, some in found.items()]
+    order: list[list[Lane]] = []
+    for theirs, some in sorted(found.items(), key=lambda lane: len(lane[0])):
+        taken = [gpu for _, others in order[-1] for gpu in others] if order else []
+        if not order or set(taken) & set(theirs):
+            order.append([])
+        order[-1].append((some, list(theirs)))
+    return order
 
 
 def measure(part: str, args: argparse.Namespace, gpus: list[int]) -> str | None:
@@ -193,10 +204,10 @@ def wrong(folder: Path) -> Iterable[str]:
 def run(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peers, missing = installed(args.peers)
-    beside = lanes(args.parts, args.gpus)
-    with ThreadPoolExecutor(len(beside)) as pool:
-        for told in pool.map(lambda lane: [measure(part, args, lane[1]) for part in lane[0]], beside):
-            missing += filter(None, told)
+    for beside in stages(args.parts, args.gpus):
+        with ThreadPoolExecutor(len(beside)) as pool:
+            for told in pool.map(lambda lane: [measure(part, args, lane[1]) for part in lane[0]], beside):
+                missing += filter(None, told)
     missing += wrong(args.folder)
     meta = {
         "command": " ".join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]]),
@@ -288,7 +299,7 @@ def main() -> int:
     one.add_argument("folder", type=Path, help="for results and logs")
     one.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     one.add_argument("--dummy", action="store_true", help="random weights")
-    one.add_argument("--gpus", type=int, nargs="*", default=[], help="the first for all parts, two for pd; none: CPU")
+    one.add_argument("--gpus", type=int, nargs="*", default=[], help="two, of which pd takes both; four: each part has its own; none: CPU")
     one.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     one.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     one.add_argument("--lengths", type=int, nargs="+", help="prompt tokens of host and pd (default: theirs)")

@@ -132,6 +132,10 @@ class FakeDriver:
     def _enqueue(self, handle, work):
         World.current.enqueue(World.current.streams[handle - 1], ("work", work))
 
+    def set_word(self, address, handle):
+        self.batches.append(("pause", handle))
+        self._enqueue(handle, lambda: ctypes.memset(address, 0, 4))
+
     def copy_batch(self, targets, sources, sizes, handle, order):
         assert {a.dtype for a in (targets, sources, sizes)} == {np.dtype(np.uint64)}
         assert all(a.flags.c_contiguous for a in (targets, sources, sizes))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support import WITHOUT_SHRINKING
 
 from vllm_kvtier.wire.geometry import GroupView, Region
@@ -56,6 +57,7 @@ CHOICES = st.builds(
     piece_bytes=st.sampled_from([1, 2000, 4096, 100_000]),
     ring=st.integers(1, 3),
     dma_streams=st.integers(1, 3),
+    turn_bytes=st.sampled_from([1, 3000, 1 << 20]),
     direct_share=st.sampled_from([0, 0.3, 1]),
     direct_programs=st.integers(1, 2),
 )
@@ -179,6 +181,41 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     assert list(driver.events) == [after.cuda_event] and not driver.registered
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("turn", [1, 2, 3, 100])
+def test_stores_let_the_engine_go_after_every_turn(turn, together):
+    """In blocks: at most ``turn`` of them, or one, between two pauses, over all pieces and calls; loads never pause."""
+    with faked(0):
+        view = make_view("cpu")
+        layout = part_layout(view.groups[0])
+        choice = Choice(way="staged", programs=2, warps=4, piece_bytes=4 * layout.nbytes, ring=2)
+        choice = replace(choice, turn_bytes=turn * layout.nbytes + 7)
+        _, handle = make_pool(40)
+        driver = fakes.FakeDriver()
+        copier = copier_cuda.CudaCopier(view, handle, [layout], [0], fixed(choice, choice), driver=driver)
+        copier.register(0, 40 * PAGE)
+        slots = np.arange(1, 11) if together else np.array([3, 30, 9, 1, 22, 14, 7, 35, 18, 26])
+        blocks, keys = np.arange(10), np.arange(10, dtype=np.uint64)
+        copier.store(0, blocks[:7], keys[:7], slots[:7]).wait()
+        copier.store(0, blocks[7:], keys[7:], slots[7:]).wait()
+        counts = [0]
+        for batch in driver.batches:
+            match batch:
+                case ("pause", _):
+                    counts.append(0)
+                case (_, height):
+                    counts[-1] += height
+                case count:
+                    counts[-1] += count
+        assert sum(counts) == 10 and counts[0] == 0 and max(counts) == min(turn, 10)
+        assert counts[1:-1] == [turn] * (len(counts) - 2)
+        driver.batches.clear()
+        load = copier.load(0, blocks, keys, slots)
+        load.wait()
+        assert not load.bad.any() and not any("pause" in batch for batch in driver.batches if isinstance(batch, tuple))
+        copier.close()
+
+
 def test_adjacent_slots_are_one_copy():
     edges = np.zeros(6, dtype=np.int64)
     slots = np.array([4096, 8192, 12288, 40960, 45056, 90112])
@@ -251,4 +288,36 @@ def test_round_trip_on_a_gpu(choice, inner, tokens, together, monkeypatch):
         if i != 40:
             assert content(view, blocks[n + i]) == before[i], i
     assert copier.idle()
+    copier.close()
+
+
+@pytest.mark.gpu
+def test_tokens_do_not_wait_for_what_is_stored():
+    """The order that things end in, on the device: a copy of a few bytes to the host, enqueued behind a store of 1 GiB,
+    is over long before it."""
+    device = torch.device("cuda", 0)
+    view = make_view(device, blocks=512, layers=8, heads=2, tokens=16, inner=8192)
+    layout = part_layout(view.groups[0])
+    pool, handle = make_pool(512 * slot_layout([layout]).pages)
+    choice = Choice("staged", 8)
+    copier = copier_cuda.CudaCopier(view, handle, [layout], [0], fixed(choice, choice))
+    for start in range(0, len(pool), copier_cuda.PIECE):
+        copier.register(start, min(copier_cuda.PIECE, len(pool) - start))
+    copier.warm_up()
+    token, there, stream = torch.ones(8, device=device), torch.zeros(8).pin_memory(), torch.cuda.Stream(device)
+    slots = np.arange(1, 500) * slot_layout([layout]).pages
+    per_piece = copier_cuda.PIECE // PAGE
+    slots = slots[slots // per_piece == (slots + slot_layout([layout]).pages - 1) // per_piece]
+    blocks, keys = np.arange(len(slots)), np.arange(len(slots), dtype=np.uint64)
+    copier.store(0, blocks, keys, slots).wait()  # the first time has its own costs
+    torch.cuda.synchronize()
+    seen = 0
+    for _ in range(20):
+        store = copier.store(0, blocks, keys, slots)
+        with torch.cuda.stream(stream):
+            there.copy_(token, non_blocking=True)
+        stream.synchronize()
+        seen += not store.done()
+        store.wait()
+    assert seen == 20
     copier.close()

@@ -10,10 +10,11 @@ Staged, a store goes
     DMA stream                         [ piece 1  ][ 2 ...
 
 and a load the reverse, where only the scatter waits for ``after``. Parts that a codec encodes always go so, and the
-kernels encode and decode as they gather and scatter.
+kernels encode and decode as they gather and scatter. Between its copies a store lets the DMA engine go now and then
+(``tuning.TURN``): the tokens of every step leave by the same one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,9 @@ class _Lane:
             for n in ((1, dmas) if gather else (dmas, 1))
         )
         self._next = 0
+        # What each DMA stream may still copy in this turn, and a word to pause with.
+        self._turns = dict.fromkeys(self._dma_handles, 0)
+        self._word = torch.empty(1, dtype=torch.int64, device=device)
         # (through the ring, directly) for each group; coded parts have one for both, of which a tuning uses one only.
         # All of one kind share a stream, and so the scratch.
         scratch = [
@@ -209,7 +213,7 @@ class _Lane:
                 stream = self._dma_handles[i]
                 driver.wait(stream, filled[0] if self._gather else drained[0])
                 there, where = slots[a + first : a + last], edges[a + first : a + last] if edges is not None else None
-                self._move(stream, part, there, where, rows[first:last])
+                self._move(stream, part, there, where, rows[first:last], choice.turn_bytes)
                 driver.record(drained[i] if self._gather else filled[i], stream)
             if not self._gather:
                 for i, _, _ in shares:
@@ -228,27 +232,46 @@ class _Lane:
         bounds = [start + (end - start - tail) * i // count for i in range(count + 1)]
         return list(zip(bounds, bounds[1:], strict=False)) + ([(end - tail, end)] if tail else [])
 
-    def _move(self, stream: int, part: Part, slots: np.ndarray, edges: np.ndarray | None, rows: np.ndarray) -> None:
+    def _move(
+        self, stream: int, part: Part, slots: np.ndarray, edges: np.ndarray | None, rows: np.ndarray, turn: int
+    ) -> None:
         """Enqueues the copies between slots and rows of the ring: adjacent slots in one."""
         driver, nbytes = self.driver, part.nbytes
         single, runs, distance = adjacent(slots, edges, nbytes)
-        for first, count in runs:
-            slot, row = int(slots[first]), int(rows[first])
-            if self._gather:
-                driver.copy_lines(slot, distance, row, part.pitch, nbytes, count, stream)
-            else:
-                driver.copy_lines(row, part.pitch, slot, distance, nbytes, count, stream)
+        for start, n in runs:
+            for first, count in self._in_turns(stream, start, n, nbytes, turn):
+                slot, row = int(slots[first]), int(rows[first])
+                if self._gather:
+                    driver.copy_lines(slot, distance, row, part.pitch, nbytes, count, stream)
+                else:
+                    driver.copy_lines(row, part.pitch, slot, distance, nbytes, count, stream)
         there, here = slots.view(np.uint64), rows.view(np.uint64)
         if single is not None:
             there, here = there[single], here[single]
-        if not len(there):
+        for first, count in self._in_turns(stream, 0, len(there), nbytes, turn):
+            slot, row, sizes = there[first : first + count], here[first : first + count], part.sizes[:count]
+            if self._gather:
+                driver.copy_batch(slot, row, sizes, stream, ORDERED)
+            else:
+                # What a slot holds was written long ago: nothing on this stream, and nothing under way, writes it.
+                driver.copy_batch(row, slot, sizes, stream, ANY_ORDER)
+
+    def _in_turns(self, stream: int, start: int, n: int, nbytes: int, turn: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of ``n`` copies of ``nbytes`` each. Stores pause between turns of ``turn`` bytes, or of one
+        copy if that has more."""
+        if not self._gather:
+            if n:
+                yield start, n
             return
-        sizes = part.sizes[: len(there)]
-        if self._gather:
-            driver.copy_batch(there, here, sizes, stream, ORDERED)
-        else:
-            # What a slot holds was written long ago: nothing on this stream, and nothing under way, writes it.
-            driver.copy_batch(here, there, sizes, stream, ANY_ORDER)
+        while n:
+            left = self._turns[stream]
+            if left < nbytes:
+                self.driver.set_word(self._word.data_ptr(), stream)
+                left = max(turn, nbytes)
+            count = min(n, left // nbytes)
+            self._turns[stream] = left - count * nbytes
+            yield start, count
+            start, n = start + count, n - count
 
     def warm_up(self) -> None:
         """Compiles this lane's kernels, copying nothing (tables of no rows)."""

@@ -66,6 +66,7 @@ _SIGNATURES = {
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_ADDRESS), _PTR, _UINT],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _PTR],
     "cuMemcpy2DAsync_v2": [ctypes.POINTER(_Copy2D), _PTR],
+    "cuMemsetD32Async": [_ADDRESS, _UINT, _SIZE, _PTR],
     "cuEventCreate": [ctypes.POINTER(_PTR), _UINT],
     "cuEventDestroy_v2": [_PTR],
     "cuEventRecord": [_PTR, _PTR],
@@ -113,6 +114,7 @@ class Driver:
         self._cuda, quick = _library(), _library(quick=True)
         self._record, self._wait, self._query = quick.cuEventRecord, quick.cuStreamWaitEvent, quick.cuEventQuery
         self._launch, self._current, self._lines = quick.cuLaunchKernel, quick.cuCtxGetCurrent, quick.cuMemcpy2DAsync_v2
+        self._set = quick.cuMemsetD32Async
         self._check("cuInit", self._cuda.cuInit(0))
         number = _INT()
         self._check("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(number), device))
@@ -197,6 +199,13 @@ class Driver:
             dst_type=_UNIFIED, dst=target, dst_pitch=target_pitch, width=width, height=height,
         )  # fmt: skip
         self._check("cuMemcpy2DAsync", self._lines(ctypes.byref(order), stream))
+
+    def set_word(self, address: int, stream: int) -> None:
+        """Enqueues a kernel that sets 4 bytes of the device to 0: for as long as it takes, the stream has nothing for
+        the DMA engines."""
+        result = self._set(address, 0, 1, stream)
+        if result:
+            self._check("cuMemsetD32Async", result)
 
     # -- memory of other processes -------------------------------------------------------------------------------
 
