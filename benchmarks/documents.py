@@ -52,10 +52,11 @@ from tiers import (
     facts,
     guarded,
     median,
-    random_prompt,
+    sees,
     start,
     stop,
     table,
+    tailed_prompt,
     vocabulary,
 )
 
@@ -84,6 +85,7 @@ class DiskPeer(Peer):
         super().__init__(connector, args, model, gpu_tokens, host_tokens)
         self.kind = connector.partition(":")[0]
         self.host_bytes = host_of(args)
+        self.sees = True  # whether its answers tell other KV
 
     @staticmethod
     def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:
@@ -238,7 +240,7 @@ def one_pass(
 
 def row(peer: DiskPeer, name: str, taken: dict[int, Asked], first: dict[int, Asked]) -> dict:
     """``first``: of the first pass."""
-    same = [first[number].said == a.said for number, a in taken.items() if number in first]
+    same = [first[number].said == a.said for number, a in taken.items() if number in first and peer.sees]
     asked = list(taken.values())
     times = [a.seconds * 1000 for a in asked]
     # What was read for a prompt that was computed after all is not where its tokens came from.
@@ -316,9 +318,11 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, peers: list[DiskPeer], results: Results, deadline: float) -> None:
     rng, vocab = random.Random(5), vocabulary(args.model)
+    warm = tailed_prompt(rng, vocab, args.tokens // 4)
     for peer in list(peers):  # what a first long prompt pays for is nobody's
-        guarded(peers, peer, functools.partial(peer.first_token, random_prompt(rng, vocab, args.tokens // 2)))
-    documents = [random_prompt(rng, vocab, args.tokens) for _ in range(args.documents)]
+        guarded(peers, peer, functools.partial(peer.first_token, warm))
+        peer.sees = bool(guarded(peers, peer, functools.partial(sees, peer, warm, rng, vocab)))
+    documents = [tailed_prompt(rng, vocab, args.tokens) for _ in range(args.documents)]
     order = list(range(args.documents))
     left, first = deadline - time.monotonic(), {}
     for number, name in enumerate(PASSES):

@@ -72,7 +72,7 @@ def of_host(result: dict) -> Iterable[Row]:
         }
         yield Row("host", f"{thousands(tokens)} tokens from host memory", "ms", values | _computed(same))
     wrong = {row["connector"] for row in rows if not right(row)}
-    busy = [row for row in result["itl"] if row["source"] == "host" and row["from_host"] >= 0.9]
+    busy = [row for row in result["itl"] if row["source"] == "host" and row["from_host"] >= 0.99]
     busy = [row for row in busy if row["connector"] not in wrong]
     for tokens in sorted({row["tokens"] for row in busy}):
         values = {row["connector"]: row["busy_p99"] for row in busy if row["tokens"] == tokens}
@@ -299,7 +299,7 @@ def main() -> int:
     one.add_argument("folder", type=Path, help="for results and logs")
     one.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     one.add_argument("--dummy", action="store_true", help="random weights")
-    one.add_argument("--gpus", type=int, nargs="*", default=[], help="two, of which pd takes both; four: each part has its own; none: CPU")
+    one.add_argument("--gpus", type=int, nargs="*", default=[], help="two: pd takes both; four: each its own; none: CPU")
     one.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     one.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     one.add_argument("--lengths", type=int, nargs="+", help="prompt tokens of host and pd (default: theirs)")

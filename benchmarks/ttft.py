@@ -48,9 +48,11 @@ from tiers import (
     percentile,
     pinned_rate,
     random_prompt,
+    sees,
     start,
     stop,
     table,
+    tailed_prompt,
     vocabulary,
 )
 
@@ -122,6 +124,7 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
 
 def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
     rng, vocab = random.Random(11), vocabulary(args.model)
+    blind: set[int] = set()  # lengths at which answers do not tell other KV
     for length in args.lengths:
         repeats = max(2, args.repeats * min(8192, 16384 * 8192 // length) // min(length, 8192))
         warm = 1 if length <= 32768 else 0
@@ -129,15 +132,18 @@ def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline
         for i in range(repeats + warm):
             if time.monotonic() > deadline and all(taken[peer] for peer in peers):
                 break
-            prompt = random_prompt(rng, vocab, length)
+            prompt = tailed_prompt(rng, vocab, length)
             for peer in list(peers):
                 values = guarded(peers, peer, functools.partial(sample, peer, prompt))
+                if values and i == 0 and not guarded(peers, peer, functools.partial(sees, peer, prompt, rng, vocab)):
+                    blind.add(length)
                 if values and i >= warm:
                     taken[peer].append(values)
         h2d = results.data["meta"].get("pinned", {}).get("h2d", 0.0)
         for peer, values in taken.items():
             if values:
-                results.add("ttft", summary(peer, length, values, h2d))
+                found = summary(peer, length, values, h2d)
+                results.add("ttft", found | ({"same": None} if length in blind else {}))
         if time.monotonic() > deadline:
             print("out of time: longer prompts are left out", flush=True)
             return
@@ -202,7 +208,7 @@ def itl(peers: list[Peer], args: argparse.Namespace, results: Results) -> None:
 
 def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
     vocab, rng = vocabulary(args.model), random.Random()
-    prompts = [random_prompt(rng, vocab, args.itl_tokens) for _ in range(3)]
+    prompts = [tailed_prompt(rng, vocab, args.itl_tokens) for _ in range(3)]
     if source == "host":
         for prompt in prompts:
             before = peer.stored()
@@ -223,7 +229,7 @@ def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
     finally:
         decodes.stop()
     quiet, busy = decodes.gaps(spans, outside=True), decodes.gaps(spans)
-    share = (peer.total(HOST_HITS) - hits) / (len(prompts) * args.itl_tokens)
+    share = (peer.total(HOST_HITS) - hits) / sum(map(len, prompts))
     return {
         "connector": peer.connector, "source": source, "tokens": args.itl_tokens,
         "ttft": round(1000 * statistics.median(b - a for a, b in spans), 1), "from_host": round(share, 3),
@@ -237,9 +243,9 @@ def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     pinned = pinned_rate(args)
     most = max(*args.lengths, args.itl_tokens)
-    # On the GPU the longest prompt and the decodes; in host memory twice that, or the prompts of a decode measurement:
+    # On the GPU the longest prompt and the decodes; in host memory thrice that, or the prompts of a decode measurement:
     # what came before them is there too, and was asked for more often.
-    peers = start(args, most + DECODES * (64 + args.decode_tokens), 2 * max(most, 3 * args.itl_tokens))
+    peers = start(args, most + DECODES * (64 + args.decode_tokens), 3 * max(most, 3 * args.itl_tokens))
     try:
         results = Results(args.out, {**facts(args, peers), "pinned": pinned})
         print(json.dumps(results.data["meta"]), flush=True)
