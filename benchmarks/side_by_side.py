@@ -299,7 +299,7 @@ def main() -> int:
     one.add_argument("folder", type=Path, help="for results and logs")
     one.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     one.add_argument("--dummy", action="store_true", help="random weights")
-    one.add_argument("--gpus", type=int, nargs="*", default=[], help="two: pd takes both; four: each its own; none: CPU")
+    one.add_argument("--gpus", type=int, nargs="*", default=[], help="two (pd takes both), four (each its own) or none")
     one.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     one.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     one.add_argument("--lengths", type=int, nargs="+", help="prompt tokens of host and pd (default: theirs)")
