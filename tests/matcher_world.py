@@ -113,7 +113,7 @@ class FakePlanner:
     def step_seconds(self):
         return 0.01
 
-    def hopeless(self, start, end, prompt):
+    def hopeless(self, start, end, prompt, trial=True):
         assert 0 <= start < end < prompt
         return self.vain
 
@@ -155,12 +155,16 @@ class World:
         self.matcher = Matcher(
             self.config, self.peers, Ledger(), lambda: KEYS, groups, UNIT, lambda: ("me", 9), self.counters,
             True, self.tier, self.planner, self.hurry, "ours/1", lambda tokens: 100 * tokens,
-            lambda: 0 if self.full else 1 << 20,
+            lambda: 0 if self.full else 1 << 20, self.cached_about,
         )  # fmt: skip
         self.full = False
         self.holders: list[Holder] = []  # that the store names in its next answer
         self.stored: dict[tuple[int, bytes], int] = {}  # (group, hash) -> slot: the store has it
         self.last = 0
+
+    def cached_about(self, chain):
+        """Tokens of it in the engine's prefix cache, as far as they are known before it is matched."""
+        return 0
 
     # -- the store -------------------------------------------------------------------------------------------------
 
@@ -264,6 +268,10 @@ class World:
                     host.append(SimpleNamespace(lease=answer.lease, session=t.pending._pending.session))
             elif t.pending is not None and t.life.state is State.ASKING and isinstance(t.pending.outcome, Offer):
                 peers.append(t.pending.outcome)
+        for ask, _ in self.matcher._asker.ahead._asks.values():
+            answer = ask._pending.outcome
+            if isinstance(answer, Found) and answer.lease:
+                host.append(SimpleNamespace(lease=answer.lease, session=ask._pending.session))
         assert {o.lease for o in host if o.session == self.client.session and self.client.connected} == self.client.held
         assert {o.lease for o in peers} == self.peers.held
         loads = [(t.offer.place, t.offer.nbytes) for t in tracked if t.life.state in busy[1:] and t.offer.place]

@@ -11,7 +11,7 @@ from matcher_world import GROUPS, KEYS, ONE, UNIT, World, end_all, no_violations
 from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
-from vllm_kvtier.scheduler import asking, matching
+from vllm_kvtier.scheduler import ahead, asking, matching
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.peers import Loan, NoOffer
@@ -38,7 +38,7 @@ class Life(World):
             pull_threshold=self.rng.choice([0, 4, 16]),
         )
         self.real = matching.time
-        matching.time = asking.time = SimpleNamespace(monotonic=lambda: self.now)
+        matching.time = asking.time = ahead.time = SimpleNamespace(monotonic=lambda: self.now)
         self.cached: set[bytes] = set()
         self.unverified: set[bytes] = set()  # of them, from the load that a step waits for or computed on that
         self.made = self.loads = self.lies = self.waited = self.hurried = self.fetched = self.fetched_hurriedly = 0
@@ -76,11 +76,19 @@ class Life(World):
         self.live[request.request_id] = SimpleNamespace(request=request, status="waiting", offset=0)
         if self.alone and rng.random() < 0.6:
             self.store(request, rng.randint(1, request.num_tokens))
+        if rng.random() < 0.7:
+            self.matcher.ask_ahead(request)
 
     def fill_store(self):
         if self.live:
             request = self.rng.choice(list(self.live.values())).request
             self.store(request, self.rng.randint(0, request.num_tokens))
+
+    def cached_about(self, chain):
+        guess = self.rng.random()
+        if guess < 0.2:
+            return self.rng.randint(0, len(chain)) * UNIT
+        return next((i for i, h in enumerate(chain) if h not in self.cached), len(chain)) * UNIT
 
     def hit(self, request):
         ends = range(self.align, request.num_tokens, self.align)
@@ -298,6 +306,9 @@ class Life(World):
     def time_passes(self):
         self.now += self.rng.choice([0.1, 2.0, 3.5, 61.0])
 
+    def steps(self):
+        self.matcher.expire()
+
     def end(self):
         try:
             self.verdict()
@@ -308,9 +319,10 @@ class Life(World):
                 self.client.answer(pending, pending.asked.start, [])
             assert not self.client.held and not self.peers.held and not self.planner.open
             assert not len(self.matcher) and not self.matcher._inbound
+            assert not len(self.matcher._asker.ahead) and not self.matcher._asker.ahead._queue
             assert Lifecycle.violations == 0
         finally:
-            matching.time = asking.time = self.real
+            matching.time = asking.time = ahead.time = self.real
 
 
 @pytest.mark.parametrize("groups", sorted(GROUPS))
@@ -321,7 +333,7 @@ def test_long_random_lives(groups, seed):
     events = {
         life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.peer_answers: 5,
         life.load_ends: 4, life.preempt: 1.5, life.forget_cache: 1, life.finish: 2, life.store_dies: 0.3,
-        life.time_passes: 0.3, life.tier.renew: 0.1, life.verdict: 4, life.preempt_early: 0.3,
+        life.time_passes: 0.3, life.steps: 0.6, life.tier.renew: 0.1, life.verdict: 4, life.preempt_early: 0.3,
     }  # fmt: skip
     try:
         for _ in range(200):

@@ -9,10 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import orders
+from vllm_kvtier.scheduler.ahead import Ahead
 from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.exports import GroupBlocks
 from vllm_kvtier.scheduler.lifecycle import Action, Event
@@ -66,6 +68,7 @@ class Asker:
         planner: Planner | None,
         scales: Scales,
         nearby: Nearby,
+        cached: Callable[[list[bytes]], int] | None = None,
     ):
         """As Matcher's."""
         self._config, self._peers, self._groups, self._unit = config, peers, groups, unit
@@ -74,6 +77,9 @@ class Asker:
         self._scales, self._nearby, self._planner = scales, nearby, planner
         self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)
+        self.ahead = None
+        if tier is not None and cached is not None and resumes:
+            self.ahead = Ahead(tier, unit, self._align, cached, self._worth_asking_ahead)
         self._spare, self._spared = MOST_SAVED, time.monotonic()  # that may be waited among others, and as of when
         self.aborted: list[str] = []  # requests whose loads the workers need not go on with
 
@@ -159,13 +165,15 @@ class Asker:
             if hashes:
                 self._tier.touch(hashes, variant)  # what the GPU has, the store should not forget
             t.missed = "less than a block"
+            self.forget_ahead(t)
             return False
-        if not alone and self._config.load_policy == "measured" and self._planner is not None:
+        ahead = self.ahead.take(t.request, hashes, computed) if self.ahead is not None else None
+        if ahead is None and not alone and self._config.load_policy == "measured" and self._planner is not None:
             if self._planner.hopeless(computed, computed + lacking, t.request.num_tokens):
                 self._tier.touch(hashes, variant)
                 self.missed(t, "computed before an answer")
                 return False
-        t.pending = self._tier.ask(computed, hashes, variant, t.hints.stores)
+        t.pending = ahead or self._tier.ask(computed, hashes, variant, t.hints.stores)
         if t.pending is None:
             t.missed = "no store"
             return False
@@ -173,6 +181,17 @@ class Asker:
         t.life.fire(Event.ASK)
         self.linger(t, alone)
         return True
+
+    def _worth_asking_ahead(self, request: Any, start: int) -> bool:
+        lacking = request.num_tokens - 1 - start
+        if lacking <= 0 or getattr(request, "skip_reading_prefix_cache", False):
+            return False
+        measured = self._config.load_policy == "measured" and self._planner is not None
+        return not (measured and self._planner.hopeless(start, start + lacking, request.num_tokens, trial=False))
+
+    def forget_ahead(self, t: Tracked) -> None:
+        if self.ahead is not None:
+            self.ahead.forget(t.request.request_id)
 
     def linger(self, t: Tracked, alone: bool) -> None:
         """Wait for an answer from this node, if that is soon to be expected."""

@@ -137,6 +137,7 @@ class SchedulerHalf:
         self._matcher = Matcher(
             config, self._peers, ledger, self._keys, facts.groups, unit, lambda: self.address, self.counters,
             facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
+            None if is_far(config) else lambda chain: pool.cached_about(chain, facts.full_groups, unit),
         )
         self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters, self._form)
         self._gauges = Gauges(
@@ -167,9 +168,13 @@ class SchedulerHalf:
     # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------
 
     def queued(self, request: Any) -> None:
-        """vLLM will schedule a request, after others: what of it lies below the store's memory may come up already."""
-        if self._tier is not None and len(self._matcher) and not self._facts.unsupported:
+        """vLLM will schedule a request: the store may be asked for it already, and what of it lies below the store's
+        memory may come up, if others are before it."""
+        if self._tier is None or self._facts.unsupported:
+            return
+        if len(self._matcher):
             self._matcher.warm(request)
+        self._matcher.ask_ahead(request)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._settle_namespace()
@@ -221,6 +226,7 @@ class SchedulerHalf:
         sums = self._exporter.begin_step(growth)
         if self._offloader is not None:
             self._offloader.begin_step(self._exporter.step, growth)
+        self._matcher.expire()
         orders, introductions = self._matcher.take_orders()
         pulls = [order for order in orders if isinstance(order, PullOrder)]
         loads = [order for order in orders if isinstance(order, LoadOrder)]

@@ -53,9 +53,11 @@ class Matcher:
         instance: str = "",
         bytes_of: Callable[[int], int] = lambda tokens: 0,
         free: Callable[[], int] = lambda: 1 << 60,
+        cached: Callable[[list[bytes]], int] | None = None,
     ):
         """``groups``: (block tokens, window) a group. ``unit``: tokens a block hash covers. ``tier``: the node store,
-        if it is used at all. ``instance``, ``bytes_of``, ``free``: as Nearby's.
+        if it is used at all. ``instance``, ``bytes_of``, ``free``: as Nearby's. ``cached``: as Ahead's; None: nobody is
+        asked for ahead.
 
         ``resumes``: whether the model can compute several tokens on top of others; if not, only a pull that leaves
         one is of use.
@@ -66,7 +68,7 @@ class Matcher:
         self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
         self.nearby = Nearby(config, groups, unit, instance, planner, counters, bytes_of, free, hurry)
         self._asker = Asker(
-            config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby
+            config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby, cached
         )
         self.whereabouts = self._asker.whereabouts
         self._tracked: dict[str, Tracked] = {}
@@ -99,6 +101,16 @@ class Matcher:
         if chain and not hints.handoff and self._tier.warm(chain, vr.variant(request), hints.stores):
             self._counters.count("warmed")
 
+    def ask_ahead(self, request: Any) -> None:
+        """vLLM has it and will match it in its turn."""
+        if self._asker.ahead is not None:
+            self._asker.ahead.queued(request)
+
+    def expire(self) -> None:
+        """Once a step."""
+        if self._asker.ahead is not None:
+            self._asker.ahead.expire()
+
     # -- matching ------------------------------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -112,6 +124,8 @@ class Matcher:
         while True:
             match t.life.state:
                 case State.NEW:
+                    if self._asker.ahead is not None:
+                        self._asker.ahead.matched(request.request_id)
                     if self._awaits(t, computed):
                         return None, False
                     if not self._asker.ask_next(t, computed, len(self._tracked) == 1):
@@ -192,6 +206,7 @@ class Matcher:
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         t = self.track(request)
+        self._asker.forget_ahead(t)
         if t.life.state in (State.NEW, State.ASKING):
             self._asker.drop_held(t)
         if t.life.state is State.ASKING:
@@ -336,6 +351,7 @@ class Matcher:
             # Aborted before it was ever scheduled: the other side must not wait for us.
             self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
         self._asker.drop_held(t)
+        self._asker.forget_ahead(t)
         self._asker.act(t, t.life.fire(Event.FINISH))
         if t.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)

@@ -259,9 +259,10 @@ class Planner:
         now = None if place.queue.loads else self._clock()
         return place.rate.seconds(nbytes + place.queue.before(nbytes), now)
 
-    def hopeless(self, start: int, end: int, prompt: int) -> bool:
+    def hopeless(self, start: int, end: int, prompt: int, trial: bool = True) -> bool:
         """Whether computing [start, end) is over before the least load of any source that was measured would be: then
-        ``decide`` would decline whatever part of it is offered. Not each time: then what is offered is a trial."""
+        ``decide`` would decline whatever part of it is offered. Not each time, if this may be a ``trial``: then what
+        is offered is one."""
         measured = [place for place in self._sources.values() if place.measured >= max(1, self._known)]
         seconds = self.compute_seconds(start, end, prompt) if measured else None
         if seconds is None:
@@ -269,6 +270,8 @@ class Planner:
         now = self._clock()
         if any(place.rate.latency(None if place.queue.loads else now) <= seconds for place in measured):
             return False
+        if not trial:
+            return True
         self._hopeless += 1
         if self._hopeless % TRIAL_EVERY:
             return True

@@ -1,5 +1,6 @@
 """vLLM's GPU block pool: pinning, freeing, asking. Only on the engine's thread; the pool has no lock."""
 
+import bisect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,6 +68,12 @@ class BlockPool:
             while (block := self.cached_block(block_hash, group)) not in (0, last):  # several may hold the same
                 self._pool.evict_blocks({block})
                 last = block
+
+    def cached_about(self, chain: list[bytes], groups: list[int], unit: int) -> int:
+        """As ``cached_tokens``, by few looks: too much where something in between was evicted."""
+        if not groups:
+            return 0
+        return unit * bisect.bisect_left(chain, True, key=lambda h: self._pool.get_cached_block(h, groups) is None)
 
     def cached_tokens(self, chain: list[bytes], groups: list[int], unit: int) -> int:
         """Tokens of the longest prefix of ``chain`` in the GPU prefix cache, in all ``groups`` (0 without any)."""

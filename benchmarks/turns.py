@@ -1,0 +1,136 @@
+"""How long others wait for the GPU's DMA engines while blocks are stored: a step's inputs, and the tokens it gives.
+
+    python benchmarks/turns.py --out turns.json
+
+vLLM copies every step's tokens to the host, some bytes that everybody waits for, by the engine that also stores. Here a
+thread stores without end through the connector's own copier (Qwen3-8B's blocks, random slots), and another one plays
+steps: inputs in, twenty large matrix products, tokens out. Reported for each way to store: GB/s, and milliseconds by
+the device's own clock (p50, p95, most) that inputs, products and tokens took. ``turn_bytes`` is what a store copies
+before it lets others go ahead (``worker/tuning.py``); ``never``: only where it has nothing to do. Needs a GPU.
+"""
+
+import argparse
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from vllm_kvtier.bench import copies
+from vllm_kvtier.worker import copier_cuda, tuning
+from vllm_kvtier.worker.tuning import Choice
+
+NEVER = 1 << 62
+WAYS = {
+    "nothing": None,
+    "staged, never": Choice(turn_bytes=NEVER),
+    **{f"staged, {mib} MiB": Choice(turn_bytes=mib << 20) for mib in (2, 4, 8, 16, 32)},
+    "8 MiB pieces, never": Choice(piece_bytes=8 << 20, ring=4, turn_bytes=NEVER),
+    "kernels, 8 programs": Choice("direct", 8),
+    "kernels, 4 programs": Choice("direct", 4),
+}
+
+
+class Steps:
+    """One after the other, timed on the device."""
+
+    def __init__(self, size: int = 4096, products: int = 20):
+        self._matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+        self._inputs, self._there = torch.zeros(size, dtype=torch.int32).pin_memory(), torch.zeros(size, device="cuda")
+        self._tokens, self._here = torch.zeros(32, device="cuda"), torch.zeros(32).pin_memory()
+        self._aside, self._products = torch.cuda.Stream(), products
+
+    def once(self) -> tuple[float, float, float]:
+        """Milliseconds for inputs, products, tokens."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        events[0].record()
+        self._there.copy_(self._inputs, non_blocking=True)
+        events[1].record()
+        for _ in range(self._products):
+            torch.mm(self._matrix, self._matrix)
+        events[2].record()
+        with torch.cuda.stream(self._aside):
+            self._aside.wait_event(events[2])
+            self._here.copy_(self._tokens, non_blocking=True)
+            events[3].record(self._aside)
+        events[3].synchronize()
+        return tuple(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+
+class Storing:
+    """Stores on a thread of its own for as long as it is entered; ``rate`` in GB/s afterwards."""
+
+    def __init__(self, mover: copies.Mover | None):
+        self._mover, self._stop, self._done = mover, threading.Event(), []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while self._mover is not None and not self._stop.is_set():
+            self._done.append(self._mover.store(0.1))
+
+    def __enter__(self) -> "Storing":
+        self._thread.start()
+        while self._mover is not None and not self._done:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def rate(self) -> float:
+        return sum(n for n, _ in self._done) / max(1e-9, sum(s for _, s in self._done)) / 1e9
+
+
+def mover(scene: copies.Scene, choice: Choice) -> copies.Mover:
+    """With this way to store in place of what is known of the device."""
+    usual = copier_cuda.tunings.for_device
+    copier_cuda.tunings.for_device = lambda name: tuning.fixed(choice, choice)
+    try:
+        return copies.Mover(scene, "raw")
+    finally:
+        copier_cuda.tunings.for_device = usual
+
+
+def spread(values: list[float]) -> list[float]:
+    found = sorted(values)
+    return [round(found[min(len(found) - 1, int(share * len(found)))], 3) for share in (0.5, 0.95, 1.0)]
+
+
+def measure(steps: Steps, scene: copies.Scene, name: str, seconds: float) -> dict:
+    by = mover(scene, WAYS[name]) if WAYS[name] is not None else None
+    try:
+        with Storing(by) as storing:
+            until, taken = time.monotonic() + seconds, [steps.once()]
+            while time.monotonic() < until:
+                taken.append(steps.once())
+    finally:
+        if by is not None:
+            by.close()
+    inputs, products, tokens = (spread([step[i] for step in taken]) for i in range(3))
+    rate = round(storing.rate, 1)
+    return {"way": name, "GB/s": rate, "steps": len(taken), "inputs": inputs, "products": products, "tokens": tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    scene, steps = copies.scene(True, False), Steps()
+    for _ in range(20):
+        steps.once()
+    rows = []
+    for name in args.ways:
+        rows.append(measure(steps, scene, name, args.seconds))
+        print(json.dumps(rows[-1]), flush=True)
+    if args.out:
+        meta = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
