@@ -31,7 +31,7 @@ class Desk:
         return Choice(next((engine for engine in usable if not engine.full), None))
 
     def enter(self, seconds=5.0):
-        return asyncio.create_task(self.admission.enter("decode", self.choose, seconds))
+        return asyncio.create_task(self.admission.enter("decode", b"tenant", self.choose, seconds))
 
 
 async def turns(count=5):
@@ -153,14 +153,15 @@ async def test_retry_after_is_the_queue_by_the_rate():
     now = 0.0
     config = ProxyConfig(decode=D, engine_requests=1, retry_after_most=60)
     admission = Admission(config, ("decode",), lambda: now)
-    assert admission.retry_after("decode") == 60, "nothing has ended yet"
+    assert admission.retry_after("decode", b"tenant") == 60, "nothing has ended yet"
     for _ in range(400):
         now += 0.5
         admission.left("decode")
-    assert admission.retry_after("decode") == 1
-    waiting = [asyncio.create_task(admission.enter("decode", lambda: Choice(None), 5)) for _ in range(19)]
+    assert admission.retry_after("decode", b"tenant") == 1
+    waiting = [asyncio.create_task(admission.enter("decode", b"tenant", lambda: Choice(None), 5)) for _ in range(19)]
     await turns()
-    assert admission.retry_after("decode") == 10, "twenty at two a second"
+    assert admission.retry_after("decode", b"tenant") == 10, "twenty at two a second"
+    assert admission.retry_after("decode", b"another") == 1, "itself, and one of the others before it"
     for task in waiting:
         task.cancel()
 

@@ -2,7 +2,8 @@
 
 What can go wrong and what follows:
 
-* No place is free: it waits, at most ``queue_timeout``; then, or if too many wait, 429 with Retry-After.
+* No place is free: it waits for its tenant's turn, at most ``queue_timeout``; then, or if too many wait, 429 with
+  Retry-After.
 * P fails, is late or answers 5xx: another P; then D computes alone, or pulls from another D that has the conversation.
   P is set aside. Where P does not serve the route (404, 405) or is full itself (429), D computes alone.
 * P or D answers another 4xx: the client gets it as it is.
@@ -57,6 +58,7 @@ class Exchange:
         self._core = core
         self._config = core.config
         self._request = request
+        self._tenant = tenant
         self._headers = headers
         self._name = name_conversation(core.tenants, tenant, request)
         self._salt = core.tenants.salt(tenant, request.client_salt)
@@ -90,6 +92,8 @@ class Exchange:
             return answer
         except TooBusy as busy:
             core.count("too_busy")
+            if busy.displaced:
+                core.count("displaced")
             return too_busy(busy)
         finally:
             if prefill is not None:
@@ -119,7 +123,7 @@ class Exchange:
     async def _enter(self, role: str, choose, until: float) -> Place | None:
         began = time.monotonic()
         try:
-            return await self._core.admission.enter(role, choose, max(0.0, until - began))
+            return await self._core.admission.enter(role, self._tenant, choose, max(0.0, until - began))
         finally:
             waited = time.monotonic() - began
             self._core.metrics.waited(role, waited)

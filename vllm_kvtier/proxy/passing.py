@@ -123,6 +123,8 @@ class Passing:
             return answer
         except TooBusy as busy:
             self._core.count("too_busy")
+            if busy.displaced:
+                self._core.count("displaced")
             return too_busy(busy)
         finally:
             if place is not None and (answer is None or answer.place is None):
@@ -162,7 +164,7 @@ class Passing:
             return Choice(free, tokens if self._passed.salted else 0) if engines else None
 
         try:
-            return await self._core.admission.enter(role, choose, self._config.queue_timeout)
+            return await self._core.admission.enter(role, self._tenant, choose, self._config.queue_timeout)
         finally:
             self._core.metrics.waited(role, time.monotonic() - began)
             self._trace["queued"] = time.monotonic() - began
