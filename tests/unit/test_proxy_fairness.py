@@ -10,7 +10,6 @@ from proxy_fakes import Cluster
 
 from vllm_kvtier.proxy.admission import _OWING_KEPT, TooBusy
 
-
 # ---------------------------------------------------------------- whose turn it is
 
 
