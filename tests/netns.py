@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Sequence
 from functools import cache
 
+from support import eventually
+
 _PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # a user's PATH often lacks these
 
 
@@ -38,6 +40,9 @@ class NetnsPair:
             for name, device, address in zip(self.names, self.devices, self.addresses, strict=True):
                 self._run("-n", name, "addr", "add", f"{address}/24", "dev", device)
                 self._run("-n", name, "link", "set", device, "up")
+            # The kernel sees the cable a moment later, and UCX takes what is there when a process begins: only the
+            # loopback, if that is sooner.
+            eventually(self._running, what="a veth pair that is up")
         except BaseException:
             self.__exit__()
             raise
@@ -58,8 +63,13 @@ class NetnsPair:
         """Pull the cable out at one end, or put it back: packets are lost, and no connection is told."""
         self._run("-n", self.names[side], "link", "set", self.devices[side], "up" if up else "down")
 
-    def _run(self, *arguments: str) -> None:
-        subprocess.run([self._ip, *arguments], check=True, capture_output=True, text=True)
+    def _running(self) -> bool:
+        pairs = zip(self.names, self.devices, strict=True)
+        said = [self._run("-n", name, "link", "show", device) for name, device in pairs]
+        return all("LOWER_UP" in each and "state UP" in each for each in said)
+
+    def _run(self, *arguments: str) -> str:
+        return subprocess.run([self._ip, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 @cache
