@@ -156,3 +156,21 @@ def test_one_whom_vllm_gave_blocks_without_us(world):
     answer_all(world)
     world.matcher.allocated(request, world.tables(0, 0), 0)
     assert not world.client.held
+
+
+def test_nobody_is_asked_for_behind_those_whom_vllm_does_not_come_to(world, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    first, second, third = requests(3)
+    arrive(world, [first])
+    answer_all(world)
+    now[0] += 2 * ahead.KEPT
+    world.matcher.expire()
+    arrive(world, [second])
+    assert not world.client.open
+    assert world.matcher.match(first, 0) == (None, False)
+    answer_all(world)
+    assert world.matcher.match(second, 0) == (None, False)
+    answer_all(world)
+    arrive(world, [third])
+    assert len(world.client.open) == 1, "vLLM has come to all of them"
