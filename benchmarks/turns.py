@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(self, size: int = 4096, products: int = 20):
         self._matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-        self._inputs, self._there = torch.zeros(size, dtype=torch.int32).pin_memory(), torch.zeros(size, device="cuda")
+        self._inputs, self._there = torch.zeros(size).pin_memory(), torch.zeros(size, device="cuda")
         self._tokens, self._here = torch.zeros(32, device="cuda"), torch.zeros(32).pin_memory()
         self._aside, self._products = torch.cuda.Stream(), products
 
@@ -71,7 +71,7 @@ class Storing:
 
     def __enter__(self) -> "Storing":
         self._thread.start()
-        while self._mover is not None and not self._done:
+        while self._mover is not None and not self._done and self._thread.is_alive():
             time.sleep(0.01)
         return self
 
