@@ -27,7 +27,7 @@ the start, with O_DIRECT, eight threads, 4 MiB at a time.
 Columns: ttft in ms, median, best and worst over the documents; share of the prompts' tokens by source: computed, gpu
 (prefix cache), memory, disk. What came from disk is what the connector counts as read, of LMCache what the kernel says
 that its process read from devices. same: share of the answers that begin as the document's did when it had just been
-computed (and was in the GPU's cache); who answers before its KV is there says something else.
+computed (and was in the GPU's cache); who answers before its KV is there says something else. None: they do not tell.
 """
 
 import argparse

@@ -17,8 +17,9 @@ Codecs side by side: --connectors kvtier kvtier:fp8 offloading --variants '{"fp8
 in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's KV
 takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
 the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
-what remains is reported as it was. same: share of the answers from host memory that begin with the token that the hit's
-began with; who answers before its KV is there says another one.
+what remains is reported as it was. Prompts end in a few tokens that are in no cache (tiers.TAIL). same: share of the
+answers from host memory that begin as the hit's did, the token's probability included; who answers before its KV is
+there says something else. None: answers do not tell (a prompt with another beginning had the same).
 
 Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
 the gaps between their tokens in ms, all (p50, p99, max), outside and inside the time such a prompt waits for its first

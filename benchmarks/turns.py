@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from vllm_kvtier.bench import copies
-from vllm_kvtier.worker import copier_cuda, tuning
-from vllm_kvtier.worker.tuning import Choice
+from vllm_kvtier.worker.tuning import Choice, fixed
 
 NEVER = 1 << 62
 WAYS = {
@@ -84,23 +83,14 @@ class Storing:
         return sum(n for n, _ in self._done) / max(1e-9, sum(s for _, s in self._done)) / 1e9
 
 
-def mover(scene: copies.Scene, choice: Choice) -> copies.Mover:
-    """With this way to store in place of what is known of the device."""
-    usual = copier_cuda.tunings.for_device
-    copier_cuda.tunings.for_device = lambda name: tuning.fixed(choice, choice)
-    try:
-        return copies.Mover(scene, "raw")
-    finally:
-        copier_cuda.tunings.for_device = usual
-
-
 def spread(values: list[float]) -> list[float]:
     found = sorted(values)
     return [round(found[min(len(found) - 1, int(share * len(found)))], 3) for share in (0.5, 0.95, 1.0)]
 
 
 def measure(steps: Steps, scene: copies.Scene, name: str, seconds: float) -> dict:
-    by = mover(scene, WAYS[name]) if WAYS[name] is not None else None
+    choice = WAYS[name]
+    by = copies.Mover(scene, "raw", fixed(choice, choice)) if choice is not None else None
     try:
         with Storing(by) as storing:
             until, taken = time.monotonic() + seconds, [steps.once()]

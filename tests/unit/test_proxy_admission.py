@@ -5,13 +5,12 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy_desk import D, turns
 from proxy_fakes import Cluster, text_of, turn
 
 from vllm_kvtier.proxy.admission import Admission, Choice, Rate, TooBusy
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines import Engine
-
-D = (EngineAddress("http://d:1"),)
 
 
 class Desk:
@@ -32,11 +31,6 @@ class Desk:
 
     def enter(self, seconds=5.0):
         return asyncio.create_task(self.admission.enter("decode", b"tenant", self.choose, seconds))
-
-
-async def turns(count=5):
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 # ---------------------------------------------------------------- the queue

@@ -91,3 +91,23 @@ def test_parts_that_share_no_gpu_run_at_the_same_time(side):
     assert side.stages(parts, [4, 5]) == [[(["host", "disk"], [4]), (["cost"], [5])], [(["pd"], [4, 5])]]
     assert side.stages(["pd", "host"], [4, 5]) == [[(["host"], [4])], [(["pd"], [4, 5])]]
     assert side.stages(parts, [4, 5, 6, 7]) == [[(["host"], [4]), (["disk", "cost"], [5]), (["pd"], [6, 7])]]
+
+
+def test_what_others_notice(side):
+    row = {"connector": "kvtier", "source": "host", "tokens": 16384, "from_host": 1.0, "busy_p99": 40.0}
+    computed = {**row, "connector": "lmcache", "from_host": 0.0, "busy_p99": 300.0}
+    (found,) = side.of_host({"ttft": [], "itl": [row, computed, {**row, "source": "fresh", "busy_p99": 90.0}]})
+    assert "p99" in found.what and found.values == {"kvtier": 40.0}
+
+
+def test_who_answers_something_else_has_no_figure(side, tmp_path):
+    rows = [
+        {"connector": name, "tokens": 2048, "computed": 50.0, "host": 10.0, "from_host": 1.0, "same": same}
+        for name, same in (("kvtier", 1.0), ("lmcache", 0.0))
+    ]
+    busy = [{"connector": name, "source": "host", "tokens": 1024, "from_host": 1.0, "busy_p99": 5.0}
+            for name in ("kvtier", "lmcache")]  # fmt: skip
+    (tmp_path / "host.json").write_text(json.dumps({"ttft": rows, "itl": busy}))
+    first, meanwhile = side.read(tmp_path)
+    assert first.values == {"kvtier": 10.0, "none": 50.0} and set(meanwhile.values) == {"kvtier"}
+    assert list(side.wrong(tmp_path)) == ["host: LMCache, 2k tokens: 100% of the answers are wrong"]

@@ -20,6 +20,7 @@ from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
 from vllm_kvtier.worker.copier import make_copier
 from vllm_kvtier.worker.one_core import one_core
+from vllm_kvtier.worker.tuning import Tuning
 from vllm_kvtier.worker.views import CacheView
 
 # Qwen3-8B's cache: pages of 64 KiB, blocks of 2.25 MiB.
@@ -82,9 +83,9 @@ def scene(cuda: bool, coded: bool) -> Scene:
 
 
 class Mover:
-    """The engines' copier over a scene, blocks in no order."""
+    """The engines' copier over a scene, blocks in no order. ``tuning``: as ``make_copier``'s."""
 
-    def __init__(self, on: Scene, codec: str):
+    def __init__(self, on: Scene, codec: str, tuning: Tuning | None = None):
         group = on.view.groups[0]
         self._layout: PartLayout = part_layout(group, codecs.get(codec))
         pages = slot_layout([self._layout]).pages
@@ -97,7 +98,7 @@ class Mover:
         pool = (mapped.address, mapped.nbytes, mapped)
         if on.device == "cuda":  # a CUDA copier keeps a tensor alive
             pool = (mapped.address, mapped.nbytes, torch.frombuffer(mapped.buffer, dtype=torch.uint8))
-        self._copier = make_copier(on.view, pool, [self._layout], [0])
+        self._copier = make_copier(on.view, pool, [self._layout], [0], tuning)
         for start in range(0, mapped.nbytes, PIECE):
             self._copier.register(start, PIECE)
         self._copier.warm_up()

@@ -168,11 +168,10 @@ class Asker:
             self.forget_ahead(t)
             return False
         ahead = self.ahead.take(t.request, hashes, computed) if self.ahead is not None else None
-        if ahead is None and not alone and self._config.load_policy == "measured" and self._planner is not None:
-            if self._planner.hopeless(computed, computed + lacking, t.request.num_tokens):
-                self._tier.touch(hashes, variant)
-                self.missed(t, "computed before an answer")
-                return False
+        if ahead is None and not alone and self._hopeless(t.request, computed, trial=True):
+            self._tier.touch(hashes, variant)
+            self.missed(t, "computed before an answer")
+            return False
         t.pending = ahead or self._tier.ask(computed, hashes, variant, t.hints.stores)
         if t.pending is None:
             t.missed = "no store"
@@ -183,11 +182,14 @@ class Asker:
         return True
 
     def _worth_asking_ahead(self, request: Any, start: int) -> bool:
-        lacking = request.num_tokens - 1 - start
-        if lacking <= 0 or getattr(request, "skip_reading_prefix_cache", False):
+        if request.num_tokens - 1 <= start or getattr(request, "skip_reading_prefix_cache", False):
             return False
+        return not self._hopeless(request, start, trial=False)
+
+    def _hopeless(self, request: Any, start: int, trial: bool) -> bool:
+        """Whether the prompt from ``start`` on is computed sooner than anything of it would come."""
         measured = self._config.load_policy == "measured" and self._planner is not None
-        return not (measured and self._planner.hopeless(start, start + lacking, request.num_tokens, trial=False))
+        return measured and self._planner.hopeless(start, request.num_tokens - 1, request.num_tokens, trial)
 
     def forget_ahead(self, t: Tracked) -> None:
         if self.ahead is not None:

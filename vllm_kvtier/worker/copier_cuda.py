@@ -104,8 +104,8 @@ class _Lane:
             for n in ((1, dmas) if gather else (dmas, 1))
         )
         self._next = 0
-        # What each DMA stream may still copy in this turn, and a word to pause with.
-        self._turns = dict.fromkeys(self._dma_handles, 0)
+        # What each DMA stream may still copy in this turn (of loads, one lasts for ever), and a word to pause with.
+        self._turns = dict.fromkeys(self._dma_handles, 0 if gather else 1 << 62)
         self._word = torch.empty(1, dtype=torch.int64, device=device)
         # (through the ring, directly) for each group; coded parts have one for both, of which a tuning uses one only.
         # All of one kind share a stream, and so the scratch.
@@ -257,12 +257,8 @@ class _Lane:
                 driver.copy_batch(row, slot, sizes, stream, ANY_ORDER)
 
     def _in_turns(self, stream: int, start: int, n: int, nbytes: int, turn: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of ``n`` copies of ``nbytes`` each. Stores pause between turns of ``turn`` bytes, or of one
+        """(first, count) of ``n`` copies of ``nbytes`` each, with a pause between turns of ``turn`` bytes, or of one
         copy if that has more."""
-        if not self._gather:
-            if n:
-                yield start, n
-            return
         while n:
             left = self._turns[stream]
             if left < nbytes:
