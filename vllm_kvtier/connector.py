@@ -85,7 +85,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         results = report.results if isinstance(report, WorkerReport) else []
         if TransferResults is None and self._facts.fails_by_request and any(r.failed for r in results):
             recompute_failed_loads(self._scheduler.engine_scheduler, results)
-        self._scheduler.arrived(results, set(connector_output.finished_recving or ()))
+        finished = connector_output.finished_recving
+        if results or finished:
+            self._scheduler.arrived(results, set(finished or ()))
 
     def take_events(self) -> list[Any]:
         return self._scheduler.take_events() if self._scheduler is not None else []

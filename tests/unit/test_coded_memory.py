@@ -12,6 +12,7 @@ from vllm_kvtier.store.limits import MemoryLimits
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.worker import coded_memory
 from vllm_kvtier.worker.coded_memory import CodedMemory
+from vllm_kvtier.worker.fences import Fences
 from vllm_kvtier.worker.memory import CacheMemory
 
 
@@ -42,6 +43,10 @@ def made():
         pair.there.close()
 
 
+def marked(device):
+    return Fences(torch.cuda.current_device()).mark() if device == "cuda" else None
+
+
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -49,7 +54,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 @pytest.mark.parametrize("codec", [name for name in codecs.names() if name != "raw"])
 def test_a_good_pull_brings_what_the_codec_keeps(made, codec, device):
     pair = made(codec=codec, device=device)
-    made = pair.there.make_sums([batch_of([3, 4, 9])], pair.there.fence())
+    made = pair.there.make_sums([batch_of([3, 4, 9])], marked(device))
     eventually(made.done, 10)
     untouched = numbers(pair.here, 2)
     result = pair.run(pair.order(pull_of([5, 6, 1], [3, 4, 9])))
@@ -66,7 +71,7 @@ def test_a_good_pull_brings_what_the_codec_keeps(made, codec, device):
 @DEVICES
 def test_what_is_wrong_in_a_row_is_computed(made, device):
     pair = made(codec="int8", device=device)
-    eventually(pair.there.make_sums([batch_of([3, 4, 9, 7])], pair.there.fence()).done, 10)
+    eventually(pair.there.make_sums([batch_of([3, 4, 9, 7])], marked(device)).done, 10)
     rows(pair.there, 4)[11] ^= 0x10
     (layout,) = pair.there.layouts
     rows(pair.there, 9)[layout.sum_offset + 3] ^= 1

@@ -27,7 +27,7 @@ def half():
     """Without threads: what would run on the reactor's is in ``queued``."""
     half = WorkerHalf.__new__(WorkerHalf)
     half.queued = []
-    half._rank, half._unusable, half._device = 0, None, None
+    half._rank, half._unusable, half._device, half._fences = 0, None, None, None
     half._reactor = SimpleNamespace(call_soon=half.queued.append)
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
@@ -41,7 +41,7 @@ def ready(half, device="cpu"):
     """Set up by now; returns the fences that sums were made behind."""
     fences = []
     half._memory = SimpleNamespace(
-        make_sums=lambda batches, after: fences.append(after) or Pending(None), fence=lambda: "a fence of the memory's"
+        make_sums=lambda batches, after: fences.append(after) or Pending(None)
     )
     half._pulls = SimpleNamespace(active=False)
     half._view = SimpleNamespace(device=torch.device(device))
@@ -51,17 +51,26 @@ def ready(half, device="cpu"):
 
 def test_sums_of_a_step_from_before_the_memory_was_there_are_made_behind_it(half, monkeypatch):
     marked = []
-    event = SimpleNamespace(record=marked.append)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=marked.append))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     half._device = 0
     half.submit(StepWork(3, [batch_of([1])]))
     fences = ready(half)
     half.queued.pop()()
-    assert fences == [event] and marked == ["stream of 0"]
+    (first,) = fences
+    assert first is not None and marked == ["stream of 0"]
+    half._view = SimpleNamespace(device=torch.device("cuda", 0))
     half.submit(StepWork(4, [batch_of([2])]))
     half.queued[-1]()
-    assert fences == [event, "a fence of the memory's"]
+    assert len(fences) == 2 and fences[1] is not first and marked == 2 * ["stream of 0"]
+
+
+def test_a_cpu_s_cache_has_no_fences_whatever_else_the_machine_has(half, monkeypatch):
+    half._device = 0
+    fences = ready(half, "cpu")
+    half.submit(StepWork(3, [batch_of([1])]))
+    half.queued.pop()()
+    assert fences == [None]
 
 
 def test_without_a_device_there_is_nothing_to_wait_for(half):

@@ -228,9 +228,10 @@ class SchedulerHalf:
             self._offloader.begin_step(self._exporter.step, growth)
         self._matcher.expire()
         orders, introductions = self._matcher.take_orders()
-        pulls = [order for order in orders if isinstance(order, PullOrder)]
-        loads = [order for order in orders if isinstance(order, LoadOrder)]
-        fetches = [order for order in orders if isinstance(order, FetchOrder)]
+        pulls, loads, fetches = (
+            [order for order in orders if isinstance(order, kind)] if orders else []
+            for kind in (PullOrder, LoadOrder, FetchOrder)
+        )
         if self._sharing is not None:
             self._sharing.settle()
         aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens

@@ -36,6 +36,11 @@ class Keys:
     def key(self, block_hash: bytes, group: int, variant: bytes) -> int:
         return int.from_bytes(block_hash[:8], "little") ^ self._mix(group, variant)
 
+    def of(self, block_hashes: Sequence[bytes], group: int, variant: bytes) -> list[int]:
+        """``key`` of each."""
+        mix = self._mix(group, variant)
+        return [int.from_bytes(block_hash[:8], "little") ^ mix for block_hash in block_hashes]
+
     def keys(self, heads: np.ndarray, group: int, variant: bytes) -> np.ndarray:
         """The same of many: ``heads`` uint64 [n], the first 8 bytes of each hash, little-endian."""
         return heads ^ np.uint64(self._mix(group, variant))

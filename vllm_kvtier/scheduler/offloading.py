@@ -38,9 +38,11 @@ from vllm_kvtier.wire.reactor import Reactor
 logger = logging.getLogger("vllm.kvtier.offloading")
 
 # Blocks are asked for together: a request that only generates fills one in 16 steps, and a message a step for each
-# would cost more than it saves. Prefills ask at once, so that the copy begins behind their forward.
-ASK_AT = 32  # blocks
-ASK_AFTER = 8  # steps
+# would cost more than it saves: every thread that a message goes through takes the interpreter from the engine's. A
+# long prompt asks at once, so that the copy begins behind its forward; a short one soon, because others may begin with
+# it; what is generated is wanted when the request has ended, which asks as well.
+ASK_AT = 32, 64  # blocks: where prompts are among them, and where not
+ASK_AFTER = 8, 32  # steps, the same
 REWINDS = 2
 
 _REFUSALS = {EXISTS: "stored already", NO_ROOM: "store full", NO_PARENT_STORED: "beginning not stored"}
@@ -63,6 +65,7 @@ class Batch:
     tenant: bytes
     since: int  # step of the first
     step: int = -1  # step that fills the last
+    prompts: bool = False  # blocks of prompts are among them
     groups: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
@@ -175,19 +178,21 @@ class Offloader:
                     self._counters.count("not_stored", "too many copies under way", refused)
             if not rows:
                 continue
-            pinned = self._pool.pin([ids[i] for i in rows])
+            blocks = [ids[i] for i in rows]
+            pinned = self._pool.pin(blocks)
             self._pinned += len(pinned)
             self._held.update(pinned)
             hashes = request.block_hashes
-            for i in rows:
-                block_hash = bytes(hashes[(i + 1) * per - 1])
-                if self.events is not None and (label := self.events.label_of(batch.space, g, block_hash)) is not None:
-                    batch.labels[len(batch.blocks)] = label
-                batch.groups.append(g)
-                batch.blocks.append(ids[i])
-                batch.keys.append(keys.key(block_hash, g, variant))
-                batch.hashes.append(block_hash[:HASH])
-                batch.parents.append(bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT)
+            whole = [bytes(hashes[(i + 1) * per - 1]) for i in rows]
+            if self.events is not None:
+                labels = enumerate([self.events.label_of(batch.space, g, h) for h in whole], len(batch.blocks))
+                batch.labels |= {row: label for row, label in labels if label is not None}
+            batch.groups += [g] * len(rows)
+            batch.blocks += blocks
+            batch.keys += keys.of(whole, g, variant)
+            batch.hashes += [h[:HASH] for h in whole]
+            batch.parents += [bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT for i in rows]
+            batch.prompts |= rows[0] * size < request.num_prompt_tokens
             if self.events is not None:
                 batch.raws += self.events.describe(batch.space, request, g, rows)
             batch.step = max(batch.step, self._step)
@@ -222,7 +227,8 @@ class Offloader:
     def _ask(self, now: bool) -> None:
         """Reserve what was collected, as soon as that is worth a message."""
         for key, batch in list(self._open.items()):
-            if not (now or len(batch.blocks) >= ASK_AT or self._step - batch.since >= ASK_AFTER):
+            at, after = (limits[0 if batch.prompts else 1] for limits in (ASK_AT, ASK_AFTER))
+            if not (now or len(batch.blocks) >= at or self._step - batch.since >= after):
                 continue
             del self._open[key]
             if not batch.blocks:

@@ -19,10 +19,12 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.far import FarWorker
+from vllm_kvtier.worker.fences import Fences
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.fetching import FetchWorker, open_node
 from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.memory import Pending
+from vllm_kvtier.worker.one_core import stay_on_one_core
 from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.pulls import PullResult, Pulls
 from vllm_kvtier.worker.queues import LoadResult
@@ -72,6 +74,7 @@ class WorkerHalf:
         self._view: CacheView | None = None
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
+        self._fences: Fences | None = None  # of the model runner's thread
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
@@ -81,6 +84,7 @@ class WorkerHalf:
         self._done: list[PullResult | FetchResult | LoadResult] = []
         self._done_lock = threading.Lock()
         self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
+        self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
 
     # -- model runner's thread -----------------------------------------------------------------------------------
@@ -129,6 +133,8 @@ class WorkerHalf:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
         if self._tier is not None:
             self._tier.launching()
+        if not (work.loads or work.fetches):
+            return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
             self._hurried.begin(loads, self._tier.load_now)
@@ -140,21 +146,15 @@ class WorkerHalf:
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
         loads and fetches: nothing computed on them goes anywhere before they have been checked."""
-        memory, tier, fetching = self._memory, self._tier, self._fetching
+        tier, fetching = self._tier, self._fetching
         self._idle = work.idle
-        loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
-        if tier is not None:
-            self._hurried.settle(LoadOrder, lambda seconds: tier.settle(seconds))
-        if fetching is not None:
+        if fetching is not None and work.sources:
             fetching.introduce(work.sources)
-            self._hurried.settle(FetchOrder, fetching.settle)
-        if loads:
-            self._load(loads)
-        if fetches:
-            self._fetch(fetches)
+        if work.loads or work.fetches:
+            self._begin_loads(work)
         if work.aborted and tier is not None:
             tier.cancel_loads(work.aborted)
-        fence = self._fence(memory) if work.sums or tier is not None or fetching is not None else None
+        fence = self._fence() if work.sums or tier is not None or fetching is not None else None
         if tier is not None:
             tier.step(work.step, fence)
         if fetching is not None:
@@ -168,16 +168,26 @@ class WorkerHalf:
                 self._nixl.release()
         self._reactor.call_soon(lambda: self._work(work, fence))
 
-    def _fence(self, memory: PeerMemory | None) -> torch.cuda.Event | None:
-        """Marks what was launched so far. While ``memory`` is being set up too: by the time that this step's sums are
+    def _begin_loads(self, work: StepWork) -> None:
+        tier, fetching = self._tier, self._fetching
+        loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
+        if tier is not None:
+            self._hurried.settle(LoadOrder, tier.settle)
+        if fetching is not None:
+            self._hurried.settle(FetchOrder, fetching.settle)
+        if loads:
+            self._load(loads)
+        if fetches:
+            self._fetch(fetches)
+
+    def _fence(self) -> torch.cuda.Event | None:
+        """Marks what was launched so far. While the cache is being set up too: by the time that this step's sums are
         looked at it may be there, and what is encoded before it was computed is wrong without anybody noticing."""
-        if memory is not None:
-            return memory.fence()
-        if self._device is None:
+        if self._device is None or (self._view is not None and self._view.device.type != "cuda"):
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        if self._fences is None:
+            self._fences = Fences(self._device)
+        return self._fences.mark()
 
     def _load(self, loads: list[LoadOrder]) -> None:
         if self._tier is not None:

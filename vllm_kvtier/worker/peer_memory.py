@@ -33,11 +33,3 @@ class PeerMemory:
         spans = list(self.transfer_view.spans)
         spans += [(t.data_ptr(), t.numel() * 8) for t in (self.table, self.arrived)]
         transport.register(spans, self.memory_type, self.device_id)
-
-    def fence(self) -> torch.cuda.Event | None:
-        """Marks what the engine's stream has been given so far; call on the engine's thread."""
-        if self.view.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.view.device))
-        return event

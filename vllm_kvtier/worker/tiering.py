@@ -36,7 +36,9 @@ logger = logging.getLogger("vllm.kvtier.tiering")
 
 FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
-SOON = 5e-3  # seconds
+SOON = 30e-3  # seconds; longer than stores wait for company
+# How long the model runner waits for the other thread before it leaves a load to it.
+PATIENCE = 5e-3
 # A model runner that has looked after the copies so lately will do so again soon, while a request waits for a load, or
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
@@ -81,7 +83,8 @@ class TierWorker:
         self._hurried: set[tuple[str, int]] = set()  # loads that somebody waits for in ``settle``: request, ticket
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
-        self._stepped = -math.inf  # when the model runner's thread last looked after the copies
+        self._stepped = -math.inf  # when the model runner's thread last came by
+        self._stores_at = -math.inf  # when it is to look after the copies again, while there are only stores
         self._launched_by = -math.inf  # when the forward that it launches just now is taken to have been launched
         self._nbytes = 0
         self._told: tuple[str, int] = ("", 0)
@@ -133,7 +136,7 @@ class TierWorker:
         self._resting = False
         # Steps from before there was a store may be running yet: then behind all that was launched.
         after = self._mark() if self._latest is None else self._latest
-        if self.on_device and self._lock.acquire(timeout=SOON):
+        if self.on_device and self._lock.acquire(timeout=PATIENCE):
             try:
                 self._start(loads, after)
                 ended = self._advance()
@@ -212,18 +215,23 @@ class TierWorker:
         A device copies by itself, so that this costs some calls. On the reactor's thread they would cost more: each
         of them gives the interpreter up, and gets it back when the launches of the next step let it go.
         """
-        if idle and self._offload.loading:
+        loading = self._offload.loading
+        if idle and loading:
             self._stay()
             return
-        busy = self.on_device and (self._offload.loading or self._offload.queued_store_bytes)
-        if busy and self._lock.acquire(blocking=False):
-            self._stepped = time.monotonic()
+        if not (self.on_device and (loading or self._offload.queued_store_bytes)):
+            return
+        self._stepped = now = time.monotonic()
+        if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
                 ended = self._advance()
+                # Stores that wait for a step may begin with the next one.
+                pause = None if self._fault else self._offload.next_poll()
+                self._stores_at = -math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
             self._ended(ended)
-        if busy and self._due > time.monotonic() + 2 * STEPPING[1]:
+        if self._due > now + 2 * STEPPING[1]:
             # This may have been the last step for long; the timer was set when its orders could not begin yet.
             self._reactor.call_soon(lambda: self._look_again(STEPPING[1]))
 
@@ -260,6 +268,7 @@ class TierWorker:
         )
         with self._lock:
             self._offload.submit_store(order)
+            self._stores_at = -math.inf
             if self._resting:
                 self._offload.cancel([order.id])
         self._drive_unless_stepping()
@@ -267,6 +276,7 @@ class TierWorker:
     def cancel(self, message: m.CancelStores) -> None:
         with self._lock:
             self._offload.cancel(message.orders)
+            self._stores_at = -math.inf
         self._drive_unless_stepping()
 
     def _load(self, loads: list[LoadOrder], after: Any) -> None:
