@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_process import Store
-from support import eventually, interruptible
+from support import eventually, interruptible, stop
 
 COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
 
@@ -68,7 +68,7 @@ def test_ctrl_c_of_top(store, tmp_path):
 
 
 def test_a_store_that_hangs(store):
-    os.kill(store.process.pid, signal.SIGSTOP)
+    stop(store.process.pid)
     try:
         done = kvtier("doctor", "--remote", "--socket", store.path)
         assert done.returncode == 2 and "hangs: it does not answer within 3 s" in done.stdout

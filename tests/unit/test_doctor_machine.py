@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from store_process import Store
-from support import eventually
+from support import eventually, stop
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -301,9 +301,7 @@ def test_a_stale_socket(running):
 
 def test_a_store_that_hangs(running):
     running.start()
-    running.process.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{running.process.pid}/task")
-    eventually(lambda: all((t / "stat").read_text().rpartition(")")[2].split()[0] == "T" for t in tasks.iterdir()))
+    stop(running.process.pid)
     checks, _ = store.store(running.path, expected=True, seconds=0.5)
     assert "hangs: it does not answer within 0.5 s" in only(checks, "fail").sentence
 

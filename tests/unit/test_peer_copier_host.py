@@ -1,6 +1,5 @@
 """Blocks out of other processes' caches by plain copies: what lands, what is found to be wrong, and who dies when."""
 
-import signal
 import time
 
 import msgspec
@@ -9,6 +8,7 @@ import pytest
 import torch
 from peer_caches import Group, Layout, content, expected, keys_of, pull_of, rank_of, ranks_of, sums_of
 from peer_process import PeerProcess
+from support import stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.worker import process_memory
@@ -196,7 +196,7 @@ def test_blocks_that_are_written_while_they_are_read(source, tp):
 def test_a_source_that_does_not_answer_is_read_all_the_same(source):
     there = source()
     reader = Reader(there)
-    there.process.send_signal(signal.SIGSTOP)
+    stop(there.process.pid)
     copy = reader.copy(pull_of([1], [2], 4))
     assert not copy.bad(0) and reader.landed(1, 2)
 

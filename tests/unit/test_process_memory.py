@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import Shared, SharedSpan
@@ -133,7 +132,7 @@ def test_killed_while_it_is_read(source):
 
 
 def test_a_stopped_process_is_read_all_the_same(source):
-    source.process.send_signal(signal.SIGSTOP)
+    stop(source.process.pid)
     got = read(ProcessMemory(source.shared), source.base, [4096], [4096])
     assert np.array_equal(got, source.content[4096:8192])
 

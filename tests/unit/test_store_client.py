@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, items_of, tool_hello
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import client as client_module
@@ -412,8 +411,7 @@ def test_a_stopped_server_process_costs_one_timeout(path, connect):
     try:
         client = connect(ask_timeout=0.5)
         eventually(lambda: client.connected)
-        os.kill(process.pid, signal.SIGSTOP)
-        eventually(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        stop(process.pid)
         started = time.monotonic()
         assert isinstance(outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)), Failed)
         assert time.monotonic() - started < 2

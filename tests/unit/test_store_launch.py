@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from store_support import RawClient, chain_of, engine_hello, tool_hello
-from support import eventually, interruptible
+from support import eventually, interruptible, stop
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -141,7 +141,7 @@ def test_one_that_is_ready_too_late_serves_all_the_same(path):
 def test_a_store_that_hangs_is_not_doubled(path, monkeypatch):
     start_store(path, SMALL)
     pid = pid_of(path)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert serves(path, timeout=0.2)
     monkeypatch.setattr(launch, "serves", lambda p: serves(p, 0.2))
     start_store(path, SMALL)

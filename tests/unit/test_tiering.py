@@ -1,5 +1,6 @@
 """TierWorker: when it looks after copies, and behind which step they are begun."""
 
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tier_fakes import group_view
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
-from vllm_kvtier.worker import tiering
+from vllm_kvtier.worker import offload, tiering
 from vllm_kvtier.worker.half import WorkerHalf
 from vllm_kvtier.worker.hurried import Hurried
 from vllm_kvtier.worker.tiering import TierWorker
@@ -170,6 +171,46 @@ def test_a_device_s_copies_are_looked_after_when_no_step_follows(worker):
     worker.tier.step(2, "fence 2")
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
+    assert worker.copier.calls == [("store", [1, 2], "fence 2")]
+
+
+def test_stores_are_looked_after_when_that_makes_sense_and_not_in_every_step(worker, monkeypatch):
+    """A few blocks wait for company; each look would cost the step."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=1)
+    looks, drive = [], worker.tier._offload.drive
+    monkeypatch.setattr(worker.tier._offload, "drive", lambda *args: looks.append(1) or drive(*args))
+    pause = worker.tier._offload.next_poll
+    monkeypatch.setattr(worker.tier._offload, "next_poll", lambda: 60.0)
+    for number in range(2, 12):
+        worker.tier.step(number, f"fence {number}")
+        worker.tier.collect()
+    assert len(looks) == 1
+    store(worker, 2, step=1)  # something new
+    looks.clear()
+    worker.tier.collect()
+    worker.tier.collect()
+    assert len(looks) == 1
+    monkeypatch.setattr(worker.tier._offload, "next_poll", pause)
+    worker.tier._stores_at = time.monotonic()
+    eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 2, 5.0)
+    assert [call[0] for call in worker.copier.calls] == ["store"], "both in one piece"
+
+
+def test_stores_that_wait_for_a_step_are_looked_after_in_the_next(worker):
+    """Their order came while the step before theirs was launched; and little waits for company then."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=2)
+    worker.tier.collect()
+    end = time.monotonic() + 2 * offload.STORES_LINGER
+    for number in itertools.count(2):  # with steps all the time the reactor's thread does not look
+        worker.tier.step(number, "fence 2" if number == 2 else "a later one")
+        worker.tier.collect()
+        if time.monotonic() > end:
+            break
+        time.sleep(2e-3)
     assert worker.copier.calls == [("store", [1, 2], "fence 2")]
 
 

@@ -292,6 +292,11 @@ class Offload:
         return self._stores.nbytes
 
     @property
+    def awaits_step(self) -> bool:
+        """Whether a store's turn has come whose step was not launched yet: it may begin with the next one."""
+        return self._stores.awaits(self._launched)
+
+    @property
     def totals(self) -> tuple[int, int]:
         """Bytes loaded and stored since the start, whatever became of them."""
         return self._loading.total, self._storing.total

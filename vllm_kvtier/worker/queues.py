@@ -104,6 +104,10 @@ class StoreQueue:
         """When ``next_piece`` has something to give, unless more comes before; infinity: not of itself."""
         return min(self._ready_times(launched, nbytes), default=(math.inf, 0))[0]
 
+    def awaits(self, launched: int) -> bool:
+        """Whether the oldest order of a group waits for a step after ``launched``."""
+        return any(waiting and waiting[0].order.after_step > launched for waiting in self._waiting)
+
     def next_piece(self, launched: int, nbytes: int, now: float) -> Piece | None:
         """About ``nbytes`` of the oldest order that may be copied, and of those of its group that came after it;
         at least one block. ``launched``: the last step whose forward was launched."""

@@ -43,9 +43,10 @@ PATIENCE = 5e-3
 # while there are only stores, which nobody waits for. In a longer step, as of a prefill, the reactor does it.
 STEPPING = (5e-3, 30e-3)
 # A forward takes no longer to launch; where one failed, nobody says that it was launched. How often the reactor looks
-# after what is under way meanwhile: loads, and only stores.
+# after what is under way meanwhile, each time in the launches' way: loads, which have more than that given out ahead,
+# and only stores, of which none begins then.
 MOST_LAUNCHING = 0.1  # seconds
-LAUNCHING = (0.5e-3, 5e-3)
+LAUNCHING = (2e-3, 20e-3)
 # An engine that only waits for loads stays with them for so long at a time, or for so long if that should be the last
 # time: what comes meanwhile waits for its end, and each empty step in between costs a millisecond.
 IDLE_STRETCH, LAST_STRETCH = 3e-3, 10e-3
@@ -225,8 +226,7 @@ class TierWorker:
         if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
                 ended = self._advance()
-                # Stores that wait for a step may begin with the next one.
-                pause = None if self._fault else self._offload.next_poll()
+                pause = None if self._fault or self._offload.awaits_step else self._offload.next_poll()
                 self._stores_at = -math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
