@@ -48,8 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/engines/" in str(item.path) or item.path.name.startswith("test_engines_"):
             item.add_marker(pytest.mark.engine)
-            # Starting engines counts as part of the first test that uses them.
-            item.add_marker(pytest.mark.timeout(600), append=False)
+            if item.get_closest_marker("timeout") is None:
+                # Starting engines counts as part of the first test that uses them.
+                item.add_marker(pytest.mark.timeout(600))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch  # only where a test asks for a device: it takes seconds

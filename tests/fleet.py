@@ -15,6 +15,7 @@ from drive import Driver, driving
 from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
 from vllm_kvtier.devtools.faults import VARIABLE, FaultFile
 from vllm_kvtier.devtools.processes import Service, free_port, kill_all, start_all, wait_all
+from vllm_kvtier.vllm_compat.version import check_supported
 
 BLOCK = 32  # the CPU build's kernels want multiples of it
 MAX_LENGTH = 3328  # 104 blocks
@@ -128,10 +129,13 @@ def single(plain) -> Engine:
 @pytest.fixture(scope="session")
 def fleet(model_path, log_dir, plain) -> Iterator[Fleet]:
     """Tests leave these three as they found them: running, and sooner or later holding nothing."""
+    # Since 0.32 vLLM serves /inference/v1/generate only if it is told to; before, always, and it knows no such flag.
+    scale_out = ("--enable-scale-out",) if check_supported() >= (0, 32, 0) else ()
+    flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *scale_out)}
 
     def engine(name: str) -> Engine:
         kv = kvtier({**EXTRA, "endpoint_port": free_port()})
-        return Engine(model_path, name=name, kv=kv, log_dir=log_dir, **ENGINE_FLAGS)
+        return Engine(model_path, name=name, kv=kv, log_dir=log_dir, **flags)
 
     fleet = Fleet(engine("P"), engine("D"), plain)
     start_missing(fleet)

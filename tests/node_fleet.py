@@ -25,7 +25,7 @@ from drive import Driver, Reply, assert_same, driving, random_tokens
 from fleet import ENGINE_FLAGS, start_missing
 from node_events import Follower, publishing
 from store_support import RawClient, tool_hello
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
@@ -123,7 +123,7 @@ class NodeStore:
             eventually(lambda: self.pid != pid, 10)
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

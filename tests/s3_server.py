@@ -16,7 +16,7 @@ from pathlib import Path
 
 import boto3
 from botocore.config import Config
-from support import eventually
+from support import eventually, stop
 
 REGION = "us-east-1"
 
@@ -51,7 +51,7 @@ class S3Server:
 
     def hang(self) -> None:
         """It answers nobody until ``go_on``."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

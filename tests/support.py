@@ -1,9 +1,11 @@
 """Waiting for what another thread does, and stand-ins for vLLM's objects that the scheduler half touches."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hypothesis import Phase
@@ -21,6 +23,20 @@ def eventually(predicate: Callable[[], Any], seconds: float = 10.0, what: str = 
             return value
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or predicate}"
         time.sleep(0.002)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP. Returns when all threads stand still: where cores are busy they go on until the first has a turn."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def still() -> bool:
+        try:
+            stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except OSError:
+            return False  # a thread ended meanwhile
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    eventually(still, what=f"process {pid} stands still")
 
 
 def interruptible() -> None:

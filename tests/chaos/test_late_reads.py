@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
@@ -136,7 +136,7 @@ def test_what_a_hanging_peer_sends_late_lands_nowhere(start, monkeypatch, end):
     paint(mine, 1)
     assert pulls.start(order("stuck", "first", range(1, BLOCKS), 0.5)) is None
     eventually(lambda: pulls.drive() or share(mine, 7) > 0, 10)
-    os.kill(process.pid, end)
+    stop(process.pid) if end == signal.SIGSTOP else process.kill()
     assert share(mine, 7) < 0.9, "in the middle"
     began = time.monotonic()
     results = {}

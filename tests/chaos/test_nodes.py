@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import netns
 import pytest
 from node_process import NodeProcess
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -170,8 +170,10 @@ def test_the_serving_node_is_silent_in_the_middle_of_a_read(nodes, cable):
     def silence(silent: bool) -> None:
         if cable:
             nodes.pair.plug(0, not silent)
+        elif silent:
+            stop(mover)
         else:
-            os.kill(mover, signal.SIGSTOP if silent else signal.SIGCONT)
+            os.kill(mover, signal.SIGCONT)
 
     server.ask("store", units=4, name="q")
     server.ask("store", units=120, name="p")

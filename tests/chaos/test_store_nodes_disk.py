@@ -9,7 +9,7 @@ import time
 import pytest
 from store_process import Engine, Store
 from store_support import EVERYTHING, SPACE, chain_of
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.store import messages as m
 
@@ -96,7 +96,7 @@ def test_the_other_forgets_and_gets_it_again_from_memory(pair):
 def test_a_disk_that_stands_still_costs_who_asks_his_patience_and_no_more(pair):
     a, b = pair.stores
     mover = _disk_mover(a)
-    os.kill(mover, signal.SIGSTOP)
+    stop(mover)
     with Engine(b) as far:
         began = time.monotonic()
         assert far.find(CHAINS[1], patience=1.0) == 0
@@ -115,7 +115,7 @@ def test_a_disk_that_stands_still_costs_who_asks_his_patience_and_no_more(pair):
 def test_one_dies_while_it_is_brought_up(pair, victim):
     a, b = pair.stores
     mover = _disk_mover(a)
-    os.kill(mover, signal.SIGSTOP)
+    stop(mover)
     with Engine(b) as far:
         began = time.monotonic()
         assert far.find(CHAINS[2], patience=0.5) == 0  # A is bringing it up

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, tool_hello
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.client import Failed, StoreClient
@@ -129,9 +129,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_its_leases(store, client):
     with RawClient(store.path, engine_hello("writer")) as writer:
         writer.store(CHAIN)
     assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20
-    os.kill(store.process.pid, signal.SIGSTOP)
-    status = Path(f"/proc/{store.process.pid}/stat")
-    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    stop(store.process.pid)
     started = time.monotonic()
     asked = [client.lookup(SPACE, CHAIN, 0, EVERYTHING) for _ in range(50)]
     assert time.monotonic() - started < 0.4, "asking never waits"

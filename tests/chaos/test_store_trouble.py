@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store_process import Engine, Store
 from store_support import EVERYTHING, SPACE, chain_of
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.store import messages as m
 
@@ -75,7 +75,7 @@ def test_lookups_do_not_wait_for_a_process_that_hangs(store):
         fill(store, engine)
         busy = seconds_of_lookups(engine, 300)
         pid = store.mover()
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         hung = seconds_of_lookups(engine, 300)
         began = time.monotonic()
         engine.ask(m.Lookup(1, SPACE, CHAINS[0], 0, EVERYTHING, 0.3))
@@ -91,7 +91,7 @@ def test_lookups_do_not_wait_for_a_process_that_hangs(store):
 def test_a_process_that_hangs_does_not_outlive_its_store(store):
     store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
     pid = store.mover()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     store.kill()
     eventually(lambda: not alive(pid), 5, "it dies with its store")
 
@@ -242,8 +242,6 @@ def test_a_damaged_disk_gives_nothing_wrong(store, part):
     with Engine(store) as engine:
         found = [engine.find(chain) for chain in CHAINS[:4]]  # right, as far as it goes
         assert found == [0] * 4 if part != "slots" else found[0] < 32 and found[1:] == [32] * 3
-        for chain in CHAINS:
-            engine.fill(chain)  # also what was damaged: it is written anew
-            time.sleep(0.1)
+        fill(store, engine)  # also what was damaged: it is written anew
         eventually(lambda: store.disk().blocks == 32 * len(CHAINS), 10)
         assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)

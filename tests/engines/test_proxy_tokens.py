@@ -4,28 +4,16 @@ import random
 
 import httpx
 import pytest
-from fleet import ENGINE_FLAGS, EXTRA, start_missing
-
-from vllm_kvtier.devtools.processes import start_all, wait_all
 
 REPORT = {"X-KVTier-Report": "1", "Authorization": "Bearer ann"}
 
 
 @pytest.fixture
-def client(make_engine, make_proxy):
-    """A client of a proxy before a P and a D that serve /inference/v1/generate."""
-    # Since 0.32 vLLM serves it only if it is told to; before, always, and it does not know the flag.
-    from vllm import __version__
-
-    scale_out = ("--enable-scale-out",) if tuple(map(int, __version__.split(".")[:2])) >= (0, 32) else ()
-    flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *scale_out)}
-    engines = [make_engine(name, extra=EXTRA, **flags) for name in ("P", "D")]
-    start_missing(engines)
-    proxy = make_proxy(engines[:1], engines[1:])
-    start_all([proxy])
-    wait_all([proxy])
-    with httpx.Client(base_url=proxy.base_url, timeout=120) as client:
-        yield client
+def client(fleet, make_proxy):
+    """A client of a proxy before P and D."""
+    with make_proxy([fleet.prefill], [fleet.decode]) as proxy:
+        with httpx.Client(base_url=proxy.base_url, timeout=120) as client:
+            yield client
 
 
 def test_tokens_in_and_out(client):

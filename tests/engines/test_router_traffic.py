@@ -8,6 +8,8 @@ import httpx
 import pytest
 from drive import PREFILL, random_tokens
 
+from vllm_kvtier.vllm_compat.version import check_supported
+
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
 
 
@@ -92,8 +94,6 @@ async def test_multi_turn_proxy(fleet, driver, http):
 
 async def test_streamed_answers_carry_params_where_vllm_can(fleet, driver, http):
     """vLLM 0.33 can. Before, P still finds D's part by hash: D told P where it is when it pulled."""
-    from vllm import __version__
-
     rng = random.Random("streamed")
     prompt = random_tokens(rng, 70)
     request_id, body = str(uuid.uuid4()), request_for(prompt, 80)
@@ -101,7 +101,7 @@ async def test_streamed_answers_carry_params_where_vllm_can(fleet, driver, http)
     text, found = await streamed(http, fleet.decode, body, params, request_id)
     truth = await driver.truth(prompt, 80)
     assert text == truth.text
-    if tuple(map(int, __version__.split(".")[:2])) >= (0, 33):
+    if check_supported() >= (0, 33, 0):
         assert found["do_remote_decode"] and found["remote_port"]
     first = await driver.prefill(fleet.prefill, [*prompt, *truth.tokens, *random_tokens(rng, 20)])
     assert first.pulled >= 64

@@ -14,7 +14,7 @@ from drive import Reply, assert_same, driving, random_tokens
 from fleet import ENGINE_FLAGS, start_missing
 from node_events import Follower, publishing
 from node_fleet import ASKED, runtime_dir, store_env, store_in
-from support import eventually
+from support import eventually, stop
 from tier_fleet import (
     BLOCK,
     POOL_BLOCKS,
@@ -172,7 +172,7 @@ async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
     await tiers.gone_from_memory(stopped, random)
     before = await tiers.disk()
     mover = await tiers.mover()
-    os.kill(mover, signal.SIGSTOP)  # it has been told to read, and will not have
+    stop(mover)  # it has been told to read, and will not have
 
     async def kill() -> None:
         await tiers.in_flight(lambda counts: counts.index.reservations > 0)
@@ -199,7 +199,7 @@ async def test_a_mover_that_is_killed_while_it_writes(node, tiers):
     before, others = prompts_of("killed writing", 3), prompts_of("then", 2)
     await tiers.kept(before[0])
     mover = await tiers.mover()
-    os.kill(mover, signal.SIGSTOP)
+    stop(mover)
     await tiers.asked(node.engine, before[1])  # is stored, and told to be written
     await tiers.stored(node.engine, before[1])
     await asyncio.sleep(0.1)  # batches linger for 0.05 s

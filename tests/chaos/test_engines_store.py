@@ -17,8 +17,6 @@ from vllm_kvtier.devtools.engines import Engine
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import messages as m
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
 BLOCK = 32
 SLACK = 3.0  # beyond what the options promise, for two busy cores
 START_SECONDS = 20.0  # of an engine: none is killed that could not be back before the end

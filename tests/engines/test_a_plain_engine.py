@@ -1,14 +1,29 @@
-"""What all other tests of this level rest on: a plain engine is right, and the helpers read it rightly."""
+"""What all other tests of this level rest on, and so the first of them: a plain engine is right, and the helpers read
+it rightly."""
+
+from collections.abc import Iterator
 
 import pytest
+from fleet import start_missing
 
 from vllm_kvtier.devtools.clients import chat, complete, prompt_tokens
+from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, group_members
 
 SYSTEM = {"role": "system", "content": "You keep notes and answer from them."}
 FACTS = {"role": "user", "content": "The code for amber brook is 40512. The code for silver harbor is 77120."}
 NOTED = {"role": "assistant", "content": "Noted 2 codes."}
 QUESTION = {"role": "user", "content": "What is the code for silver harbor?"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
+    """An engine with an option that does not exist. It is started beside S, on the other core; nobody waits for it."""
+    engine = Engine(model_path, name="misspelt", kv=kvtier({"bidirectionl": True}), log_dir=log_dir)
+    engine.start()
+    start_missing([plain])
+    yield engine
+    engine.kill()
 
 
 def test_the_demo_model_recalls(single):
@@ -34,8 +49,7 @@ def test_counters_tell_computed_from_cached(single):
     assert (after - before).pulled == 0
 
 
-def test_an_engine_that_cannot_start_says_why(make_engine):
-    engine = make_engine(extra={"bidirectionl": True}).start()
+def test_an_engine_that_cannot_start_says_why(misspelt):
     with pytest.raises(ServiceFailed, match="did you mean bidirectional"):
-        engine.wait_ready()
-    assert not group_members(engine.pid)
+        misspelt.wait_ready()
+    assert not group_members(misspelt.pid)

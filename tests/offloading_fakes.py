@@ -1,0 +1,111 @@
+"""Stand-ins for the node store and the reactor, under a real Offloader."""
+
+from types import SimpleNamespace
+
+from tier_fakes import FakePending
+
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.messages import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
+
+
+class FakeReactor:
+    """Queued calls, run when the test says so."""
+
+    def __init__(self):
+        self.queue = []
+
+    def call_soon(self, callback):
+        self.queue.append(callback)
+
+    def run(self):
+        while self.queue:
+            self.queue.pop(0)()
+
+
+class FakeTier:
+    """A store that answers when told to; it remembers of each slot what it was given for."""
+
+    def __init__(self, writers):
+        self.writers, self.instance, self.session = writers, "s1", 1
+        self.codecs, self.logical = [SimpleNamespace(name="none") for _ in writers], [100 for _ in writers]
+        self.up = True
+        self.asked = []  # (pending, items, limit)
+        self.entries = {}  # (space, group, hash) -> slot
+        self.items = {}  # slot -> SimpleNamespace
+        self.next_slot = 0
+
+    def limit(self):
+        return 1 << 30 if self.up else 0
+
+    def space(self, variant):
+        return b"space".ljust(HASH) if not variant else variant[:8].ljust(HASH)
+
+    def reserve(self, space, tenant, groups, hashes, parents):
+        assert len(groups) * HASH == len(hashes) == len(parents) and groups
+        assert len(groups) <= MAX_ITEMS
+        pending = FakePending(self.session)
+        items = [
+            SimpleNamespace(
+                space=space, tenant=tenant, group=g, hash=hashes[i * HASH : (i + 1) * HASH],
+                parent=parents[i * HASH : (i + 1) * HASH], session=self.session, fate=None, copied=set(),
+            )
+            for i, g in enumerate(groups)
+        ]  # fmt: skip
+        if self.up:
+            self.asked.append((pending, items))
+        else:
+            pending.resolve(Failed("gone"))
+        return pending
+
+    def answer(self, at, full_groups, room=lambda: True):
+        """Answer one question as the index would."""
+        pending, items = self.asked.pop(at)
+        out = []
+        for item in items:
+            key, parent = (item.space, item.group, item.hash), (item.space, item.group, item.parent)
+            if key in self.entries:
+                out.append(EXISTS)
+            elif item.group in full_groups and item.parent != NO_PARENT and parent not in self.entries:
+                out.append(NO_PARENT_STORED)
+            elif not room():
+                out.append(NO_ROOM)
+            else:
+                self.next_slot += 1
+                self.entries[key] = self.next_slot
+                self.items[self.next_slot] = item
+                out.append(self.next_slot)
+        pending.resolve(Reserved(1, out))
+
+    def forget(self, slots):
+        """Evicted, or its writer gave up."""
+        for key in [k for k, slot in self.entries.items() if slot in slots]:
+            del self.entries[key]
+
+    def die(self, instance):
+        """All connections end; what was asked fails."""
+        self.up = False
+        asked, self.asked = self.asked, []
+        for pending, _ in asked:
+            pending.resolve(Failed("gone"))
+        if instance != self.instance:
+            self.entries.clear()
+        self.next_instance = instance
+
+    def live(self):
+        self.up, self.instance, self.session = True, self.next_instance, self.session + 1
+
+    def end(self, slots, session, fate):
+        for slot in slots:
+            item = self.items[slot]
+            assert item.fate is None, f"slot {slot} ends twice"
+            assert item.session == session, "a slot is only of use on the connection that reserved it"
+            item.fate = fate
+            if fate == "committed":
+                assert item.copied == self.writers[item.group], "committed before every part was written"
+
+    def commit(self, slots, session):
+        self.end(slots, session, "committed")
+
+    def abort(self, slots, session):
+        self.end(slots, session, "aborted")
+        self.forget(set(slots))

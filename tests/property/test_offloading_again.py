@@ -1,0 +1,123 @@
+"""What the store lost, never heard of or came too late for is offered again: what is of use, and not for ever."""
+
+import pytest
+from offloading_world import GROUPS, UNIT, Engine, flush, run, stored
+
+from vllm_kvtier.scheduler import offloading
+
+
+def test_what_the_store_lost_the_beginning_of_is_offered_again():
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(60)], 24)
+    for _ in range(6):
+        engine.step(every=1.1)
+    engine.settle_down()
+    engine.tier.forget(set(engine.tier.items))
+    assert stored(engine, r) == []
+    for _ in range(100):  # it generates on
+        engine.step(every=1.1)
+        engine.settle_down()
+    assert stored(engine, r) == list(range(15))
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+def test_a_store_that_was_started_anew_is_offered_everything(groups):
+    """With the next block that fills, as often as that happens; no refusal is needed for it."""
+    engine = Engine(GROUPS[groups], 1, 0, share=1.0)
+    r = engine.new_request([i % 7 for i in range(60 * UNIT)], 24)
+    align = max(size for size, _ in engine.groups)
+    for life in range(2 + offloading.REWINDS):
+        engine.tier.die(f"s{life + 2}")
+        engine.settle_down()
+        for _ in range(10):
+            engine.step(every=1.1)
+        engine.tier.live()
+        begun = r.request.num_computed_tokens
+        while r.request.num_computed_tokens < begun + 2 * align:
+            engine.step(every=1.1)
+        flush(engine, r)
+        engine.settle_down()
+        for g, (size, window) in enumerate(engine.groups):
+            full = r.request.num_computed_tokens // align * align // size
+            needed = 0 if window is None else max(0, full * size - window + 1) // size
+            assert set(range(needed, full)) <= set(stored(engine, r, g)), f"group {g}: it could not be loaded"
+    assert not any("beginning not stored" in key for key in engine.counters.take())
+    engine.end()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_store_that_hung_never_heard_of_is_offered_again(ends):
+    """It comes back with what it had: no more than that is offered anew, also if the request ends just then."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(64)], 24)
+    for at_least in (24, 36):
+        while r.request.num_computed_tokens < at_least:
+            engine.step(every=1.1)
+        flush(engine, r)
+        if at_least == 24:
+            engine.settle_down()
+    assert engine.tier.asked
+    had = stored(engine, r)
+    engine.tier.die(engine.tier.instance)
+    engine.reactor.run()
+    engine.tier.live()
+    before = len(engine.tier.items)
+    if ends:
+        engine.step(every=1.1)
+        engine.finish(r, True)
+    else:
+        run(engine, r)
+        flush(engine, r)
+    engine.settle_down()
+    last = 9 if ends else 16
+    assert 0 < len(had) < 9 and stored(engine, r) == list(range(last))
+    assert len(engine.tier.items) - before == last - len(had)
+    assert not any("beginning not stored" in key for key in engine.counters.take())
+
+
+def test_a_store_that_keeps_forgetting_is_not_offered_everything_for_ever():
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.new_request([i % 7 for i in range(40 * UNIT)], 4)
+    for _ in range(40 * UNIT + 9):
+        engine.step(every=1.1)
+        engine.settle_down()
+        engine.tier.forget(set(engine.tier.items))
+    offered = len(engine.tier.items)
+    assert offered <= 40 * (1 + offloading.REWINDS)
+
+
+def test_one_lost_beginning_costs_one_rewind():
+    """Several batches of a chain are under way when the first refusal comes."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(200)], 8)
+    while r.request.num_computed_tokens < 8:
+        engine.step(every=1.1)
+    flush(engine, r)
+    engine.settle_down()
+    assert stored(engine, r) == [0, 1]
+    engine.tier.forget(set(engine.tier.items))
+    for _ in range(3 * offloading.ASK_AFTER[1]):
+        engine.step(every=1.1)
+    assert len(engine.tier.asked) >= 2
+    table = engine.tables._tables[r.request.request_id]
+    engine.settle_down()
+    assert table.rewinds == 1
+
+
+@pytest.mark.parametrize("window", [6, 9])
+def test_a_store_that_comes_late_gets_no_block_of_a_window_that_has_passed(window):
+    """vLLM gave these up long ago; they are another request's by now."""
+    engine = Engine([(UNIT, None), (UNIT, window)], 3, 0)
+    engine.tier.die("s2")
+    r = engine.new_request([i % 7 for i in range(60)], 30)
+    while r.request.num_computed_tokens < 44:
+        engine.step(every=1.1)
+    other = engine.new_request([3] * 40, 39)  # takes what was given up
+    engine.step(every=1.1)
+    engine.tier.live()
+    while r.request.num_computed_tokens < len(r.plan):
+        engine.step(every=1.1)
+        flush(engine, r)
+        engine.settle_down()  # each copy compares the block with its hash
+    assert stored(engine, r, 0) == list(range(15)) and stored(engine, r, 1)[-1] == 14
+    assert engine.copies and other.request.num_computed_tokens
