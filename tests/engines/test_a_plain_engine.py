@@ -16,7 +16,7 @@ NOTED = {"role": "assistant", "content": "Noted 2 codes."}
 QUESTION = {"role": "user", "content": "What is the code for silver harbor?"}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)  # as S's, or it would be begun after that
 def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
     """An engine with an option that does not exist. It is started beside S, on the other core; nobody waits for it."""
     engine = Engine(model_path, name="misspelt", kv=kvtier({"bidirectionl": True}), log_dir=log_dir)

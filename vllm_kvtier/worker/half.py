@@ -172,7 +172,8 @@ class WorkerHalf:
         tier, fetching = self._tier, self._fetching
         loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
         if tier is not None:
-            self._hurried.settle(LoadOrder, tier.settle)
+            # Not as a method: a far tier has none, and nothing of it is hurried.
+            self._hurried.settle(LoadOrder, lambda seconds: tier.settle(seconds))
         if fetching is not None:
             self._hurried.settle(FetchOrder, fetching.settle)
         if loads:
