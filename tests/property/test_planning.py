@@ -138,3 +138,17 @@ def test_any_linear_engine_is_learned(base, token, pair, decode, steps):
     new, before, decodes = steps[-1]
     learned = cost.prefill_seconds(before, before + new, 1, decodes)
     assert 0.7 < learned / true(new, before, decodes) < 1.4
+
+
+@given(st.floats(2e-3, 0.02), st.floats(2, 10), st.floats(1e-6, 1e-4), st.integers(0, 99))
+def test_what_any_prompt_costs_is_not_taken_for_the_cost_of_its_tokens(base, times, token, seed):
+    """Engines that replay a step of decodes and launch any other kernel by kernel: a shorter prompt saves none of that."""
+    cost, draw = StepCost(), random.Random(seed)
+    for _ in range(60):
+        new = draw.choice([20, 100, 300, 900, 2000])
+        cost.observe(base * times + token * new, [(new, 0)], 8)
+        cost.observe(base, [], 8)
+    saved = cost.prefill_seconds(0, 600, 0, 8.0)
+    assert abs(saved - 600 * token) < 0.1 * 600 * token + 0.02 * base * times
+    whole = cost.prefill_seconds(0, 600, 1, 8.0)
+    assert 0.9 < whole / (base * times + 600 * token) < 1.1

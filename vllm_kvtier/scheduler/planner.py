@@ -221,16 +221,18 @@ class Planner:
     def report(self) -> dict[str, float]:
         """The model and how good it is, as flat numbers for metrics and logs.
 
-        prefill_seconds_per_token, _pair, step_seconds, step_seconds_per_decode: 0 while unknown; step_error and
+        prefill_seconds_per_token, _pair, step_seconds, step_seconds_per_decode, step_seconds_with_prompt (more than
+        one that only generates, whatever is in it): 0 while unknown; step_error and
         SOURCE_error: mean of |ln(actual / predicted)| lately (0.1: 10 % off); SOURCE_bandwidth in bytes/s,
         SOURCE_latency in s, SOURCE_queued_bytes, SOURCE_loads and SOURCE_declined (decisions).
         """
-        base, token, pair, decode = self._steps.coefficients if self._steps.known else (0.0, 0.0, 0.0, 0.0)
+        base, token, pair, decode, prompt = self._steps.coefficients if self._steps.known else (0.0,) * 5
         numbers = {
             "step_seconds": base,
             "prefill_seconds_per_token": token,
             "prefill_seconds_per_pair": pair,
             "step_seconds_per_decode": decode,
+            "step_seconds_with_prompt": prompt,
             "step_error": self._steps.error.size,
         }
         now = self._clock()
@@ -281,7 +283,7 @@ class Planner:
 
     def step_seconds(self) -> float:
         """What a step lately takes that only generates; 0 while not known."""
-        base, _, _, decode = self._steps.coefficients
+        base, _, _, decode, _ = self._steps.coefficients
         return base + decode * self._decodes if self._steps.known else 0.0
 
     def compute_seconds(self, start: int, end: int, prompt: int) -> float | None:

@@ -2,8 +2,10 @@
 
 ``LoadRate``   seconds of a load = latency + bytes / bandwidth, one for each source. Starts as a guess, and returns
                to it when nothing was heard for some minutes.
-``StepCost``   seconds of a model step = base + token * tokens + pair * pairs + decode * decodes, where *pairs* are
-               (token, earlier token) pairs that attention visits: for n new tokens after m old ones, n*m + n*n/2.
+``StepCost``   seconds of a model step = base + token * tokens + pair * pairs + decode * decodes, and prompt once if
+               it has new tokens; *pairs* are (token, earlier token) pairs that attention visits: for n new tokens
+               after m old ones, n*m + n*n/2. *prompt* is what a step costs that only generates no more, whatever is
+               in it: most engines replay one as a CUDA graph and launch the other kernel by kernel.
 
 Both look at ratios of actual to expected, so that a load of 2 ms counts as much as one of 200. A ratio far from 1 is
 pulled in to ``LIMIT``, so that one hiccup changes little; each further one on the same side doubles the limit, so that
@@ -125,20 +127,20 @@ class StepCost:
     """What a step of this engine costs: a least-squares fit of relative errors.
 
     Steps are kept by size (decode steps, then by powers of four of new tokens), and each size forgets only by
-    its own steps: a thousand decode steps leave what one long prefill taught. The four coefficients are at
+    its own steps: a thousand decode steps leave what one long prefill taught. The five coefficients are at
     least 0. Beyond ``FAR`` times what was seen nothing is believed: ``covers`` says so for tokens in a step, and
     the growth with context ends there.
     """
 
     FAR = 4
     ENOUGH = 3  # steps with new tokens until the fit is used; the first ones of an engine compile kernels
-    SCALE = (1.0, 1e-3, 1e-7, 1e-2)  # brings the features near 1
+    SCALE = (1.0, 1e-3, 1e-7, 1e-2, 1.0)  # brings the features near 1
     FORGET = 15 / 16  # of a size's weight at its next step: the last 16 decide
 
     def __init__(self) -> None:
         self._sums: dict[int, list[float]] = {}  # size -> upper triangle of the normal matrix, then the right side
         self._clips: dict[int, Clip] = {}
-        self._costs = (0.0, 0.0, 0.0, 0.0)
+        self._costs = (0.0,) * UNKNOWNS
         self._since_fit = 0
         self._widest = self._deepest = 0.0
         self.prefills = 0
@@ -149,8 +151,8 @@ class StepCost:
         return self.prefills >= self.ENOUGH
 
     @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """Seconds a step, a token, a pair and a decode."""
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """Seconds a step, a token, a pair, a decode, and a step with new tokens besides."""
         return tuple(c * s for c, s in zip(self._costs, self.SCALE, strict=True))
 
     def covers(self, tokens: int) -> bool:
@@ -165,14 +167,13 @@ class StepCost:
             pairs += new * before + new * new / 2
             self._deepest = max(self._deepest, float(before + new))
         scale = self.SCALE
-        x = (1.0, tokens * scale[1], pairs * scale[2], decodes * scale[3])
+        x = (1.0, tokens * scale[1], pairs * scale[2], decodes * scale[3], float(tokens > 0))
         size = 1 + (tokens.bit_length() - 1) // 2 if tokens else 0
-        sums = self._sums.setdefault(size, [0.0] * 14)
+        sums = self._sums.setdefault(size, [0.0] * (len(_PLACE) + UNKNOWNS))
         clip = self._clips.setdefault(size, Clip())
         expected = seconds
         if self.known and sums[0]:
-            costs = self._costs
-            predicted = costs[0] + costs[1] * x[1] + costs[2] * x[2] + costs[3] * x[3]
+            predicted = sum(cost * each for cost, each in zip(self._costs, x, strict=True))
             if predicted > 0:
                 if tokens:
                     self.error.add(seconds, predicted)
@@ -182,12 +183,9 @@ class StepCost:
             for other in self._sums:
                 self._sums[other] = [0.75 * s for s in self._sums[other]]
             sums = self._sums[size]
-        x0, x1, x2, x3 = x[0] / expected, x[1] / expected, x[2] / expected, x[3] / expected
+        x = [each / expected for each in x]
         y = seconds / expected
-        new = (
-            x0 * x0, x0 * x1, x0 * x2, x0 * x3, x1 * x1, x1 * x2, x1 * x3, x2 * x2, x2 * x3, x3 * x3,
-            x0 * y, x1 * y, x2 * y, x3 * y,
-        )
+        new = [x[i] * x[j] for i, j in _PLACE] + [each * y for each in x]
         self._sums[size] = [keep * s + n for s, n in zip(sums, new, strict=True)]
         if tokens:
             self.prefills += 1
@@ -200,33 +198,34 @@ class StepCost:
 
     def prefill_seconds(self, start: int, end: int, steps: int, decodes: float) -> float:
         """Seconds that tokens [start, end) of one request add, in ``steps`` steps of their own."""
-        base, token, pair, decode = self.coefficients
+        base, token, pair, decode, prompt = self.coefficients
         deep = max(self.FAR * self._deepest, start)
         pairs = (min(end, deep) ** 2 - start**2) / 2 + deep * max(0, end - deep)
-        return steps * (base + decode * decodes) + token * (end - start) + pair * pairs
+        return steps * (base + prompt + decode * decodes) + token * (end - start) + pair * pairs
 
 
-_PLACE = {(i, j): k for k, (i, j) in enumerate((i, j) for i in range(4) for j in range(i, 4))}
+UNKNOWNS = 5
+_PLACE = {(i, j): k for k, (i, j) in enumerate((i, j) for i in range(UNKNOWNS) for j in range(i, UNKNOWNS))}
 
 
-def _least_squares(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Coefficients >= 0 from normal equations: the most negative one is dropped until none is (four unknowns)."""
-    active = [i for i in range(4) if sums[_PLACE[i, i]] > 0]
+def _least_squares(sums: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients >= 0 from normal equations: the most negative one is dropped until none is."""
+    active = [i for i in range(UNKNOWNS) if sums[_PLACE[i, i]] > 0]
     while active:
         # The thousandth on the diagonal settles what the observations leave open (all prompts of one length).
         rows = [
-            [sums[_PLACE[min(i, j), max(i, j)]] * (1.001 if i == j else 1.0) for j in active] + [sums[10 + i]]
+            [sums[_PLACE[min(i, j), max(i, j)]] * (1.001 if i == j else 1.0) for j in active] + [sums[len(_PLACE) + i]]
             for i in active
         ]
         values = _solve(rows)
         worst = min(range(len(active)), key=values.__getitem__)
         if values[worst] >= 0:
-            result = [0.0] * 4
+            result = [0.0] * UNKNOWNS
             for i, value in zip(active, values, strict=True):
                 result[i] = value
             return tuple(result)
         del active[worst]
-    return (0.0, 0.0, 0.0, 0.0)
+    return (0.0,) * UNKNOWNS
 
 
 def _solve(rows: list[list[float]]) -> list[float]:

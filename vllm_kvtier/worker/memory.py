@@ -15,6 +15,7 @@ import torch
 from vllm_kvtier.worker.mirror import copy_blocks, mirror
 from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.sums import BlockSums
+from vllm_kvtier.worker.upload import upload
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import GroupPull, SumBatch
 
@@ -84,7 +85,7 @@ class CacheMemory(PeerMemory):
                 if self.mirror is not None:
                     copy_blocks(self.mirror, g.local.tolist(), self.view, g.local.tolist(), g.group)
                 sums = self._checks.compute(g.group, g.local, g.keys, g.valid)
-                index = torch.from_numpy(g.local).to(self.arrived.device)
+                index = upload(g.local, self.arrived.device)
                 wrong = sums != self.arrived[index].to(sums.device)
                 parts.append((g.local, wrong.to("cpu", non_blocking=True)))
                 # What is right can be exported without another pass; 0 vouches for nothing.
@@ -99,15 +100,15 @@ class CacheMemory(PeerMemory):
 
     def _rearrange(self, group: int, start: np.ndarray, end: np.ndarray) -> None:
         """Blocks ``start[i]`` become blocks ``end[i]`` (the same blocks in another order), checksums along."""
-        source, target = (torch.from_numpy(ids).to(self.view.device) for ids in (start, end))
+        source, target = (upload(ids, self.view.device) for ids in (start, end))
         for region in self.view.groups[group].regions:
             pages = _wide(self.view.pages(region))
             pages.index_copy_(0, target, pages.index_select(0, source))
         self.arrived.index_copy_(0, target, self.arrived.index_select(0, source))
 
     def _write_table(self, ids: np.ndarray, sums: torch.Tensor) -> None:
-        index = torch.from_numpy(ids.astype(np.int64, copy=False))
-        self.table.index_copy_(0, index.to(self.table.device), sums.to(self.table.device))
+        index = upload(ids.astype(np.int64, copy=False), self.table.device)
+        self.table.index_copy_(0, index, sums.to(self.table.device))
 
     def _on_stream(self, after: torch.cuda.Event | None):
         if self._stream is None:

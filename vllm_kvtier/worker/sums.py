@@ -9,6 +9,7 @@ import torch
 from vllm_kvtier.kernels import checksum
 from vllm_kvtier.kernels.checksum_reference import multipliers
 from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.worker.upload import upload
 from vllm_kvtier.worker.views import CacheView
 
 # Bytes of pages that a CPU works on at once: with the multipliers and two temporaries this stays within an
@@ -138,12 +139,10 @@ class _DeviceGroup:
 
     def compute(self, ids: np.ndarray, keys: np.ndarray, valid: np.ndarray) -> torch.Tensor:
         words = sum(_cells(r, valid) * n for r, n in self._cell_words)
-        blocks = torch.from_numpy(np.stack([ids, keys.view(np.int64), valid, words], axis=1))
+        rows = np.stack([ids, keys.view(np.int64), valid, words], axis=1)
         # Triton launches on the thread's current device, which need not be the cache's.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if self._device.type == "cuda":
-                # Pinned, or the copy would wait for the host; torch keeps the memory until the copy is done.
-                blocks = blocks.pin_memory().to(self._device, non_blocking=True)
+            blocks = upload(rows, self._device)
             acc = torch.zeros(len(ids), dtype=torch.int64, device=self._device)
             checksum.launch(acc, blocks, self._regions, self._launches, self._max_programs)
         return acc
