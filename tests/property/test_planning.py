@@ -142,7 +142,7 @@ def test_any_linear_engine_is_learned(base, token, pair, decode, steps):
 
 @given(st.floats(2e-3, 0.02), st.floats(2, 10), st.floats(1e-6, 1e-4), st.integers(0, 99))
 def test_what_any_prompt_costs_is_not_taken_for_the_cost_of_its_tokens(base, times, token, seed):
-    """Engines that replay a step of decodes and launch any other kernel by kernel: a shorter prompt saves none of that."""
+    """Engines that replay decodes and launch all else kernel by kernel: a shorter prompt saves none of that."""
     cost, draw = StepCost(), random.Random(seed)
     for _ in range(60):
         new = draw.choice([20, 100, 300, 900, 2000])
