@@ -113,7 +113,10 @@ class FakePlanner:
     def step_seconds(self):
         return 0.01
 
-    def hopeless(self, start, end, prompt, trial=True):
+    def handover_seconds(self):
+        return 0.01
+
+    def hopeless(self, start, end, prompt, trial=True, least=0.0):
         assert 0 <= start < end < prompt
         return self.vain
 

@@ -166,7 +166,7 @@ class Life:
         self.world = world = World(
             ONE, make_hurry=lambda planner: Hurry(100.0, 60.0, pool, lambda: scheduler, scheduler.connector, planner)
         )
-        world.planner.observe_load = lambda *_: None
+        world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._facts = SimpleNamespace(unsupported=None)
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool

@@ -81,7 +81,7 @@ def test_a_last_block_that_was_computed_again_has_no_checksum():
     """A hurried copy of a whole prompt: the step computes the last token again, into the last block. What the source
     had summed there is not what is there now."""
     hurry = SimpleNamespace(
-        awaits_verdict=False, suits=lambda t, computed, tracked: True,
+        awaits_verdict=False, possible=True, suits=lambda t, computed, tracked: True,
         begin=lambda t, order: setattr(order, "hurried", True),
     )  # fmt: skip
     matcher, request, t, ledger = offered(12, [(UNIT, None)], 12, [[5, 6, 7]], hurry)

@@ -23,7 +23,7 @@ class Planner:
     def load_seconds(self, source, nbytes):
         return nbytes / self.rates[source]
 
-    def step_seconds(self):
+    def handover_seconds(self):
         return 0.1
 
     def compute_seconds(self, start, end, prompt):

@@ -286,3 +286,37 @@ def test_nobody_need_be_asked_for_what_is_computed_before_the_least_load():
     assert not any(planner.hopeless(0, many, many + 1) for _ in range(2 * p.TRIAL_EVERY))
     assert decide(planner, few).reason == p.TRIAL, "what is offered then is tried"
     assert not decide(planner, few).load and decide(planner, many).load, "as it is decided when something is offered"
+
+
+def test_what_others_steps_delay_is_learned_and_forgotten():
+    """A load of 2 ms that is of use three steps later is no gain where computing takes less than that."""
+    clock = Clock()
+    planner = taught(clock)
+    step = planner.step_seconds()
+    assert planner.handover_seconds() == pytest.approx(step), "one step, until more is known"
+    tokens = int(2.5 * step / 2.3e-5)
+    ask = ("store", 0, tokens, tokens * KV, tokens + 1)
+    load_seconds = planner.decide(*ask).load_seconds
+    assert planner.decide(*ask, planner.handover_seconds()).load
+    for _ in range(20):
+        planner.observe_handover(3 * step)
+    assert planner.handover_seconds() == pytest.approx(3 * step, rel=0.1)
+    decision = planner.decide(*ask, planner.handover_seconds())
+    assert (decision.load, decision.reason) == (False, p.SHORT)
+    assert planner.decide(*ask).load and decision.load_seconds == load_seconds, "alone it is of use at once"
+    clock.now += 3600
+    assert planner.handover_seconds() == pytest.approx(step, rel=0.1), "it may have changed"
+    for seconds in (-1.0, float("nan"), float("inf")):
+        planner.observe_handover(seconds)
+    assert planner.handover_seconds() == pytest.approx(step, rel=0.1)
+
+
+def test_nobody_is_asked_for_what_is_computed_before_others_steps_are_over():
+    clock = Clock()
+    planner = taught(clock, known=1)
+    for _ in range(6):
+        load(planner, clock, 1 << 20, 0.002)
+        load(planner, clock, 1 << 30, 0.002 + (1 << 30) / (50 * GB))
+    tokens = 400  # 9 ms
+    assert not planner.hopeless(0, tokens, tokens + 1, False)
+    assert planner.hopeless(0, tokens, tokens + 1, False, 0.01)

@@ -148,7 +148,7 @@ _REASONS = {
     "unmeasured": "not known yet, so it is tried",
     "slower": "computing is faster",
     "queued": "loads under way go first, so computing is faster",
-    "short": "it is computed within the step that goes on meanwhile",
+    "short": "it is computed before a load is of use, which comes in between steps of others",
     "always": "computing would be faster, but load_policy is always",
 }
 SOURCES = {"host": "the node store's memory", "gpu": "another engine's GPU"}

@@ -69,12 +69,13 @@ class Asker:
         scales: Scales,
         nearby: Nearby,
         cached: Callable[[list[bytes]], int] | None = None,
+        hurries: bool = False,
     ):
-        """As Matcher's."""
+        """As Matcher's. ``hurries``: whether a load among others may be of use as soon as it has ended."""
         self._config, self._peers, self._groups, self._unit = config, peers, groups, unit
         self._my_address, self._counters, self._resumes, self._tier = my_address, counters, resumes, tier
         self._align = alignment(groups, unit)
-        self._scales, self._nearby, self._planner = scales, nearby, planner
+        self._scales, self._nearby, self._planner, self._hurries = scales, nearby, planner, hurries
         self._patience = Patience(config, tier, planner, counters, unit) if tier is not None else None
         self.whereabouts = Whereabouts(config.retain_seconds)
         self.ahead = None
@@ -187,9 +188,11 @@ class Asker:
         return not self._hopeless(request, start, trial=False)
 
     def _hopeless(self, request: Any, start: int, trial: bool) -> bool:
-        """Whether the prompt from ``start`` on is computed sooner than anything of it would come."""
-        measured = self._config.load_policy == "measured" and self._planner is not None
-        return measured and self._planner.hopeless(start, request.num_tokens - 1, request.num_tokens, trial)
+        """Whether the prompt from ``start`` on is computed sooner than anything of it would come, among others."""
+        if self._config.load_policy != "measured" or self._planner is None:
+            return False
+        least = 0.0 if self._hurries else self._planner.handover_seconds()
+        return self._planner.hopeless(start, request.num_tokens - 1, request.num_tokens, trial, least)
 
     def forget_ahead(self, t: Tracked) -> None:
         if self.ahead is not None:

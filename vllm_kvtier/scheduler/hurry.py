@@ -66,6 +66,11 @@ class Hurry:
         self._paused: dict[str, float] = {}  # place -> until when nothing is hurried from there
 
     @property
+    def possible(self) -> bool:
+        """Whether any load is hurried in this engine."""
+        return self._seconds > 0 and self._planner is not None
+
+    @property
     def awaits_verdict(self) -> bool:
         """Whether nobody may be matched now."""
         return self._out is not None
@@ -76,7 +81,7 @@ class Hurry:
 
     def suits(self, t: Tracked, computed: int, tracked: int) -> bool:
         """Whether ``t.offer``, if it is worth it, is to be loaded so. ``tracked``: requests that we know."""
-        if not self._seconds or self._planner is None or t.offer is None or not t.offer.place:
+        if not self.possible or t.offer is None or not t.offer.place:
             return False
         by_workers = isinstance(t.offer, HostOffer) or t.offer.mapped
         if not by_workers or t.request.num_tokens - 1 <= computed:
@@ -101,7 +106,7 @@ class Hurry:
         it comes from, if it does.
 
         The forward waits for the one before it anyway, and so does an engine's load; what it adds is the copying."""
-        if not self._seconds or self._planner is None or (instance and instance not in self._mapped):
+        if not self.possible or (instance and instance not in self._mapped):
             return None
         if not undo.serves(self._scheduler(), self._connector) or self._planner.loading(place) or self._pauses(place):
             return None  # what is under way there is not to be waited for

@@ -68,8 +68,9 @@ class Matcher:
         self._scales = Scales(config, groups, unit, resumes, tier, planner, counters)
         self.nearby = Nearby(config, groups, unit, instance, planner, counters, bytes_of, free, hurry)
         self._asker = Asker(
-            config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby, cached
-        )
+            config, peers, groups, unit, my_address, counters, resumes, tier, planner, self._scales, self.nearby,
+            cached, hurry is not None and hurry.possible,
+        )  # fmt: skip
         self.whereabouts = self._asker.whereabouts
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[Order] = []
@@ -142,7 +143,7 @@ class Matcher:
                     alone = len(self._tracked) == 1
                     hurried = self._hurry is not None and self._hurry.suits(t, computed, len(self._tracked))
                     gain = self._scales.gain(t, computed, time.monotonic(), alone or hurried)
-                    t.hurried = bool(gain and hurried)
+                    t.hurried, t.among = bool(gain and hurried), not alone
                     if t.hurried:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False
                     if gain:

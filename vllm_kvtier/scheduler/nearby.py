@@ -85,15 +85,15 @@ class Nearby:
         return mapped
 
     def _computed_meanwhile(self, holder: Holder, computed: int, tokens: int, prompt: int) -> bool:
-        """Whether computing them is over before a copy could be used: at the end of the others' step, or, if it is
-        brief, when the holder has answered and it is done."""
+        """Whether computing them is over before a copy could be used: after steps of others, or, if it is brief, when
+        the holder has answered and it is done."""
         if self._planner is None or self._config.load_policy == "always":
             return False
         brief = None
         if self._hurry is not None:
             brief = self._hurry.brief("gpu", self._bytes_of(tokens - computed), holder.instance)
         seconds = self._planner.compute_seconds(computed, tokens, prompt)
-        least = self._planner.step_seconds() if brief is None else brief + ANSWER
+        least = self._planner.handover_seconds() if brief is None else brief + ANSWER
         return seconds is not None and seconds < least
 
     def patience(self, t: Tracked, holder: Holder, computed: int) -> float:

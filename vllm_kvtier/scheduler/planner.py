@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from vllm_kvtier.scheduler.rates import LoadRate, StepCost
+from vllm_kvtier.scheduler.rates import Handover, LoadRate, StepCost
 
 # Why a decision was taken: labels for metrics, few and fixed.
 FASTER = "faster"  # loaded: expected to arrive before it could be computed
@@ -31,7 +31,7 @@ SLOWER = "slower"  # computed: even an idle source would be slower
 QUEUED = "queued"  # computed: the source is fast enough, but has too much to do
 TRIAL = "trial"  # loaded although expected to be slower: it was declined many times, and might be fast again
 NOTHING = "nothing"  # computed: no tokens or no bytes
-SHORT = "short"  # computed: that is over before the step ends which goes on during a load
+SHORT = "short"  # computed: the source is fast enough, but others' steps delay its use
 REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING, SHORT)
 
 # A source that was found slow is tried once in so many times that it is declined for it.
@@ -128,7 +128,7 @@ class Planner:
         self._clock, self._step_tokens, self._latency, self._half_life = clock, step_tokens, latency, half_life
         self._known = known
         self._sources: dict[str, Source] = {}
-        self._steps = StepCost()
+        self._steps, self._handover = StepCost(), Handover(half_life)
         self._decodes = 0.0  # in a step, lately
         self._hopeless = 0  # times that nobody need have been asked
         self.decisions = dict.fromkeys(REASONS, 0)
@@ -166,6 +166,16 @@ class Planner:
             place.rate.observe(nbytes + queued_bytes, seconds, self._clock())
             place.measured += 1
 
+    def observe_handover(self, seconds: float) -> None:
+        """A load among others was of use so long after its end."""
+        step = self.step_seconds()
+        if step > 0 and 0 <= seconds < math.inf:
+            self._handover.observe(seconds / step, self._clock())
+
+    def handover_seconds(self) -> float:
+        """How long after its end a load is of use, where others run; 0 while not known."""
+        return self._handover.steps(self._clock()) * self.step_seconds()
+
     def decide(
         self,
         source: str,
@@ -178,8 +188,8 @@ class Planner:
         """Whether to load tokens [start_tokens, end_tokens) of a prompt of ``prompt_tokens``.
 
         nbytes: what the load moves, in the same measure as in ``started`` and ``observe_load`` (with tensor
-        parallelism, one rank's share). least: seconds until vLLM can use it, however soon it has arrived: of the step
-        that others have meanwhile, in which it could be computed.
+        parallelism, one rank's share). least: seconds from its end until it is of use: ``handover_seconds`` among
+        others, in whose steps it could be computed meanwhile.
         """
         place = self._source(source)
         found = self.weigh(source, start_tokens, end_tokens, nbytes, prompt_tokens, least)
@@ -214,7 +224,9 @@ class Planner:
             reason = FASTER
         else:
             reason = QUEUED if alone <= compute_seconds else SLOWER
-        if compute_seconds is not None and reason in (FASTER, UNMEASURED) and least > compute_seconds:
+        # Of a source that was not measured nothing is expected.
+        soonest = least + (load_seconds if reason == FASTER else 0.0)
+        if compute_seconds is not None and reason in (FASTER, UNMEASURED) and least and soonest > compute_seconds:
             reason = SHORT
         return Decision(reason in (FASTER, UNMEASURED), load_seconds, compute_seconds, reason, queued)
 
@@ -261,16 +273,16 @@ class Planner:
         now = None if place.queue.loads else self._clock()
         return place.rate.seconds(nbytes + place.queue.before(nbytes), now)
 
-    def hopeless(self, start: int, end: int, prompt: int, trial: bool = True) -> bool:
-        """Whether computing [start, end) is over before the least load of any source that was measured would be: then
-        ``decide`` would decline whatever part of it is offered. Not each time, if this may be a ``trial``: then what
-        is offered is one."""
+    def hopeless(self, start: int, end: int, prompt: int, trial: bool = True, least: float = 0.0) -> bool:
+        """Whether computing [start, end) is over before the least load of any source that was measured would be of
+        use, ``least`` seconds after its end: then ``decide`` would decline whatever part of it is offered. Not each
+        time, if this may be a ``trial``: then what is offered is one."""
         measured = [place for place in self._sources.values() if place.measured >= max(1, self._known)]
         seconds = self.compute_seconds(start, end, prompt) if measured else None
         if seconds is None:
             return False
         now = self._clock()
-        if any(place.rate.latency(None if place.queue.loads else now) <= seconds for place in measured):
+        if any(place.rate.latency(None if place.queue.loads else now) + least <= seconds for place in measured):
             return False
         if not trial:
             return True

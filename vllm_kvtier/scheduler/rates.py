@@ -7,7 +7,9 @@
                after m old ones, n*m + n*n/2. *prompt* is what a step costs that only generates no more, whatever is
                in it: most engines replay one as a CUDA graph and launch the other kernel by kernel.
 
-Both look at ratios of actual to expected, so that a load of 2 ms counts as much as one of 200. A ratio far from 1 is
+``Handover``   seconds from a load's end until its request is scheduled, where others run: in such steps.
+
+All look at ratios of actual to expected, so that a load of 2 ms counts as much as one of 200. A ratio far from 1 is
 pulled in to ``LIMIT``, so that one hiccup changes little; each further one on the same side doubles the limit, so that
 a change that lasts is followed, and fast.
 """
@@ -121,6 +123,26 @@ class LoadRate:
 
     def _fading(self, now: float | None) -> float:
         return 1.0 if now is None else 0.5 ** (max(0.0, now - self._last) / self._half_life)
+
+
+class Handover:
+    """How long a load that has ended is of no use yet, among others, as a number of steps that only generate: vLLM sees
+    its end with the output of a step, and the next one is under way by then. One, until more is known and when nothing
+    was heard for long."""
+
+    USUAL, MOST = 1.0, 16.0
+
+    def __init__(self, half_life: float):
+        self._half_life, self._steps, self._seen, self._last = half_life, self.USUAL, 0, 0.0
+
+    def observe(self, steps: float, now: float) -> None:
+        self._seen += 1
+        believed = self.steps(now)
+        self._steps = believed + (min(steps, self.MOST) - believed) / min(self._seen + 1, 8)
+        self._last = now
+
+    def steps(self, now: float) -> float:
+        return self.USUAL + (self._steps - self.USUAL) * 0.5 ** (max(0.0, now - self._last) / self._half_life)
 
 
 class StepCost:

@@ -46,6 +46,7 @@ class Tracked:
     preemptions: int = 0
     lingered: int = 0  # times that others waited a moment for an answer to this one
     awaited: str = ""  # request that loads what this one needs
+    among: bool = False  # other requests were there when it was last decided whether to load
     hurried: bool = False  # the step that it is given blocks in is to wait for its load
     plan: Decision | None = None
     planned: tuple[int, int] = (0, 0)  # the tokens it was made for

@@ -71,8 +71,8 @@ class Scales:
             return True
         if t.plan is not None and t.planned == (computed, tokens):
             return True  # vLLM had no room for it then
-        # A load among others is of use when their step is over; what is computed is computed in that step.
-        least = 0.0 if alone else self._planner.step_seconds()
+        # A load among others is of use when their steps are over; what is computed is computed in such a step.
+        least = 0.0 if alone else self._planner.handover_seconds()
         t.plan = self._planner.decide(t.offer.place, computed, tokens, t.offer.nbytes, t.request.num_tokens, least)
         t.planned = (computed, tokens)
         load = t.plan.load or self._config.load_policy == "always"
