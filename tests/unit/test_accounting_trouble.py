@@ -31,6 +31,7 @@ from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.outcomes import Outcomes
 from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.peers import CODES, NoOffer, Offer, Peers, PendingAsk, _Connection
+from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.tier import HOST
 from vllm_kvtier.scheduler.tracked import Tracked
@@ -40,6 +41,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker import pulls as pulls_module
+from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import ABORTED, LoadResult
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
@@ -286,3 +288,18 @@ def test_an_older_engine_is_not_taken_for_a_busy_one(monkeypatch):
         engine.stop()
     assert check.state == "warn" and "older" in check.sentence and "scheduler" not in check.sentence
     assert "same vllm-kvtier" in check.remedy
+
+
+@pytest.mark.parametrize("among, hurried, heard", [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_what_others_steps_delay_is_learned_of_loads_that_wait_for_them(among, hurried, heard):
+    now, told = time.monotonic(), []
+    lender = {"instance": "b/1", "address": ("b", 1), "lease": "x"}
+    offer = SimpleNamespace(place="gpu", nbytes=10, alike=False, mapped=False, **lender)
+    world = World(
+        State.LOADING, offer=offer, plan=Decision(True, 0.01, 0.1, "faster"), among=among, hurried=hurried,
+        begun_at=now - 0.06, offered_at=now - 0.05, ordered_at=now - 0.05,
+    )  # fmt: skip
+    world.outcomes._planner = SimpleNamespace(observe_load=lambda *_: None, observe_handover=told.append)
+    world.outcomes.arrived([FetchResult("r", set(), False, "", 10, 0.02)], {"r"})
+    assert world.t.life.state is State.LOADED and len(told) == heard
+    assert all(0.03 <= seconds < 1 for seconds in told), "from the end of the load"
