@@ -152,3 +152,21 @@ def test_what_any_prompt_costs_is_not_taken_for_the_cost_of_its_tokens(base, tim
     assert abs(saved - 600 * token) < 0.1 * 600 * token + 0.02 * base * times
     whole = cost.prefill_seconds(0, 600, 1, 8.0)
     assert 0.9 < whole / (base * times + 600 * token) < 1.1
+
+
+@given(
+    st.floats(4e-3, 0.02), st.floats(1.5, 3), st.floats(1e-5, 5e-5), st.sampled_from([1000, 3000, 8000]),
+    st.integers(0, 99),
+)
+def test_of_prompts_of_about_one_length_the_tokens_cost_most(base, times, token, length, seed):
+    """Nothing tells then what any prompt costs: taken for all of it, no part of a prompt would be worth loading."""
+    cost, draw = StepCost(), random.Random(seed)
+    for _ in range(100):
+        new = draw.randint(length * 9 // 10, length * 11 // 10)
+        cost.observe((base * times + token * new) * draw.uniform(0.97, 1.03), [(new, 0)], 16)
+        for _ in range(3):
+            cost.observe(base * draw.uniform(0.97, 1.03), [], 16)
+    half = cost.prefill_seconds(0, length // 2, 0, 16.0)
+    assert half > 0.7 * token * length / 2
+    whole = cost.prefill_seconds(0, length, 1, 16.0)
+    assert 0.85 < whole / (base * times + token * length) < 1.15

@@ -320,3 +320,35 @@ def test_nobody_is_asked_for_what_is_computed_before_others_steps_are_over():
     tokens = 400  # 9 ms
     assert not planner.hopeless(0, tokens, tokens + 1, False)
     assert planner.hopeless(0, tokens, tokens + 1, False, 0.01)
+
+
+def test_one_hiccup_delays_nothing_for_long():
+    clock = Clock()
+    planner = taught(clock)
+    step = planner.step_seconds()
+    for _ in range(8):
+        planner.observe_handover(2 * step)
+    before = planner.handover_seconds()
+    planner.observe_handover(2.0)
+    assert planner.handover_seconds() < 1.3 * before
+    for _ in range(8):
+        planner.observe_handover(2.0)
+    assert planner.handover_seconds() > 8 * before, "what lasts is followed"
+
+
+def test_what_was_asked_for_as_a_trial_is_tried():
+    """Though others' steps make it late: nothing else would show that they do no more."""
+    clock = Clock()
+    planner = taught(clock, known=1)
+    for _ in range(6):
+        load(planner, clock, 1 << 20, 0.002)
+        load(planner, clock, 1 << 30, 0.002 + (1 << 30) / (50 * GB))
+    for _ in range(20):
+        planner.observe_handover(0.1)
+    tokens, tried = 1000, 0  # 23 ms
+    for _ in range(4 * p.TRIAL_EVERY):
+        if not planner.hopeless(0, tokens, tokens + 1, True, planner.handover_seconds()):
+            decision = planner.decide("store", 0, tokens, tokens * KV, tokens + 1, planner.handover_seconds())
+            assert decision.load and decision.reason == p.TRIAL
+            tried += 1
+    assert tried == 4

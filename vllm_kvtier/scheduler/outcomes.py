@@ -129,9 +129,8 @@ class Outcomes:
             self._planner.observe_load(t.offer.place, t.offer.nbytes, t.plan.queued_bytes, seconds)
             if expected > 0:
                 self._counters.observe("planned_ratio", t.offer.place, seconds / expected)
-        if t.among and not t.hurried:
-            took = seconds if ended.exact else min(seconds, expected)
-            self._planner.observe_handover(max(0.0, time.monotonic() - t.ordered_at - took))
+        if t.among and not t.hurried and ended.exact:
+            self._planner.observe_handover(max(0.0, time.monotonic() - t.ordered_at - seconds))
         self._counters.count("planned_seconds", "expected", expected)
         self._counters.count("planned_seconds", "taken", seconds)
         self._count_stages(t, seconds)

@@ -128,7 +128,7 @@ class Planner:
         self._clock, self._step_tokens, self._latency, self._half_life = clock, step_tokens, latency, half_life
         self._known = known
         self._sources: dict[str, Source] = {}
-        self._steps, self._handover = StepCost(), Handover(half_life)
+        self._steps, self._handover = StepCost(), Handover(half_life / 4)
         self._decodes = 0.0  # in a step, lately
         self._hopeless = 0  # times that nobody need have been asked
         self.decisions = dict.fromkeys(REASONS, 0)
@@ -173,7 +173,8 @@ class Planner:
             self._handover.observe(seconds / step, self._clock())
 
     def handover_seconds(self) -> float:
-        """How long after its end a load is of use, where others run; 0 while not known."""
+        """How long after its end a load is of use, where others run: a step, until more is known; 0 while that is not
+        known either."""
         return self._handover.steps(self._clock()) * self.step_seconds()
 
     def decide(
@@ -197,7 +198,8 @@ class Planner:
         if reason == NOTHING:
             self.decisions[NOTHING] += 1
             return found
-        place.slow = place.slow + 1 if reason == SLOWER else 0
+        if reason != SHORT:  # which says nothing about the source
+            place.slow = place.slow + 1 if reason == SLOWER else 0
         if place.slow >= TRIAL_EVERY:
             place.slow, reason = 0, TRIAL
         load = found.load or reason == TRIAL
@@ -289,8 +291,8 @@ class Planner:
         self._hopeless += 1
         if self._hopeless % TRIAL_EVERY:
             return True
-        for place in measured:  # declined so often, as it were
-            place.slow = TRIAL_EVERY - 1
+        for place in measured:  # declined so often, as it were: what is offered next is tried, if it is not worth it
+            place.slow = TRIAL_EVERY
         return False
 
     def step_seconds(self) -> float:

@@ -128,17 +128,22 @@ class LoadRate:
 class Handover:
     """How long a load that has ended is of no use yet, among others, as a number of steps that only generate: vLLM sees
     its end with the output of a step, and the next one is under way by then. One, until more is known and when nothing
-    was heard for long."""
+    was heard for long.
 
-    USUAL, MOST = 1.0, 16.0
+    half_life (s): how long without news until what was learned counts half. Short: as long as it is believed to be
+    long, few loads are begun that would show that it is not."""
+
+    USUAL, LEAST = 1.0, 0.05
 
     def __init__(self, half_life: float):
         self._half_life, self._steps, self._seen, self._last = half_life, self.USUAL, 0, 0.0
+        self._clip = Clip()
 
     def observe(self, steps: float, now: float) -> None:
         self._seen += 1
         believed = self.steps(now)
-        self._steps = believed + (min(steps, self.MOST) - believed) / min(self._seen + 1, 8)
+        found = believed * self._clip(steps / believed)
+        self._steps = max(self.LEAST, believed + (found - believed) / min(self._seen + 3, 8))
         self._last = now
 
     def steps(self, now: float) -> float:
@@ -227,6 +232,8 @@ class StepCost:
 
 
 UNKNOWNS = 5
+# Of prompts of one length nobody knows what the tokens cost and what any prompt costs: the tokens, for the most part.
+_SURE = (1.001, 1.001, 1.001, 1.001, 1.02)
 _PLACE = {(i, j): k for k, (i, j) in enumerate((i, j) for i in range(UNKNOWNS) for j in range(i, UNKNOWNS))}
 
 
@@ -234,9 +241,10 @@ def _least_squares(sums: Sequence[float]) -> tuple[float, ...]:
     """Coefficients >= 0 from normal equations: the most negative one is dropped until none is."""
     active = [i for i in range(UNKNOWNS) if sums[_PLACE[i, i]] > 0]
     while active:
-        # The thousandth on the diagonal settles what the observations leave open (all prompts of one length).
+        # What is more than 1 on the diagonal settles what the observations leave open.
         rows = [
-            [sums[_PLACE[min(i, j), max(i, j)]] * (1.001 if i == j else 1.0) for j in active] + [sums[len(_PLACE) + i]]
+            [sums[_PLACE[min(i, j), max(i, j)]] * (_SURE[i] if i == j else 1.0) for j in active]
+            + [sums[len(_PLACE) + i]]
             for i in active
         ]
         values = _solve(rows)
