@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from offloading_fakes import FakeReactor, FakeTier
-from support import FakePool, make_request
+from support import FakePool, make_request, step_output
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
@@ -179,20 +179,10 @@ class Engine:
             elif r.status == "preempted" and rng.random() < 0.5:
                 cached.append((name, whole, before, True))
             else:
-                new.append(SimpleNamespace(req_id=name, block_ids=whole, num_computed_tokens=before))
+                new.append((name, whole, before))
             r.status, scheduled[name] = "running", chunk
-        output = SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[c[0] for c in cached],
-                new_block_ids=[c[1] if any(c[1]) else None for c in cached],
-                num_computed_tokens=[c[2] for c in cached],
-                resumed_req_ids={c[0] for c in cached if c[3]},
-            ),
-            num_scheduled_tokens=scheduled,
-        )
         self.step_number += 1
-        growth = self.tables.begin_step(output, lambda name: self.requests[name].tracked)
+        growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
             r = self.requests[name]

@@ -3,9 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import Phase
@@ -53,6 +54,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def step_output(scheduled: dict[str, int], new: Iterable[tuple] = (), cached: Iterable[tuple] = ()) -> SimpleNamespace:
+    """What of a SchedulerOutput tells of tables. ``scheduled``: tokens by request. ``new``: (request, block ids of each
+    group, tokens computed) of those that the runner does not know; ``cached``: (request, new block ids of each group,
+    tokens computed, whether it was preempted) of those that it does."""
+    cached = list(cached)
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=n, block_ids=b, num_computed_tokens=c) for n, b, c in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[c[0] for c in cached],
+            new_block_ids=[c[1] if any(c[1]) else None for c in cached],
+            num_computed_tokens=[c[2] for c in cached],
+            resumed_req_ids={c[0] for c in cached if c[3]},
+        ),
+        num_scheduled_tokens=scheduled,
+    )
 
 
 class FakeBlock:

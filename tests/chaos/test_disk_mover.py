@@ -189,7 +189,8 @@ def test_writes_share_syncs_and_what_is_given_up_meanwhile_is_not_kept(slow):
     again = m.Move(SPACE, 0, name_of(50), ZERO, b"", moves[5].slot, PAGES, moves[1].place)
     pool.view[again.slot * PAGE : (again.slot + PAGES) * PAGE] = content_of(again.hash, PAGES)
     tell(m.Write(9, [again], [moves[1].place]))  # into the place of one under way: it waits for that
-    time.sleep(0.2)  # all of it is heard before the first sync ends
+    tell(m.Read(19, 0, [move_of(30, 1 + 10 * PAGES, PAGES, 1 + 30 * PAGES)]))
+    assert hear().id == 19  # so all of it is heard before the first sync ends
     files.go.set()
     answers = {answer.id: answer for answer in (hear() for _ in range(5))}
     assert [answers[n].good for n in (1, 2, 3, 4, 9)] == [[False], [False], [True], [True], [True]]

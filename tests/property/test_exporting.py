@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import WITHOUT_SHRINKING, FakePool, make_request
+from support import WITHOUT_SHRINKING, FakePool, make_request, step_output
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
@@ -252,19 +252,10 @@ class Engine:
                     cached.append((name, tables, request.num_computed_tokens, True))
                 else:
                     computed = request.num_computed_tokens
-                    new.append(SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=computed))
+                    new.append((name, tables, computed))
         for name, n in scheduled.items():
             self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + n)
-        output = SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[c[0] for c in cached],
-                new_block_ids=[c[1] if any(c[1]) else None for c in cached],
-                num_computed_tokens=[c[2] for c in cached],
-                resumed_req_ids={c[0] for c in cached if c[3]},
-            ),
-            num_scheduled_tokens=scheduled,
-        )
+        output = step_output(scheduled, new, cached)
         batches = self.exporter.begin_step(self.tables.begin_step(output, self.matcher.get))
         orders, _ = self.matcher.take_orders()
         assert {o.request_id for o in orders} == set(loading)
@@ -514,12 +505,8 @@ class Alone:
 
     def step(self, *new):
         """Each of ``new`` (name, block ids) is scheduled for all its tokens; {block: valid} of the sums ordered."""
-        rows = [SimpleNamespace(req_id=n, block_ids=(ids,), num_computed_tokens=0) for n, ids in new]
-        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         scheduled = {n: self.tracked[n].request.num_tokens for n, _ in new}
-        output = SimpleNamespace(
-            scheduled_new_reqs=rows, scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled
-        )
+        output = step_output(scheduled, [(n, (ids,), 0) for n, ids in new])
         ordered = [
             (block, valid)
             for batch in self.exporter.begin_step(self.tables.begin_step(output, self.tracked.get))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloading_world import GROUPS, UNIT, Engine, flush, run, stored
-from support import WITHOUT_SHRINKING, make_request
+from support import WITHOUT_SHRINKING, make_request, step_output
 
 from vllm_kvtier.scheduler import offloading
 
@@ -67,19 +67,9 @@ def test_a_step_of_many_that_only_generate_is_cheap():
         request = make_request(f"d{i}", [1] * (3 * UNIT + 1), UNIT)
         request.num_computed_tokens = 3 * UNIT + 1
         tracked[request.request_id] = SimpleNamespace(request=request)
-    rows = [SimpleNamespace(req_id=n, block_ids=([1, 2, 3, 4],), num_computed_tokens=0) for n in tracked]
-    nobody = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-    names = list(tracked)
-    output = SimpleNamespace(
-        scheduled_new_reqs=rows, scheduled_cached_reqs=nobody, num_scheduled_tokens=dict.fromkeys(names, 1)
-    )
-    engine.tables.begin_step(output, tracked.get)
-    cached = SimpleNamespace(
-        req_ids=names, new_block_ids=[None] * 256, num_computed_tokens=[13] * 256, resumed_req_ids=set()
-    )
-    output = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
-    )
+    scheduled = dict.fromkeys(tracked, 1)
+    engine.tables.begin_step(step_output(scheduled, [(name, ([1, 2, 3, 4],), 0) for name in tracked]), tracked.get)
+    output = step_output(scheduled, cached=[(name, (), 13, False) for name in tracked])
     took = []
     for _ in range(20):
         began = time.perf_counter()

@@ -49,6 +49,13 @@ def load(planner: Planner, clock: Clock, nbytes: int, seconds: float, source: st
     planner.observe_load(source, nbytes, 0, seconds)
 
 
+def load_some(planner, clock, latency):
+    """Small ones and large ones, at 50 GB/s."""
+    for _ in range(6):
+        for nbytes in (1 << 20, 1 << 30):
+            load(planner, clock, nbytes, latency + nbytes / (50 * GB))
+
+
 def test_what_is_not_known_is_loaded():
     planner = Planner({"store": 50 * GB}, Clock())
     decision = decide(planner, 32768)
@@ -277,9 +284,7 @@ def test_nobody_need_be_asked_for_what_is_computed_before_the_least_load():
     clock = Clock()
     planner = taught(clock, known=1)
     assert not planner.hopeless(0, 100, 101), "what a load takes is not known"
-    for _ in range(6):
-        load(planner, clock, 1 << 20, 0.012)
-        load(planner, clock, 1 << 30, 0.012 + (1 << 30) / (50 * GB))
+    load_some(planner, clock, 0.012)
     few, many = 200, 2000  # tokens: 5 and 46 ms
     answers = [planner.hopeless(0, few, few + 1) for _ in range(2 * p.TRIAL_EVERY)]
     assert answers.count(False) == 2, "a source may have become faster"
@@ -314,9 +319,7 @@ def test_what_others_steps_delay_is_learned_and_forgotten():
 def test_nobody_is_asked_for_what_is_computed_before_others_steps_are_over():
     clock = Clock()
     planner = taught(clock, known=1)
-    for _ in range(6):
-        load(planner, clock, 1 << 20, 0.002)
-        load(planner, clock, 1 << 30, 0.002 + (1 << 30) / (50 * GB))
+    load_some(planner, clock, 0.002)
     tokens = 400  # 9 ms
     assert not planner.hopeless(0, tokens, tokens + 1, False)
     assert planner.hopeless(0, tokens, tokens + 1, False, 0.01)
@@ -340,9 +343,7 @@ def test_what_was_asked_for_as_a_trial_is_tried():
     """Though others' steps make it late: nothing else would show that they do no more."""
     clock = Clock()
     planner = taught(clock, known=1)
-    for _ in range(6):
-        load(planner, clock, 1 << 20, 0.002)
-        load(planner, clock, 1 << 30, 0.002 + (1 << 30) / (50 * GB))
+    load_some(planner, clock, 0.002)
     for _ in range(20):
         planner.observe_handover(0.1)
     tokens, tried = 1000, 0  # 23 ms

@@ -226,19 +226,20 @@ class Planner:
             reason = FASTER
         else:
             reason = QUEUED if alone <= compute_seconds else SLOWER
-        # Of a source that was not measured nothing is expected.
-        soonest = least + (load_seconds if reason == FASTER else 0.0)
-        if compute_seconds is not None and reason in (FASTER, UNMEASURED) and least and soonest > compute_seconds:
-            reason = SHORT
+        if compute_seconds is not None and reason in (FASTER, UNMEASURED):
+            # Of a source that was not measured nothing is expected.
+            soonest = least + (load_seconds if reason == FASTER else 0.0)
+            if soonest > compute_seconds:
+                reason = SHORT
         return Decision(reason in (FASTER, UNMEASURED), load_seconds, compute_seconds, reason, queued)
 
     def report(self) -> dict[str, float]:
         """The model and how good it is, as flat numbers for metrics and logs.
 
         prefill_seconds_per_token, _pair, step_seconds, step_seconds_per_decode, step_seconds_with_prompt (more than
-        one that only generates, whatever is in it): 0 while unknown; step_error and
-        SOURCE_error: mean of |ln(actual / predicted)| lately (0.1: 10 % off); SOURCE_bandwidth in bytes/s,
-        SOURCE_latency in s, SOURCE_queued_bytes, SOURCE_loads and SOURCE_declined (decisions).
+        one that only generates, whatever is in it): 0 while unknown; step_error and SOURCE_error: mean of
+        |ln(actual / predicted)| lately (0.1: 10 % off); SOURCE_bandwidth in bytes/s, SOURCE_latency in s,
+        SOURCE_queued_bytes, SOURCE_loads and SOURCE_declined (decisions).
         """
         base, token, pair, decode, prompt = self._steps.coefficients if self._steps.known else (0.0,) * 5
         numbers = {

@@ -172,10 +172,9 @@ class WorkerHalf:
         tier, fetching = self._tier, self._fetching
         loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
         if tier is not None:
-            # Not as a method: a far tier has none, and nothing of it is hurried.
-            self._hurried.settle(LoadOrder, lambda seconds: tier.settle(seconds))
+            self._hurried.settle(LoadOrder, tier)
         if fetching is not None:
-            self._hurried.settle(FetchOrder, fetching.settle)
+            self._hurried.settle(FetchOrder, fetching)
         if loads:
             self._load(loads)
         if fetches:

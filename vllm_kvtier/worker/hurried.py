@@ -54,14 +54,14 @@ class Hurried:
         self._due += [order for order in orders if order.hurried]
         return [order for order in orders if not order.hurried]
 
-    def settle(self, kind: type, how: Callable[[float], None]) -> None:
-        """When the forward was launched: wait by ``how``, for so many seconds at most, until those of a kind that are
-        due have ended."""
+    def settle(self, kind: type, worker: Any) -> None:
+        """When the forward was launched: wait, by what ``worker.settle`` does for so many seconds at most, until those
+        of a kind that are due have ended. A worker of which nothing is hurried need not have it."""
         timeouts = [order.timeout for order in self._due if isinstance(order, kind)]
         if not timeouts:
             return
         try:
-            how(max(timeouts))
+            worker.settle(max(timeouts))
         except Exception:  # it costs these requests what they loaded, not all others the engine
             logger.exception("kvtier: waiting for a load failed")
 
