@@ -54,6 +54,7 @@ class Source:
             on_serving=self.serving.append,
             on_puller=self.pullers.append,
             lend=lend,
+            instance=instance,
         )  # fmt: skip
         self.address = ("127.0.0.1", self.endpoint.port)
         if is_open:
@@ -77,6 +78,8 @@ class Source:
 class Asker:
     """An engine that pulls."""
 
+    near = ""  # the instance that it takes for one of its own node
+
     def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
         self.reactor = Reactor("asker")
         greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
@@ -84,7 +87,7 @@ class Asker:
         self.reactor.start()
 
     def ask(self, address, start=0, chain=CHAIN, **fields):
-        return self.peers.ask(address, start=start, chain=chain, variant=b"", **fields)
+        return self.peers.ask(address, near=self.near, start=start, chain=chain, variant=b"", **fields)
 
     def answer(self, address, seconds=10.0, **fields):
         pending = self.ask(address, **fields)

@@ -45,7 +45,7 @@ class FakePeers:
         self.dropped: list[tuple] = []
         self.introduced = ["a/1", "b/1"]
 
-    def ask(self, address, timeout=2.0, **fields):
+    def ask(self, address, timeout=2.0, near="", **fields):
         assert timeout > 0 and set(fields) <= {
             "start", "variant", "reply_host", "reply_port", "chain", "export", "digest", "lend", "mapped",
             "patience",

@@ -88,7 +88,9 @@ def stop(running: Iterable[Running]) -> None:
 def _make(variant: Variant, args: argparse.Namespace, needs: Needs, model: Path) -> Running:
     ranks = args.data_parallel
     cache = args.cache_tokens or needs.held
-    flags = ["--no-enable-log-requests", *(["--load-format", "dummy"] if args.dummy else [])]
+    flags = ["--no-enable-log-requests", "--enable-prompt-tokens-details"]
+    if args.dummy:
+        flags += ["--load-format", "dummy"]
     if args.gpus:
         flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
     if args.step_tokens:

@@ -24,6 +24,8 @@ from .client import Reply, ask, encode
 from .conversations import Conversation, as_text
 from .targets import Policy, Target
 
+FOUND = 0.9  # of a history: what is missing then is a block or two
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -50,7 +52,8 @@ class Form:
 @dataclass(frozen=True)
 class Record:
     """Of one request. Times in seconds, ``start`` from the beginning of the pass. ``moved``: asked of another target
-    than the turn before (None: there was none). ``late``: after the time at which it was due."""
+    than the turn before (None: there was none). ``late``: after the time at which it was due. ``history``: tokens of
+    the prompt that earlier turns had, 0 if that is not known."""
 
     conversation: int
     turn: int
@@ -66,6 +69,12 @@ class Record:
     longest_gap: float | None = None
     cached_tokens: int | None = None
     error: str = ""
+    history: int = 0
+
+    @property
+    def found(self) -> bool:
+        """Whether the server had nearly all of what earlier turns were made of, wherever it was."""
+        return bool(self.history and self.cached_tokens and self.cached_tokens >= FOUND * self.history)
 
 
 @dataclass
@@ -194,11 +203,12 @@ class Load:
         turn = conversation.turns[number]
         chosen = self._choose(conversation.number, number)
         target, before = self._targets[chosen], game.target
+        known = len(game.history) if number else 0
         path, body, asked = self._request(game)
         headers = {**self._form.headers, **target.headers, "X-Request-Id": f"c{conversation.number}-t{number}"}
         reply = await ask(session, f"{target.base_url}/v1/{path}", encode(body), headers)
         game.turn, game.target = number + 1, chosen
-        record = _record(reply, conversation.number, number, chosen, before, asked, self.begun, due)
+        record = _record(reply, conversation.number, number, chosen, before, asked, self.begun, due, known)
         self.records.append(record)
         self._seen(record)
         if reply.error:
@@ -240,8 +250,9 @@ def _due(game: _Game) -> float:
 
 
 def _record(
-    reply: Reply, conversation: int, turn: int, target: int, before: int | None, asked: int, begun: float, due: float
-) -> Record:
+    reply: Reply, conversation: int, turn: int, target: int, before: int | None, asked: int, begun: float, due: float,
+    history: int,
+) -> Record:  # fmt: skip
     known: dict[str, Any] = {}
     if not reply.error:
         known = {
@@ -250,5 +261,6 @@ def _record(
         }  # fmt: skip
     return Record(
         conversation, turn, target, None if before is None else before != target, reply.start - begun,
-        max(0.0, reply.start - due), reply.prompt_tokens or asked, reply.output_tokens, error=reply.error, **known,
+        max(0.0, reply.start - due), reply.prompt_tokens or asked, reply.output_tokens, error=reply.error,
+        history=history, **known,
     )  # fmt: skip

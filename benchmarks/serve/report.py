@@ -22,8 +22,9 @@ from .passes import PassResult
 from .stats import interval, summary
 
 SCHEMA = 1
+UNEVEN = 1.1  # times what a piece of Python takes in one pass, in another
 COLUMNS = ("conversation", "turn", "target", "moved", "start", "late", "prompt_tokens", "output_tokens", "ttft",
-           "latency", "itl", "longest_gap", "cached_tokens", "error")  # fmt: skip
+           "latency", "itl", "longest_gap", "cached_tokens", "error", "history")  # fmt: skip
 
 
 class Document:
@@ -169,6 +170,8 @@ def show(console: Console, data: dict[str, Any]) -> None:
         console.print(_pass_table(data["variants"]))
     if data["compared"]:
         console.print(_compared_table(data["compared"]))
+    if uneven := uneven_cores(data["passes"]):
+        console.print(uneven, highlight=False)
     if data["probe"]:
         console.print(_probe_table(data["probe"]))
         for row in data["probe_verdicts"]:
@@ -176,6 +179,18 @@ def show(console: Console, data: dict[str, Any]) -> None:
             if parts:
                 text = f"{row['variant']}, {row['tokens']:,} tokens, against a same-rank hit: {', '.join(parts)}"
                 console.print(text, highlight=False)
+
+
+def uneven_cores(passes: Sequence[dict]) -> str:
+    """What to say where this machine's cores were not as fast in one pass as in another; "": nothing."""
+    found = {}
+    for one in passes:
+        core = one["client"].get("core_us")
+        if core:
+            found[f"{one['variant']}, {one['pass']}, round {one['round'] + 1}"] = core["p50"]
+    fastest = min(found.values(), default=0.0)
+    slower = [f"{name} {us / fastest - 1:+.0%}" for name, us in found.items() if us > UNEVEN * fastest]
+    return f"This machine's cores were slower in some passes than in others: {'; '.join(slower)}" if slower else ""
 
 
 def _table(title: str, words: int, *heads: str) -> Table:
@@ -197,13 +212,20 @@ def _pass_table(rows: Sequence[dict]) -> Table:
         "out\ntok/s", "hits",
     )  # fmt: skip
     for row in rows:
-        moved, stayed = (f"{row[n]['p50']:,.1f}" if row[n] else "-" for n in ("ttft_moved_ms", "ttft_stayed_ms"))
+        moved, stayed = _where(row, "moved"), _where(row, "stayed")
         table.add_row(
             row["variant"], row["pass"], f"{row['requests']:,}", str(row["errors"]), _three(row["ttft_ms"]),
             _three(row["itl_ms"]), _three(row["latency_ms"]), moved, stayed, f"{row['requests_per_s'] or 0:,.2f}",
             f"{row['output_tokens_per_s'] or 0:,.0f}", _hits(row["tokens"]),
         )  # fmt: skip
     return table
+
+
+def _where(row: dict, kind: str) -> str:
+    """TTFT of turns asked at another rank than the one before, or at the same; of those whose history was found, too,
+    where servers say so."""
+    every, found = row[f"ttft_{kind}_ms"], row.get(f"ttft_{kind}_found_ms")
+    return (f"{every['p50']:,.1f}" if every else "-") + (f"\n{found['p50']:,.1f} found" if found else "")
 
 
 def _hits(tokens: dict[str, float]) -> str:

@@ -53,6 +53,8 @@ def summary(records: Sequence[Record], seconds: float) -> dict:
         # Of turns after the first: those whose history another target has, and those asked where it is.
         "ttft_moved_ms": milliseconds(r.ttft for r in good if r.moved),
         "ttft_stayed_ms": milliseconds(r.ttft for r in good if r.moved is False),
+        "ttft_moved_found_ms": milliseconds(r.ttft for r in good if r.moved and r.found),
+        "ttft_stayed_found_ms": milliseconds(r.ttft for r in good if r.moved is False and r.found),
         "prompt_tokens": prompt,
         "output_tokens": output,
         "requests_per_s": round(len(good) / seconds, 3) if seconds else None,

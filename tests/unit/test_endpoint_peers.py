@@ -20,6 +20,14 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
 
+@pytest.fixture(autouse=True, params=["tcp", "unix"])
+def way(request, run_dir, monkeypatch):
+    """How messages go: everything is the same over a socket of this node."""
+    if request.param == "unix":
+        monkeypatch.setattr(Asker, "near", "source/1")
+    return request.param
+
+
 @pytest.fixture
 def make():
     """Make sources and askers that are stopped at the end."""
@@ -576,7 +584,8 @@ def test_an_answer_that_is_too_long_ends_the_ask(make, monkeypatch):
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def test_with_a_key_only_its_holders_are_answered(make):
+def test_with_a_key_only_its_holders_are_answered(make, monkeypatch):
+    monkeypatch.setattr(Asker, "near", "")  # who reaches the socket of this node needs none (test_local.py)
     key, other = (ClusterKey(zmq.curve_keypair()[1]) for _ in range(2))
     source = make(Source, key=key)
     source.table.add(export(kind=Kind.RETAINED))

@@ -29,7 +29,7 @@ class Peers:
     def __init__(self):
         self.given_back = []
 
-    def ask(self, address, *instance, **fields):
+    def ask(self, address, timeout, near="", **fields):
         return PendingAsk(address, m.Ask(1, "", **fields), time.monotonic() + 2.0)
 
     def release(self, offer, done):

@@ -66,7 +66,7 @@ def ids(loaded):
 
 
 def test_numbers_pass_through_cache_and_codec():
-    x = torch.randn(2, 3, 5, 64)
+    x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(cache.round_trip(x, None, BF16), x.to(BF16).float())
     assert torch.equal(cache.round_trip(x, EXACT.formats["k"], BF16), x.to(BF16).float())
     coded = cache.round_trip(x, codecs.get("int8").formats["k"], BF16)

@@ -1,6 +1,7 @@
 """benchmarks/serve: that its times, limits and prompts are right, on servers whose delays and faults are known."""
 
 import argparse
+import asyncio
 import json
 import random
 import re
@@ -14,11 +15,12 @@ from serve_fakes import FakeServer
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from serve import client, sources, stats
+from serve import client, report, sources, stats
 from serve.conversations import Conversation, Shape, Turn, synthetic
 from serve.floor import FloorServer
 from serve.lengths import Lengths
 from serve.load import Form, Limits, Load, Record
+from serve.meters import Meters
 from serve.targets import policy, targets_of
 
 FORM = Form("fake")
@@ -153,6 +155,46 @@ def test_summary_of_records():
     assert got["ttft_moved_ms"]["p50"] == pytest.approx(300) and got["ttft_stayed_ms"]["p50"] == pytest.approx(300)
     assert (got["requests_per_s"], got["output_tokens_per_s"], got["total_tokens_per_s"]) == (2.0, 22.0, 222.0)
     assert [turn["ttft_ms"]["p50"] for turn in got["turns"]] == pytest.approx([100, 200, 300, 400])
+
+
+def test_turns_whose_history_was_found():
+    cases = [  # moved, tokens of earlier turns, cached, seconds
+        (True, 1000, 1008, 0.1), (True, 1000, 896, 0.5), (True, 1000, None, 0.6), (False, 1000, 992, 0.2),
+        (False, 1000, 0, 0.7), (None, 0, 960, 0.8),
+    ]  # fmt: skip
+    records = [
+        Record(n, 1, 0, moved, 0, 0, 1100, 2, ttft, cached_tokens=cached, history=history)
+        for n, (moved, history, cached, ttft) in enumerate(cases)
+    ]
+    got = stats.summary(records, 1.0)
+    assert got["ttft_moved_found_ms"]["max"] == pytest.approx(100)
+    assert got["ttft_stayed_found_ms"]["max"] == pytest.approx(200)
+    assert stats.summary(records[1:3], 1.0)["ttft_moved_found_ms"] is None
+
+
+def test_cores_that_were_slower_in_one_pass_are_said():
+    def one(variant, name, us):
+        return {"variant": variant, "pass": name, "round": 0, "client": {"core_us": us and {"p50": us}}}
+
+    passes = [one("off", "cold", 100.0), one("on", "cold", 145.0), one("on", "warm", 105.0), one("off", "warm", None)]
+    said = report.uneven_cores(passes)
+    assert "on, cold, round 1 +45%" in said and "warm" not in said
+    assert report.uneven_cores(passes[:1]) == report.uneven_cores(passes[3:]) == ""
+
+
+async def test_a_turns_history_is_what_was_said_before_it():
+    async with FakeServer() as server:
+        load = await play([server], [talk(0, 3)], Limits(concurrency=1))
+    before = 0
+    for record in load.records:
+        assert record.history == before
+        before = record.prompt_tokens + record.output_tokens
+
+
+async def test_how_fast_a_core_is_is_measured():
+    async with Meters() as meters:
+        await asyncio.sleep(0.05)
+    assert 1 < meters.result()["core_us"]["p50"] < 1e5
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ SHORT_PATIENCE = 3e-3  # seconds
 # An engine of this node that does not answer in this time hangs; what it has the store may have too.
 HOLDER_TIMEOUT = 0.5
 # When others are, a request without an answer would wait for all of their step. They can spare this, and not more than
-# such a share of the time, whatever happens.
-BUSY_PATIENCE = 1.5e-3
+# such a share of the time, whatever happens. An engine that launches a step meanwhile answers in 1 to 3 ms
+# (``benchmarks/asks.py``).
+BUSY_PATIENCE = 3e-3
 BUSY_SHARE = 0.01
 MOST_SAVED = 20e-3  # seconds of it that may be saved up
 LINGERS = 2  # times that one request may have that: for the store, and for a holder
@@ -151,8 +152,8 @@ class Asker:
         hashes = vr.chain(t.request, min(holder.tokens, t.request.num_tokens), self._unit)
         patience = self._nearby.patience(t, holder, computed)
         t.pending = self._peers.ask(
-            holder.address, HOLDER_TIMEOUT + patience, chain=hashes, start=computed, variant=variant, lend=True,
-            mapped=mapped, patience=patience,
+            holder.address, HOLDER_TIMEOUT + patience, near=holder.instance, chain=hashes, start=computed,
+            variant=variant, lend=True, mapped=mapped, patience=patience,
         )  # fmt: skip
         t.asking, t.waits_since, t.asked_at = holder, 0.0, time.monotonic()
         t.life.fire(Event.ASK)

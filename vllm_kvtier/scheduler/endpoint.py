@@ -1,8 +1,8 @@
 """The engine's endpoint: answers other engines' (and the proxy's) messages from the export table.
 
-Runs on the reactor's thread. One ROUTER socket; a connection is a ROUTER identity that said Hello. A peer that
-breaks the protocol loses its connection state and every lease with it; one that falls silent for longer than a
-lease does too.
+Runs on the reactor's thread. One ROUTER socket, and one for engines of this node; a connection is an identity of either
+that said Hello. A peer that breaks the protocol loses its connection state and every lease with it; one that falls
+silent for longer than a lease does too.
 """
 
 import logging
@@ -14,10 +14,11 @@ import msgspec
 import zmq
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.scheduler.exports import ExportTable, Lease, Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
 logger = logging.getLogger("vllm.kvtier.endpoint")
@@ -71,11 +72,13 @@ class Endpoint:
         on_puller: Callable[[m.Ask], None],
         lend: Lend | None = None,
         port_offset: int = 0,
+        instance: str = "",
     ):
         """``on_freed``: blocks wait in ``exports.take_freed``. ``on_question``: answer on the engine's thread.
 
         ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too
         leased this chain. ``lend``: lease blocks of the prefix cache itself; its answer may come from another thread.
+        ``instance``: ours, by which engines of this node find our socket; "": they come over TCP.
         """
         self._reactor, self._config, self._exports = reactor, config, exports
         self._on_freed, self._on_question = on_freed, on_question
@@ -98,6 +101,21 @@ class Endpoint:
         self.port = self._bind(config, port_offset)
         self.host = config.advertise_host or config.endpoint_host
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
+        self._local = self._listen_locally(instance) if instance else None
+
+    def _listen_locally(self, instance: str) -> LocalServer | None:
+        def hear(identity: bytes, frame: bytes) -> None:
+            self._receive([identity, frame])
+
+        def gone(identity: bytes) -> None:
+            self._forget(identity)
+            self.settle()
+
+        try:
+            return LocalServer(self._reactor, instance, m.MAX_MESSAGE, hear, gone)
+        except (KVTierError, OSError) as error:
+            logger.warning("kvtier: engines of this node reach this one over TCP, which takes longer: %s", error)
+            return None
 
     def _bind(self, config: KVTierConfig, offset: int) -> int:
         if config.endpoint_port == 0:
@@ -259,8 +277,11 @@ class Endpoint:
         self._send(identity, m.Refused(ask, code, reason[:500]))
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        frame = m.encode(message)
+        if self._local is not None and self._local.send(identity, frame):
+            return
         try:
-            self._socket.send_multipart([identity, m.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # the peer is gone or does not read: its leases end by themselves
             logger.debug("kvtier: answer not sent: %s", error)
 

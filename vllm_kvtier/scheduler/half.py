@@ -103,6 +103,7 @@ class SchedulerHalf:
             else None,
             lend=lender.ask,
             port_offset=facts.data_parallel_rank,
+            instance=self.instance,
         )
         self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks, facts.world_size)
         self._described: dict[int, m.Described] = {}

@@ -1,8 +1,9 @@
 """Asking other engines for leases, and keeping and releasing those we hold.
 
 Runs on the reactor's thread; the scheduler's thread calls ``ask``, ``cancel`` and ``release``, which only queue,
-and reads ``PendingAsk.outcome``. One DEALER connection an address, opened when first needed; a handshake that
-failed or was refused is remembered for a while, so that requests do not wait for it one by one.
+and reads ``PendingAsk.outcome``. One connection an address, opened when first needed, to an engine of this node by
+itself (``wire.local``); a handshake that failed or was refused is remembered for a while, so that requests do not wait
+for it one by one.
 
 The asks on a connection that ends or cannot be made end at once, as "unreachable". Who falls silent without that (its
 machine is gone, or it hangs) is found out by the time limits.
@@ -20,10 +21,12 @@ import msgspec
 import zmq
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.scheduler.exports import Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
+from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor, Timer
 
 logger = logging.getLogger("vllm.kvtier.peers")
@@ -88,6 +91,7 @@ class PendingAsk:
     address: Address
     ask: m.Ask
     deadline: float
+    near: str = ""  # the instance, if it is said to be on this node
     outcome: Offer | NoOffer | None = None
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
@@ -102,7 +106,7 @@ class PendingAsk:
 @dataclass
 class _Connection:
     address: Address
-    dealer: Dealer
+    dealer: Dealer | LocalDealer
     last_used: float
     welcome: m.Welcome | None = None
     unlike: str | None = None  # why its pages cannot be read as they lie; mapped, they can be rearranged
@@ -139,11 +143,11 @@ class Peers:
 
     # -- scheduler's thread ------------------------------------------------------------------------------------
 
-    def ask(self, address: Address, timeout: float = math.inf, **fields) -> PendingAsk:
+    def ask(self, address: Address, timeout: float = math.inf, near: str = "", **fields) -> PendingAsk:
         """Queue an ask; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, where the
-        option's are too many."""
+        option's are too many. ``near``: the instance, if it is said to be on this node."""
         ask = m.Ask(ask=next(self._ask_ids), instance="", **fields)
-        pending = PendingAsk(address, ask, time.monotonic() + min(timeout, self._config.ask_timeout))
+        pending = PendingAsk(address, ask, time.monotonic() + min(timeout, self._config.ask_timeout), near)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -190,7 +194,7 @@ class Peers:
         if paused is not None:
             self._settle(pending, paused)
             return
-        connection = self._connections.get(pending.address) or self._connect(pending.address)
+        connection = self._connections.get(pending.address) or self._connect(pending.address, pending.near)
         if connection is None:
             self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
             return
@@ -206,7 +210,7 @@ class Peers:
         else:
             self._send_ask(connection, pending)
 
-    def _connect(self, address: Address) -> _Connection | None:
+    def _connect(self, address: Address, near: str = "") -> _Connection | None:
         hello = self._hello()
         if hello is None:
             return None
@@ -214,13 +218,18 @@ class Peers:
             self._say_once(address, f"{MAX_CONNECTIONS} connections are open already")
             return None
         connection: _Connection
+
+        def hear(frames: list[bytes]) -> None:
+            self._receive(connection, frames)
+
+        def lose(why: str) -> None:
+            self._lost(connection, why)
+
+        dealer = self._dial(near, hear, lose)
         try:
-            dealer = Dealer(
-                self._reactor, address, self._key, m.MAX_MESSAGE,
-                on_message=lambda frames: self._receive(connection, frames),
-                on_lost=lambda why: self._lost(connection, why),
-                on_found=lambda: self._found(connection),
-            )  # fmt: skip
+            dealer = dealer or Dealer(
+                self._reactor, address, self._key, m.MAX_MESSAGE, hear, lose, lambda: self._found(connection)
+            )
         except (zmq.ZMQError, ValueError) as error:
             self._say_once(address, f"cannot connect: {error}")
             return None
@@ -228,6 +237,15 @@ class Peers:
         self._greet(connection, hello)
         self._watch_idle(connection)
         return connection
+
+    def _dial(
+        self, near: str, hear: Callable[[list[bytes]], None], lose: Callable[[str], None]
+    ) -> LocalDealer | None:
+        try:
+            return LocalDealer(self._reactor, near, m.MAX_MESSAGE, hear, lose) if near else None
+        except (KVTierError, OSError) as error:
+            logger.debug("kvtier: %s has no socket here (%s); it is reached over TCP", near, error)
+            return None
 
     def _greet(self, connection: _Connection, hello: m.Hello) -> None:
         self._send(connection, hello)
@@ -242,7 +260,7 @@ class Peers:
         known = connection.welcome is not None
         if known:  # who was silent is gone; whether anybody is there now, the next ask finds out at once
             self._paused.pop(connection.address, None)
-        if not connection.leases:
+        if not (connection.leases and connection.dealer.comes_back):
             self._close(connection, outcome, 0.0 if known else DOWN_PAUSE)
             return
         # Perhaps only the connection broke: pings and releases that wait in the socket go out when ZMQ has made it
@@ -398,6 +416,8 @@ class Peers:
         for connection in self._connections.values():
             for lease in connection.leases:
                 self._send(connection, m.Release(lease, done=False))
+            if isinstance(connection.dealer, LocalDealer):  # ZMQ's go with their context, when this has left
+                connection.dealer.close()
 
     def _send(self, connection: _Connection, message: msgspec.Struct) -> None:
         connection.dealer.send(m.encode(message))

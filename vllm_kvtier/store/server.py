@@ -4,7 +4,6 @@ A connection owns its leases and reservations: however it ends, they end with it
 client should is disconnected, and nobody else notices.
 """
 
-import errno
 import gc
 import logging
 import os
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from vllm_kvtier import __version__
 from vllm_kvtier.errors import ConfigError
@@ -41,7 +39,7 @@ from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.records import BadRequest, Found
 from vllm_kvtier.wire.reactor import Reactor, Timer
-from vllm_kvtier.wire.stream import Stream
+from vllm_kvtier.wire.stream import Stream, accept
 
 logger = logging.getLogger(__name__)
 
@@ -158,19 +156,7 @@ class StoreServer:
     # -- connections --------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    raise
-                # The next one waits in the queue; without a pause this would spin until somebody leaves.
-                logger.warning("kvtier: a client has to wait: %s", error.strerror)
-                self.reactor.watch_fd(self._listener.fileno(), 0)
-                self.reactor.call_later(1.0, lambda: self.reactor.watch_fd(self._listener.fileno(), zmq.POLLIN))
-                return
+        for sock in accept(self.reactor, self._listener):
             self._welcome_socket(sock)
 
     def _welcome_socket(self, sock: socket.socket) -> None:

@@ -25,6 +25,11 @@ _PRESENT = b""  # what each end says first
 
 def link_path(engine_id: str, instance_id: str) -> str:
     """Raises KVTierError if the directory is not ours alone."""
+    return private_path(f"{engine_id}|{instance_id}")
+
+
+def private_path(identity: str, suffix: str = ".sock") -> str:
+    """Of a socket that only this user can open. Raises KVTierError if the directory is not ours alone."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # Containers often name a runtime directory that nobody made.
     folder = Path(runtime if os.path.isdir(runtime) else tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
@@ -33,8 +38,7 @@ def link_path(engine_id: str, instance_id: str) -> str:
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise KVTierError(f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it")
     # Short, because a Unix socket path holds little: the identity is hashed.
-    name = hashlib.blake2b(f"{engine_id}|{instance_id}".encode(), digest_size=12).hexdigest()
-    path = str(folder / f"{name}.sock")
+    path = str(folder / f"{hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()}{suffix}")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise KVTierError(
             f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; set XDG_RUNTIME_DIR to a "

@@ -62,6 +62,8 @@ class Reactor:
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` on the reactor's thread; after ``stop`` it is silently not run."""
         self._soon.append(callback)
+        if threading.current_thread() is self._thread:
+            return  # it looks before it sleeps
         with self._wake_lock:
             if not self._wake_closed:
                 os.eventfd_write(self._wake, 1)

@@ -7,6 +7,8 @@ The kernel closes the connection when either process ends, however it ends: what
 more than the message; everything else belongs to the reactor's thread.
 """
 
+import errno
+import logging
 import os
 import socket
 import struct
@@ -14,16 +16,36 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
 from vllm_kvtier.wire.reactor import Reactor
 
+logger = logging.getLogger("vllm.kvtier.wire")
+
 _LENGTH = struct.Struct("<I")
 _READ = 64 << 10  # bytes a system call
 _TURN = 64  # frames handled before other sockets get their turn
 _CREDENTIALS = struct.Struct("3i")
+
+
+def accept(reactor: Reactor, listener: socket.socket) -> Iterator[socket.socket]:
+    """Whoever waits at a listener that is registered with the reactor; to be called when it is readable."""
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                raise
+            # The next one waits in the queue; without a pause this would spin until somebody leaves.
+            logger.warning("kvtier: a client has to wait: %s", error.strerror)
+            reactor.watch_fd(listener.fileno(), 0)
+            reactor.call_later(1.0, lambda: reactor.watch_fd(listener.fileno(), zmq.POLLIN))
+            return
+        yield sock
 
 
 class Stream:
