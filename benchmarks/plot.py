@@ -57,6 +57,39 @@ def multiturn(results: Path, out: Path) -> None:
     figure.savefig(out / "multiturn.png", dpi=130)
 
 
+def data_parallel(results: Path, out: Path) -> None:
+    """Percentiles of TTFT under load, and its mean from turn to turn: four ranks without a connector, and with ours."""
+    rows = json.loads((results / "serve_dp4_2xh200.json").read_text())["variants"]
+    names = {"off": "no connector", "on": "vllm-kvtier"}
+    colors = {"off": "#bbbbbb", "on": COLORS["kvtier"]}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+    shares = ("p50", "mean", "p90", "p99")
+    for row in rows:
+        warm = row["pass"] == "warm"
+        label = f"{names[row['variant']]}, {row['pass']}"
+        aside = (0.2 if warm else -0.2) + (0.1 if row["variant"] == "on" else -0.1)
+        heights = [row["ttft_ms"][share] for share in shares]
+        places = [place + aside for place in range(len(shares))]
+        style = dict(color=colors[row["variant"]], hatch="" if warm else "//", edgecolor="white")
+        left.bar(places, heights, 0.2, label=label, **style)
+        means = [turn["ttft_ms"]["mean"] for turn in row["turns"]]
+        right.plot(range(1, len(means) + 1), means, "-" if warm else "--", color=colors[row["variant"]], label=label)
+    left.set_xticks(range(len(shares)), shares)
+    left.set(ylabel="time to first token, ms", yscale="log", ylim=(30, None))
+    left.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    right.set(xlabel="turn", ylabel="mean time to first token, ms", ylim=(0, None))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (left, right):
+        axis.grid(alpha=0.3, axis="y")
+        axis.legend(fontsize=8)
+    figure.suptitle("Four ranks on two H200s, each turn at a random rank, Qwen3-8B shapes, vLLM 0.33.0", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(out / "data_parallel.png", dpi=130)
+
+
 if __name__ == "__main__":
     first_token(Path(sys.argv[1]), Path(sys.argv[2]))
+    data_parallel(Path(sys.argv[1]), Path(sys.argv[2]))
     multiturn(Path(sys.argv[1]), Path(sys.argv[2]))
