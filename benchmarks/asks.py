@@ -20,7 +20,8 @@ from pathlib import Path
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
-from vllm_kvtier.scheduler.peers import Offer, Peers
+from vllm_kvtier.scheduler.offers import Offer
+from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import CacheGeometry

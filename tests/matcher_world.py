@@ -15,7 +15,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import Loan, NoOffer, Offer, PendingAsk
+from vllm_kvtier.scheduler.offers import Loan, NoOffer, Offer, PendingAsk
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
 from vllm_kvtier.store.client import Failed

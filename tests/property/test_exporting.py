@@ -22,8 +22,8 @@ from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lending import Lender
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.offers import NoOffer, Offer, PendingAsk
 from vllm_kvtier.scheduler.params import read
-from vllm_kvtier.scheduler.peers import NoOffer, Offer, PendingAsk
 from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr

@@ -17,7 +17,7 @@ from vllm_kvtier.scheduler import asking, matching, whereabouts
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import NoOffer, Offer
+from vllm_kvtier.scheduler.offers import NoOffer, Offer
 from vllm_kvtier.scheduler.whereabouts import Whereabouts
 from vllm_kvtier.telemetry.stats import Counters
 

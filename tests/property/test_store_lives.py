@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvtier.scheduler import ahead, asking, matching
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
-from vllm_kvtier.scheduler.peers import Loan, NoOffer
+from vllm_kvtier.scheduler.offers import Loan, NoOffer
 from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.store.messages import HASH, Holder
 from vllm_kvtier.worker.queues import LoadResult

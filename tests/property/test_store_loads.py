@@ -6,7 +6,7 @@ from matcher_world import GROUPS, ONE, UNIT, World, no_violations, offered, para
 from support import make_request
 
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
-from vllm_kvtier.scheduler.peers import NoOffer
+from vllm_kvtier.scheduler.offers import NoOffer
 
 
 def test_a_report_that_comes_twice_costs_nothing_but_a_complaint():

@@ -7,7 +7,7 @@ from matcher_world import GROUPS, ONE, UNIT, World, no_violations, offered, para
 from support import make_request
 
 from vllm_kvtier.scheduler import asking
-from vllm_kvtier.scheduler.peers import NoOffer
+from vllm_kvtier.scheduler.offers import NoOffer
 from vllm_kvtier.store.messages import HASH
 
 

@@ -28,9 +28,10 @@ from vllm_kvtier.scheduler.explaining import MOST_STRETCHES, stretches
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.offers import NoOffer, Offer, PendingAsk
 from vllm_kvtier.scheduler.outcomes import Outcomes
 from vllm_kvtier.scheduler.params import read
-from vllm_kvtier.scheduler.peers import CODES, NoOffer, Offer, Peers, PendingAsk, _Connection
+from vllm_kvtier.scheduler.peers import CODES, Peers, _Connection
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.tier import HOST

@@ -15,7 +15,7 @@ from support import eventually
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.exports import Kind, Refusal
-from vllm_kvtier.scheduler.peers import NoOffer, Offer
+from vllm_kvtier.scheduler.offers import NoOffer, Offer
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -196,7 +196,7 @@ def test_a_lost_release_ends_with_the_lease(make):
     source, asker = make(Source), make(Asker)
     source.table.add(export())
     offer = asker.answer(source.address)
-    connection = asker.peers._connections[source.address]
+    (connection,) = asker.peers._connections.values()
     asker.reactor.call_soon(lambda: asker.peers._close(connection, NoOffer("test", "test"), 0.0))
     asker.peers.release(offer, done=True)
     eventually(lambda: source.leases() == 0, 3)

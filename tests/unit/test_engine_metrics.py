@@ -13,9 +13,9 @@ from vllm_kvtier.codecs import choice
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.scheduler.gauges import SECONDS, Gauges
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.offers import Offer
 from vllm_kvtier.scheduler.outcomes import Outcomes
 from vllm_kvtier.scheduler.params import read
-from vllm_kvtier.scheduler.peers import Offer
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, Counters, merge

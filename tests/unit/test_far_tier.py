@@ -15,7 +15,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.far import FarOffer, FarTier, is_far, tier_bandwidth
 from vllm_kvtier.scheduler.ledger import Keys
-from vllm_kvtier.scheduler.peers import NoOffer
+from vllm_kvtier.scheduler.offers import NoOffer
 from vllm_kvtier.scheduler.tier import NotInMemory
 from vllm_kvtier.store.lower import moving as moving
 from vllm_kvtier.store.lower.nodes import asking as node_asking

@@ -11,8 +11,8 @@ from vllm_kvtier.scheduler import hurry as module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
+from vllm_kvtier.scheduler.offers import Loan
 from vllm_kvtier.scheduler.params import read
-from vllm_kvtier.scheduler.peers import Loan
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked

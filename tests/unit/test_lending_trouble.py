@@ -15,7 +15,7 @@ from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger
 from vllm_kvtier.scheduler.lending import Lender
 from vllm_kvtier.scheduler.lifecycle import Lifecycle, State
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import Loan, PendingAsk
+from vllm_kvtier.scheduler.offers import Loan, PendingAsk
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.blocks import BlockPool

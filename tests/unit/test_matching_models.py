@@ -9,7 +9,7 @@ from support import make_request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.matching import Matcher
-from vllm_kvtier.scheduler.peers import Offer, PendingAsk
+from vllm_kvtier.scheduler.offers import Offer, PendingAsk
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.facts import EngineFacts, _resumes

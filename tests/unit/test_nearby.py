@@ -6,7 +6,7 @@ import pytest
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.nearby import UNKNOWN_PATIENCE, Nearby
-from vllm_kvtier.scheduler.peers import Loan
+from vllm_kvtier.scheduler.offers import Loan
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.telemetry.stats import Counters

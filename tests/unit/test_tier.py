@@ -7,7 +7,7 @@ import pytest
 from tier_fakes import NAMESPACE, POOL, described, group_view, make_tier
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.peers import NoOffer
+from vllm_kvtier.scheduler.offers import NoOffer
 from vllm_kvtier.scheduler.tier import HostOffer, _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.messages import HASH, MAX_UNITS, PAGE, Done

@@ -19,9 +19,10 @@ from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.exports import GroupBlocks
 from vllm_kvtier.scheduler.lifecycle import Action, Event
 from vllm_kvtier.scheduler.nearby import Nearby
+from vllm_kvtier.scheduler.offers import Address, Loan, NoOffer, Offer
 from vllm_kvtier.scheduler.params import Handoff
 from vllm_kvtier.scheduler.patience import Patience
-from vllm_kvtier.scheduler.peers import Address, Loan, NoOffer, Offer, Peers
+from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HOST, HostAsk, HostOffer, HostTier, NotInMemory

@@ -187,6 +187,7 @@ class Endpoint:
             logger.warning("kvtier: malformed message from a peer, its connection is dropped: %s", error)
             self._forget(identity)
             self._refuse(identity, 0, "malformed", str(error)[:200])
+            self._drop(identity)
             self.settle()
             return
         connection = self._connections.get(identity)
@@ -213,6 +214,7 @@ class Endpoint:
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)
                 self._forget(identity)
+                self._drop(identity)
         self.settle()
 
     def _hello(self, identity: bytes, connection: Connection, hello: m.Hello) -> None:
@@ -252,7 +254,7 @@ class Endpoint:
         self._settled(identity, ask, deadline, found)
 
     def _lent(self, identity: bytes, ask: m.Ask, deadline: float, found: Lease | Refusal) -> None:
-        if isinstance(found, Lease) and identity not in self._connections:
+        if identity not in self._connections:
             self._exports.disconnect(identity)  # it went meanwhile
         else:
             self._settled(identity, ask, deadline, found)
@@ -289,6 +291,11 @@ class Endpoint:
         self._connections.pop(identity, None)
         self._parked = [p for p in self._parked if p.identity != identity]
         self._exports.disconnect(identity)
+
+    def _drop(self, identity: bytes) -> None:
+        """End its connection, where it is one that can be ended: ZMQ's connections are its own."""
+        if self._local is not None:
+            self._local.drop(identity)
 
     def _evict_silent(self) -> None:
         """A bound on state kept for identities that come and never say goodbye."""

@@ -16,7 +16,7 @@ import torch
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.peers import NoOffer
+from vllm_kvtier.scheduler.offers import NoOffer
 from vllm_kvtier.scheduler.slots import SlotPlan, Spaces, full_bytes, offered_bytes, plan_slots
 from vllm_kvtier.scheduler.tier import HOST, Further, HostAsk, HostOffer, NotInMemory, packed
 from vllm_kvtier.store.lower.nodes import wire as w

@@ -26,11 +26,12 @@ from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lending import Lender
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.matching import Matcher
+from vllm_kvtier.scheduler.offers import Address
 from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.outcomes import Outcomes, Result
 from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
-from vllm_kvtier.scheduler.peers import Address, Peers
+from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.sharing import Sharing

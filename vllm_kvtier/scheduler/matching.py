@@ -16,8 +16,9 @@ from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.scheduler.lifecycle import Event, Lifecycle, State
 from vllm_kvtier.scheduler.nearby import Nearby
+from vllm_kvtier.scheduler.offers import Address, Loan
 from vllm_kvtier.scheduler.params import read
-from vllm_kvtier.scheduler.peers import Address, Loan, Peers
+from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HOST, HostOffer, HostTier

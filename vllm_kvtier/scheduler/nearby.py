@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.hurry import Hurry
-from vllm_kvtier.scheduler.peers import Loan
+from vllm_kvtier.scheduler.offers import Loan
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HostOffer

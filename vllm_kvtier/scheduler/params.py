@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvtier.scheduler.peers import Address
+from vllm_kvtier.scheduler.offers import Address
 
 # Names and addresses only: ZMQ gives "*", ";" and "/" in an address meanings of their own.
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")

@@ -1,9 +1,9 @@
 """Asking other engines for leases, and keeping and releasing those we hold.
 
 Runs on the reactor's thread; the scheduler's thread calls ``ask``, ``cancel`` and ``release``, which only queue,
-and reads ``PendingAsk.outcome``. One connection an address, opened when first needed, to an engine of this node by
-itself (``wire.local``); a handshake that failed or was refused is remembered for a while, so that requests do not wait
-for it one by one.
+and reads ``PendingAsk.outcome``. One connection an address, opened when first needed: over its Unix socket to an
+engine of this node (``wire.local``), over TCP to others. A handshake that failed or was refused is remembered for a
+while, so that requests do not wait for it one by one.
 
 The asks on a connection that ends or cannot be made end at once, as "unreachable". Who falls silent without that (its
 machine is gone, or it hangs) is found out by the time limits.
@@ -12,7 +12,6 @@ machine is gone, or it hangs) is found out by the time limits.
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import zmq
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.scheduler.exports import Refusal
+from vllm_kvtier.scheduler.offers import Address, Loan, NoOffer, Offer, PendingAsk
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
@@ -31,6 +31,7 @@ from vllm_kvtier.wire.reactor import Reactor, Timer
 
 logger = logging.getLogger("vllm.kvtier.peers")
 
+HERE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE = 600.0  # seconds after which an unused connection is closed
@@ -43,64 +44,6 @@ MAX_REMEMBERED = 1024
 CODES = frozenset({"namespace", "instance", "starting", "malformed", *(each.value for each in Refusal)})
 # Refusals that the user can do something about; the others are the ordinary course of things.
 SAID = ("namespace", "layout", "malformed", "timeout", "unreachable")
-
-Address = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Blocks of the peer ``instance`` for tokens [start, tokens), under a lease; ``lease`` 0: only promised so far."""
-
-    address: Address
-    instance: str
-    lease: int
-    start: int
-    tokens: int
-    blocks: list[list[int]]
-    ranks: list[m.RankInfo]
-    mapped: bool = field(default=False, kw_only=True)  # to be copied from the peer's mapped memory
-    alike: bool = field(default=True, kw_only=True)  # rank for rank, its pages are as ours
-
-    @property
-    def place(self) -> str:
-        """By what name the planner knows how long it takes; "": it is not weighed."""
-        return ""
-
-
-@dataclass(frozen=True)
-class Loan(Offer):
-    """Blocks of the prefix cache of an engine on this node; ``nbytes``: what one rank of ours copies."""
-
-    nbytes: int = field(default=0, kw_only=True)
-
-    @property
-    def place(self) -> str:
-        return "gpu"
-
-
-@dataclass(frozen=True)
-class NoOffer:
-    code: str
-    reason: str
-
-
-@dataclass
-class PendingAsk:
-    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
-
-    address: Address
-    ask: m.Ask
-    deadline: float
-    near: str = ""  # the instance, if it is said to be on this node
-    outcome: Offer | NoOffer | None = None
-    cancelled: bool = False
-    again: bool = False  # asked a second time, of the instance that took the first one's place
-    timer: Timer | None = field(default=None, repr=False)
-    settled: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    def wait(self, seconds: float) -> None:
-        """Until there is an outcome, at most so long."""
-        self.settled.wait(seconds)
 
 
 @dataclass
@@ -190,11 +133,15 @@ class Peers:
     # -- reactor's thread --------------------------------------------------------------------------------------
 
     def _begin(self, pending: PendingAsk) -> None:
-        paused = self._remembered(pending.address)
+        here, connection = (pending.near, HERE), None
+        paused = self._remembered(here) or self._remembered(pending.address)
         if paused is not None:
             self._settle(pending, paused)
             return
-        connection = self._connections.get(pending.address) or self._connect(pending.address, pending.near)
+        if pending.near:
+            connection = self._connections.get(here) or self._connect(here)
+        if connection is None:
+            connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
             self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
             return
@@ -210,7 +157,7 @@ class Peers:
         else:
             self._send_ask(connection, pending)
 
-    def _connect(self, address: Address, near: str = "") -> _Connection | None:
+    def _connect(self, address: Address) -> _Connection | None:
         hello = self._hello()
         if hello is None:
             return None
@@ -225,27 +172,21 @@ class Peers:
         def lose(why: str) -> None:
             self._lost(connection, why)
 
-        dealer = self._dial(near, hear, lose)
         try:
-            dealer = dealer or Dealer(
-                self._reactor, address, self._key, m.MAX_MESSAGE, hear, lose, lambda: self._found(connection)
-            )
-        except (zmq.ZMQError, ValueError) as error:
-            self._say_once(address, f"cannot connect: {error}")
+            if address[1] == HERE:
+                dealer = LocalDealer(self._reactor, address[0], m.MAX_MESSAGE, hear, lose)
+            else:
+                dealer = Dealer(
+                    self._reactor, address, self._key, m.MAX_MESSAGE, hear, lose, lambda: self._found(connection)
+                )
+        except (KVTierError, OSError, zmq.ZMQError, ValueError) as error:
+            if address[1] != HERE:
+                self._say_once(address, f"cannot connect: {error}")
             return None
         connection = self._connections[address] = _Connection(address, dealer, time.monotonic())
         self._greet(connection, hello)
         self._watch_idle(connection)
         return connection
-
-    def _dial(
-        self, near: str, hear: Callable[[list[bytes]], None], lose: Callable[[str], None]
-    ) -> LocalDealer | None:
-        try:
-            return LocalDealer(self._reactor, near, m.MAX_MESSAGE, hear, lose) if near else None
-        except (KVTierError, OSError) as error:
-            logger.debug("kvtier: %s has no socket here (%s); it is reached over TCP", near, error)
-            return None
 
     def _greet(self, connection: _Connection, hello: m.Hello) -> None:
         self._send(connection, hello)
@@ -332,7 +273,7 @@ class Peers:
 
     def _granted(self, connection: _Connection, granted: m.Granted) -> None:
         pending = connection.asked.pop(granted.ask, None)
-        offer = self._offer(connection, granted, pending.ask if pending is not None else None)
+        offer = self._offer(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection)
         if pending is None or pending.cancelled or pending.outcome is not None:
@@ -342,12 +283,13 @@ class Peers:
         else:
             self._settle(pending, offer)
 
-    def _offer(self, connection: _Connection, granted: m.Granted, ask: m.Ask | None) -> Offer:
-        welcome = connection.welcome
+    def _offer(self, connection: _Connection, granted: m.Granted, pending: PendingAsk | None) -> Offer:
+        welcome, ask = connection.welcome, pending.ask if pending is not None else None
         ranks = welcome.ranks if welcome is not None else []
         fields = (
-            connection.address, welcome.instance if welcome is not None else "", granted.lease, granted.start,
-            granted.tokens, granted.blocks, ranks,
+            connection.address if pending is None else pending.address,
+            welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
+            granted.blocks, ranks,
         )
         if ask is None or not ask.lend:
             return Offer(*fields)
@@ -404,13 +346,14 @@ class Peers:
             connection.idle_timer = self._reactor.call_later(max(left, 1.0), lambda: self._watch_idle(connection))
 
     def _release(self, offer: Offer, done: bool) -> None:
-        connection = self._connections.get(offer.address)
-        if connection is None or offer.lease not in connection.leases:
-            return  # the connection is gone and the lease with it
-        if connection.welcome is None or connection.welcome.instance != offer.instance:
-            return  # the engine was restarted: that number is another request's lease there
-        connection.leases.discard(offer.lease)
-        self._send(connection, m.Release(offer.lease, done))
+        for address in ((offer.instance, HERE), offer.address):
+            connection = self._connections.get(address)
+            if connection is None or offer.lease not in connection.leases:
+                continue  # the connection is gone and the lease with it
+            if connection.welcome is None or connection.welcome.instance != offer.instance:
+                continue  # the engine was restarted: that number is another request's lease there
+            connection.leases.discard(offer.lease)
+            self._send(connection, m.Release(offer.lease, done))
 
     def _release_all(self) -> None:
         for connection in self._connections.values():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
-from vllm_kvtier.scheduler.peers import Address
+from vllm_kvtier.scheduler.offers import Address
 from vllm_kvtier.store.client import StoreClient
 
 # Changes wait for others so long, unless there are many or the engine goes to sleep.

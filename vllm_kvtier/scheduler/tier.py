@@ -15,7 +15,7 @@ import numpy as np
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.events import Events
-from vllm_kvtier.scheduler.peers import Address, NoOffer, Offer
+from vllm_kvtier.scheduler.offers import Address, NoOffer, Offer
 from vllm_kvtier.scheduler.sharing import Holder, Sharing
 from vllm_kvtier.scheduler.slots import Spaces, full_bytes, offered_bytes, plan_slots
 from vllm_kvtier.store.client import Failed, Pending, StoreClient

@@ -8,8 +8,8 @@ import numpy as np
 
 from vllm_kvtier.scheduler.ledger import Entry
 from vllm_kvtier.scheduler.lifecycle import Lifecycle
+from vllm_kvtier.scheduler.offers import Address, Loan, Offer, PendingAsk
 from vllm_kvtier.scheduler.params import Handoff, Hints, Report
-from vllm_kvtier.scheduler.peers import Address, Loan, Offer, PendingAsk
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer

@@ -4,8 +4,8 @@ Another process made it, and its numbers become indices here. On the scheduler's
 """
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.offers import Loan, Offer
 from vllm_kvtier.scheduler.params import Handoff
-from vllm_kvtier.scheduler.peers import Loan, Offer
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.scheduler.tracked import Tracked

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 
-from vllm_kvtier.scheduler.peers import Address
+from vllm_kvtier.scheduler.offers import Address
 
 MAX_WHEREABOUTS = 1 << 16  # chain ends remembered (about 100 bytes each)
 

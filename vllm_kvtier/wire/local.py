@@ -20,12 +20,30 @@ from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, accept
 
 QUEUE = 128  # connections that may wait to be accepted
+MOST = 512  # connections: a node has fewer engines
+BACKLOG = 4  # longest messages that may wait for who does not read just now
 _SUFFIX = ".near"
 
 
 def local_path(instance: str) -> str:
     """Raises KVTierError if the directory is not ours alone."""
     return private_path(instance, suffix=_SUFFIX)
+
+
+def _listen(path: str) -> socket.socket:
+    """It appears there when it listens: before, an engine that sweeps would take it for one that was left."""
+    listener, new = _socket(), str(Path(path).with_suffix(".new"))
+    try:
+        listener.bind(new)
+        try:
+            listener.listen(QUEUE)
+            os.link(new, path)
+        finally:
+            os.unlink(new)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _socket() -> socket.socket:
@@ -52,13 +70,7 @@ class LocalServer:
         self._streams: dict[bytes, Stream] = {}
         self._path = local_path(instance)
         sweep(Path(self._path).parent)
-        self._listener = _socket()
-        try:
-            self._listener.bind(self._path)
-            self._listener.listen(QUEUE)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener = _listen(self._path)
         reactor.add_fd(self._listener.fileno(), lambda events: self._accept())
         reactor.on_stop(self.close)
 
@@ -68,6 +80,12 @@ class LocalServer:
         if stream is not None:
             stream.send(frame)
         return stream is not None
+
+    def drop(self, identity: bytes) -> None:
+        """End that connection, if it is one of ours."""
+        stream = self._streams.get(identity)
+        if stream is not None:
+            stream.close("for what it sent")
 
     def close(self) -> None:
         """Idempotent."""
@@ -85,13 +103,15 @@ class LocalServer:
             self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:
-        # No identity of ZMQ's begins with a zero: one that a peer chose cannot be this.
-        identity = b"\0" + os.urandom(15)
+        if len(self._streams) >= MOST:
+            sock.close()
+            return
+        identity = os.urandom(16)  # nobody who chooses one of ZMQ's can guess it
         self._streams[identity] = Stream(
             self._reactor, sock,
             on_frame=lambda frame: self._on_message(identity, frame),
             on_close=lambda reason: self._gone(identity),
-            max_frame=self._max_message,
+            max_frame=self._max_message, backlog=BACKLOG * self._max_message,
         )  # fmt: skip
 
     def _gone(self, identity: bytes) -> None:
@@ -123,8 +143,9 @@ class LocalDealer:
             sock.close()
             raise
         self._stream = Stream(
-            reactor, sock, on_frame=lambda frame: on_message([frame]), on_close=self._ended, max_frame=max_message
-        )
+            reactor, sock, on_frame=lambda frame: on_message([frame]), on_close=self._ended, max_frame=max_message,
+            backlog=BACKLOG * max_message,
+        )  # fmt: skip
 
     def send(self, frame: bytes) -> None:
         self._stream.send(frame)

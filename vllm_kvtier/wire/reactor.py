@@ -124,7 +124,7 @@ class Reactor:
 
     def remove_fd(self, fd: int) -> None:
         """Unregister, before the descriptor is closed; the caller owns it. Idempotent."""
-        if self._fds.pop(fd, None) is not None:
+        if self._fds.pop(fd, None) is not None and fd in self._poller:  # it is not while nothing is waited for
             self._poller.unregister(fd)
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:

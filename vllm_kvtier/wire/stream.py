@@ -31,8 +31,9 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def accept(reactor: Reactor, listener: socket.socket) -> Iterator[socket.socket]:
-    """Whoever waits at a listener that is registered with the reactor; to be called when it is readable."""
-    while True:
+    """Whoever waits at a listener that is registered with the reactor, up to a number; to be called whenever it is
+    readable."""
+    for _ in range(_TURN):
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
@@ -158,9 +159,10 @@ class Stream:
         """Of a peer that is gone: what it said before it went, why perhaps, is still to be heard."""
 
         def end() -> None:
-            if not self._closed:
-                self._read()
-            self.close(reason)
+            if not self._closed and (self._more_queued or self._read()):
+                self._reactor.call_soon(end)  # behind what of it is handled before
+            else:
+                self.close(reason)
 
         self._reactor.call_soon(end)
 
@@ -194,27 +196,29 @@ class Stream:
             self._write_watched = bool(self._unsent)
         self._watch()
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Whether there may be more to read."""
         if self._more_queued:
-            return  # frames that came earlier are handled first, and what is not read holds the sender back
+            return True  # frames that came earlier are handled first, and what is not read holds the sender back
         try:
             if self._max_fds:
                 size = _receive_into(self._socket, self._chunk, self._max_fds, self._fds)
                 if len(self._fds) > self._max_fds:
                     self.close("the peer sends descriptors that nobody asked for")
-                    return
+                    return False
             else:
                 size = self._socket.recv_into(self._chunk)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self.close(f"the connection broke: {error.strerror}")
-            return
+            return False
         if not size:
             self.close("the peer closed the connection")
-            return
+            return False
         self._input += self._chunk[:size]
         self._handle()
+        return True
 
     def _handle(self) -> None:
         """Hand out whole frames, a bounded number before other sockets get their turn."""
