@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvtier import codecs
-from vllm_kvtier.codecs.base import DTYPES, INFINITE
+from vllm_kvtier.codecs.base import DTYPES, INFINITE, rounded
 from vllm_kvtier.codecs.keep import KEEP
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import ConfigError
@@ -71,6 +71,16 @@ def test_finite_lines_stay_within_the_bound(form, data, dtype, count):
     excess = error - form.tolerance(x).double()
     at = int(excess.argmax())
     assert excess.max() <= 0, (x.reshape(-1)[at], y.reshape(-1)[at], form.tolerance(x).max())
+
+
+@pytest.mark.parametrize("form", [f for f in LOSSY if f.name.startswith(("int8", "uint4"))], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_the_bound_goes_by_the_step_that_was_written(form, dtype):
+    """In one line of thousands another way of computing it ends in the next bfloat16."""
+    x = torch.from_numpy(np.random.default_rng(5).standard_normal((1 << 17, 64))).to(dtype)
+    _, scales = form.encode(x)
+    step = scales[:, -2:].contiguous().view(torch.bfloat16).float()
+    assert torch.equal(form.tolerance(x), rounded(step * 0.5001, x))
 
 
 @pytest.mark.parametrize("form", LOSSY, ids=repr)
