@@ -34,7 +34,7 @@ RANKS = [m.RankInfo(0, "agent", b"", "DRAM", 0, BLOCKS + 1, (), CacheGeometry(()
 
 
 def lend(step: float, launch: float) -> None:
-    """Until standard input ends."""
+    """Until whoever started this is gone."""
     config = KVTierConfig()
     share_interpreter(config.switch_interval_ms / 1e3)
     table, reactor = ExportTable(UNIT, dict.fromkeys(Kind, 1 << 20)), Reactor("lender")

@@ -44,6 +44,16 @@ def run_dir(monkeypatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(params=["tcp", "unix"])
+def way(request, run_dir, monkeypatch) -> str:
+    """How ``endpoint_support``'s askers reach the source "source/1": over TCP, or as engines of one node do."""
+    import endpoint_support
+
+    if request.param == "unix":
+        monkeypatch.setattr(endpoint_support.Asker, "near", "source/1")
+    return request.param
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/engines/" in str(item.path) or item.path.name.startswith("test_engines_"):

@@ -25,6 +25,7 @@ from vllm_kvtier.wire.reactor import Reactor
 UNIT = 4
 CHAIN = [bytes([i]) * 8 for i in range(1, 9)]
 NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", UNIT, 1, 1)
+STOP_SECONDS = 20.0  # what a busy machine may take for what happens at once
 FAST = dict(bidirectional=True, lease_seconds=0.6, ask_timeout=1.5, handshake_timeout=1.5)
 
 
@@ -98,6 +99,22 @@ class Asker:
 
     def stop(self):
         self.reactor.stop()
+
+
+def making(**options):
+    """For a fixture: what it yields makes sources and askers, with these options unless told otherwise, and all of
+    them are stopped at the end."""
+    made = []
+
+    def make(kind, *args, **kwargs):
+        made.append(kind(*args, **{**options, **kwargs}))
+        return made[-1]
+
+    yield make
+    for thing in made:
+        begin = time.monotonic()
+        thing.stop()
+        assert time.monotonic() - begin < STOP_SECONDS and not thing.reactor._thread.is_alive(), "its thread hangs"
 
 
 class SourceProcess:

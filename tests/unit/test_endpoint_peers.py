@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import zmq
-from endpoint_support import CHAIN, FAST, NAMESPACE, UNIT, Asker, Source, export, ranks
+from endpoint_support import CHAIN, FAST, NAMESPACE, UNIT, Asker, Source, export, making, ranks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support import eventually
@@ -19,27 +19,12 @@ from vllm_kvtier.scheduler.offers import NoOffer, Offer
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
-
-@pytest.fixture(autouse=True, params=["tcp", "unix"])
-def way(request, run_dir, monkeypatch):
-    """How messages go: everything is the same over a socket of this node."""
-    if request.param == "unix":
-        monkeypatch.setattr(Asker, "near", "source/1")
-    return request.param
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @pytest.fixture
 def make():
-    """Make sources and askers that are stopped at the end."""
-    made = []
-
-    def make(kind, *args, **kwargs):
-        made.append(kind(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for thing in made:
-        thing.stop()
+    yield from making()
 
 
 @contextmanager

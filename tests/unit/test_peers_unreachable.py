@@ -7,13 +7,12 @@ import os
 import resource
 import socket
 import threading
-import time
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 import zmq
-from endpoint_support import Asker, Source, SourceProcess, export, ranks
+from endpoint_support import Asker, Source, SourceProcess, export, making, ranks
 from support import eventually
 
 from vllm_kvtier.scheduler.exports import Kind
@@ -25,27 +24,9 @@ LONG = dict(ask_timeout=60.0, handshake_timeout=60.0)
 SOON = 20.0  # seconds: what a busy machine may take for what happens at once
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def way(request, run_dir, monkeypatch):
-    """How messages go: over a socket of this node too."""
-    if request.param == "unix":
-        monkeypatch.setattr(Asker, "near", "source/1")
-    return request.param
-
-
 @pytest.fixture
 def make():
-    made = []
-
-    def make(kind, *args, **kwargs):
-        made.append(kind(*args, **{**LONG, **kwargs}))
-        return made[-1]
-
-    yield make
-    for thing in made:
-        begin = time.monotonic()
-        thing.stop()
-        assert time.monotonic() - begin < SOON and not thing.reactor._thread.is_alive(), "its thread hangs"
+    yield from making(**LONG)
 
 
 @pytest.fixture

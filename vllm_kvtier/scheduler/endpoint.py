@@ -185,9 +185,8 @@ class Endpoint:
             message = m.decode_engine(frames[1])
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             logger.warning("kvtier: malformed message from a peer, its connection is dropped: %s", error)
-            self._forget(identity)
             self._refuse(identity, 0, "malformed", str(error)[:200])
-            self._drop(identity)
+            self._break_off(identity)
             self.settle()
             return
         connection = self._connections.get(identity)
@@ -213,8 +212,7 @@ class Endpoint:
                 self._on_question(message, lambda answer: self._reactor.call_soon(lambda: self._send(identity, answer)))
             case _:
                 logger.warning("kvtier: a peer sent %s, which only an answer can be; dropped", type(message).__name__)
-                self._forget(identity)
-                self._drop(identity)
+                self._break_off(identity)
         self.settle()
 
     def _hello(self, identity: bytes, connection: Connection, hello: m.Hello) -> None:
@@ -292,8 +290,9 @@ class Endpoint:
         self._parked = [p for p in self._parked if p.identity != identity]
         self._exports.disconnect(identity)
 
-    def _drop(self, identity: bytes) -> None:
-        """End its connection, where it is one that can be ended: ZMQ's connections are its own."""
+    def _break_off(self, identity: bytes) -> None:
+        """With who broke the protocol. Its connection ends too where that is in our hands; ZMQ's are its own."""
+        self._forget(identity)
         if self._local is not None:
             self._local.drop(identity)
 

@@ -201,7 +201,7 @@ class Peers:
         known = connection.welcome is not None
         if known:  # who was silent is gone; whether anybody is there now, the next ask finds out at once
             self._paused.pop(connection.address, None)
-        if not (connection.leases and connection.dealer.comes_back):
+        if not connection.leases or isinstance(connection.dealer, LocalDealer):  # that process has ended
             self._close(connection, outcome, 0.0 if known else DOWN_PAUSE)
             return
         # Perhaps only the connection broke: pings and releases that wait in the socket go out when ZMQ has made it
@@ -354,6 +354,7 @@ class Peers:
                 continue  # the engine was restarted: that number is another request's lease there
             connection.leases.discard(offer.lease)
             self._send(connection, m.Release(offer.lease, done))
+            return
 
     def _release_all(self) -> None:
         for connection in self._connections.values():

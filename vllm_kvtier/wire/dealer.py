@@ -31,8 +31,6 @@ class Dealer:
     what has not gone out. Raises zmq.ZMQError or ValueError if the address is none, or sockets have run out.
     """
 
-    comes_back = True  # after ``on_lost``
-
     def __init__(
         self,
         reactor: Reactor,

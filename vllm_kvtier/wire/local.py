@@ -125,8 +125,6 @@ class LocalDealer:
     Raises KVTierError or OSError if nobody listens there.
     """
 
-    comes_back = False
-
     def __init__(
         self,
         reactor: Reactor,

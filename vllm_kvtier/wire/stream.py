@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.kvtier.wire")
 
 _LENGTH = struct.Struct("<I")
 _READ = 64 << 10  # bytes a system call
-_TURN = 64  # frames handled before other sockets get their turn
+_TURN = 64  # frames handled, or connections taken, before other sockets get their turn
 _CREDENTIALS = struct.Struct("3i")
 
 
