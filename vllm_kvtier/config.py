@@ -8,7 +8,6 @@ prints the table as Markdown.
 import difflib
 import functools
 import ipaddress
-import logging
 import math
 import types
 from collections.abc import Mapping
@@ -19,9 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
-logger = logging.getLogger("vllm.kvtier.config")
+logger = get_logger("vllm.kvtier.config")
 
 # Options of vLLM's NixlConnector that mean the same here, so that its command lines keep working.
 ALIASES = {

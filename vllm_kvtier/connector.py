@@ -1,6 +1,5 @@
 """KVTierConnector: what vLLM sees. A façade: every call goes to the scheduler half or the worker half."""
 
-import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -11,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.vllm_compat import namespace
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -36,7 +36,7 @@ from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import StepWork
 
-logger = logging.getLogger("vllm.kvtier")
+logger = get_logger("vllm.kvtier")
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):

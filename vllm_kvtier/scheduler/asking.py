@@ -5,7 +5,6 @@ in their GPU caches, engines that its params name, and the engine that last pull
 has is held while others are asked for more. On the scheduler's thread only; ``Peers`` and ``HostTier`` do the waiting.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.ahead import Ahead
 from vllm_kvtier.scheduler.exporting import alignment
@@ -33,7 +33,7 @@ from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.worker.work import LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.matching")
+logger = get_logger("vllm.kvtier.matching")
 
 # The store, and an engine of this node, answer in a fraction of a millisecond. When nobody else is being served,
 # waiting for them that long holds nobody up and is shorter than the empty step that vLLM makes without an answer.

@@ -5,7 +5,6 @@ that said Hello. A peer that breaks the protocol loses its connection state and 
 silent for longer than a lease does too.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ import zmq
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import ExportTable, Lease, Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
-logger = logging.getLogger("vllm.kvtier.endpoint")
+logger = get_logger("vllm.kvtier.endpoint")
 
 _REASONS = {
     Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",

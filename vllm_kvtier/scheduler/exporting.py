@@ -4,13 +4,13 @@ On the scheduler's thread only. Blocks of a request that will be exported get th
 completes them, so that nothing is left to do when the request finishes but the blocks filled last.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
 from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, batches
 from vllm_kvtier.scheduler.tables import Growth, Table
@@ -20,7 +20,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.worker.work import SumBatch
 
-logger = logging.getLogger("vllm.kvtier.exporting")
+logger = get_logger("vllm.kvtier.exporting")
 
 # Blocks that only engines of this node may want are summed some at a time, since each launch costs the engine some
 # hundred microseconds: when there are so many, or as many steps have passed, or a request has ended.

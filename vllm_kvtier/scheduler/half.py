@@ -6,7 +6,6 @@ waits, but for milliseconds for the node store where nobody else is served, and 
 """
 
 import hashlib
-import logging
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.explaining import Explainer, identity
@@ -50,7 +50,7 @@ from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork
 
-logger = logging.getLogger("vllm.kvtier.scheduler")
+logger = get_logger("vllm.kvtier.scheduler")
 
 # A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
 # hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.

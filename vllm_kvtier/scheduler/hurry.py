@@ -16,13 +16,13 @@ the prefix cache, and the request begins anew behind the last good one (``vllm_c
 On the scheduler's thread only.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
@@ -31,7 +31,7 @@ from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.hurry")
+logger = get_logger("vllm.kvtier.hurry")
 
 # The workers end each such load within its step, and within its time limit; their word then comes with the output.
 SLACK = 10.0  # seconds

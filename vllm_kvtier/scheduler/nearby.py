@@ -4,11 +4,11 @@ All three are measured as the engine runs (``planner``). Before a holder is aske
 against what the store offered; and once it has lent its blocks, the loan against that offer.
 """
 
-import logging
 import time
 from collections.abc import Callable
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.offers import Loan
@@ -18,7 +18,7 @@ from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import Counters
 
-logger = logging.getLogger("vllm.kvtier.nearby")
+logger = get_logger("vllm.kvtier.nearby")
 
 
 # While it is not known what computing costs.

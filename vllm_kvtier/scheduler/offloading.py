@@ -10,7 +10,6 @@ Collecting and unpinning happen on the scheduler's thread (the pool has no lock)
 
 import hashlib
 import itertools
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import numpy as np
 
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.events import Events, Raw
 from vllm_kvtier.scheduler.ledger import Keys
 from vllm_kvtier.scheduler.tables import Growth, Table
@@ -35,7 +35,7 @@ from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger("vllm.kvtier.offloading")
+logger = get_logger("vllm.kvtier.offloading")
 
 # Blocks are asked for together: a request that only generates fills one in 16 steps, and a message a step for each
 # would cost more than it saves: every thread that a message goes through takes the interpreter from the engine's. A

@@ -10,7 +10,6 @@ machine is gone, or it hangs) is found out by the time limits.
 """
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import zmq
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import Refusal
 from vllm_kvtier.scheduler.offers import Address, Loan, NoOffer, Offer, PendingAsk
 from vllm_kvtier.wire import messages as m
@@ -29,7 +29,7 @@ from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor, Timer
 
-logger = logging.getLogger("vllm.kvtier.peers")
+logger = get_logger("vllm.kvtier.peers")
 
 HERE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again

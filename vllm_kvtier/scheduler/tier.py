@@ -5,7 +5,6 @@ its tokens), the layout of a slot, and the watermark up to which all its workers
 Asking never waits: answers come on the reactor's thread and are picked up when vLLM asks again.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ import numpy as np
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.offers import Address, NoOffer, Offer
 from vllm_kvtier.scheduler.sharing import Holder, Sharing
@@ -27,7 +27,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.work import FarSource
 
-logger = logging.getLogger("vllm.kvtier.tier")
+logger = get_logger("vllm.kvtier.tier")
 
 PATIENCE = 10.0  # seconds without a store before that is said
 EXPLAIN_PATIENCE = 0.5  # seconds that other nodes and buckets have to say what they have, when a person asks

@@ -6,11 +6,12 @@ a scratch page, and each number says which one it is.
 """
 
 import functools
-import logging
 
 import torch
 
-logger = logging.getLogger("vllm.kvtier.layout")
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.layout")
 
 # Integers below 2^8 are exact in bfloat16 and float16: a number's index is learnt so many bits at a time.
 _BITS = 8

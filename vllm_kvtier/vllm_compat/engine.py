@@ -6,15 +6,15 @@ a WAKEUP message; we wrap the former and send the latter. In vLLM's in-process m
 nothing to wake: the next call into the scheduler does the work.
 """
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.turns import Turns
 
-logger = logging.getLogger("vllm.kvtier.engine")
+logger = get_logger("vllm.kvtier.engine")
 
 _WRAPPED = "_kvtier_idle_hook"
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import sys
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.fingerprint import IGNORED, model_folder, sampled_bytes, weight_files
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import Namespace
 
-logger = logging.getLogger("vllm.kvtier.namespace")
+logger = get_logger("vllm.kvtier.namespace")
 
 # What ``model_fingerprint`` has digested so far: by its answer, digests of the configuration and of the weights alone.
 _parts: dict[str, tuple[str, str]] = {}

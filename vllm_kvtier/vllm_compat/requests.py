@@ -1,7 +1,6 @@
 """What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,8 +11,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.fingerprint import sampled_bytes
+from vllm_kvtier.logs import get_logger
 
-logger = logging.getLogger("vllm.kvtier.requests")
+logger = get_logger("vllm.kvtier.requests")
 
 _adapters: dict[tuple[str, str], bytes] = {}
 

@@ -7,14 +7,15 @@ comes in the middle of one is done by the engine's thread at its end.
 """
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-logger = logging.getLogger("vllm.kvtier.turns")
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.turns")
 
 # All of the scheduler's methods in which blocks are handed out, freed or forgotten (0.25.1 to 0.33).
 _METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")

@@ -5,7 +5,6 @@ Everything registered here runs on the reactor's thread; other threads only use 
 
 import heapq
 import itertools
-import logging
 import os
 import struct
 import threading
@@ -16,7 +15,9 @@ from typing import Any
 
 import zmq
 
-logger = logging.getLogger(__name__)
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
 _EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's reader of it would import asyncio

@@ -9,7 +9,6 @@ used again when the agent that read has ended.
 On the reactor's thread, under a lock that keeps vLLM's sleep mode apart; the model runner's thread only hands over.
 """
 
-import logging
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ import torch
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.nodes.agent import Drive, Reader
 from vllm_kvtier.store.lower.nodes.reads import Job, Reads
 from vllm_kvtier.wire import messages as m
@@ -36,7 +36,7 @@ from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import FarSource, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.far")
+logger = get_logger("vllm.kvtier.far")
 
 MAX_STORES = 64  # remembered: requests name them
 FIRST_RATE = 6e9  # bytes a second, before any was measured

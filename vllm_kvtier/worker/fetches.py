@@ -8,7 +8,6 @@ Called from two threads, the reactor's and the model runner's; ``lock`` keeps th
 longer than it takes to map a source, or for a piece of a host's copies, but for ``start_now``, ``settle`` and ``stop``.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.worker import process_memory
 from vllm_kvtier.worker.cover import cover
@@ -29,7 +29,7 @@ from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import MOST_LOCKED, FetchOrder
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 
 

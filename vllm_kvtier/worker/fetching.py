@@ -5,7 +5,6 @@ The model runner's thread begins what needs no mapping and looks for the end its
 for pulls and loads; all else is the reactor's.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.fetches import Fetches, FetchResult, share_memory
@@ -20,7 +20,7 @@ from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.source_watch import SourceWatch
 from vllm_kvtier.worker.work import FetchOrder
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 # An engine that only waits stays with its fetches for so long at a time: vLLM's empty steps cost a millisecond each.
 STAY = 3e-3

@@ -6,7 +6,6 @@ guards it. The model runner's thread takes that lock only if it is free: then it
 itself, which saves a pull the time its own thread would wait for the interpreter.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
@@ -33,7 +33,7 @@ from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
-logger = logging.getLogger("vllm.kvtier.worker")
+logger = get_logger("vllm.kvtier.worker")
 
 # While a transfer runs, the reactor polls NIXL this often: finer than a decode step, coarse enough to leave the
 # interpreter to the model runner.

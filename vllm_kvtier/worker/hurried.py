@@ -11,17 +11,17 @@ only ends this thread's wait. On a host all loads end in ``begin``, and of a cop
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.work import FetchOrder, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.worker")
+logger = get_logger("vllm.kvtier.worker")
 
 Order = LoadOrder | FetchOrder
 

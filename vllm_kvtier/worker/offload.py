@@ -24,7 +24,6 @@ so that the link is busy while this thread waits for the interpreter, and no mor
 behind a long one that has gone out already.
 """
 
-import logging
 import math
 import time
 from collections import deque
@@ -32,12 +31,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker.copier import Copy
 from vllm_kvtier.worker.pool import Backing, Pool
 from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece, StoreQueue
 from vllm_kvtier.worker.work import LoadOrder, StoreOrder
 
-logger = logging.getLogger("vllm.kvtier.offload")
+logger = get_logger("vllm.kvtier.offload")
 
 # Work given to the copier ahead, in seconds of its rate: at least, and at most while the copier has run out of work
 # before this thread came by (CPython hands the interpreter over every 5 ms at the earliest when somebody computes).

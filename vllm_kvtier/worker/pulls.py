@@ -7,7 +7,6 @@ nothing new begins with it, reads under way may end within a while, and what did
 """
 
 import enum
-import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import RankInfo
 from vllm_kvtier.worker.descriptors import PageRows
 from vllm_kvtier.worker.memory import CacheMemory, Check
 from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.work import PullOrder
 
-logger = logging.getLogger("vllm.kvtier.pulls")
+logger = get_logger("vllm.kvtier.pulls")
 
 # A source makes the checksums of a hand-off before it offers it, unless it is busy; then some moments later.
 REREAD_AFTER = (0.02, 0.06, 0.2, 0.6)

@@ -5,7 +5,6 @@ two threads: the reactor's, and the model runner's where the device copies by it
 the interpreter while a request does. ``_lock`` keeps them apart; the model runner only takes it if it is free.
 """
 
-import logging
 import math
 import os
 import threading
@@ -20,6 +19,7 @@ import torch
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import Hello
 from vllm_kvtier.wire import messages as m
@@ -32,7 +32,7 @@ from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import MOST_LOCKED, LoadOrder, StoreOrder
 
-logger = logging.getLogger("vllm.kvtier.tiering")
+logger = get_logger("vllm.kvtier.tiering")
 
 FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.

@@ -14,7 +14,6 @@ import enum
 import gc
 import importlib
 import itertools
-import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 
-logger = logging.getLogger("vllm.kvtier.transport")
+logger = get_logger("vllm.kvtier.transport")
 
 
 class TransferState(enum.Enum):
