@@ -13,7 +13,7 @@ from doctor_fakes import NAMESPACE, FakeEngine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pull_fakes import Pair, batch_of, pull_of
 from rich.console import Console
-from support import make_request
+from support import Uncontained, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.cli.inspect import show
@@ -65,7 +65,7 @@ class World:
         self.t = self.matcher._tracked["r"] = Tracked(self.request, read(None), Lifecycle("r"), **state)
         self.t.life.state = life
         hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
-        self.outcomes = Outcomes(self.matcher, hurry, None, self.counters)
+        self.outcomes = Outcomes(self.matcher, hurry, None, self.counters, Uncontained())
 
 
 def test_what_another_connector_has_loaded_is_not_ours():

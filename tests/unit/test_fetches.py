@@ -10,7 +10,7 @@ import torch
 from peer_caches import Group, keys_of, order_of, pull_of, rank_of, ranks_of, sums_of
 from peer_caches import content as content_of
 from peer_process import PeerProcess
-from support import eventually
+from support import Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
@@ -359,7 +359,7 @@ class Half:
         path = str(tmp_path / f"{name}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
-        self.made = WorkerHalf(0, name, path, list(backends))
+        self.made = WorkerHalf(0, name, path, list(backends), Uncontained())
         make = memory or (lambda view: CacheMemory(view, host_buffer=False))
         self.made.register(lambda: rank.view, make, lambda view: (0,) * len(view.groups), lambda view: rank.heads)
 

@@ -99,6 +99,7 @@ def test_what_did_not_come_in_time_failed(worker, how, monkeypatch, caplog):
     assert (judged.request_id, judged.bad_blocks, out.finished) == ("r", {3, 4, 5}, set()) and judged.reason
     if how == "late":  # its end is nobody's business any more; a later load of the same request is
         tier.end()
+    worker._outstanding["r"] = order("r", False)
     worker._finish(result("r"))
     assert worker.collect().finished == {"r"}
     assert not worker.collect().results
@@ -240,6 +241,7 @@ def test_a_fetch_that_did_not_come_in_time_failed(fetcher, how, monkeypatch):
     assert out.failed == {"r"} and not out.finished and bool(judged.reason) == (how != "wrong")
     if how == "late":
         fetching.end()
+    fetcher._outstanding["r"] = fetch("r", False)
     fetcher._finish(fetched("r"))
     assert fetcher.collect().finished == {"r"}
     assert not fetcher.collect().results
@@ -252,6 +254,7 @@ def test_a_load_and_a_fetch_of_one_request_are_two(fetcher):
     fetcher.submit(work)
     out = fetcher.collect()
     assert [(type(r), r.bad_blocks) for r in out.results] == [(LoadResult, {4}), (FetchResult, {7, 8})]
+    fetcher._outstanding["r"] = fetch("r", False)
     fetcher._finish(result("r"))
     assert fetcher.collect().finished == {"r"}, "the load is another one"
     fetcher._fetching.end()

@@ -311,7 +311,7 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
     half._matcher.take_orders = lambda: ([], {})
     half._matcher.take_aborted = lambda: []
-    half._matcher.expire = lambda: None
+    half._matcher.expire, half._ledger = lambda: None, SimpleNamespace(clear=None)
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
         half._hurry = SimpleNamespace(awaits_verdict=awaits, watch=lambda: None)

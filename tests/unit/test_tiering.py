@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import eventually
+from support import Uncontained, eventually
 from tier_fakes import group_view
 
 from vllm_kvtier.wire import messages as m
@@ -354,7 +354,7 @@ def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch,
 def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
-    half._device = None
+    half._device, half._contain, half._submitted, half._outstanding = None, Uncontained(), None, {}
     half._memory, half._fetching, half._hurried = None, None, Hurried()
     half._tier = SimpleNamespace(
         load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pull_fakes import batch_of, pull_of
-from support import eventually
+from support import Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.vllm_compat.engine import share_interpreter
@@ -27,8 +27,9 @@ def half():
     """Without threads: what would run on the reactor's is in ``queued``."""
     half = WorkerHalf.__new__(WorkerHalf)
     half.queued = []
+    half._contain, half._errors, half._outstanding, half._submitted = Uncontained(), 0, {}, None
     half._rank, half._unusable, half._device, half._fences = 0, None, None, None
-    half._reactor = SimpleNamespace(call_soon=half.queued.append)
+    half._reactor = SimpleNamespace(call_soon=half.queued.append, errors=0)
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
     half._serving = half._driving = half._idle = False
@@ -108,7 +109,7 @@ def test_nothing_is_set_up_before_the_scheduler_half_is_there(run_dir):
     """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
     allocates, pins or loads on the device ends the capture and the engine."""
     path, begun = str(run_dir / "l.sock"), threading.Event()
-    half = WorkerHalf(0, "agent", path, [])
+    half = WorkerHalf(0, "agent", path, [], Uncontained())
 
     def describe():
         begun.set()

@@ -8,6 +8,7 @@ has is held while others are asked for more. On the scheduler's thread only; ``P
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_kvtier.codecs import Codec
@@ -195,6 +196,27 @@ class Asker:
             return False
         least = 0.0 if self._hurries else self._planner.handover_seconds()
         return self._planner.hopeless(start, request.num_tokens - 1, request.num_tokens, trial, least)
+
+    def let_go(self, t: Tracked) -> list[Callable[[], object]]:
+        """What gives back all that was asked or offered for a request; see ``Matcher.let_go``."""
+        held, offer, pending = t.held, t.offer, t.pending
+        t.held = t.offer = t.pending = None
+        steps = self.give_back_ahead(t.request.request_id)
+        if isinstance(pending, HostAsk):
+            steps.append(partial(self._tier.cancel, pending))
+        elif pending is not None:  # its answer too, if that was taken
+            steps.append(partial(self._peers.cancel, pending))
+        for each in (held, offer):
+            if isinstance(each, HostOffer):
+                steps.append(partial(self._tier.release, each))
+            elif each is not None and each.lease and (pending is None or pending.outcome is not each):
+                steps.append(partial(self._peers.release, each, done=False))
+        if t.hints.handoff is not None:
+            steps.append(partial(self._peers.drop, t.hints.handoff.address, t.hints.handoff.export))
+        return steps
+
+    def give_back_ahead(self, request_id: str) -> list[Callable[[], object]]:
+        return [partial(self.ahead.forget, request_id)] if self.ahead is not None else []
 
     def forget_ahead(self, t: Tracked) -> None:
         if self.ahead is not None:

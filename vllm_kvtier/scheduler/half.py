@@ -5,14 +5,17 @@ in ``ExportTable`` (locked), in queued calls, and in the ``outcome`` of what was
 waits, but for milliseconds for the node store where nobody else is served, and where vLLM resets its prefix cache.
 """
 
+import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.events import Events
@@ -37,7 +40,6 @@ from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.sharing import Sharing
 from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
-from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
@@ -48,7 +50,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
 logger = get_logger("vllm.kvtier.scheduler")
 
@@ -60,12 +62,20 @@ IDLE_TAKES = 4  # batches of KV events that an idle engine publishes in one go
 
 class SchedulerHalf:
     def __init__(
-        self, facts: EngineFacts, config: KVTierConfig, link_path: str, pool: BlockPool, connector: Any = None
+        self,
+        facts: EngineFacts,
+        config: KVTierConfig,
+        link_path: str,
+        pool: BlockPool,
+        connector: Any,
+        containment: Containment,
     ):
         """``connector``: what this is a half of. Raises ConfigError if the endpoint cannot listen or the cluster key is
         unusable."""
         self._facts, self._config, self._pool = facts, config, pool
-        self.counters = Counters()
+        self.counters, self._contain = connector.counters, containment
+        containment.on_limit = self._become_passive
+        self._passive = False
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         budget = {
             Kind.HANDOFF: int(pool.num_blocks * config.handoff_share),
@@ -76,7 +86,7 @@ class SchedulerHalf:
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
         align = alignment(facts.groups, unit) // unit
         self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
-        self._engine = EngineThread(self._on_idle)
+        self._engine = EngineThread(self._on_idle, containment)
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -141,7 +151,9 @@ class SchedulerHalf:
             facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
             None if is_far(config) else lambda chain: pool.cached_about(chain, facts.full_groups, unit),
         )
-        self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters, self._form)
+        self._outcomes = Outcomes(
+            self._matcher, self._hurry, self._planner, self.counters, containment, self._form
+        )
         self._gauges = Gauges(
             self.counters, self._matcher, self._planner, self._exports, self._peers, self._tier, self._offloader
         )
@@ -160,7 +172,7 @@ class SchedulerHalf:
             ),
             lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
-        pool.around_reset(self._before_reset, self._hurry.pin_again)
+        pool.around_reset(self._before_reset, self._after_reset, containment)
         self._reactor.start()
 
     @property
@@ -172,13 +184,15 @@ class SchedulerHalf:
     def queued(self, request: Any) -> None:
         """vLLM will schedule a request: the store may be asked for it already, and what of it lies below the store's
         memory may come up, if others are before it."""
-        if self._tier is None or self._facts.unsupported:
+        if self._tier is None or self._facts.unsupported or self._passive:
             return
         if len(self._matcher):
             self._matcher.warm(request)
         self._matcher.ask_ahead(request)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        if self._passive:
+            return self.compute(request)
         self._settle_namespace()
         self._run_jobs()
         if self._facts.unsupported:
@@ -187,6 +201,16 @@ class SchedulerHalf:
         if tokens is not None:
             self._relieve(self._exporter.needed(request.num_tokens - computed))
         return tokens, asynchronous
+
+    def compute(self, request: Any) -> tuple[int | None, bool]:
+        """What ``match`` says of a request for which something of ours failed: it holds nothing any more."""
+        self._let_go(request.request_id)
+        # vLLM's prefix cache has blocks that are not verified yet: nobody else may use them.
+        return (None, False) if self._hurry.awaits_verdict else (0, False)
+
+    def _let_go(self, request_id: str, gone: bool = False) -> None:
+        for give_back in self._matcher.let_go(request_id, gone):
+            self._contain.attempt("giving back", give_back)
 
     def _relieve(self, needed: int) -> None:
         """vLLM needs ``needed`` blocks: exports and copies that hold some give way, in this order."""
@@ -203,6 +227,13 @@ class SchedulerHalf:
             if t is not None and isinstance(t.offer, HostOffer) and t.offer.epoch == self._tier.epoch:
                 self._events.loaded(self._tier.space(vr.variant(request)), request, t.local, t.local + external)
 
+    def fail_load(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        """``allocated`` failed. If vLLM counts on a load, the workers report that it failed."""
+        if external > 0:
+            self._matcher.fail_load(request, block_ids, external)
+        else:
+            self._let_go(request.request_id)
+
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Where so many tokens of this request are being brought from: "host", the node store's memory, where they
         were; "disk", from where they came up for it; "below", where it has several tiers that they may have come up
@@ -215,39 +246,69 @@ class SchedulerHalf:
         return {"host": tokens - risen, kind: risen}
 
     def begin_step(self, output: Any) -> StepWork:
-        self._run_jobs()
-        self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
-        growth = self._tables.begin_step(output, self._matcher.get)
+        """Each part for itself: what fails costs what it brings, not the loads that vLLM counts on."""
+        attempt, hurried = self._contain.attempt, self._hurry.awaits_verdict
+        attempt("jobs", self._run_jobs)
+        # Twice: of a request that loses its blocks in this step nobody will know later that its output is wrong.
+        self._contain.insist("unverified output", self._hurry.watch)
+        sums = [] if self._passive else self._follow(output, hurried)
+        return self.step_work(sums or [], not output.total_num_scheduled_tokens)
+
+    def _follow(self, output: Any, hurried: bool) -> list[SumBatch] | None:
+        """What the step's requests fill: checksums to make, blocks to store."""
+        attempt = self._contain.attempt
+        attempt("relieve", lambda: self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens))))
+        growth = attempt("tables", self._tables.begin_step, output, self._matcher.get, repair=self._forget_tables) or []
         # A step that waits for a load says nothing about computing; and what it computes is looked at when all is
         # known to be right: as the request grows further, or at its end.
-        hurried = self._hurry.awaits_verdict
-        self._hurry.watch()
-        self._pace.begin_step(output, self._matcher.get, counts=not hurried)
+        attempt("pace", self._pace.begin_step, output, self._matcher.get, not hurried)
         if hurried:
             growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
-        sums = self._exporter.begin_step(growth)
+        # Those that were to be made in this step are not: what says that they are is wrong.
+        sums = attempt("checksums", self._exporter.begin_step, growth, repair=self._ledger.clear)
         if self._offloader is not None:
-            self._offloader.begin_step(self._exporter.step, growth)
-        self._matcher.expire()
-        orders, introductions = self._matcher.take_orders()
-        pulls, loads, fetches = (
-            [order for order in orders if isinstance(order, kind)] if orders else []
-            for kind in (PullOrder, LoadOrder, FetchOrder)
-        )
+            attempt("offloading", self._offloader.begin_step, self._exporter.step, growth)
+        attempt("asking ahead", self._matcher.expire)
         if self._sharing is not None:
-            self._sharing.settle()
-        aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens
-        urgent = self._exporter.urgent
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads, fetches, aborted, idle, urgent)
+            attempt("sharing", self._sharing.settle)
+        return sums
+
+    def missed_step(self) -> StepWork:
+        """What ``begin_step`` is when it failed as a whole."""
+        self._contain.insist("unverified output", self._hurry.watch)
+        self._contain.insist("forgetting tables", self._forget_tables)
+        return self.step_work()
+
+    def _forget_tables(self) -> None:
+        """They may lack blocks that vLLM handed out: by them content would get wrong names."""
+        self._tables.clear()
+        self._ledger.clear()
+
+    def step_work(self, sums: Sequence[SumBatch] = (), idle: bool = False) -> StepWork:
+        """What the workers are to do in this step. What is taken from the matcher is in the answer, or goes back."""
+        orders, introductions, aborted = [], {}, []
+        try:
+            orders, introductions = self._matcher.take_orders()
+            aborted = self._matcher.take_aborted()
+            pulls, loads, fetches, failed = (
+                [order for order in orders if isinstance(order, kind)] if orders else []
+                for kind in (PullOrder, LoadOrder, FetchOrder, FailedOrder)
+            )
+            step, urgent = self._exporter.step, self._exporter.urgent
+            return StepWork(step, list(sums), pulls, introductions, loads, fetches, aborted, idle, urgent, failed)
+        except Exception:
+            self._matcher.put_back(orders, introductions, aborted)
+            raise
 
     def end_step(self) -> None:
         """A step's output was read."""
-        self._pace.end_step()
+        attempt = self._contain.attempt
+        attempt("pace", self._pace.end_step)
         # Not while a step is scheduled, which the request may be in already.
-        if overdue := self._hurry.overdue():
+        if overdue := attempt("overdue verdict", self._hurry.overdue):
             self.arrived([overdue], set())
         if not self._facts.unsupported:
-            self._gauges.refresh()
+            attempt("gauges", self._gauges.refresh)
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
@@ -261,8 +322,8 @@ class SchedulerHalf:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
-        if self._offloader is not None:
-            self._offloader.finished(tracked, table, block_ids)
+        if self._offloader is not None and not self._passive:
+            self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
         if self._facts.unsupported or self._endpoint.unusable:
             export = None  # nobody could ask for it: pin nothing
         else:
@@ -291,6 +352,13 @@ class SchedulerHalf:
             report=report,
         )
 
+    def drop(self, request: Any) -> None:
+        """``finished`` failed: nothing of the request is kept or offered; a load of it goes on until it ends."""
+        attempt, request_id = self._contain.attempt, request.request_id
+        attempt("dropping a request", self._let_go, request_id, True)
+        attempt("dropping a table", self._tables.forget, request_id)
+        attempt("dropping an export", self._exports.drop, request_id)
+
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
@@ -300,27 +368,48 @@ class SchedulerHalf:
 
     def _before_reset(self) -> None:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
-        self._exports.clear()
-        self._hurry.unpin()
-        self._ledger.clear()  # nothing more is lent
+        attempt, insist = self._contain.attempt, self._contain.insist
+        insist("ending exports", self._exports.clear)
+        attempt("unpinning", self._hurry.unpin, repair=self._hurry.unpin)
+        insist("forgetting checksums", self._ledger.clear)  # nothing more is lent
         if self._events is not None:
-            self._events.say_again()
-        self._exports.recall(RESET_PATIENCE)
-        self._exporter.drain()
+            attempt("repeating events", self._events.say_again)
+        insist("recalling blocks", lambda: self._exports.recall(RESET_PATIENCE))
+        attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
-            self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
+            settle = functools.partial(self._offloader.settle, self._config.ask_timeout + RESET_PATIENCE)
+            attempt("ending copies", settle, repair=settle)
+
+    def _after_reset(self) -> None:
+        self._contain.attempt("pinning again", self._hurry.pin_again, repair=self._hurry.pin_again)
 
     def reset(self) -> bool:
         """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""
         self._before_reset()
-        self._hurry.pin_again()
+        self._after_reset()
         if self._sharing is not None:
-            self._sharing.leave()
-            self._sharing.settle()
+            self._contain.insist("leaving the node", self._sharing.leave)
+            self._contain.attempt("sharing", self._sharing.settle)
         if self._tier is not None:
-            self._tier.renew()
-            self._tables.clear()  # blocks from before must not go into the new space
+            self._contain.insist("renewing the store's space", self._tier.renew)
+            # No block from before may go into the new space.
+            self._contain.insist("forgetting tables", self._tables.clear)
         return True
+
+    def _become_passive(self) -> None:
+        """Too much of our code failed: nothing is loaded or kept any more, and all that is held goes."""
+        self._passive = True
+        attempt = self._contain.attempt
+        self._endpoint.unusable = "internal errors; see this engine's log"
+        if self._sharing is not None:
+            attempt("leaving the node", self._sharing.leave)
+        attempt("ending exports", self._exports.clear)
+        attempt("giving blocks back", self._exporter.drain)
+        if self._offloader is not None:
+            attempt("ending copies", self._offloader.settle, 0.0)
+        attempt("forgetting tables", self._tables.clear)
+        for request_id in self._matcher.request_ids():
+            attempt("giving back", self._let_go, request_id)
 
     def shutdown(self) -> None:
         self._reactor.stop()
@@ -328,11 +417,12 @@ class SchedulerHalf:
     # -- scheduler's thread, between calls -----------------------------------------------------------------------------
 
     def _on_idle(self) -> None:
-        self._settle_namespace()
-        self._run_jobs()
+        attempt = self._contain.attempt
+        attempt("namespace", self._settle_namespace)
+        attempt("jobs", self._run_jobs)
         if self._sharing is not None:
-            self._sharing.settle(idle=True)
-        self._publish_idle()
+            attempt("sharing", self._sharing.settle, True)
+        attempt("events", self._publish_idle)
 
     def _publish_idle(self) -> None:
         """vLLM publishes events behind a step; an idle engine has none, and its tiers change all the same."""
@@ -369,7 +459,7 @@ class SchedulerHalf:
     def _run_jobs(self) -> None:
         self._exporter.drain()
         if self._offloader is not None:
-            self._offloader.drain()
+            self._contain.attempt("unpinning", self._offloader.drain)
         self._questions.run()
 
     def _settle_namespace(self) -> None:

@@ -94,8 +94,13 @@ class Lender:
             ready_step=ready,
             deadline=time.monotonic(),
         )
+        try:
+            lease = self._exports.lend(export, ask.start, connection, seconds, served=not ask.mapped)
+        except Exception:
+            self._pool.free(export.pinned)
+            raise
         self._counters.count("lent_blocks", amount=len(wanted))
-        return self._exports.lend(export, ask.start, connection, seconds, served=not ask.mapped)
+        return lease
 
     def _longest(
         self, chain: Sequence[bytes], variant: bytes, start: int, summed: float = math.inf

@@ -178,23 +178,27 @@ class Offloader:
                     self._counters.count("not_stored", "too many copies under way", refused)
             if not rows:
                 continue
-            blocks = [ids[i] for i in rows]
-            pinned = self._pool.pin(blocks)
-            self._pinned += len(pinned)
-            self._held.update(pinned)
-            hashes = request.block_hashes
+            # All that may raise first: rows of a batch are of one length, and no block is held that is in none.
+            blocks, hashes = [ids[i] for i in rows], request.block_hashes
             whole = [bytes(hashes[(i + 1) * per - 1]) for i in rows]
+            keyed, short = keys.of(whole, g, variant), [h[:HASH] for h in whole]
+            parents = [bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT for i in rows]
+            labels, raws = {}, []
             if self.events is not None:
-                labels = enumerate([self.events.label_of(batch.space, g, h) for h in whole], len(batch.blocks))
-                batch.labels |= {row: label for row, label in labels if label is not None}
+                known = enumerate([self.events.label_of(batch.space, g, h) for h in whole], len(batch.blocks))
+                labels = {row: label for row, label in known if label is not None}
+                raws = self.events.describe(batch.space, request, g, rows)
+            self._pool.pin(blocks)
+            self._pinned += len(blocks)
+            self._held.update(blocks)
+            batch.labels |= labels
             batch.groups += [g] * len(rows)
             batch.blocks += blocks
-            batch.keys += keys.of(whole, g, variant)
-            batch.hashes += [h[:HASH] for h in whole]
-            batch.parents += [bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT for i in rows]
+            batch.keys += keyed
+            batch.hashes += short
+            batch.parents += parents
+            batch.raws += raws
             batch.prompts |= rows[0] * size < request.num_prompt_tokens
-            if self.events is not None:
-                batch.raws += self.events.describe(batch.space, request, g, rows)
             batch.step = max(batch.step, self._step)
         batch.chains.setdefault(request.request_id, chain)
 
@@ -230,18 +234,19 @@ class Offloader:
             at, after = (limits[0 if batch.prompts else 1] for limits in (ASK_AT, ASK_AFTER))
             if not (now or len(batch.blocks) >= at or self._step - batch.since >= after):
                 continue
-            del self._open[key]
             if not batch.blocks:
+                del self._open[key]
                 continue
-            with self._quiet:
-                self._asked += 1
             instance = self._tier.instance
             pending = self._tier.reserve(
                 batch.space, batch.tenant, batch.groups, b"".join(batch.hashes), b"".join(batch.parents)
             )
+            with self._quiet:
+                self._asked += 1
+            del self._open[key]
+            pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
             if self.events is not None:
                 self.events.tell(batch.space, batch.raws)  # behind the reservation
-            pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
 
     def drain(self) -> None:
         """Unpin what was copied or refused; begin again what the store lost the beginning of, or never heard of."""
@@ -250,13 +255,14 @@ class Offloader:
         while self._unheard:
             self._offer_again(self._unheard.popleft())
         while self._free:
-            ids = self._free.popleft()
+            ids = self._free[0]
+            self._pool.free(ids)
+            self._free.popleft()
             self._pinned -= len(ids)
             for i in ids:
                 self._held[i] -= 1
                 if not self._held[i]:
                     del self._held[i]
-            self._pool.free(ids)
 
     def _rewind(self, batch: Batch) -> None:
         """The store lost the beginning of these chains: offer them from their beginning.
@@ -289,9 +295,9 @@ class Offloader:
             if short <= 0:
                 break
             batch = self._open.pop(key)
+            self._free.append(batch.blocks)
             self._offer_again(batch)
             self._counters.count("not_stored", "room for requests", len(batch.blocks))
-            self._free.append(batch.blocks)
             short -= self._pool.held_once(batch.blocks)
         if short > 0 and self._pinned and not self._cancelled:
             self._cancelled = True

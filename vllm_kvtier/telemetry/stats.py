@@ -44,6 +44,7 @@ MEANINGS = {
     "store_lost": "times the node store went away",
     "exports": "finished requests offered to others, by kind",
     "export_refused": "finished requests not offered, by reason",
+    "internal_errors": "exceptions in this package's code on vLLM's threads, by place; their traceback is in the log",
 }
 
 # Seconds, with room for a load of a few blocks from GPU memory and for a pull that runs into its deadline.

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.turns import Turns
 
@@ -32,11 +33,12 @@ def share_interpreter(seconds: float) -> None:
 class EngineThread:
     """``on_idle`` runs on the engine's thread whenever it is about to sleep, and after each ``wake``."""
 
-    def __init__(self, on_idle: Callable[[], None]):
+    def __init__(self, on_idle: Callable[[], None], containment: Containment):
         self._engine: Callable[[], Any] = lambda: None
         self._wakeup: Any = None
         self._on_idle = on_idle
-        self.turns = Turns()
+        self._contain = containment
+        self.turns = Turns(containment)
         self._install()
 
     def _install(self) -> None:
@@ -53,17 +55,16 @@ class EngineThread:
         me = self
 
         def notify(engine: Any) -> None:
-            me._engine = weakref.ref(engine)
-            me.turns.watch(getattr(engine, "scheduler", None))
-            try:
-                with me.turns.taken():
-                    me._on_idle()
-            except Exception:
-                logger.exception("kvtier: idle work failed")
+            me._contain.attempt("idle", me._idle, engine)
             original(engine)
 
         setattr(notify, _WRAPPED, original)
         EngineCoreProc._notify_idle_state_callbacks = notify
+
+    def _idle(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self.turns.watch(getattr(engine, "scheduler", None))
+        self.turns.turn(self._on_idle)()
 
     def wake(self) -> None:
         """Any thread. Does nothing before the engine's loop started or where there is none."""

@@ -17,6 +17,7 @@ LABEL = "kind"
 # What goes wrong is in the log line whenever it did: counters, and those of their kinds that are no ordinary course.
 _WRONG = (
     ("integrity_failures", None), ("loads", "failed"), ("fetches", "failed"), ("pulls", "failed"), ("store_lost", None),
+    ("internal_errors", None),
 )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
+        self.errors = 0  # events that were dropped because a callback raised
         self._on_stop: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -191,6 +192,7 @@ class Reactor:
         try:
             callback()
         except Exception:
+            self.errors += 1
             logger.exception("kvtier: unexpected error on %s; the event is dropped", self._thread.name)
 
 

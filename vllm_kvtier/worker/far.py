@@ -127,6 +127,12 @@ class FarWorker:
         self._ended.clear()
         self._reactor.call_soon(lambda: self._load(loads, after))
 
+    def under_way(self) -> set[str]:
+        """Requests whose loads have not ended. Any thread."""
+        with self._lock:
+            stores = [*self._stores.values(), *self._ending]
+            return {request_id for store in stores for request_id in store.queue.request_ids()}
+
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
         gone = set(request_ids)

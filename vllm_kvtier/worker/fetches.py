@@ -89,6 +89,12 @@ class Fetches:
     def active(self) -> bool:
         return bool(self._running or self._ended)
 
+    def under_way(self) -> set[str]:
+        """Requests whose fetches have not ended, or whose results were not taken yet."""
+        with self.lock:
+            running = {order.request_id for fetch in self._running for order in fetch.orders}
+            return running | {result.request_id for result in self._ended}
+
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         self._introduced[instance] = ranks
 

@@ -44,6 +44,10 @@ class FetchWorker:
     def active(self) -> bool:
         return self._fetches.active
 
+    def under_way(self) -> set[str]:
+        """Requests whose fetches have not ended."""
+        return self._fetches.under_way()
+
     @property
     def on_device(self) -> bool:
         return self._fetches.on_device

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire import messages as m
@@ -31,9 +32,12 @@ from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.tiering import TierWorker
 from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
 logger = get_logger("vllm.kvtier.worker")
+
+Order = LoadOrder | FetchOrder | PullOrder | FailedOrder
+Result = PullResult | FetchResult | LoadResult
 
 # While a transfer runs, the reactor polls NIXL this often: finer than a decode step, coarse enough to leave the
 # interpreter to the model runner.
@@ -56,12 +60,15 @@ class StepResults:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
-    results: list[PullResult | FetchResult | LoadResult] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
 
 
 class WorkerHalf:
-    def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str]):
+    def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str], containment: Containment):
         self._rank, self._agent_name, self._backends = rank, agent_name, backends
+        self._contain, self._errors = containment, 0  # seen so far
+        self._submitted: StepWork | None = None
+        self._outstanding: dict[str, Order] = {}  # by request: asynchronous orders whose end vLLM has not been told
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
         self._met = False  # whether there is a scheduler half
@@ -81,7 +88,7 @@ class WorkerHalf:
         self._summing: list[tuple[int, Pending]] = []
         self._urgent = -1  # checksums of steps up to this one are waited for
         self._hurried = Hurried()
-        self._done: list[PullResult | FetchResult | LoadResult] = []
+        self._done: list[Result] = []
         self._done_lock = threading.Lock()
         self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
@@ -146,39 +153,61 @@ class WorkerHalf:
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
         loads and fetches: nothing computed on them goes anywhere before they have been checked."""
-        tier, fetching = self._tier, self._fetching
+        if work is self._submitted:  # vLLM's call is repeated after an error
+            return
+        attempt, tier, fetching = self._contain.attempt, self._tier, self._fetching
         self._idle = work.idle
+        # Before anything else: from now on the end of each of these is reported, whatever happens.
+        for order in (*work.loads, *work.fetches, *work.failed):
+            if order.hurried:
+                self._hurried.due.append(order)
+            else:
+                self._outstanding[order.request_id] = order
+        for order in work.pulls:
+            self._outstanding[order.request_id] = order
+        self._submitted = work
+        if work.failed:
+            attempt("failed orders", self._fail, work.failed)
         if fetching is not None and work.sources:
-            fetching.introduce(work.sources)
+            attempt("sources", fetching.introduce, work.sources)
         if work.loads or work.fetches:
-            self._begin_loads(work)
+            attempt("loads", self._begin_loads, work)
         if work.aborted and tier is not None:
-            tier.cancel_loads(work.aborted)
+            attempt("aborts", tier.cancel_loads, work.aborted)
+        attempt("step", self._launched, work, tier, fetching)
+
+    def _launched(self, work: StepWork, tier: TierWorker | FarWorker | None, fetching: FetchWorker | None) -> None:
         fence = self._fence() if work.sums or tier is not None or fetching is not None else None
         if tier is not None:
-            tier.step(work.step, fence)
+            self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
         if fetching is not None:
-            fetching.step(fence)
+            self._contain.attempt("step of fetches", fetching.step, fence)
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
             try:
-                self._start(work, connect=False)
+                self._contain.attempt("pulls", self._start, work, False)
             finally:
                 self._nixl.release()
         self._reactor.call_soon(lambda: self._work(work, fence))
 
     def _begin_loads(self, work: StepWork) -> None:
         tier, fetching = self._tier, self._fetching
-        loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
+        loads, fetches = ([order for order in orders if not order.hurried] for orders in (work.loads, work.fetches))
         if tier is not None:
             self._hurried.settle(LoadOrder, tier)
         if fetching is not None:
             self._hurried.settle(FetchOrder, fetching)
         if loads:
-            self._load(loads)
+            self._contain.attempt("loads", self._load, loads)
         if fetches:
-            self._fetch(fetches)
+            self._contain.attempt("fetches", self._fetch, fetches)
+
+    def _fail(self, orders: list[FailedOrder]) -> None:
+        """The scheduler half could not order them."""
+        for order in orders:
+            if not order.hurried:
+                self._finish(_lost(order))
 
     def _fence(self) -> torch.cuda.Event | None:
         """Marks what was launched so far. While the cache is being set up too: by the time that this step's sums are
@@ -208,29 +237,51 @@ class WorkerHalf:
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
+        attempt = self._contain.attempt
         if self._tier is not None:
-            self._tier.collect(self._idle)
+            attempt("copies", self._tier.collect, self._idle)
         if self._fetching is not None:
-            self._fetching.collect(self._idle)
+            attempt("fetches", self._fetching.collect, self._idle)
         # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
             try:
-                results = self._pulls.drive(quick=True)
+                for result in attempt("pulls", self._pulls.drive, True) or ():
+                    self._finish(result)
             finally:
                 self._nixl.release()
-            for result in results:
-                self._finish(result)
+        if self._outstanding:
+            attempt("lost orders", self._look_for_lost)
+        return attempt("results", self._results, repair=self._results) or StepResults()
+
+    def _results(self) -> StepResults:
+        """Nothing is taken from where it waits before all is put together."""
         with self._done_lock:
-            done, self._done = self._done, []
-        done, hurried = self._hurried.judge(done)
-        out = StepResults(results=done + hurried)
-        out.finished.update(result.request_id for result in done)
+            done = list(self._done)
+        others, hurried = self._hurried.judge(done)
+        # One that was given up here may be heard of later.
+        ended = [result for result in others if result.request_id in self._outstanding]
+        out = StepResults(results=ended + hurried)
+        out.finished.update(result.request_id for result in ended)
         for result in out.results:
             if result.failed:
                 out.failed.add(result.request_id)
                 out.bad_blocks |= result.bad_blocks
+        self._hurried.forget_due()
+        for request_id in out.finished:
+            del self._outstanding[request_id]
+        with self._done_lock:
+            del self._done[: len(done)]
         return out
+
+    def _look_for_lost(self) -> None:
+        """After an error: a load of which no part of this half knows any more would never be reported. All that is
+        queued on the reactor by now is run before the look."""
+        errors = self._contain.errors + self._reactor.errors
+        if errors != self._errors:
+            self._errors = errors
+            orders = list(self._outstanding.values())
+            self._reactor.call_soon(lambda: self._give_up_lost(orders))
 
     def shutdown(self) -> None:
         self._reactor.stop()
@@ -241,6 +292,21 @@ class WorkerHalf:
             self._memory.close()
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
+
+    def _give_up_lost(self, orders: list[Order]) -> None:
+        known = set()
+        if self._tier is not None:
+            known |= self._tier.under_way()
+        if self._fetching is not None:
+            known |= self._fetching.under_way()
+        with self._nixl:
+            if self._pulls is not None:
+                known |= self._pulls.under_way()
+        with self._done_lock:
+            known.update(result.request_id for result in self._done)
+        for order in orders:
+            if order.request_id not in known:
+                self._finish(_lost(order))
 
     def _when_met(self, begin: Callable[[], None]) -> None:
         if self._met:
@@ -363,7 +429,7 @@ class WorkerHalf:
         blocks = {int(i) for g in order.groups for i in g.local}
         return PullResult(order.request_id, blocks, True, self._unusable or "not set up yet", 0, 0.0)
 
-    def _finish(self, result: PullResult | FetchResult | LoadResult) -> None:
+    def _finish(self, result: Result) -> None:
         with self._done_lock:
             self._done.append(result)
 
@@ -419,3 +485,14 @@ class WorkerHalf:
             if time.monotonic() >= end:
                 return 0.0
             time.sleep(POLL if soon else SERVE_POLL)
+
+
+def _lost(order: Order) -> Result:
+    """Of an order that was not begun, or of whose end nothing was heard; nothing writes its blocks."""
+    blocks = {block for group in order.groups for block in group.blocks.tolist()}
+    reason = "an internal error; see the log"
+    if isinstance(order, PullOrder):
+        return PullResult(order.request_id, blocks, True, reason, 0, 0.0)
+    if isinstance(order, FetchOrder):
+        return FetchResult(order.request_id, blocks, True, reason, 0, 0.0)
+    return LoadResult(order.request_id, blocks, reason, 0, 0.0, 0.0)

@@ -281,6 +281,10 @@ class Offload:
         """Whether any request waits for a load."""
         return len(self._loads) > 0
 
+    def loads_under_way(self) -> set[str]:
+        """Requests whose loads have not ended, or whose results were not taken yet."""
+        return self._loads.request_ids()
+
     @property
     def queued_load_bytes(self) -> int:
         """Of loads that have not ended, what is not copied yet."""

@@ -89,6 +89,10 @@ class Pulls:
     def active(self) -> bool:
         return bool(self._pulls)
 
+    def under_way(self) -> set[str]:
+        """Requests whose pulls have not ended."""
+        return {pull.order.request_id for pull in self._pulls}
+
     @property
     def resting(self) -> bool:
         """Whether all of them wait for a time to read again."""

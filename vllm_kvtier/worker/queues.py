@@ -262,6 +262,10 @@ class LoadQueue:
         """Loads that have not ended."""
         return len(self._loads)
 
+    def request_ids(self) -> set[str]:
+        """Of loads that have not ended, or whose results were not taken yet."""
+        return {load.order.request_id for load in self._loads} | {result.request_id for result in self._results}
+
     def add(self, order: LoadOrder, after: Any, now: float) -> None:
         left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)
         load = _Load(order, after, now, now + order.timeout, left, [0] * len(order.groups))

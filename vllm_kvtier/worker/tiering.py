@@ -181,6 +181,11 @@ class TierWorker:
         self._hurried.clear()
         self._reactor.call_soon(self._schedule)
 
+    def under_way(self) -> set[str]:
+        """Requests whose loads have not ended. Any thread."""
+        with self._lock:
+            return self._offload.loads_under_way()
+
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
 
