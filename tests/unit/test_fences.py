@@ -73,12 +73,14 @@ class Engine:
 
     def with_store_and_peers(self):
         """They only take orders: "begun" has the names, and how much had been launched before their fence."""
-        half = self.half
-        take = lambda orders, after: self.begun.extend((order.request_id, after.place) for order in orders)  # noqa: E731
-        half._tier = SimpleNamespace(
+
+        def take(orders, after):
+            self.begun += [(order.request_id, after.place) for order in orders]
+
+        self.half._tier = SimpleNamespace(
             load=take, step=lambda step, fence: None, collect=lambda idle: None, launching=lambda: None
         )
-        half._fetching = SimpleNamespace(
+        self.half._fetching = SimpleNamespace(
             begin=take, introduce=lambda sources: None, collect=lambda idle: None, drive=lambda: None, active=False
         )
     def step(self, work, zeroes=lambda: None, forward=lambda: None, drafts=lambda: None):

@@ -338,7 +338,9 @@ def test_a_step_s_loads_are_known_before_what_it_cancels():
     half._device = half._before = None
     half._memory, half._fetching, half._hurried = None, None, Hurried()
     half._tier = SimpleNamespace(
-        load=lambda loads, after: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)
+        load=lambda loads, after: done.extend(loads),
+        cancel_loads=done.extend,
+        step=lambda step, fence: done.append(step),
     )
     order = load("r")
     half.submit(StepWork(7, loads=[order], aborted=["aborted"]))

@@ -347,7 +347,8 @@ class WorkerHalf:
             self._finish(self._impossible(order))
 
     def _start(self, work: StepWork, before, connect: bool) -> None:
-        """Under the lock: begin the step's pulls, behind ``before``; without ``connect`` only from peers we are connected to."""
+        """Under the lock: begin the step's pulls, behind ``before``; without ``connect`` only from peers we are
+        connected to."""
         for instance, ranks in work.sources.items():
             self._pulls.introduce(instance, ranks)
         work.sources = {}

@@ -142,9 +142,9 @@ class TierWorker:
             self._reactor.call_soon(lambda: self._load(loads, after))
 
     def load_now(self, loads: list[LoadOrder], after: Any) -> None:
-        """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind them. On a host
-        they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other thread is at the
-        memory for too long; then nothing was begun."""
+        """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind
+        them. On a host they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other
+        thread is at the memory for too long; then nothing was begun."""
         if not self._lock.acquire(timeout=MOST_LOCKED):
             raise KVTierError("another thread is at the node store's memory for too long")
         try:
