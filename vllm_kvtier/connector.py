@@ -172,6 +172,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         self._worker.sleep()
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """vLLM (0.25.1 to 0.33) calls this before it launches anything of a step's forward, and when it has launched
+        all that it does to the step's new blocks."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step()
+
+    @contained(_WORKER)
+    def _begin_step(self) -> None:
+        if isinstance(self._connector_metadata, StepMetadata):
+            self._worker.begin(self._connector_metadata.work)
+
     @contained(_WORKER)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads that the step's forward waits for. All else is asynchronous: it starts when the forward has been

@@ -312,18 +312,15 @@ class Worker:
             self.queued.pop(0)()
 
 
-def test_a_known_source_on_a_device_is_begun_at_once_behind_the_step_before(there, monkeypatch):
+def test_a_known_source_on_a_device_is_begun_at_once_behind_the_fence(there):
     fetches, copier = on_device(there)
-    marks = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: marks.append(1)))
     worker = Worker(fetches)
-    worker.made.begin([order_of(pull_of([5], [3], 4))])
-    assert not copier.copies and marks == [1], "nothing is mapped on the engine's thread"
+    worker.made.begin([order_of(pull_of([5], [3], 4))], "fence 0")
+    assert not copier.copies, "nothing is mapped on the engine's thread"
     worker.run()
-    assert len(copier.copies) == 1 and worker.driven
-    worker.made.step("fence 1")
-    worker.made.begin([order_of(pull_of([6], [3], 4)), order_of(pull_of([7], [3], 4), source="s/2")])
-    assert copier.log[-1] == ("start", ["s/1"], "fence 1") and marks == [1]
+    assert copier.log[-1] == ("start", ["s/1"], "fence 0") and len(copier.copies) == 1 and worker.driven
+    worker.made.begin([order_of(pull_of([6], [3], 4)), order_of(pull_of([7], [3], 4), source="s/2")], "fence 1")
+    assert copier.log[-1] == ("start", ["s/1"], "fence 1")
     worker.run()
     assert copier.log[-2:] == [("add", "s/2", 2), ("start", ["s/2"], "fence 1")]
     copier.copies[0].over = True
@@ -337,8 +334,7 @@ def test_on_a_host_the_engine_s_thread_copies_only_while_it_is_idle(there, monke
     fetches = fetches_of(rank, HostPeerCopier(rank.view, rank.memory.table, 1))
     fetches.introduce("s/1", there.infos)
     worker = Worker(fetches)
-    worker.made.step(None)
-    worker.made.begin([order_of(pull_of([5, 6], [3, 4], 4))])
+    worker.made.begin([order_of(pull_of([5, 6], [3, 4], 4))], None)
     worker.run()
     for _ in range(10):
         worker.made.collect(idle=False)
@@ -453,7 +449,8 @@ def test_without_nixl_and_without_sharing_it_is_unusable(tmp_path, no_nixl):
 
 def test_orders_before_it_is_set_up_fail():
     half = WorkerHalf.__new__(WorkerHalf)
-    half._fetching, half._unusable, half._done, half._done_lock = None, None, [], threading.Lock()
+    half._fetching, half._unusable, half._before = None, None, None
+    half._done, half._done_lock = [], threading.Lock()
     half._fetch([order_of(pull_of([5], [3], 4))])
     assert half._done[0].failed and "not yet" in half._done[0].reason
 

@@ -28,7 +28,7 @@ def half():
     half = WorkerHalf.__new__(WorkerHalf)
     half.queued = []
     half._contain, half._errors, half._outstanding, half._submitted = Uncontained(), 0, {}, None
-    half._rank, half._unusable, half._device, half._fences = 0, None, None, None
+    half._rank, half._unusable, half._device, half._fences, half._before = 0, None, None, None, None
     half._reactor = SimpleNamespace(call_soon=half.queued.append, errors=0)
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None

@@ -99,7 +99,6 @@ class FarWorker:
         self._ending: list[_Store] = []  # broken, and loads of theirs have not ended
         self._flights: set[_Flight] = set()
         self._rate = Rate(FIRST_RATE)
-        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._resting = False  # the cache has no memory until the next step
         self._off = ""  # why nothing is read any more
         self._said: set[str] = set()
@@ -115,15 +114,13 @@ class FarWorker:
         """As TierWorker's, which has stores."""
 
     def step(self, step: int, fence: Any) -> None:
-        """The forward of ``step`` was launched; ``fence`` marks its end."""
+        """The forward of ``step`` was launched."""
         if step >= 0:
             self._resting = False
-            self._latest = self._mark() if fence is None else fence
 
-    def load(self, loads: list[LoadOrder]) -> None:
-        """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
+    def load(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads; their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         self._resting = False
-        after = self._mark() if self._latest is None else self._latest
         self._ended.clear()
         self._reactor.call_soon(lambda: self._load(loads, after))
 
@@ -162,14 +159,6 @@ class FarWorker:
         if idle and self._loading:
             self._ended.wait(IDLE_STRETCH)
             self._ended.clear()
-
-    def _mark(self) -> Any:
-        """Fence of what was launched so far; None without a device."""
-        if not self._on_device:
-            return None
-        fence = torch.cuda.Event()
-        fence.record()
-        return fence
 
     # -- reactor's thread: beginning and end -------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class WorkerHalf:
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
         self._fences: Fences | None = None  # of the model runner's thread
+        self._before: torch.cuda.Event | None = None  # what was launched before the present step's forward
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
@@ -136,6 +137,16 @@ class WorkerHalf:
                 self._transport.deregister()
         self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
 
+    def begin(self, work: StepWork) -> None:
+        """Call when a step begins: of its forward nothing has been launched.
+
+        The blocks that its orders fill were given up by other requests a moment ago. What was launched before may
+        write them yet (the forward or the drafts of a request that was aborted or preempted; what zeroes new blocks),
+        or read them (a window's last blocks). So nothing is brought into them before that has ended on the device,
+        whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
+        """
+        self._before = self._fence() if work.pulls or work.loads or work.fetches else None
+
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
         if self._tier is not None:
@@ -144,11 +155,11 @@ class WorkerHalf:
             return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
-            self._hurried.begin(loads, self._tier.load_now)
+            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._before))
         fetches = [order for order in work.fetches if order.hurried]
         if fetches and self._fetching is not None:
             self._fetching.introduce(work.sources)
-            self._hurried.begin(fetches, self._fetching.begin_now)
+            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._before))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
@@ -174,22 +185,21 @@ class WorkerHalf:
             attempt("loads", self._begin_loads, work)
         if work.aborted and tier is not None:
             attempt("aborts", tier.cancel_loads, work.aborted)
-        attempt("step", self._launched, work, tier, fetching)
+        attempt("step", self._launched, work, tier)
 
-    def _launched(self, work: StepWork, tier: TierWorker | FarWorker | None, fetching: FetchWorker | None) -> None:
-        fence = self._fence() if work.sums or tier is not None or fetching is not None else None
+    def _launched(self, work: StepWork, tier: TierWorker | FarWorker | None) -> None:
+        fence = self._fence() if work.sums or tier is not None else None
         if tier is not None:
             self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
-        if fetching is not None:
-            self._contain.attempt("step of fetches", fetching.step, fence)
+        before, self._before = self._before, None
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
             try:
-                self._contain.attempt("pulls", self._start, work, False)
+                self._contain.attempt("pulls", self._start, work, before, False)
             finally:
                 self._nixl.release()
-        self._reactor.call_soon(lambda: self._work(work, fence))
+        self._reactor.call_soon(lambda: self._work(work, before, fence))
 
     def _begin_loads(self, work: StepWork) -> None:
         tier, fetching = self._tier, self._fetching
@@ -220,7 +230,7 @@ class WorkerHalf:
 
     def _load(self, loads: list[LoadOrder]) -> None:
         if self._tier is not None:
-            self._tier.load(loads)
+            self._tier.load(loads, self._before)
             return
         for order in loads:
             reason = "the node store's memory is not mapped here"
@@ -228,7 +238,7 @@ class WorkerHalf:
 
     def _fetch(self, orders: list[FetchOrder]) -> None:
         if self._fetching is not None:
-            self._fetching.begin(orders)
+            self._fetching.begin(orders, self._before)
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
@@ -389,11 +399,11 @@ class WorkerHalf:
             case m.CancelStores() if self._tier is not None:
                 self._tier.cancel(message)
 
-    def _work(self, work: StepWork, fence) -> None:
+    def _work(self, work: StepWork, before, fence) -> None:
         with self._nixl:
             # Looked at under the lock: sleep mode takes the cache's memory away.
             if self._pulls is not None:
-                self._start(work, connect=True)
+                self._start(work, before, connect=True)
             if work.sums and (self._pulls is not None or self._fetching is not None):
                 if work.urgent:
                     self._urgent = work.step
@@ -402,8 +412,9 @@ class WorkerHalf:
         for order in work.pulls:
             self._finish(self._impossible(order))
 
-    def _start(self, work: StepWork, connect: bool) -> None:
-        """Under the lock: begin the step's pulls; without ``connect`` only from peers we are connected to."""
+    def _start(self, work: StepWork, before, connect: bool) -> None:
+        """Under the lock: begin the step's pulls, behind ``before``; without ``connect`` only from peers we are
+        connected to."""
         for instance, ranks in work.sources.items():
             self._pulls.introduce(instance, ranks)
         work.sources = {}
@@ -413,7 +424,7 @@ class WorkerHalf:
             now = list(work.pulls)
         for order in now:
             work.pulls.remove(order)
-            result = self._pulls.start(order)
+            result = self._pulls.start(order, before)
             if result is not None:
                 self._finish(result)
 

@@ -33,7 +33,7 @@ LOOK_AGAIN = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read: once more, or with another agent
+    WAITING = "waiting"  # to read: behind its fence, once more, or with another agent
     READING = "reading"
     VERIFYING = "verifying"
     FAILED = "failed"  # its blocks may still be written into, by the agent that reads
@@ -63,6 +63,7 @@ class _Pull:
     bytes: int = 0
     blocks: set[int] = field(default_factory=set)
     moves: list = field(default_factory=list)
+    after: torch.cuda.Event | None = None  # its blocks are another's until then
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
     rereads: int = 0
@@ -95,9 +96,11 @@ class Pulls:
 
     @property
     def resting(self) -> bool:
-        """Whether all of them wait for a time to read again."""
+        """Whether all of them wait for a time to read again, or for the device."""
         now = time.monotonic()
-        return all(pull.stage is Stage.WAITING and now < pull.not_before for pull in self._pulls)
+        return all(
+            pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls
+        )
 
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         for info in ranks:
@@ -110,12 +113,13 @@ class Pulls:
         known = info is not None and info.agent in self._peers and self._transport.knows(info.agent)
         return known and self._condemned is None
 
-    def start(self, order: PullOrder) -> PullResult | None:
-        """Begin reading; a result at once if that is impossible."""
+    def start(self, order: PullOrder, after: torch.cuda.Event | None = None) -> PullResult | None:
+        """Begin reading; a result at once if that is impossible. ``after``: behind which our blocks may be written;
+        NIXL knows no stream, so that it is not told to read before."""
         now = time.monotonic()
-        pull = _Pull(order, now, now + order.timeout)
+        pull = _Pull(order, now, now + order.timeout, after=after)
         pull.blocks = {int(i) for g in order.groups for i in g.local}
-        if self._condemned is not None:
+        if self._condemned is not None or not _free(pull):
             pull.stage = Stage.WAITING
         else:
             try:
@@ -191,7 +195,7 @@ class Pulls:
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
                 return self._fail_now(pull, f"the read from {pull.order.source} could not begin in time")
-            if now < pull.not_before or self._condemned is not None:
+            if now < pull.not_before or self._condemned is not None or not _free(pull):
                 return None
             if quick and not self.connected(pull.order.source):
                 return None
@@ -301,3 +305,10 @@ class Pulls:
         if source not in self._logged:
             self._logged.add(source)
             logger.warning("kvtier: %s; these blocks are computed (said once for this source)", reason)
+
+
+def _free(pull: _Pull) -> bool:
+    """Whether its blocks may be written."""
+    if pull.after is not None and pull.after.query():
+        pull.after = None  # it marks a later step some time
+    return pull.after is None

@@ -80,7 +80,6 @@ class TierWorker:
         self._fault = False  # the last drive failed
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
-        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._hurried: set[tuple[str, int]] = set()  # loads that somebody waits for in ``settle``: request, ticket
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
@@ -119,24 +118,18 @@ class TierWorker:
         self._launched_by = time.monotonic() + MOST_LAUNCHING
 
     def step(self, step: int, fence: Any) -> None:
-        """The forward of ``step`` was launched; ``fence`` marks its end."""
+        """The forward of ``step`` was launched; ``fence`` marks its end, None without a device."""
         self._launched_by = -math.inf
         if step < 0:  # a call of vLLM without a step of the scheduler's
             return
         self._resting = False
-        if fence is None:
-            # Nobody made one (checksums for pulls could not be set up): copies must not begin before their time.
-            fence = self._mark()
-        self._latest = fence
         self._fences.append((step, fence))
         if not self.on_device and self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
             self._reactor.call_soon(self._drive)
 
-    def load(self, loads: list[LoadOrder]) -> None:
-        """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
+    def load(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads; their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         self._resting = False
-        # Steps from before there was a store may be running yet: then behind all that was launched.
-        after = self._mark() if self._latest is None else self._latest
         if self.on_device and self._lock.acquire(timeout=PATIENCE):
             try:
                 self._start(loads, after)
@@ -148,11 +141,10 @@ class TierWorker:
         else:
             self._reactor.call_soon(lambda: self._load(loads, after))
 
-    def load_now(self, loads: list[LoadOrder]) -> None:
-        """Begin loads, all of them: what this thread launches on its stream from now on runs behind them. On a host
-        they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other thread is at the
-        memory for too long; then nothing was begun."""
-        after = self._mark()  # also behind what the step has launched already, which may write to new blocks
+    def load_now(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind
+        them. On a host they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other
+        thread is at the memory for too long; then nothing was begun."""
         if not self._lock.acquire(timeout=MOST_LOCKED):
             raise KVTierError("another thread is at the node store's memory for too long")
         try:
@@ -195,14 +187,6 @@ class TierWorker:
             self._drive()
 
         self._reactor.call_soon(cancel)  # behind the loads that went this way
-
-    def _mark(self) -> Any:
-        """Fence of what was launched so far; None without a device."""
-        if not self.on_device:
-            return None
-        fence = torch.cuda.Event()
-        fence.record()
-        return fence
 
     def rest(self) -> None:
         """The cache's memory is about to be taken away: nothing touches it until the next step."""
