@@ -13,7 +13,7 @@ from vllm_kvtier.proxy.engine_http import read_key
 from vllm_kvtier.proxy.engines import Engine
 from vllm_kvtier.proxy.fleet import Fleet
 from vllm_kvtier.proxy.keys import ApiKeys
-from vllm_kvtier.proxy.metrics import Metrics
+from vllm_kvtier.proxy.metrics import Gauges, Metrics
 from vllm_kvtier.proxy.prefixes import PrefixMemory
 from vllm_kvtier.proxy.release import ExportReleaser, ReleaseCall
 from vllm_kvtier.proxy.routing import Router
@@ -45,7 +45,8 @@ class ProxyCore:
         self.releaser = ExportReleaser(release or self.endpoints.release)
         self.keys, self.admin_key = _read_keys(config)
         self._counts: Counter[str] = Counter()
-        self.metrics = Metrics(self)
+        gauges = Gauges(self.fleet, self.admission, self.routes, self.prefixes, lambda: self.ready)
+        self.metrics = Metrics(gauges)
         self.fleet.apply(config, greet=greet)
 
     @property
