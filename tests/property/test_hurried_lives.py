@@ -27,6 +27,7 @@ from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
@@ -172,6 +173,7 @@ class Life:
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
         half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters)
         half._settle_namespace = half._run_jobs = lambda: None
+        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,
@@ -181,7 +183,7 @@ class Life:
         half._pace = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None, has_freed=lambda: False)
         half._ledger, half._gauges = SimpleNamespace(clear=lambda: None), SimpleNamespace(refresh=lambda: None)
-        pool.around_reset(half._before_reset, half._hurry.pin_again)
+        pool.around_reset(half._before_reset, half._after_reset)
         scheduler.connector.half = half
         scheduler.requires_kv_delivery = self.rng.random() < 0.5  # what is in flight of the preempted is dropped
         self.runner, self.flying = Runner(self), []
