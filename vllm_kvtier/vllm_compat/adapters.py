@@ -134,7 +134,8 @@ class Adapters:
 
     def awaited(self, lora: Any) -> bool:
         """Whether its fingerprint is expected in a moment."""
-        known = self._known.get(_identity(lora))
+        key = _identity(lora)
+        known = self._known.get(key) if key not in self._replaced else None
         return known is not None and known.reading and time.monotonic() - known.began < READ_SECONDS
 
     def load(self, lora: Any, work: Callable[[], Any]) -> Any:
