@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvtier.file_digests import file_digests
@@ -13,9 +14,9 @@ IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtyp
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights, in the order in which they are digested."""
-    return next((files for kind in KINDS if (files := sorted(folder.glob(kind)))), [])
+def weight_files(folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """The files that hold a model's weights, in the order in which they are digested: of the first kind there is."""
+    return next((files for kind in kinds if (files := sorted(folder.glob(kind)))), [])
 
 
 def model_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
@@ -31,13 +32,15 @@ def model_folder(model: str, revision: str | None = None, download_dir: str | No
         return None
 
 
-def model_files(model: str, revision: str | None = None, download_dir: str | None = None) -> list[Path]:
-    """The files that hold a model's weights; [] without any on this machine. ``model`` may be such a file."""
+def model_files(
+    model: str, revision: str | None = None, download_dir: str | None = None, kinds: Sequence[str] = KINDS
+) -> list[Path]:
+    """As ``weight_files``; [] without any on this machine. ``model`` may be such a file."""
     path = Path(model).expanduser()
     if path.is_file():
         return [path]
     folder = model_folder(model, revision, download_dir)
-    return weight_files(folder) if folder is not None else []
+    return weight_files(folder, kinds) if folder is not None else []
 
 
 def of_files(model: str, revision: str | None = None) -> str | None:

@@ -63,6 +63,16 @@ def test_model_fingerprint_weights_of_files_are_known_by_them(folder, load_forma
     assert ns.model_fingerprint(model(folder / "model.safetensors")) == ns.model_fingerprint(model(folder)), "one file"
 
 
+@pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])
+def test_model_fingerprint_goes_by_the_files_that_are_loaded(folder, load_format, loaded):
+    """Beside safetensors that are not."""
+    (folder / loaded).write_bytes(bytes(10_000))
+    found = [ns.model_fingerprint(model(folder, form)) for form in (load_format, "auto")]
+    (folder / loaded).write_bytes(b"1" * 10_000)
+    assert ns.model_fingerprint(model(folder, load_format)) != found[0]
+    assert ns.model_fingerprint(model(folder)) == found[1]
+
+
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "ipc_cache", "modelexpress", "a plugin's"])
 def test_model_fingerprint_weights_from_elsewhere_are_like_no_others(folder, load_format, caplog):
     """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""

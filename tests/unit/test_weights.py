@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.scheduler import provenance as provenance_module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.provenance import Provenance
@@ -95,6 +96,12 @@ def test_weights_vllm_has_the_methods_that_are_watched():
     assert found["sleep"][:2] == ["self", "level"] and found["add_lora"] == ["self", "lora_request"]
 
 
+def test_weights_a_vllm_that_does_not_tell_is_refused(monkeypatch):
+    monkeypatch.setattr(core, "EngineCore", type("EngineCore", (), {"collective_rpc": lambda self, method: None}))
+    with pytest.raises(UnsupportedVLLM, match="sleep"):
+        weights.watch(Listener())
+
+
 # -- what becomes of requests ------------------------------------------------------------------------------------------
 
 
@@ -115,7 +122,7 @@ class Running:
         half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
         half._ledger = half._tables = SimpleNamespace(clear=lambda: None)
-        half._hurry = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None)
+        half._hurry = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, awaits_verdict=False)
         half._engine = SimpleNamespace(turns=SimpleNamespace(taken=pytest.MonkeyPatch.context))
         self.spaces = Spaces()
         self.spaces.base = b"base"
@@ -178,6 +185,8 @@ def test_weights_not_named_yet_a_request_is_computed_alone():
     assert not running.admitted(request)
     running.half._namespace = object()
     assert not running.admitted(request) and running.admitted(running.request("late"))
+    running.half._hurry.awaits_verdict = True
+    assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
     assert running.half._provenance.forget("early") is False
     assert running.half._provenance.forget("late") is True and not running.half._provenance._private
 

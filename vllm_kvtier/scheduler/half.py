@@ -195,7 +195,8 @@ class SchedulerHalf:
             return 0, False
         admitted = self._provenance.admits(request, self._namespace is not None)
         if not admitted:
-            if admitted is None:
+            # vLLM's prefix cache has blocks that are not verified yet: see ``Hurry``.
+            if admitted is None or self._hurry.awaits_verdict:
                 return None, False
             self._matcher.forgo(request)
             return 0, False

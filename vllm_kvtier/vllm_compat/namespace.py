@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, model_files
+from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import Namespace
 
@@ -103,6 +103,10 @@ FROM_FILES = {
 }  # fmt: skip
 
 
+# Loaded although there may be safetensors beside them.
+_KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
+
+
 class ModelFingerprint:
     """The model's name among engines: as an option says, or a digest that a thread of its own makes."""
 
@@ -150,7 +154,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     try:
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
-        elif files := model_files(model.model, model.revision, load.download_dir):
+        elif files := model_files(model.model, model.revision, load.download_dir, _KINDS.get(load.load_format, KINDS)):
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
