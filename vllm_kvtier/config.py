@@ -117,7 +117,11 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...], _doc("NIXL backends to transfer with, in order of preference.", min_length=1)
     ] = ("UCX",)
     model_fingerprint: Annotated[
-        str | None, _doc("Name of the exact model and weights, equal on all engines; computed if not given.")
+        str | None,
+        _doc(
+            "Name of the exact model and weights, equal on all engines; made of the weights' files if not given. KV of "
+            "weights that are in no files, or changed while the engine runs, is shared only with it: see `weights.md`."
+        ),
     ] = None
     store: Annotated[
         str,

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvtier.file_digests import file_digests
@@ -13,12 +14,12 @@ IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtyp
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights, in the order in which they are digested."""
-    return next((files for kind in KINDS if (files := sorted(folder.glob(kind)))), [])
+def weight_files(folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """The files that hold a model's weights, in the order in which they are digested: of the first kind there is."""
+    return next((files for kind in kinds if (files := sorted(folder.glob(kind)))), [])
 
 
-def model_folder(model: str, revision: str | None = None) -> Path | None:
+def model_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
     """A model's directory on this machine: itself, or its place in the hub's cache; None if it is in neither."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -26,9 +27,20 @@ def model_folder(model: str, revision: str | None = None) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception:  # the hub library has many ways to say "not in the cache"
         return None
+
+
+def model_files(
+    model: str, revision: str | None = None, download_dir: str | None = None, kinds: Sequence[str] = KINDS
+) -> list[Path]:
+    """As ``weight_files``; [] without any on this machine. ``model`` may be such a file."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return [path]
+    folder = model_folder(model, revision, download_dir)
+    return weight_files(folder, kinds) if folder is not None else []
 
 
 def of_files(model: str, revision: str | None = None) -> str | None:

@@ -28,6 +28,7 @@ from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
@@ -173,6 +174,7 @@ class Life:
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
         half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, Uncontained())
         half._settle_namespace = half._run_jobs = lambda: None
+        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,

@@ -192,7 +192,8 @@ def test_a_verdict_is_not_given_up_while_a_step_is_scheduled(bare):  # noqa: F81
     half._pace = SimpleNamespace(end_step=lambda: None)
     half._hurry = SimpleNamespace(overdue=lambda: "verdict")
     half.arrived = lambda results, finished: arrived.extend(results)
-    half._facts.unsupported = None
+    half._facts.unsupported, half._namespace = None, object()
+    half._provenance = SimpleNamespace(admits=lambda request, named: named)
     half._matcher.match = lambda request, computed: (None, False)
     assert half.match("request", 0) == (None, False) and not arrived
     half._facts.unsupported = "no"
@@ -298,6 +299,7 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     """And the step's time does not say how long computing takes."""
     half, seen = bare, {}
     half._run_jobs = lambda: None
+    half._provenance = SimpleNamespace(shares=lambda tracked: True)
     growth = [
         SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)

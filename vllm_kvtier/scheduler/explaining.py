@@ -8,6 +8,7 @@ from vllm_kvtier.scheduler.planner import NOTHING, Planner
 from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.store import messages as sm
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.wire import messages as m
@@ -65,7 +66,7 @@ class Explainer:
         unit = self._pool.hash_block_tokens
         lora, variant = None, b""
         if question.adapter:
-            found = vr.adapter(question.adapter)
+            found = ADAPTERS.named(question.adapter)
             if found is None:
                 reason = f"no request to this engine has used an adapter {question.adapter!r} since it started"
                 answer(m.Explanation(question.question, len(question.tokens), unit, problem=reason[:512]))

@@ -121,7 +121,7 @@ class FarTier:
     ) -> None:
         """All ranks are known: lay out the slots, as the engines that fill them do. ``codec``: the option's value as
         ``choice.resolve`` returned it. Raises ValueError for blocks that fit no slot."""
-        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit)
+        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit, self._facts.release)
         pages, names = [shape.slot_pages for shape in plan.shapes], [codec.name for codec in plan.codecs]
         host = wants_host_buffer(self._config.host_buffer, self._facts.config, torch.device("cuda"))
         self._tell(m.FarSetup(plan.offsets, pages, names, host))

@@ -36,12 +36,14 @@ from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.sharing import Sharing
 from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.vllm_compat import events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
@@ -57,6 +59,9 @@ logger = get_logger("vllm.kvtier.scheduler")
 # A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
 # hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
 RESET_PATIENCE = 1.0
+# So long the engine's thread waits, once and before it serves, for the weights' files to be read; a thousand of them on
+# a slow file system take longer, and then it serves meanwhile.
+FIRST_WAIT = 0.5
 IDLE_TAKES = 4  # batches of KV events that an idle engine publishes in one go
 
 
@@ -87,6 +92,8 @@ class SchedulerHalf:
         align = alignment(facts.groups, unit) // unit
         self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
         self._engine = EngineThread(self._on_idle, containment)
+        self._model = facts.fingerprint(config.model_fingerprint, self._engine.wake)
+        self._waited = False  # for ``_model``
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -163,8 +170,10 @@ class SchedulerHalf:
         )
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
-            facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.sums(t)
+            facts.groups, unit, ledger.forget,
+            lambda t: self._provenance.shares(t) and (offload or self._exporter.sums(t)),
         )
+        self._provenance = Provenance(self._matcher, pool)
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
             lambda on_engine: Explainer(
@@ -173,6 +182,7 @@ class SchedulerHalf:
             lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
         pool.around_reset(self._before_reset, self._after_reset, containment)
+        weights.watch(self)
         self._reactor.start()
 
     @property
@@ -184,7 +194,7 @@ class SchedulerHalf:
     def queued(self, request: Any) -> None:
         """vLLM will schedule a request: the store may be asked for it already, and what of it lies below the store's
         memory may come up, if others are before it."""
-        if self._tier is None or self._facts.unsupported or self._passive:
+        if self._tier is None or self._facts.unsupported or self._passive or not self._provenance.foresees(request):
             return
         if len(self._matcher):
             self._matcher.warm(request)
@@ -196,6 +206,13 @@ class SchedulerHalf:
         self._settle_namespace()
         self._run_jobs()
         if self._facts.unsupported:
+            return 0, False
+        admitted = self._provenance.admits(request, self._namespace is not None)
+        if not admitted:
+            # vLLM's prefix cache has blocks that are not verified yet: see ``Hurry``.
+            if admitted is None or self._hurry.awaits_verdict:
+                return None, False
+            self._matcher.forgo(request)
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
@@ -264,6 +281,8 @@ class SchedulerHalf:
         attempt("pace", self._pace.begin_step, output, self._matcher.get, not hurried)
         if hurried:
             growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
+        # If that is not known, nothing of the step is shared.
+        growth = attempt("provenance", lambda: [each for each in growth if self._provenance.shares(each.tracked)]) or []
         # Those that were to be made in this step are not: what says that they are is wrong.
         sums = attempt("checksums", self._exporter.begin_step, growth, repair=self._ledger.clear)
         if self._offloader is not None:
@@ -322,9 +341,11 @@ class SchedulerHalf:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
+        shared = self._provenance.forget(request.request_id)
         if self._offloader is not None and not self._passive:
+            table = table if shared else None
             self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
-        if self._facts.unsupported or self._endpoint.unusable:
+        if self._facts.unsupported or self._endpoint.unusable or not shared:
             export = None  # nobody could ask for it: pin nothing
         else:
             export = self._exporter.finished(tracked, block_ids)
@@ -381,6 +402,7 @@ class SchedulerHalf:
             attempt("ending copies", settle, repair=settle)
 
     def _after_reset(self) -> None:
+        self._contain.attempt("provenance", self._provenance.after_reset)
         self._contain.attempt("pinning again", self._hurry.pin_again, repair=self._hurry.pin_again)
 
     def reset(self) -> bool:
@@ -410,6 +432,21 @@ class SchedulerHalf:
         attempt("forgetting tables", self._tables.clear)
         for request_id in self._matcher.request_ids():
             attempt("giving back", self._let_go, request_id)
+
+    def weights_changed(self, how: str) -> None:
+        """They are no longer those that the namespace names. What is stored from here on is found by this engine alone,
+        until it ends; others are neither asked nor answered, unless the option ``model_fingerprint`` names the weights,
+        whatever they are."""
+        logger.info("kvtier: the weights may have been changed (%s): what is stored is not used any more", how)
+        self._engine.turns.turn(self._follow_weights)()
+
+    def _follow_weights(self) -> None:
+        self._provenance.weights_changing()
+        self.reset()
+        if not self._config.model_fingerprint:
+            reason = "its weights were changed while it ran, and no option model_fingerprint names them"
+            self._reactor.call_soon(lambda: self._heard(m.Unusable(0, reason)))
+        self._provenance.weights_changed()
 
     def shutdown(self) -> None:
         self._reactor.stop()
@@ -463,9 +500,14 @@ class SchedulerHalf:
         self._questions.run()
 
     def _settle_namespace(self) -> None:
-        """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
+        """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request. Requests that
+        come before the weights' files were read are private, see ``Provenance``."""
         if self._namespace is None:
-            bare = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
+            model = self._model.get(0.0 if self._waited else FIRST_WAIT)
+            self._waited = True
+            if model is None:
+                return
+            bare = self._facts.namespace(self._pool.hash_block_tokens, model)
             options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
             self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
             words = choice.in_words(self._codec, self._wire_codec)

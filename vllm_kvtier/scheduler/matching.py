@@ -90,6 +90,19 @@ class Matcher:
         """Of all requests that are there."""
         return (t.life.state for t in self._tracked.values())
 
+    def requests(self) -> Iterator[Tracked]:
+        return iter(self._tracked.values())
+
+    def forgo(self, request: Any) -> None:
+        """It is computed here, whatever was asked or offered for it."""
+        t = self.track(request)
+        if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
+            self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
+        self._asker.drop_held(t)
+        self._asker.forget_ahead(t)
+        if t.life.state in (State.NEW, State.ASKING, State.OFFERED):
+            self._asker.act(t, t.life.fire(Event.DECLINE))
+
     def track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:

@@ -149,7 +149,7 @@ class HostTier:
 
         ``codec``: the option's value as ``choice.resolve`` returned it.
         """
-        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit)
+        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit, self._facts.release)
         self._spaces.base = plan.base
         self.codecs, self.writers, self.logical = plan.codecs, plan.writers, plan.logical
         self._part_bytes, self._pages = plan.part_bytes, [shape.slot_pages for shape in plan.shapes]

@@ -56,6 +56,10 @@ class BlockPool:
 
         self._pool.reset_prefix_cache = reset_prefix_cache
 
+    def is_empty(self) -> bool:
+        """Whether no block is held and none is in the prefix cache. Looks at each: for rare events."""
+        return all(block.is_null or (not block.ref_cnt and block.block_hash is None) for block in self._pool.blocks)
+
     def free_count(self) -> int:
         return self._pool.get_num_free_blocks()
 

@@ -1,11 +1,13 @@
 """What the scheduler half must know of the engine it runs in, read once from vLLM's configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier import fingerprint
 from vllm_kvtier.vllm_compat import events, undo
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
 
@@ -24,6 +26,7 @@ class EngineFacts:
     link_bandwidth: float  # bytes/s to host memory, before any was measured
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
     unsupported: str | None  # why this engine can neither pull nor export
+    release: str  # of vLLM
     config: Any = field(repr=False)
     peer_bandwidth: float = 200e9  # bytes/s from another device of the node, before any was measured
     publishes: bool = False  # KV events
@@ -35,7 +38,11 @@ class EngineFacts:
         """Whether a failed pull costs the whole request, not only the blocks from the first bad one on."""
         return len(self.groups) > 1 or not self.resumes
 
-    def namespace(self, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
+    def fingerprint(self, option: str | None, on_ready: Callable[[], object]) -> ns.ModelFingerprint:
+        """``option``: as the option model_fingerprint says."""
+        return ns.ModelFingerprint(self.config, option, on_ready)
+
+    def namespace(self, hash_block_tokens: int, fingerprint: str) -> Namespace:
         return ns.namespace(self.config, hash_block_tokens, fingerprint)
 
     def in_words(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
@@ -78,6 +85,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         kinds=events.group_kinds(kv_cache_config),
         waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
+        release=installed_version() or "",
         config=vllm_config,
     )
 

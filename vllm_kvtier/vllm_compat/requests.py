@@ -1,42 +1,27 @@
 """What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
-from vllm_kvtier.fingerprint import sampled_bytes
-from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 
-logger = get_logger("vllm.kvtier.requests")
+_VARIANT = "_kvtier_variant"
 
-_adapters: dict[tuple[str, str], bytes] = {}
-
-
-def variant(request: Any) -> bytes:
-    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name.
-
-    An adapter whose files cannot be read is like no other, so that nothing of it is shared.
-    """
+def variant(request: Any) -> bytes | None:
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name. None: not
+    known (see ``adapters``). Once known it is the request's for life."""
     lora = request.lora_request
     if lora is None:
         return b""
-    key = (lora.lora_name, getattr(lora, "lora_path", "") or "")
-    if key not in _adapters:
-        digest = hashlib.blake2b(repr(key[0]).encode(), digest_size=16)
-        try:
-            for file in sorted(Path(key[1]).glob("*.safetensors")) if key[1] else ():
-                digest.update(file.name.encode() + sampled_bytes(file))
-        except OSError as error:
-            logger.warning("kvtier: KV of LoRA adapter %s is not shared: %s", lora.lora_name, error)
-            digest.update(os.urandom(16))
-        _adapters[key] = digest.digest()
-    return _adapters[key]
+    known = vars(request).get(_VARIANT)
+    if known is None and (known := ADAPTERS.fingerprint(lora)) is not None:
+        setattr(request, _VARIANT, known)
+    return known
 
 
 def written_tokens(request: Any) -> int:
@@ -94,15 +79,6 @@ def event_keys(request: Any, blocks: Iterable[tuple[int, int]]) -> Iterator[Even
 def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
     """Digest of a whole chain: its last hash covers all before it, so only that and the tail count."""
     return hashlib.blake2b((hashes[-1] if hashes else b"") + b"|" + tail, digest_size=16).digest()
-
-
-def adapter(name: str) -> tuple[Any, bytes] | None:
-    """(what to give ``hash_prompt``, its fingerprint) of the LoRA adapter of this name that a request used last; None:
-    none did. ``variant`` remembers them."""
-    for (known, path), digest in reversed(list(_adapters.items())):  # asked while another thread adds to it
-        if known == name:
-            return SimpleNamespace(lora_name=name, lora_path=path), digest
-    return None
 
 
 def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
