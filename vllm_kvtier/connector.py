@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.vllm_compat import namespace
+from vllm_kvtier.vllm_compat import namespace, sleep
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.vllm_compat.facts import engine_facts
@@ -119,7 +119,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             f"{self._facts.engine_id}.{self._facts.instance_id}.{rank}",
             self._link,
             list(self._options.nixl_backends),
+            movable=sleep.possible(config),
         )
+        if sleep.possible(config):
+            sleep.follow(config, self)
         self._worker.register(
             lambda: cache_view(kv_caches, cache_config, config, device),
             self._share,
@@ -142,6 +145,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         if self._worker is not None:
             self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.wake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """vLLM (0.25.1 to 0.33) calls this before it launches anything of a step's forward, and when it has launched
