@@ -417,6 +417,8 @@ class SchedulerHalf:
                     self._sharing.leave()
                 logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
             case m.Asleep():
+                if self._endpoint.unusable is None:
+                    self._ranks.clear()  # the others sleep too, though they have not said so yet
                 self._ranks.pop(message.rank, None)
                 self.instance = self._matcher.nearby.instance = self._new_instance()
                 self._endpoint.close("the engine sleeps")
