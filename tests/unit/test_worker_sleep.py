@@ -5,9 +5,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from pull_fakes import Pair, batch_of, cache, pull_of
 from support import eventually
+from worker_halves import Half, same
 
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
@@ -15,74 +15,18 @@ from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import half as half_module
 from vllm_kvtier.worker.half import ASLEEP, WorkerHalf
 from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.work import PullOrder, StepWork
-
-
-class Half:
-    """A worker half over a cache of its own, its link, and what it says there."""
-
-    def __init__(self, folder, number, blocks):
-        self.view, self.heard, self.reactor = cache(blocks, number), [], Reactor(f"s{number}")
-        path = str(folder / f"{number}.sock")
-        self.server = LinkServer(self.reactor, path, self.heard.append)
-        self.reactor.start()
-        self.made, self.steps = WorkerHalf(0, f"agent{number}", path, ["UCX"], movable=True), 0
-        self.made.register(lambda: self.view, lambda view: CacheMemory(view, False), lambda view: (0,))
-
-    def info(self, count=1):
-        """Of the ``count``-th time that it registered."""
-        said = eventually(lambda: len(found := self.said(m.Register)) >= count and found, 20)
-        return said[count - 1].info
-
-    def said(self, kind):
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    def serve(self):
-        self.reactor.call_soon(lambda: self.server.tell(m.Serve(True)))
-
-    def sum(self, *blocks):
-        self.steps += 1
-        self.made.submit(StepWork(self.steps, [batch_of(blocks)]))
-        eventually(lambda: m.Summed(0, self.steps) in self.heard, 20)
-
-    def pull(self, name, local, remote, source="s/1", infos=None, timeout=20.0):
-        order = PullOrder(name, source, [pull_of([local], [remote])], timeout)
-        work = StepWork(self.steps, pulls=[order], sources=infos or {})
-        self.made.begin(work)
-        self.made.submit(work)
-
-    def results(self, count=1):
-        found = []
-        eventually(lambda: found.extend(self.made.collect().results) or len(found) >= count, 30)
-        return found
-
-    def fill(self, value):
-        """As memory that was given back holds anything."""
-        for region in self.view.groups[0].regions:
-            self.view.pages(region).fill_(value)
-
-    def block(self, block):
-        return [self.view.pages(region)[block].clone() for region in self.view.groups[0].regions]
-
-    def end(self):
-        self.made.shutdown()
-        self.reactor.stop()
 
 
 @pytest.fixture
 def halves(tmp_path):
     """(who reads, who is read); they have shaken hands."""
     pytest.importorskip("nixl")
-    here, there = Half(tmp_path, 0, 12), Half(tmp_path, 1, 16)
+    here, there = Half(tmp_path, 0, cache(12, 0)), Half(tmp_path, 1, cache(16, 1))
     try:
         yield here, there
     finally:
         here.end()
         there.end()
-
-
-def same(here, local, there, remote):
-    return all(torch.equal(a, b) for a, b in zip(here.block(local), there.block(remote), strict=True))
 
 
 def test_half_that_slept_is_read_again_under_another_agent(halves):
@@ -168,7 +112,7 @@ def test_sleep_while_the_cache_is_set_up_waits_and_it_is_set_up_when_awake(tmp_p
         return real(*arguments)
 
     monkeypatch.setattr(half_module, "NixlTransport", slow)
-    half = Half(tmp_path, 0, 12)
+    half = Half(tmp_path, 0, cache(12, 0))
     try:
         assert entered.wait(20)
         sleeper = threading.Thread(target=half.made.sleep)
