@@ -16,7 +16,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat import namespace
+from vllm_kvtier.vllm_compat import namespace, sleep
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.vllm_compat.facts import engine_facts
@@ -148,7 +148,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._link,
             list(self._options.nixl_backends),
             self.containment,
+            movable=sleep.possible(config),
         )
+        if sleep.possible(config):
+            sleep.follow(config, self)
         self._worker.register(
             lambda: cache_view(kv_caches, cache_config, config, device),
             self._share,
@@ -171,6 +174,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_WORKER)
     def unregister_kv_caches(self) -> None:
         self._worker.sleep()
+
+    @contained(_WORKER)
+    def restore_kv_caches(self) -> None:
+        self._worker.wake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """vLLM (0.25.1 to 0.33) calls this before it launches anything of a step's forward, and when it has launched

@@ -16,6 +16,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.exports import Kind, Refusal
 from vllm_kvtier.scheduler.offers import NoOffer, Offer
+from vllm_kvtier.scheduler.peers import HERE
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -398,6 +399,35 @@ def test_restart_under_the_same_address(make):
     assert again.leases() == 1 and asker.held() == 1
     asker.peers.release(new, done=True)
     eventually(lambda: again.leases() == 0)
+
+
+def test_endpoint_that_was_closed_lends_nothing_and_opens_as_another_instance(make, way):
+    """As an engine does that sleeps: who knows its old memory is introduced to the new one."""
+    source, asker = make(Source, lease_seconds=60), make(Asker)
+    source.table.add(export("late", ready=5))
+    parked = asker.ask(source.address, export="late", digest=b"digest")
+    eventually(lambda: source.endpoint._parked)
+    source.on_reactor(lambda: source.endpoint.close("the engine sleeps"))
+    eventually(lambda: parked.outcome)
+    assert parked.outcome.code in ("starting", "instance") and source.leases() == 0
+    refused = make(Asker).answer(source.address)
+    assert refused.code == "starting" and "sleeps" in refused.reason
+    source.table.add(export(kind=Kind.RETAINED, first=30))
+    source.on_reactor(lambda: source.endpoint.open(NAMESPACE, m.Welcome(m.PROTOCOL, "source/2", ranks("other"))))
+    if way == "unix":
+        asker.near = "source/2"
+
+    def retry():
+        got = asker.answer(source.address)
+        return got if isinstance(got, Offer) else None
+
+    offer = eventually(retry, 15)
+    assert offer.instance == "source/2" and [info.agent for info in offer.ranks] == ["other"]
+    address = ("source/2", HERE) if way == "unix" else source.address
+    assert asker.peers.known(address, "source/2") == offer.ranks
+    old = make(Asker)
+    old.near = "source/1"
+    assert isinstance(old.answer(source.address), Offer), "by its address, if its socket's name is an old one"
 
 
 def test_the_port_that_is_taken_is_said_in_words(make):

@@ -32,7 +32,8 @@ def half():
     half._reactor = SimpleNamespace(call_soon=half.queued.append, errors=0)
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
-    half._serving = half._driving = half._idle = False
+    half._serving = half._driving = half._idle = half._asleep = False
+    half._sources = {}
     half._summing, half._done, half._hurried = [], [], Hurried()
     half._done_lock, half._nixl = threading.Lock(), threading.Lock()
     return half
@@ -44,9 +45,9 @@ def ready(half, device="cpu"):
     half._memory = SimpleNamespace(
         make_sums=lambda batches, after: fences.append(after) or Pending(None)
     )
-    half._pulls = SimpleNamespace(active=False)
+    half._memory.close = lambda: None
+    half._pulls = SimpleNamespace(active=False, stop=lambda why: [])
     half._view = SimpleNamespace(device=torch.device(device))
-    half._transport = SimpleNamespace(deregister=lambda: None)
     return fences
 
 
@@ -89,6 +90,7 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
     work = StepWork(5, [batch_of([3])], [order])
     half._pulls.connected = lambda source: False
     half.submit(work)
+    half._device = 0
 
     @contextlib.contextmanager
     def taken_meanwhile():
@@ -99,7 +101,7 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
 
     half._nixl = taken_meanwhile()
     half.queued.pop()()
-    assert not fences and waited == [torch.device("cuda")]
+    assert not fences and waited == [0]
     (result,) = half._done
     assert result.failed and result.bad_blocks == {1, 2} and "sleep" in result.reason
     assert np.array_equal(order.groups[0].local, [1, 2])

@@ -101,8 +101,7 @@ class SchedulerHalf:
         self._wire_codecs: dict[int, str | dict[str, str]] = {}  # as each rank understood the option
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
-        # A restarted engine is another instance, even with the same configured engine id and address.
-        self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
+        self.instance = self._new_instance()
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, self._heard)
         ledger = Ledger([size for size, _ in facts.groups])
@@ -184,6 +183,11 @@ class SchedulerHalf:
         pool.around_reset(self._before_reset, self._after_reset, containment)
         weights.watch(self)
         self._reactor.start()
+
+    def _new_instance(self) -> str:
+        """A restarted engine is another one, even with the same configured engine id and address; so is one that
+        slept: what peers know of its memory is of no use any more."""
+        return f"{self._facts.engine_id}/{os.urandom(4).hex()}"
 
     @property
     def address(self) -> Address:
@@ -544,6 +548,14 @@ class SchedulerHalf:
                 if self._sharing is not None:
                     self._sharing.leave()
                 logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
+            case m.Asleep():
+                if self._endpoint.unusable is None:
+                    self._ranks.clear()  # the others sleep too, though they have not said so yet
+                self._ranks.pop(message.rank, None)
+                self.instance = self._matcher.nearby.instance = self._new_instance()
+                self._endpoint.close("the engine sleeps")
+                if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
+                    self._sharing.leave()
             case m.Summed():
                 self._summed[message.rank] = max(self._summed.get(message.rank, -1), message.step)
                 if len(self._summed) == self._facts.world_size:

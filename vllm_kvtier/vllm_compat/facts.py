@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier import fingerprint
-from vllm_kvtier.vllm_compat import events, undo
+from vllm_kvtier.vllm_compat import events, sleep, undo
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
@@ -123,6 +123,8 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     ):
         if (getattr(parallel, name, 1) or 1) > 1:
             return f"{words} spreads a block over ranks; pulls are off"
+    if sleep.possible(vllm_config) and (reason := sleep.untold(vllm_config)):
+        return reason
     for group in kv_cache_config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
         if "Mamba" in kind or "Chunked" in kind or "Circular" in kind or "CrossAttention" in kind:

@@ -427,6 +427,12 @@ class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
     reason: str
 
 
+class Asleep(msgspec.Struct, frozen=True, tag="asleep"):
+    """vLLM takes this rank's KV cache away. When it is back the rank registers again."""
+
+    rank: Count
+
+
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
     """All checksums of steps up to ``step`` are in this rank's table."""
 
@@ -441,8 +447,8 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 
 LinkMessage = (
-    Register | Described | Unusable | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores | Stored
-    | FarSetup | FarLost
+    Register | Described | Unusable | Asleep | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores
+    | Stored | FarSetup | FarLost
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,6 +6,7 @@ guards it. The model runner's thread takes that lock only if it is free: then it
 itself, which saves a pull the time its own thread would wait for the interpreter.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,9 @@ SERVE_POLL = 200e-6
 DEVICE_PAUSE = 2e-3
 # After an unforeseen error while polling.
 FAULT_PAUSE = 0.1
+# Between two looks at reads that did not end when the cache's memory was taken away.
+LEFT_PAUSE = 1.0
+ASLEEP = "the engine went to sleep"
 
 
 @dataclass
@@ -64,11 +68,23 @@ class StepResults:
 
 
 class WorkerHalf:
-    def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str], containment: Containment):
-        self._rank, self._agent_name, self._backends = rank, agent_name, backends
+    def __init__(
+        self,
+        rank: int,
+        agent_name: str,
+        link_path: str,
+        backends: list[str],
+        containment: Containment,
+        movable: bool = False,
+    ):
+        """``movable``: vLLM may take the cache's memory away, as in sleep mode."""
+        self._rank, self._agent_name, self._backends, self._movable = rank, agent_name, backends, movable
         self._contain, self._errors = containment, 0  # seen so far
         self._submitted: StepWork | None = None
         self._outstanding: dict[str, Order] = {}  # by request: asynchronous orders whose end vLLM has not been told
+        self._lives = itertools.count(1)  # of the cache's memory
+        self._asleep = False
+        self._set_up: Callable[[], None] = lambda: None  # reactor's thread: what ``register`` was given
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
         self._met = False  # whether there is a scheduler half
@@ -78,6 +94,7 @@ class WorkerHalf:
         self._pulls: Pulls | None = None
         self._tier: TierWorker | FarWorker | None = None
         self._fetching: FetchWorker | None = None
+        self._sources: dict[str, list[m.RankInfo]] = {}  # engines that were introduced
         self._view: CacheView | None = None
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
@@ -91,7 +108,7 @@ class WorkerHalf:
         self._hurried = Hurried()
         self._done: list[Result] = []
         self._done_lock = threading.Lock()
-        self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
+        self._nixl = threading.Lock()  # guards transport, pulls and memory
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
 
@@ -113,29 +130,42 @@ class WorkerHalf:
         holds (ranks with equal bytes name the same). ``heads``: by group, which KV heads; () if that is not known:
         then nothing is shared with other engines of the node, or fetched from them."""
         device = self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(
-            lambda: self._when_met(lambda: self._register(describe, share, shards, heads, device))
-        )
+        self._set_up = lambda: self._register(describe, share, shards, heads, device)
+        self._reactor.call_soon(lambda: self._when_met(self._set_up))
 
     def sleep(self) -> None:
-        """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
-        come back with other memory behind them: our kernels do not mind, but what NIXL registered, and peers mapped,
-        is gone for good."""
-        if self._tier is not None:
-            self._tier.rest()
-        fetching, self._fetching = self._fetching, None
-        if self._pulls is None and fetching is None:
-            return
-        self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
-        if fetching is not None:
-            fetching.stop(self._unusable)
+        """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. Nothing touches
+        it when this returns. Idempotent.
+
+        The addresses come back with other memory behind them: copies to and from the store do not mind, but what NIXL
+        registered, and peers mapped, is gone for good."""
         with self._nixl:
-            self._pulls = None
-            if self._view.device.type == "cuda":
-                torch.cuda.synchronize(self._view.device)  # checksums, and what is encoded or decoded for pulls
-            if self._transport is not None:
-                self._transport.deregister()
-        self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
+            if self._asleep:
+                return
+            self._asleep, self._unusable = True, ASLEEP
+            if self._tier is not None:
+                self._tier.rest()
+            if self._fetching is not None:
+                self._fetching.stop(ASLEEP)
+            if self._pulls is not None:
+                for result in self._pulls.stop(ASLEEP):
+                    self._finish(result)
+                if self._pulls.active:
+                    self._reactor.call_soon(lambda pulls=self._pulls: self._see_off(pulls))
+            if self._device is not None:
+                torch.cuda.synchronize(self._device)  # checksums, and what is encoded for peers
+            if self._memory is not None:
+                self._memory.close()
+            self._fetching = self._pulls = self._transport = self._memory = None
+        self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+
+    def wake(self) -> None:
+        """The KV cache has memory again, where it was before: peers may read it anew. Idempotent."""
+        with self._nixl:
+            if not self._asleep:
+                return
+            self._asleep, self._unusable = False, None
+        self._reactor.call_soon(lambda: self._when_met(self._set_up))
 
     def begin(self, work: StepWork) -> None:
         """Call when a step begins: of its forward nothing has been launched.
@@ -146,6 +176,7 @@ class WorkerHalf:
         whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
         self._before = self._fence() if work.pulls or work.loads or work.fetches else None
+        self._sources.update(work.sources)
 
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
@@ -331,6 +362,11 @@ class WorkerHalf:
             begin()
 
     def _register(self, describe, share, shards, heads, device: int | None) -> None:
+        with self._nixl:  # sleep mode may want the memory just now
+            if not self._asleep and self._memory is None:
+                self._register_now(describe, share, shards, heads, device)
+
+    def _register_now(self, describe, share, shards, heads, device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
@@ -343,10 +379,12 @@ class WorkerHalf:
                 self._fetching, shared = open_node(
                     memory, held, self._rank, self._reactor, self._finish, self._drive_soon
                 )
+                if self._fetching is not None:
+                    self._fetching.introduce(self._sources)
             transport = self._open_nixl(memory, needed=shared is None)
             info = m.RankInfo(
                 rank=self._rank,
-                agent="" if transport is None else self._agent_name,
+                agent="" if transport is None else transport.name,
                 agent_metadata=b"" if transport is None else transport.metadata(),
                 memory=memory.memory_type,
                 device=memory.device_id,
@@ -366,12 +404,16 @@ class WorkerHalf:
         if transport is not None:
             self._transport = transport
             self._pulls = Pulls(transport, memory, self._rank)
+            for instance, ranks in self._sources.items():
+                self._pulls.introduce(instance, ranks)
         self._link.tell(m.Register(info, memory.wire_codec))
 
     def _open_nixl(self, memory: PeerMemory, needed: bool) -> NixlTransport | None:
         """None if NIXL is of no use here; raises whatever is wrong if it is ``needed``."""
         try:
-            transport = NixlTransport(self._agent_name, self._backends)
+            life = next(self._lives)
+            name = self._agent_name if life == 1 else f"{self._agent_name}.{life}"
+            transport = NixlTransport(name, self._backends, self._movable)
             memory.register(transport)
             return transport
         except Exception as error:
@@ -443,6 +485,15 @@ class WorkerHalf:
     def _finish(self, result: Result) -> None:
         with self._done_lock:
             self._done.append(result)
+
+    def _see_off(self, pulls: Pulls) -> None:
+        """Reads of a memory that was taken away, whose agent did not end: reported when it has."""
+        with self._nixl:
+            results = pulls.drive()
+        for result in results:
+            self._finish(result)
+        if pulls.active:
+            self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
 
     def _drive_soon(self) -> None:
         if not self._driving and self._busy():

@@ -154,6 +154,21 @@ class Pulls:
             self._look_at = time.monotonic() + LOOK_AGAIN
         return results
 
+    def stop(self, why: str) -> list[PullResult]:
+        """The cache's memory is about to be taken away: ends the transport, and with it all that is under way, which
+        has failed. A read whose agent does not end is not among the results; ``drive`` until nothing is ``active``."""
+        for pull in self._pulls:
+            if pull.stage is Stage.READING:
+                pull.stage, pull.reason = Stage.FAILED, why
+        self._end_agent(time.monotonic())
+        self._transport.close()
+        if self._memory.view.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.view.device)  # checks, and what is decoded
+        over = [pull for pull in self._pulls if pull.stage is not Stage.LEAVING]
+        self._pulls = [pull for pull in self._pulls if pull.stage is Stage.LEAVING]
+        results = [self._fail_now(pull, why) for pull in over]
+        return results + self._left() if self._pulls else results
+
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _read(self, pull: _Pull) -> None:
