@@ -288,6 +288,10 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return config
         raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
 
+    def without_prefixes(self) -> "KVTierConfig":
+        """The same where vLLM's prefix caching is off: nothing is stored, or found by its content."""
+        return msgspec.structs.replace(self, store="off", store_nodes="", bidirectional=False)
+
     def __post_init__(self) -> None:
         if problems := list(_impossible(self)):
             raise ConfigError("kv_connector_extra_config: " + " ".join(problems))

@@ -40,6 +40,7 @@ from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
@@ -52,8 +53,9 @@ from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork
 
 logger = logging.getLogger("vllm.kvtier.scheduler")
 
-# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
-# hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
+# A reset of vLLM's prefix cache waits so long for peers to release what they read, and as long again for copies to the
+# node store to end; both take milliseconds. A store that hangs is given up after ``ask_timeout``, and only then are the
+# blocks free that it was asked about.
 RESET_PATIENCE = 1.0
 IDLE_TAKES = 4  # batches of KV events that an idle engine publishes in one go
 
@@ -76,7 +78,9 @@ class SchedulerHalf:
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
         align = alignment(facts.groups, unit) // unit
         self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
-        self._engine = EngineThread(self._on_idle)
+        self._engine = EngineThread(
+            self._on_idle, connector, lambda engine: undo.settle_failure_policy(engine, config.kv_load_failure_policy)
+        )
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -107,6 +111,8 @@ class SchedulerHalf:
             instance=self.instance,
         )
         self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks, facts.world_size)
+        if facts.unsupported:
+            self._endpoint.unusable = facts.unsupported
         self._described: dict[int, m.Described] = {}
         bandwidths = {"host": tier_bandwidth(config, facts), "gpu": facts.peer_bandwidth}
         self._planner = Planner(bandwidths, step_tokens=facts.step_tokens, known=2)
@@ -216,6 +222,8 @@ class SchedulerHalf:
 
     def begin_step(self, output: Any) -> StepWork:
         self._run_jobs()
+        if self._facts.unsupported:
+            return StepWork(-1)
         self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
         growth = self._tables.begin_step(output, self._matcher.get)
         # A step that waits for a load says nothing about computing; and what it computes is looked at when all is
@@ -305,7 +313,8 @@ class SchedulerHalf:
         self._ledger.clear()  # nothing more is lent
         if self._events is not None:
             self._events.say_again()
-        self._exports.recall(RESET_PATIENCE)
+        if self._exports.recall(RESET_PATIENCE):
+            self._endpoint.recalled()
         self._exporter.drain()
         if self._offloader is not None:
             self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
@@ -374,7 +383,7 @@ class SchedulerHalf:
 
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
-        if self._namespace is None:
+        if self._namespace is None and not self._facts.unsupported:
             bare = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
             options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
             self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
@@ -418,7 +427,7 @@ class SchedulerHalf:
                     self._endpoint.summed(min(self._summed.values()))
 
     def _open_if_ready(self) -> None:
-        if self._namespace is None:
+        if self._namespace is None:  # or if the engine is not supported, whatever its workers made of it
             return
         if self._tier is not None and not self._tier.opened and len(self._described) == self._facts.world_size:
             try:

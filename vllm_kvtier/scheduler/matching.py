@@ -194,6 +194,8 @@ class Matcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
             return False  # what an aborted one loads does not enter vLLM's cache
+        if time.monotonic() > loading.ordered_at + self._config.transfer_timeout:
+            return False  # it hangs: its workers should have given it up by now
         if t.awaited != other:
             mine = {bytes(h) for h in chain[first:]}
             shared = sum(h in mine for h in loading.inbound)
