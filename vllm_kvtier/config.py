@@ -107,7 +107,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         60.0
     )
     kv_load_failure_policy: Annotated[
-        Literal["recompute", "fail"], _doc("What becomes of a request whose pull failed.")
+        Literal["recompute", "fail"],
+        _doc("What becomes of a request whose load failed; vLLM's own field of this name is not used."),
     ] = "recompute"
     host_buffer: Annotated[
         Literal["auto", "always", "never"],

@@ -95,6 +95,19 @@ def test_match_behind_a_load_that_hangs_waits_no_longer_than_its_time_limit():
     assert not world.client.held
 
 
+def test_match_of_a_request_that_reads_no_prefix_cache_neither_waits_nor_asks():
+    """Prompt log-probabilities, and vectors of each token, need all tokens computed."""
+    world = World(ONE)
+    first, second = (make_request(name, [*range(17), i], UNIT) for i, name in enumerate("ab"))
+    world.store(first)
+    assert offered(world, first) == (16, True)
+    world.matcher.allocated(first, world.tables(0, 16), 16)
+    second.skip_reading_prefix_cache = True
+    assert world.matcher.match(second, 0) == (0, False) and not world.client.open
+    world.matcher.loaded("a", False)
+    assert not world.client.held
+
+
 @pytest.mark.parametrize("offered_already", [False, True])
 def test_requests_that_came_together_do_not_all_load_the_same(offered_already):
     """All of them asked the store, or even had its offer, before the first one's load began."""

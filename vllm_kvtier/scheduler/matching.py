@@ -187,7 +187,7 @@ class Matcher:
         vLLM has it in its prefix cache when that load ends. Otherwise a short prompt would wait for a long load
         that it shares only the beginning of.
         """
-        if not self._inbound:
+        if not self._inbound or t.request.skip_reading_prefix_cache:
             return False
         chain, first = t.request.block_hashes, computed // self._unit
         other = self._inbound.get(bytes(chain[first])) if first < len(chain) else None
