@@ -107,7 +107,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         60.0
     )
     kv_load_failure_policy: Annotated[
-        Literal["recompute", "fail"], _doc("What becomes of a request whose pull failed.")
+        Literal["recompute", "fail"],
+        _doc("What becomes of a request whose load failed; vLLM's own field of this name is not used."),
     ] = "recompute"
     host_buffer: Annotated[
         Literal["auto", "always", "never"],
@@ -291,6 +292,10 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 _note_aliases(tuple(renamed))
             return config
         raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
+
+    def without_prefixes(self) -> "KVTierConfig":
+        """The same where vLLM's prefix caching is off: nothing is stored, or found by its content."""
+        return msgspec.structs.replace(self, store="off", store_nodes="", bidirectional=False)
 
     def __post_init__(self) -> None:
         if problems := list(_impossible(self)):

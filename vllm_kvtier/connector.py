@@ -59,16 +59,45 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             choice.check(option, getattr(self._options, option))
         share_interpreter(self._options.switch_interval_ms / 1e3)
         self._facts = engine_facts(vllm_config, kv_cache_config)
+        if not self._facts.prefix_caching:
+            self._options = self._options.without_prefixes()
+        # vLLM before 0.30 hears of a failed request from its own scheduler only.
+        self._marks_failures = TransferResults is None and self._facts.fails_by_request
         self._link = link_path(self._facts.engine_id, self._facts.instance_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._step: StepResults = StepResults()
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM's own default is "fail" and cannot be told from a user's wish, so ours is an option of ours.
-            vllm_config.kv_transfer_config.kv_load_failure_policy = self._options.kv_load_failure_policy
+            self._settle_failure_policy(vllm_config.kv_transfer_config)
             namespace.settle_hash_seed(vllm_config)
             if self._facts.unsupported:
                 logger.warning("kvtier: %s", self._facts.unsupported)
+            elif not self._facts.prefix_caching:
+                logger.warning(
+                    "kvtier: vLLM's prefix caching is off: nothing is stored, loaded or kept for a next turn; "
+                    "prefills are handed off (do_remote_decode, do_remote_prefill)"
+                )
+
+    def _settle_failure_policy(self, transfer: Any) -> None:
+        """vLLM's own default is "fail" and cannot be told from a user's wish, so ours is an option of ours."""
+        ours, theirs = self._options.kv_load_failure_policy, transfer.kv_load_failure_policy
+        if ours != theirs:
+            logger.info(
+                "kvtier: kv_load_failure_policy is %s, as the option in kv_connector_extra_config says; "
+                "%s in --kv-transfer-config itself, which is also vLLM's default, is not used",
+                ours, theirs,
+            )  # fmt: skip
+            transfer.kv_load_failure_policy = ours
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether vLLM drops the output in flight of a request that it preempts, so that it ends with its blocks.
+
+        Only for an engine that does nothing but prefill for others. Elsewhere that would cost every preempted request
+        its tokens in flight. One that ends without its blocks is not exported, and a prefill that is lost so is
+        computed by the engine it was promised to.
+        """
+        return self._kv_transfer_config.kv_role == "kv_producer"
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
 
@@ -83,6 +112,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, lambda: (0, False), lambda self, request, computed: self._scheduler.compute(request))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._marks_failures and self._scheduler.engine_scheduler is None:
+            return 0, False  # a load that failed would be taken for one that did not
         return self._scheduler.match(request, num_computed_tokens)
 
     def _fail_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -106,7 +137,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
-        if TransferResults is None and self._facts.fails_by_request and any(r.failed for r in results):
+        if self._marks_failures and any(r.failed for r in results):
             recompute_failed_loads(self._scheduler.engine_scheduler, results)
         finished = connector_output.finished_recving
         if results or finished:

@@ -300,6 +300,7 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     half, seen = bare, {}
     half._run_jobs = lambda: None
     half._provenance = SimpleNamespace(shares=lambda tracked: True)
+    half._facts = SimpleNamespace(unsupported=None)
     growth = [
         SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)

@@ -88,7 +88,7 @@ class Asker:
         self.aborted: list[str] = []  # requests whose loads the workers need not go on with
 
     def asks_nobody(self, t: Tracked) -> bool:
-        return not self._resumes or getattr(t.request, "skip_reading_prefix_cache", False)
+        return not self._resumes or t.request.skip_reading_prefix_cache
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ class Asker:
             t.sources, t.begun_at = deque(self._sources(t)), time.monotonic()
         # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
         lacking = request.num_tokens - 1 - computed
-        if getattr(request, "skip_reading_prefix_cache", False):
-            lacking = 0  # prompt log-probabilities need every token computed; vLLM 0.25 asks all the same
+        if request.skip_reading_prefix_cache:
+            lacking = 0  # prompt log-probabilities need every token computed; vLLM asks all the same
         variant = vr.variant(request) if t.sources else b""
         left = lacking if t.held is None else request.num_tokens - 1 - t.held.tokens
         while t.sources:
@@ -186,7 +186,7 @@ class Asker:
         return True
 
     def _worth_asking_ahead(self, request: Any, start: int) -> bool:
-        if request.num_tokens - 1 <= start or getattr(request, "skip_reading_prefix_cache", False):
+        if request.num_tokens - 1 <= start or request.skip_reading_prefix_cache:
             return False
         return not self._hopeless(request, start, trial=False)
 

@@ -115,7 +115,7 @@ class ExportTable:
         self._budget = budget
         self._clock = clock
         self._lock = threading.RLock()
-        self._returned = threading.Condition(self._lock)  # something that was lent
+        self._returned = threading.Condition(self._lock)  # the last lease
         self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
         self._by_hash: dict[bytes, list[Export]] = {}
         self._leases: dict[int, Lease] = {}
@@ -201,12 +201,15 @@ class ExportTable:
             for export in list(self._exports.values()):
                 self._end(export)
 
-    def recall(self, seconds: float) -> None:
-        """Wait so long for what is lent, and end the leases that are left: readers find that out by the checksums."""
+    def recall(self, seconds: float) -> int:
+        """Wait so long for all leases to be released, and end those that are left: their readers find that out by the
+        checksums, each of which names the content it was made of. Returns how many were ended."""
         with self._returned:
-            self._returned.wait_for(lambda: not self._pinned[Kind.LENT], seconds)
-            for lease in [lease for lease in self._leases.values() if lease.export.kind is Kind.LENT]:
+            self._returned.wait_for(lambda: not self._leases, seconds)
+            left = list(self._leases.values())
+            for lease in left:
                 self._drop_lease(lease)
+            return len(left)
 
     # -- endpoint's thread -----------------------------------------------------------------------------------
 
@@ -359,6 +362,8 @@ class ExportTable:
         if not ids:
             del self._by_connection[lease.connection]
         export.leases.discard(lease.id)
+        if not self._leases:
+            self._returned.notify_all()
 
     def _end(self, export: Export) -> None:
         """No new leases; blocks are freed now or with the last lease. Idempotent."""
@@ -379,7 +384,6 @@ class ExportTable:
     def _free(self, export: Export) -> None:
         if export.kind is Kind.LENT:
             self._pinned[Kind.LENT] -= len(export.pinned)
-            self._returned.notify_all()
         if export.pinned:
             self._freed.append(export.pinned)
             export.pinned = []

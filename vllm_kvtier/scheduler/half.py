@@ -43,7 +43,7 @@ from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
 from vllm_kvtier.vllm_compat import events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.vllm_compat import weights
+from vllm_kvtier.vllm_compat import undo, weights
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
@@ -56,8 +56,9 @@ from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrde
 
 logger = get_logger("vllm.kvtier.scheduler")
 
-# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
-# hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
+# A reset of vLLM's prefix cache waits so long for peers to release what they read, and as long again for copies to the
+# node store to end; both take milliseconds. A store that hangs is given up after ``ask_timeout``, and only then are the
+# blocks free that it was asked about.
 RESET_PATIENCE = 1.0
 # So long the engine's thread waits, once and before it serves, for the weights' files to be read; a thousand of them on
 # a slow file system take longer, and then it serves meanwhile.
@@ -91,7 +92,12 @@ class SchedulerHalf:
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
         align = alignment(facts.groups, unit) // unit
         self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
-        self._engine = EngineThread(self._on_idle, containment)
+        self._engine = EngineThread(
+            self._on_idle,
+            containment,
+            connector,
+            lambda engine: undo.settle_failure_policy(engine, config.kv_load_failure_policy),
+        )
         self._model = facts.fingerprint(config.model_fingerprint, self._engine.wake)
         self._waited = False  # for ``_model``
         self._namespace: m.Namespace | None = None
@@ -123,6 +129,8 @@ class SchedulerHalf:
             instance=self.instance,
         )
         self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks, facts.world_size)
+        if facts.unsupported:
+            self._endpoint.unusable = facts.unsupported
         self._described: dict[int, m.Described] = {}
         bandwidths = {"host": tier_bandwidth(config, facts), "gpu": facts.peer_bandwidth}
         self._planner = Planner(bandwidths, step_tokens=facts.step_tokens, known=2)
@@ -272,7 +280,7 @@ class SchedulerHalf:
         attempt("jobs", self._run_jobs)
         # Twice: of a request that loses its blocks in this step nobody will know later that its output is wrong.
         self._contain.insist("unverified output", self._hurry.watch)
-        sums = [] if self._passive else self._follow(output, hurried)
+        sums = [] if self._passive or self._facts.unsupported else self._follow(output, hurried)
         return self.step_work(sums or [], not output.total_num_scheduled_tokens)
 
     def _follow(self, output: Any, hurried: bool) -> list[SumBatch] | None:
@@ -399,11 +407,15 @@ class SchedulerHalf:
         insist("forgetting checksums", self._ledger.clear)  # nothing more is lent
         if self._events is not None:
             attempt("repeating events", self._events.say_again)
-        insist("recalling blocks", lambda: self._exports.recall(RESET_PATIENCE))
+        insist("recalling blocks", self._recall)
         attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
             settle = functools.partial(self._offloader.settle, self._config.ask_timeout + RESET_PATIENCE)
             attempt("ending copies", settle, repair=settle)
+
+    def _recall(self) -> None:
+        if self._exports.recall(RESET_PATIENCE):
+            self._endpoint.recalled()
 
     def _after_reset(self) -> None:
         self._contain.attempt("provenance", self._provenance.after_reset)
@@ -506,7 +518,7 @@ class SchedulerHalf:
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request. Requests that
         come before the weights' files were read are private, see ``Provenance``."""
-        if self._namespace is None:
+        if self._namespace is None and not self._facts.unsupported:
             model = self._model.get(0.0 if self._waited else FIRST_WAIT)
             self._waited = True
             if model is None:
@@ -562,7 +574,7 @@ class SchedulerHalf:
                     self._endpoint.summed(min(self._summed.values()))
 
     def _open_if_ready(self) -> None:
-        if self._namespace is None:
+        if self._namespace is None:  # or if the engine is not supported, whatever its workers made of it
             return
         if self._tier is not None and not self._tier.opened and len(self._described) == self._facts.world_size:
             try:

@@ -201,13 +201,15 @@ class Matcher:
         vLLM has it in its prefix cache when that load ends. Otherwise a short prompt would wait for a long load
         that it shares only the beginning of.
         """
-        if not self._inbound:
+        if not self._inbound or t.request.skip_reading_prefix_cache:
             return False
         chain, first = t.request.block_hashes, computed // self._unit
         other = self._inbound.get(bytes(chain[first])) if first < len(chain) else None
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
             return False  # what an aborted one loads does not enter vLLM's cache
+        if time.monotonic() > loading.ordered_at + self._config.transfer_timeout:
+            return False  # it hangs: its workers should have given it up by now
         if t.awaited != other:
             mine = {bytes(h) for h in chain[first:]}
             shared = sum(h in mine for h in loading.inbound)

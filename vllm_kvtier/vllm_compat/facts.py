@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier import fingerprint
+from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import events, sleep, undo
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat.layout import attention_kind
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
@@ -25,13 +27,14 @@ class EngineFacts:
     step_tokens: int  # most tokens in a step
     link_bandwidth: float  # bytes/s to host memory, before any was measured
     resumes: bool  # whether several tokens can be computed on top of others that are in the cache already
-    unsupported: str | None  # why this engine can neither pull nor export
+    unsupported: str | None  # why this engine can neither pull, export, store nor load
     release: str  # of vLLM
     config: Any = field(repr=False)
     peer_bandwidth: float = 200e9  # bytes/s from another device of the node, before any was measured
     publishes: bool = False  # KV events
     kinds: list[tuple[str, int | None]] = field(default_factory=list)  # of groups, as vLLM's KV events name them
     waits: bool = False  # whether a step's forward can wait for a load, and be taken back if what came was wrong
+    prefix_caching: bool = True  # vLLM's own; without, only a prefill that was promised to a request is read
 
     @property
     def fails_by_request(self) -> bool:
@@ -60,13 +63,9 @@ class EngineFacts:
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     parallel = vllm_config.parallel_config
-    groups, full = [], []
-    for g, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        window = getattr(spec, "sliding_window", None)
-        groups.append((spec.block_size, window))
-        if window is None:
-            full.append(g)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = [(spec.block_size, _window(spec)) for spec in specs]
+    full = [g for g, (_, window) in enumerate(groups) if window is None]
     return EngineFacts(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         instance_id=vllm_config.instance_id,
@@ -86,8 +85,16 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         release=installed_version() or "",
+        prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         config=vllm_config,
     )
+
+
+def _window(spec: Any) -> int | None:
+    try:
+        return attention_kind(spec)[1]
+    except UnsupportedLayout:
+        return None  # ``_unsupported`` says why this engine does nothing
 
 
 def _link_bandwidth(vllm_config: Any) -> float:
@@ -122,11 +129,37 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         ("prefill_context_parallel_size", "prefill context parallelism"),
     ):
         if (getattr(parallel, name, 1) or 1) > 1:
-            return f"{words} spreads a block over ranks; pulls are off"
+            return f"{words} spreads a block over ranks: nothing is pulled, stored or loaded"
     if sleep.possible(vllm_config) and (reason := sleep.untold(vllm_config)):
         return reason
+    if not kv_cache_config.kv_cache_groups:
+        return "this model keeps no KV"
     for group in kv_cache_config.kv_cache_groups:
-        kind = type(group.kv_cache_spec).__name__
-        if "Mamba" in kind or "Chunked" in kind or "Circular" in kind or "CrossAttention" in kind:
-            return f"KV cache groups of type {kind} are not blocks of tokens that can be pulled; pulls are off"
-    return None
+        try:
+            kind, _ = attention_kind(group.kv_cache_spec)
+        except UnsupportedLayout as error:
+            return f"{error}: nothing is pulled, stored or loaded"
+        if kind == "chunked":
+            return "chunked local attention is not supported: nothing is pulled, stored or loaded"
+    return _whole_prompts(vllm_config)
+
+
+def _whole_prompts(vllm_config: Any) -> str | None:
+    """Why this engine has to compute each prompt as a whole, if it has to. vLLM hashes blocks for any connector, also
+    where it switched its own prefix cache off because going on from a prefix would be wrong.
+
+    vLLM computes prompts in pieces only where all of the model's attention is causal and nothing needs the whole prompt
+    at once. It is MLA's backends, not the model, that cannot on CPUs: see ``_resumes``.
+    """
+    model, caching = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
+    if not model.is_prefix_caching_supported:
+        why = "vLLM does not support prefix caching for this model or its kind of pooling"
+    elif caching:
+        return None
+    elif model.runner_type != "generate":
+        why = "prefix caching is off"
+    elif not model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
+        why = "prefix caching and chunked prefill are off, as for attention that is not causal"
+    else:
+        return None
+    return f"{why}: nothing is pulled, stored or loaded"

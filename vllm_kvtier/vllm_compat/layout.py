@@ -123,21 +123,32 @@ def _layer_spec(spec: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
 
 
-def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+def attention_kind(spec: Any) -> tuple[str, int | None]:
+    """(kind of attention, window) of a layer's or a group's cache. A FullAttentionSpec of a layer with a window names
+    the window, but its blocks are kept as those of full attention.
+
+    Raises UnsupportedLayout for what is not KV of single tokens.
+    """
     name = type(spec).__name__
     kind = _KINDS.get(name)
     if kind is None:
         what = "recurrent state" if name == "MambaSpec" else name.removesuffix("Spec")
-        raise UnsupportedLayout(
-            f"layer {layer} keeps {what}, which is not KV of single tokens: requests run without pulls"
-        )
+        raise UnsupportedLayout(f"{what} is not KV of single tokens")
+    if kind == "chunked":
+        return kind, spec.attention_chunk_size
+    return kind, spec.sliding_window if kind.startswith("sliding") else None
+
+
+def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+    try:
+        kind, window = attention_kind(spec)
+    except UnsupportedLayout as error:
+        raise UnsupportedLayout(f"layer {layer} is not supported ({error}): requests run without pulls") from None
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps out of transfers")
     if getattr(spec, "bounded_replay", False):
         raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
-    if kind == "chunked":
-        return kind, spec.attention_chunk_size
-    return kind, spec.sliding_window if kind.startswith("sliding") else None
+    return kind, window
 
 
 class _Backend(NamedTuple):
