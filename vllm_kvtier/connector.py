@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.vllm_compat import namespace
+from vllm_kvtier.vllm_compat import namespace, probe
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.vllm_compat.facts import engine_facts
@@ -26,7 +26,6 @@ from vllm_kvtier.vllm_compat.types import (
     recompute_failed_loads,
     transfer_results,
 )
-from vllm_kvtier.vllm_compat.version import check_supported
 from vllm_kvtier.vllm_compat.worker import cache_device, heads, rank_in_engine, shards, wants_host_buffer
 from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.coded_memory import CodedMemory
@@ -41,8 +40,8 @@ logger = logging.getLogger("vllm.kvtier")
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        """Raises ConfigError for an option that is unknown or impossible, UnsupportedVLLM for another vLLM."""
-        check_supported()
+        """Raises ConfigError for an option that is unknown or impossible, UnsupportedVLLM if this vLLM cannot do."""
+        probe.start(probe.Side.SCHEDULER if role is KVConnectorRole.SCHEDULER else probe.Side.WORKER)
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = KVTierConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         for option in ("codec", "wire_codec"):

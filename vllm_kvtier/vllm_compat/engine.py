@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.turns import Turns
 
 logger = logging.getLogger("vllm.kvtier.engine")
@@ -40,21 +41,20 @@ class EngineThread:
         self._install()
 
     def _install(self) -> None:
-        try:
-            from vllm.v1.engine import EngineCoreRequestType
-            from vllm.v1.engine.core import EngineCoreProc
+        if not granted(Feature.IDLE):
+            return  # released blocks wait for the next request
+        from vllm.v1.engine import EngineCoreRequestType
+        from vllm.v1.engine.core import EngineCoreProc
 
-            self._wakeup = (EngineCoreRequestType.WAKEUP, None)
-            original = EngineCoreProc._notify_idle_state_callbacks
-        except (ImportError, AttributeError) as error:
-            logger.warning("kvtier: this vLLM has no idle hook (%s); released blocks wait for the next request", error)
-            return
+        self._wakeup = (EngineCoreRequestType.WAKEUP, None)
+        original = EngineCoreProc._notify_idle_state_callbacks
         original = getattr(original, _WRAPPED, original)
         me = self
 
         def notify(engine: Any) -> None:
             me._engine = weakref.ref(engine)
-            me.turns.watch(getattr(engine, "scheduler", None))
+            if granted(Feature.PEER_FETCH):
+                me.turns.watch(engine.scheduler)
             try:
                 with me.turns.taken():
                     me._on_idle()

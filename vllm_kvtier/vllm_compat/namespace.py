@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.fingerprint import IGNORED, model_folder, sampled_bytes, weight_files
+from vllm_kvtier.vllm_compat.probe import value
 from vllm_kvtier.wire.messages import Namespace
 
 logger = logging.getLogger("vllm.kvtier.namespace")
@@ -47,7 +48,7 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str | None)
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
-    if getattr(cache, "calculate_kv_scales", False):
+    if value(cache, "CacheConfig.calculate_kv_scales"):
         # An option of older vLLM: scales come from the engine's first batch; nobody else's bytes mean the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(
