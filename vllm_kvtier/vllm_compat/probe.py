@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.vllm_compat import probe_checks as checks
-from vllm_kvtier.vllm_compat.probe_checks import Unmet
+from vllm_kvtier.vllm_compat.probe_checks import NotHere, Unmet
 from vllm_kvtier.vllm_compat.version import SUPPORTED, check_supported, installed_version, is_tested
 
 logger = logging.getLogger("vllm.kvtier.probe")
@@ -56,7 +56,7 @@ class Side(enum.Enum):
 
 class State(enum.Enum):
     OK = "ok"
-    ABSENT = "not in this version"  # nor should it be
+    ABSENT = "not here"  # in this version, or on this machine, nor should it be
     FAILED = "failed"
 
 
@@ -160,7 +160,7 @@ def _examine(row: Row, version: Release) -> Result:
     try:
         row.check(version)
     except Unmet as unmet:
-        if Absence(None, row.since, row.until).fits(version):
+        if isinstance(unmet, NotHere) or Absence(None, row.since, row.until).fits(version):
             return Result(row, State.ABSENT, str(unmet))
         return Result(row, State.FAILED, str(unmet))
     return Result(row, State.OK)
@@ -252,3 +252,4 @@ def forget() -> None:
     with _lock:
         _results.clear()
         _logged.clear()
+        checks.forget()

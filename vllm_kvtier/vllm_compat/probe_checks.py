@@ -13,6 +13,10 @@ class Unmet(Exception):
     """vLLM does not have what a row needs."""
 
 
+class NotHere(Unmet):
+    """What a row is about is not installed on this machine, nor needs to be."""
+
+
 def find(path: str) -> Any:
     """The object at "module:Outer.name", or the module."""
     module, _, qualified = path.partition(":")
@@ -90,6 +94,11 @@ def _assigned(owner: type) -> frozenset[str]:
         for step in dis.get_instructions(each.__code__)
         if step.opname == "STORE_ATTR"
     )
+
+
+def forget() -> None:
+    """Classes may have changed."""
+    _assigned.cache_clear()
 
 
 def _shown(function: Any) -> str:

@@ -198,7 +198,6 @@ ROWS: tuple[Row, ...] = (
     Row(
         "preemption", Feature.SYNC_LOADS, "a request is preempted and its output in flight dropped", since=(0, 27, 0),
         calls=((f"{_SCHEDULER}._preempt_request", 3, ("drop_stale_output",)),),
-        names=(_SCHEDULER,),
         trial=trials.stale_output, tried=_all(_REQUEST, "num_stale_output_tokens drop_stale_output"),
     ),
     Row(

@@ -3,13 +3,14 @@
 They use vLLM through the same functions of ``vllm_compat`` as serving does, where there are such.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvtier.vllm_compat.probe_checks import Unmet, declared, expect, find, sets, uses
+from vllm_kvtier.vllm_compat.probe_checks import NotHere, Unmet, declared, expect, find, sets, uses
 
 _HASHES = "vllm.v1.core.kv_cache_utils"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -220,6 +221,8 @@ def prompt_hashes() -> None:
 
 
 def triton_kernels() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise NotHere("Triton is not installed")
     kernel = find("triton.compiler:CompiledKernel")
     expect(callable(getattr(kernel, "_init_handles", None)), "CompiledKernel._init_handles is missing")
     sets("triton.compiler:CompiledKernel", ["metadata", "function"])
