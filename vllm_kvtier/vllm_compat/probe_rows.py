@@ -29,7 +29,9 @@ ROWS: tuple[Row, ...] = (
     Row(
         "connector interface", Feature.ALL,
         "the methods that vLLM calls take what ours take, and none is abstract that we lack", Side.BOTH,
-        names=(f"{_BASE}:SupportsHMA", f"{_BASE}:KVConnectorRole", *_all(f"{_BASE}:KVConnectorRole", "SCHEDULER WORKER")),
+        names=(
+            f"{_BASE}:SupportsHMA", f"{_BASE}:KVConnectorRole", *_all(f"{_BASE}:KVConnectorRole", "SCHEDULER WORKER")
+        ),
         sets={f"{_BASE}:KVConnectorBase_V1": "_connector_metadata _vllm_config _kv_cache_config"},
         trial=trials.connector_interface, tried=(f"{_BASE}:KVConnectorBase_V1", f"{_BASE}:SupportsHMA"),
     ),
