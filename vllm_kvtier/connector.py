@@ -16,7 +16,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat import namespace, sleep
+from vllm_kvtier.vllm_compat import namespace, probe, sleep
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.vllm_compat.facts import engine_facts
@@ -30,7 +30,6 @@ from vllm_kvtier.vllm_compat.types import (
     recompute_failed_loads,
     transfer_results,
 )
-from vllm_kvtier.vllm_compat.version import check_supported
 from vllm_kvtier.vllm_compat.worker import cache_device, heads, rank_in_engine, shards, wants_host_buffer
 from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.coded_memory import CodedMemory
@@ -49,8 +48,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """What vLLM calls. What each call answers if our code raises: see ``containment``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        """Raises ConfigError for an option that is unknown or impossible, UnsupportedVLLM for another vLLM."""
-        check_supported()
+        """Raises ConfigError for an option that is unknown or impossible, UnsupportedVLLM if this vLLM cannot do."""
+        probe.start(probe.Side.SCHEDULER if role is KVConnectorRole.SCHEDULER else probe.Side.WORKER)
         super().__init__(vllm_config, role, kv_cache_config)
         self.counters = Counters()
         self.containment = Containment(self.counters)

@@ -29,14 +29,14 @@ from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
 from vllm_kvtier.scheduler.provenance import Provenance
-from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
 from vllm_kvtier.worker.queues import LoadResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-pytestmark = pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
 BLOCKS = 30
 WORDS = 50  # of the vocabulary

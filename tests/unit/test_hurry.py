@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
-from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
 
@@ -201,7 +201,7 @@ def test_a_verdict_is_not_given_up_while_a_step_is_scheduled(bare):  # noqa: F81
     assert arrived == ["verdict"]
 
 
-@pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+@pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 def test_output_of_one_that_was_preempted_is_dropped(engine):
     """vLLM delivers what was in flight of a preempted request, and by then does not know that it was wrong."""
     hurry, t = make(engine), tracked()

@@ -47,6 +47,7 @@ from vllm_kvtier.vllm_compat import undo, weights
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
@@ -151,7 +152,8 @@ class SchedulerHalf:
             self._events = Events(facts.groups, unit, self._reactor, self._engine.wake)
             self._tier.events = self._offloader.events = self._events
         self._sharing = None
-        if self._offloader is not None and config.peer_fetch == "auto" and facts.resumes:
+        shares = config.peer_fetch == "auto" and granted(Feature.PEER_FETCH)
+        if self._offloader is not None and shares and facts.resumes:
             self._sharing = self._tier.sharing = Sharing(
                 ledger, self._keys, facts.groups, unit, self.instance, self._engine.wake
             )

@@ -10,6 +10,7 @@ import functools
 import torch
 
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 logger = get_logger("vllm.kvtier.layout")
 
@@ -27,6 +28,8 @@ def cpu_arrangement(isa: str, dtype: torch.dtype, tokens: int, head_size: int) -
     count = 2 * tokens * head_size
     index = torch.arange(count)
     found = torch.zeros(count, dtype=torch.int64)
+    if not granted(Feature.CPU_CODECS):
+        return None
     try:
         for shift in range(0, max(1, (count - 1).bit_length()), _BITS):
             code = index >> shift & (1 << _BITS) - 1

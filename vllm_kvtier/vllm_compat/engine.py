@@ -16,6 +16,7 @@ from typing import Any
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.turns import Turns
 
 logger = get_logger("vllm.kvtier.engine")
@@ -59,15 +60,13 @@ class EngineThread:
         self._install()
 
     def _install(self) -> None:
-        try:
-            from vllm.v1.engine import EngineCoreRequestType
-            from vllm.v1.engine.core import EngineCore, EngineCoreProc
+        if not granted(Feature.IDLE):
+            return  # released blocks wait for the next request
+        from vllm.v1.engine import EngineCoreRequestType
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-            self._wakeup = (EngineCoreRequestType.WAKEUP, None)
-            original = EngineCoreProc._notify_idle_state_callbacks
-        except (ImportError, AttributeError) as error:
-            logger.warning("kvtier: this vLLM has no idle hook (%s); released blocks wait for the next request", error)
-            return
+        self._wakeup = (EngineCoreRequestType.WAKEUP, None)
+        original = EngineCoreProc._notify_idle_state_callbacks
         EngineThread._all.add(self)
         EngineCore.add_request = _looking(EngineCore.add_request)
         original = getattr(original, _WRAPPED, original)
@@ -93,7 +92,8 @@ class EngineThread:
     def _found(self, scheduler: Any) -> None:
         if scheduler is not self._scheduler():
             self._scheduler = weakref.ref(scheduler)
-            self.turns.watch(scheduler)
+            if granted(Feature.PEER_FETCH):
+                self.turns.watch(scheduler)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:

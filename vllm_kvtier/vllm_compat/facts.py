@@ -6,9 +6,10 @@ from typing import Any
 
 from vllm_kvtier import fingerprint
 from vllm_kvtier.errors import UnsupportedLayout
-from vllm_kvtier.vllm_compat import events, sleep, undo
+from vllm_kvtier.vllm_compat import events, probe_trials, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat.layout import attention_kind
+from vllm_kvtier.vllm_compat.probe import Feature, granted, refused
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
@@ -75,13 +76,13 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
         max_tokens=vllm_config.model_config.max_model_len,
-        hash_lookahead=getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0,
+        hash_lookahead=_hash_lookahead(vllm_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         link_bandwidth=_link_bandwidth(vllm_config),
         peer_bandwidth=1.5e9 if _on_cpu(vllm_config) else 200e9,
         resumes=_resumes(vllm_config),
-        publishes=events.enabled(vllm_config),
-        kinds=events.group_kinds(kv_cache_config),
+        publishes=(publishes := events.enabled(vllm_config)),
+        kinds=events.group_kinds(kv_cache_config) if publishes else [],
         waits=_waits(vllm_config, groups),
         unsupported=_unsupported(vllm_config, kv_cache_config),
         release=installed_version() or "",
@@ -103,7 +104,12 @@ def _link_bandwidth(vllm_config: Any) -> float:
 
 
 def _on_cpu(vllm_config: Any) -> bool:
-    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "")) == "cpu"
+    return str(vllm_config.device_config.device_type) == "cpu"
+
+
+def _hash_lookahead(vllm_config: Any) -> int:
+    """Tokens behind a block that its hash covers; some, where this vLLM does not tell."""
+    return probe_trials.hash_lookahead(vllm_config) if granted(Feature.HANDOFFS) else 1
 
 
 def _resumes(vllm_config: Any) -> bool:
@@ -119,7 +125,7 @@ def _waits(vllm_config: Any, groups: list[tuple[int, int | None]]) -> bool:
     parallel = vllm_config.parallel_config
     together = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1
     single = len(groups) == 1 and groups[0][1] is None
-    return single and not together and _resumes(vllm_config) and undo.possible()
+    return single and not together and _resumes(vllm_config) and granted(Feature.SYNC_LOADS)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -128,7 +134,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         ("decode_context_parallel_size", "decode context parallelism"),
         ("prefill_context_parallel_size", "prefill context parallelism"),
     ):
-        if (getattr(parallel, name, 1) or 1) > 1:
+        if getattr(parallel, name) > 1:
             return f"{words} spreads a block over ranks: nothing is pulled, stored or loaded"
     if sleep.possible(vllm_config) and (reason := sleep.untold(vllm_config)):
         return reason
@@ -141,6 +147,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
             return f"{error}: nothing is pulled, stored or loaded"
         if kind == "chunked":
             return "chunked local attention is not supported: nothing is pulled, stored or loaded"
+    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not _resumes(vllm_config)
+    if by_request and not granted(Feature.GROUPS):
+        return f"a failed load could not be computed again ({refused(Feature.GROUPS)})"
     return _whole_prompts(vllm_config)
 
 

@@ -15,6 +15,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.probe import value
 from vllm_kvtier.wire.messages import Namespace
 
 logger = get_logger("vllm.kvtier.namespace")
@@ -52,7 +53,7 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Nam
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
-    if getattr(cache, "calculate_kv_scales", False):
+    if value(cache, "CacheConfig.calculate_kv_scales"):
         # An option of older vLLM: scales come from the engine's first batch; nobody else's bytes mean the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(

@@ -1,6 +1,7 @@
 """What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 _VARIANT = "_kvtier_variant"
 
@@ -26,8 +28,7 @@ def variant(request: Any) -> bytes | None:
 
 def written_tokens(request: Any) -> int:
     """Tokens whose KV is certainly in the cache: a sampled token's KV is written only by the step after it."""
-    in_flight = getattr(request, "num_output_placeholders", 0)
-    return max(0, min(request.num_computed_tokens - in_flight, request.num_tokens - 1))
+    return max(0, min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens - 1))
 
 
 def ended_well(request: Any) -> bool:
@@ -44,8 +45,10 @@ def tail_hash(request: Any, tokens: int, unit: int) -> bytes:
     """Chain hash of the partial block that ends at ``tokens`` (not a multiple of ``unit``).
 
     Made like vLLM's block hash but with our own digest: parent hash, token ids, extra keys (salt, LoRA,
-    multimodal items, embeddings) of that range.
+    multimodal items, embeddings) of that range. Like no other where this vLLM does not say what these are.
     """
+    if not granted(Feature.HANDOFFS):
+        return os.urandom(32)
     start = tokens // unit * unit
     parent = bytes(request.block_hashes[start // unit - 1]) if start else bytes(kv_cache_utils.NONE_HASH)
     extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, tokens, 0)
@@ -82,7 +85,15 @@ def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
 
 
 def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
-    """The chain vLLM would give a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's."""
+    """The chain vLLM would give a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's.
+
+    Empty where it is not known how this vLLM hashes prompts.
+    """
+    return chain_of(tokens, cache_salt, hash_fn, unit, lora) if granted(Feature.PROMPTS) else []
+
+
+def chain_of(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
+    """As ``hash_prompt``, of which the probe compares this with vLLM's own."""
     salted = (("cache_salt", cache_salt),) if _tagged_extra_keys() else (cache_salt,)
     every = tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora))) if lora else ()
     hashes: list[bytes] = []

@@ -32,13 +32,13 @@ class Turns:
         return self._scheduler is not None
 
     def watch(self, scheduler: Any) -> None:
-        """Engine's thread, outside any turn: from now on this scheduler's methods are turns. Idempotent."""
-        if scheduler is None or scheduler is self._scheduler:
+        """Engine's thread, outside any turn: from now on this scheduler's methods are turns. Idempotent.
+
+        Of a scheduler that lacks one of them, as one of the user's own may, it is not known when it is at work."""
+        if scheduler is self._scheduler or not all(hasattr(scheduler, name) for name in _METHODS):
             return
         for name in _METHODS:
-            method = getattr(scheduler, name, None)
-            if method is not None:
-                setattr(scheduler, name, self.turn(method))
+            setattr(scheduler, name, self.turn(getattr(scheduler, name)))
         self._scheduler = scheduler
 
     def turn(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,6 @@ has been in the prefix cache since it was allocated. So the request is preempted
 is reset, output in flight included, and computed again from the first bad block on.
 """
 
-import dataclasses
-import inspect
 import time
 from typing import Any
 
@@ -16,15 +14,6 @@ from vllm.v1.request import RequestStatus
 from vllm_kvtier.logs import get_logger
 
 logger = get_logger("vllm.kvtier.engine")
-
-
-def possible() -> bool:
-    """Whether this vLLM's forward waits for loads, and its scheduler can drop what it has in flight of a request."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    waits = any(field.name == "has_sync_kv_loads" for field in dataclasses.fields(SchedulerOutput))
-    return waits and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
 
 
 def serves(scheduler: Any, connector: Any) -> bool:

@@ -138,7 +138,7 @@ class CudaPeerCopier:
                     torch.empty(room(max_rows, shape), dtype=torch.int64, device=self._device),
                     torch.empty(max_rows, dtype=torch.int64, device=self._device),
                 )
-        self._mover = peer.PeerMover(scratch, shape, checked, self.driver.launch)
+        self._mover = peer.PeerMover(scratch, shape, checked, self.driver.launcher)
         self._sources: dict[str, _Source] = {}
         self._leaving: list[_Source] = []
         self._under_way: list[CudaPeerCopy] = []
