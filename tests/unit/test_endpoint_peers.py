@@ -14,6 +14,7 @@ from support import eventually
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.scheduler import endpoint
 from vllm_kvtier.scheduler.exports import Kind, Refusal
 from vllm_kvtier.scheduler.offers import NoOffer, Offer
 from vllm_kvtier.scheduler.peers import HERE
@@ -102,6 +103,26 @@ def test_query_is_answered_on_another_thread(make):
 
 
 # -- exports whose checksums are not made yet ----------------------------------------------------------------------
+
+
+def test_recalled_serves_readers_until_they_have_found_out(make, monkeypatch):
+    """Not served, a read by NIXL would hang until its own time limit, and end its agent."""
+    monkeypatch.setattr(endpoint, "SERVE_AFTER_ASK", 0.5)
+    source, asker = make(Source), make(Asker)
+    source.table.add(export())
+    assert isinstance(asker.answer(source.address), Offer)
+    eventually(lambda: source.serving == [True])
+
+    def reset() -> int:
+        source.table.clear()
+        ended = source.table.recall(0.0)
+        source.endpoint.recalled()
+        return ended
+
+    assert source.on_reactor(reset) == 1
+    assert source.on_reactor(lambda: list(source.serving)) == [True]
+    eventually(lambda: source.serving == [True, False], 5)
+    assert len(source.freed) == 8
 
 
 def test_parked_until_summed(make):
