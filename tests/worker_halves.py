@@ -16,13 +16,13 @@ from vllm_kvtier.worker.work import PullOrder, StepWork
 class Half:
     """One over ``view``; what it says to its scheduler half is in ``heard``."""
 
-    def __init__(self, folder, number, view):
+    def __init__(self, folder, number, view, memory=lambda view: CacheMemory(view, False)):
         self.view, self.heard, self.reactor = view, [], Reactor(f"s{number}")
         path = str(folder / f"{number}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
         self.made, self.steps = WorkerHalf(0, f"agent{number}", path, ["UCX"], movable=True), 0
-        self.made.register(lambda: self.view, lambda view: CacheMemory(view, False), lambda view: (0,))
+        self.made.register(lambda: self.view, memory, lambda view: (0,))
 
     def info(self, count=1):
         """Of the ``count``-th time that it registered."""

@@ -451,6 +451,20 @@ def test_endpoint_that_was_closed_lends_nothing_and_opens_as_another_instance(ma
     assert isinstance(old.answer(source.address), Offer), "by its address, if its socket's name is an old one"
 
 
+def test_asker_that_sleeps_asks_nobody_and_trusts_no_promise(make):
+    """Its workers could not read: with ``kv_load_failure_policy`` "fail" that would cost a request."""
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(kind=Kind.RETAINED))
+    asker.peers.release(asker.answer(source.address), done=False)
+    address = (asker.near, HERE) if asker.near else source.address
+    assert asker.peers.known(address, "source/1")
+    greeting, asker.greeting = asker.greeting, None
+    assert asker.answer(source.address).code == "unreachable" and asker.peers.known(address, "source/1") is None
+    assert asker.held() == source.leases() == 0
+    asker.greeting = greeting
+    assert isinstance(asker.answer(source.address), Offer)
+
+
 def test_the_port_that_is_taken_is_said_in_words(make):
     source = make(Source)
     with pytest.raises(ConfigError, match="endpoint_port"):

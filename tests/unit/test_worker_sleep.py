@@ -2,17 +2,20 @@
 
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
-from pull_fakes import Pair, batch_of, cache, pull_of
+from pull_fakes import Pair, batch_of, cache, cache_of_numbers, pull_of
 from support import eventually
 from worker_halves import Half, same
 
+from vllm_kvtier import codecs
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import half as half_module
+from vllm_kvtier.worker.coded_memory import CodedMemory
 from vllm_kvtier.worker.half import ASLEEP, WorkerHalf
 from vllm_kvtier.worker.memory import CacheMemory
 
@@ -77,6 +80,35 @@ def test_half_that_slept_reads_again_from_engines_that_were_introduced_before(ha
     here.pull("after", 5, 4)
     [result] = here.results()
     assert not result.failed and same(here, 5, there, 4), result.reason
+
+
+def test_half_that_slept_gives_the_memory_for_encoded_blocks_back_before_it_takes_it_again(tmp_path):
+    """As much as its whole cache: twice that may not fit."""
+    pytest.importorskip("nixl")
+    made = weakref.WeakValueDictionary()  # by the cache
+
+    def encoded(view):
+        assert view not in made, "that of before is still there"
+        made[view] = memory = CodedMemory(view, [codecs.get("int8")])
+        return memory
+
+    here, there = (Half(tmp_path, n, cache_of_numbers(16, n), encoded) for n in range(2))
+    try:
+        for life in range(1, 4):
+            info = [half.info(life) for half in (here, there)][1]
+            there.sum(3, 4)
+            there.serve()
+            here.pull("r", 5, 4, f"s/{life}", {f"s/{life}": [info]})
+            [result] = here.results()
+            assert not result.failed, result.reason
+            for half in (here, there):
+                half.made.sleep()
+                half.made.wake()
+                half.info(life + 1)
+        assert len(made) == 2
+    finally:
+        here.end()
+        there.end()
 
 
 def test_half_that_falls_asleep_in_the_middle_of_pulls_reports_each_once_and_writes_no_more(halves):

@@ -74,8 +74,8 @@ class Peers:
         check_ranks: Callable[[list[m.RankInfo]], str | None],
         world: int = 1,
     ):
-        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's pages cannot be read as
-        they lie, or None. ``world``: our ranks."""
+        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why a
+        peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
         self._reactor, self._config, self._key = reactor, config, key
         self._hello, self._check_ranks, self._world = hello, check_ranks, world
         self._connections: dict[Address, _Connection] = {}
@@ -123,7 +123,9 @@ class Peers:
         """The ranks of an engine that we shook hands with, if it is still that instance."""
         connection = self._connections.get(address)
         welcome = connection.welcome if connection is not None else None
-        if welcome is None or welcome.instance != instance or connection.unlike or connection.lost is not None:
+        if self._hello() is None or welcome is None or welcome.instance != instance:
+            return None
+        if connection.unlike or connection.lost is not None:
             return None
         return welcome.ranks
 
@@ -133,6 +135,9 @@ class Peers:
     # -- reactor's thread --------------------------------------------------------------------------------------
 
     def _begin(self, pending: PendingAsk) -> None:
+        if self._hello() is None:
+            self._settle(pending, NoOffer("unreachable", "this engine is still starting, or sleeps"))
+            return
         here, connection = (pending.near, HERE), None
         paused = self._remembered(here) or self._remembered(pending.address)
         if paused is not None:
@@ -143,7 +148,7 @@ class Peers:
         if connection is None:
             connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
-            self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
+            self._settle(pending, NoOffer("unreachable", "no connection can be made to this address"))
             return
         if connection.lost is not None:
             self._settle(pending, connection.lost)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.probe_checks import NotHere, Unmet, declared, expect, find, sets, uses
 
 _HASHES = "vllm.v1.core.kv_cache_utils"
@@ -129,7 +131,7 @@ def block_pool() -> None:
 def reset() -> None:
     vllm, ours, first = _pool()
     calls: list[str] = []
-    ours.around_reset(lambda: calls.append("before"), lambda: calls.append("after"))
+    ours.around_reset(lambda: calls.append("before"), lambda: calls.append("after"), Containment(Counters()))
     expect(vllm.reset_prefix_cache() is False, "the prefix cache is reset while blocks are held")
     vllm.free_blocks(first)
     expect(vllm.reset_prefix_cache() is True, "the prefix cache is not reset though no block is held")
