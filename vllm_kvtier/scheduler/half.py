@@ -118,7 +118,8 @@ class SchedulerHalf:
             )
             self._offloader = Offloader(
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
-                on_free=self._engine.wake,
+                on_free=self._engine.wake, step_tokens=facts.step_tokens,
+                verified=lambda: not self._hurry.awaits_verdict,
             )
         elif is_far(config) and not facts.unsupported:
             self._tier = FarTier(config, facts, unit, self._reactor, self._link.tell)
@@ -330,6 +331,8 @@ class SchedulerHalf:
     def _on_idle(self) -> None:
         self._settle_namespace()
         self._run_jobs()
+        if self._offloader is not None:
+            self._offloader.idle()
         if self._sharing is not None:
             self._sharing.settle(idle=True)
         self._publish_idle()
