@@ -104,16 +104,20 @@ class FakePool:
         self.hash_block_size, self.num_gpu_blocks = hash_block_size, num_blocks
         self.blocks = [FakeBlock(self, i) for i in range(num_blocks)]
         self.cached: dict[tuple[bytes, int], int] = {}  # (hash, group) -> block id
+        self.oldest = dict.fromkeys(range(1, num_blocks))  # free ids as vLLM hands them out: longest free first
 
     def touch(self, blocks) -> None:
         for block in blocks:
             assert block.block_id, "the null block is never pinned"
             block.ref_cnt += 1
+            self.oldest.pop(block.block_id, None)
 
     def free_blocks(self, blocks) -> None:
         for block in blocks:
             assert block.ref_cnt > 0, f"block {block.block_id} is freed more often than it was taken"
             block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self.oldest[block.block_id] = None
 
     def free_ids(self) -> list[int]:
         return [b.block_id for b in self.blocks if b.ref_cnt == 0 and b.block_id]
@@ -130,6 +134,7 @@ class FakePool:
         block = self.blocks[block_id]
         assert block.ref_cnt == 0
         block.ref_cnt = 1
+        self.oldest.pop(block_id, None)
         for key in [k for k, b in self.cached.items() if b == block_id]:
             del self.cached[key]
         return block_id

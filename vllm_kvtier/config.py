@@ -158,12 +158,16 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "all"
     store_hold_share: Annotated[
         float,
-        _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
+        _doc(
+            "Largest share of the KV cache kept from reuse while it is copied to the node store; blocks beyond it are "
+            "stored later.",
+            gt=0,
+            le=1,
+        ),
     ] = 0.9
     store_queue_gib: Annotated[
-        float,
-        _doc("Most GiB a rank may have waiting to go to the node store; the newest beyond are not stored.", gt=0),
-    ] = 4.0
+        float | None, _doc("Deprecated and ignored, with a warning: store_hold_share bounds what waits.")
+    ] = None
     load_policy: Annotated[
         Literal["measured", "always"],
         _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
@@ -288,6 +292,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     problems.append(str(error) if name == option else f"{option}: {error}")
         if not problems:
             config = cls(**given)  # before anything is logged: the combination may be refused
+            if config.store_queue_gib is not None:
+                _warn_deprecated("store_queue_gib", "store_hold_share")
             if renamed:
                 _note_aliases(tuple(renamed))
             return config
@@ -362,6 +368,11 @@ def _note_aliases(names: tuple[str, ...]) -> None:
         "kv_connector_extra_config: %s",
         ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names),
     )
+
+
+@functools.cache
+def _warn_deprecated(name: str, instead: str) -> None:
+    logger.warning("kv_connector_extra_config: %s is deprecated and ignored; see %s", name, instead)
 
 
 def _type_in_words(annotation: Any) -> str:

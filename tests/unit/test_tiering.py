@@ -69,7 +69,7 @@ def worker(monkeypatch):
     reactor = Reactor("test-tiering")
     told, finished = [], []
     view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
-    setup = m.PoolSetup("/nowhere", [[0]], [[True]], 1 << 30, ["raw"])
+    setup = m.PoolSetup("/nowhere", [[0]], [[True]], ["raw"])
     made = TierWorker(reactor, 0, view, setup, told.append, finished.append)
     reactor.start()
     yield SimpleNamespace(
@@ -103,7 +103,7 @@ def test_a_store_that_was_ordered_before_its_step_is_copied_soon_after_it(worker
     worker.tier.step(5, "fence 5")
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 5")]
-    assert (worker.told[0].done, worker.told[0].dropped) == ([1], [])
+    assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
 
 
 def test_loads_are_looked_after_while_a_store_waits_for_its_step(worker):
@@ -271,7 +271,7 @@ def test_stores_keep_up_with_long_prefills(worker):
         worker.tier.collect()
         time.sleep(step_seconds)
     eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
-    assert not any(told.dropped for told in worker.told)
+    assert not any(told.cut for told in worker.told)
     late = time.monotonic() - ends[4]
     assert late < 2 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
 
@@ -367,7 +367,7 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     store(worker, 7, step=1)
     worker.reactor.call_soon(lambda: worker.tier._load([load("late")], "fence 1"))  # was on its way to the reactor
     eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
-    assert worker.told[0].dropped == [7] and worker.finished[1].failed
+    assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1
     worker.tier.load([load("awake")], None)
     eventually(lambda: len(worker.finished) == 3, 5.0, "loaded")

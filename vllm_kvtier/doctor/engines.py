@@ -174,7 +174,7 @@ def _declined(name: str, metrics: Scrape) -> list[Check]:
             warn(
                 name,
                 f"many full blocks were not stored: {words}",
-                "a larger store_size where the store is full, store_queue_gib where copies are too many or slow",
+                "a larger store_size where the store is full, store_hold_share where copies are too many or slow",
             )
         )
     return checks

@@ -143,7 +143,8 @@ class SchedulerHalf:
             )
             self._offloader = Offloader(
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
-                on_free=self._engine.wake,
+                on_free=self._engine.wake, step_tokens=facts.step_tokens,
+                verified=lambda: not self._hurry.awaits_verdict,
             )
         elif is_far(config) and not facts.unsupported:
             self._tier = FarTier(config, facts, unit, self._reactor, self._link.tell)
@@ -475,6 +476,8 @@ class SchedulerHalf:
         attempt = self._contain.attempt
         attempt("namespace", self._settle_namespace)
         attempt("jobs", self._run_jobs)
+        if self._offloader is not None and not self._passive:
+            attempt("offloading", self._offloader.idle)
         if self._sharing is not None:
             attempt("sharing", self._sharing.settle, True)
         attempt("events", self._publish_idle)

@@ -153,9 +153,8 @@ class HostTier:
         self._spaces.base = plan.base
         self.codecs, self.writers, self.logical = plan.codecs, plan.writers, plan.logical
         self._part_bytes, self._pages = plan.part_bytes, [shape.slot_pages for shape in plan.shapes]
-        queue = int(self._config.store_queue_gib * (1 << 30))
         names = [codec.name for codec in self.codecs]
-        self._tell(m.PoolSetup(self._path, plan.offsets, plan.writes, queue, names))
+        self._tell(m.PoolSetup(self._path, plan.offsets, plan.writes, names))
         hello = Hello(
             name=self._facts.engine_id[:200],
             pid=os.getpid(),

@@ -40,7 +40,7 @@ MEANINGS = {
     "stored_bytes": "bytes copied to the node store, all ranks, by the codec that keeps them",
     "stored_logical_bytes": "bytes of KV copied to the node store, before encoding, all ranks, by the codec",
     "store_seconds": "seconds in which the workers had copies to the node store under way",
-    "not_stored": "full blocks not copied to the node store, by reason",
+    "not_stored": "full blocks not copied to the node store, by reason, and not offered again",
     "store_lost": "times the node store went away",
     "exports": "finished requests offered to others, by kind",
     "export_refused": "finished requests not offered, by reason",

@@ -104,7 +104,6 @@ class TierWorker:
         self._offload = Offload(
             self._pool,
             [layout.nbytes for layout in layouts],
-            store_limit=setup.queue,
             **({"first_rate": DEVICE_RATE, "pieces": DEVICE_PIECES} if self.on_device else {}),
         )
         self._pool.start()
@@ -259,7 +258,7 @@ class TierWorker:
             self._offload.submit_store(order)
             self._stores_at = -math.inf
             if self._resting:
-                self._offload.cancel([order.id])
+                self._offload.cancel([(order.id, 0)])
         self._drive_unless_stepping()
 
     def cancel(self, message: m.CancelStores) -> None:
@@ -336,14 +335,14 @@ class TierWorker:
         for result in ended.loads:
             self._finish(result)
             self._hurried.discard((result.request_id, result.ticket))
-        if ended.stored or ended.dropped:
+        if ended.stored or ended.cut:
             self._reactor.call_soon(lambda: self._tell_stored(ended))
 
     def _tell_stored(self, ended: Ended) -> None:
         total = self._offload.totals[1]
         rate = self._offload.rates[1]
         nbytes, self._nbytes = total - self._nbytes, total
-        self._tell(m.Stored(self._rank, ended.stored, ended.dropped, nbytes, nbytes / rate))
+        self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / rate))
 
     def _pool_changed(self) -> None:
         state = (self._pool.instance, self._pool.registered_pages * PAGE)
