@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matcher_world import GROUPS, no_violations  # noqa: F401
 from support import WITHOUT_SHRINKING
+from test_hurried_lives import Connector, make  # noqa: F401
+from test_hurried_lives import Life as EngineLife
 from test_store_lives import Life
 
 import vllm_kvtier
@@ -157,3 +159,62 @@ def test_internal_errors_lives_reach_many_functions():
             life.end()
         raised.update(life.raiser.raised)
     assert len(raised) > 60, sorted(raised)
+
+
+# -- under vLLM's own scheduler, with KV that is what it was computed from ---------------------------------------------
+
+
+def watched(name):
+    """What vLLM calls of the connector's; our functions may raise in it."""
+    method = getattr(KVTierConnector, name)
+    return lambda self, *args: self.raiser.run(lambda: method(self, *args))
+
+
+class ContainedConnector(Connector):
+    _worker = None
+    on_new_request = watched("on_new_request")
+    get_num_new_matched_tokens = watched("get_num_new_matched_tokens")
+    update_state_after_alloc = watched("update_state_after_alloc")
+    get_external_cache_hit_sources = watched("get_external_cache_hit_sources")
+    build_connector_meta = watched("build_connector_meta")
+    update_connector_output = watched("update_connector_output")
+    request_finished_all_groups = watched("request_finished_all_groups")
+    request_finished = KVTierConnector.request_finished
+    take_events = watched("take_events")
+    has_pending_block_frees = watched("has_pending_block_frees")
+    get_kv_connector_stats = watched("get_kv_connector_stats")
+
+
+class RaisingEngine(EngineLife):
+    def __init__(self, make, seed, **options):  # noqa: F811
+        self.contain = Containment(Counters(), lambda: float(self.contain.errors * 100))
+        super().__init__(make, seed, self.contain, **options)
+        half, connector = self.half, self.scheduler.connector
+        half._endpoint, half._relieve = SimpleNamespace(unusable="no"), lambda blocks: None
+        half._exporter.finished = lambda *_: None
+        half._tables.forget = half._tables.clear = lambda *_: None
+        half._exports.drop = lambda name: None
+        half._facts.fails_by_request = False
+        connector.__class__ = ContainedConnector
+        connector._scheduler, connector._facts, connector.containment = half, half._facts, self.contain
+        connector.counters, connector.raiser = self.contain._counters, Raiser()
+        self.raiser = connector.raiser
+
+    def arm(self):
+        self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
+
+
+@pytest.mark.parametrize("budget", [16, 1024])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_internal_errors_under_vllms_scheduler_no_token_is_wrong_and_none_is_missing(make, asynchronous, budget):  # noqa: F811
+    raised, failed = set(), 0
+    for seed in range(40):
+        life = RaisingEngine(make, seed, asynchronous=asynchronous, priority=False, budget=budget)
+        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.3, life.arm: 4}
+        for _ in range(250):
+            life.rng.choices(list(events), list(events.values()))[0]()
+        life.raiser.count = -1
+        life.end()
+        raised.update(life.raiser.raised)
+        failed += life.contain.errors
+    assert len(raised) > 60 and failed > 100, (failed, sorted(raised))
