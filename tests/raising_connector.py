@@ -16,6 +16,7 @@ so are the wrappers of vLLM's methods, which call vLLM's and nothing of ours tha
 
 import inspect
 import json
+import logging
 import os
 import socket
 import sys
@@ -34,6 +35,8 @@ LEFT_OUT = {
     "containment.py", "vllm_compat/turns.py:Turns.turn.<locals>.turn",
     "vllm_compat/engine.py:EngineThread._install.<locals>.notify",
     "vllm_compat/blocks.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
+    # These do nothing.
+    *(f"connector.py:KVTierConnector.{name}" for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")),
 }  # fmt: skip
 
 
@@ -49,6 +52,7 @@ class Switch:
         self.recording: set[str] | None = None
         self.armed, self.skip, self.fired = "", 0, 0
         self.errors: Counter[str] = Counter()
+        self.logged = 0  # tracebacks of what was raised on purpose
         self.containments: list[containment.Containment] = []
 
     def name(self, code: Any) -> str:
@@ -73,7 +77,7 @@ class Switch:
                 self.skip -= 1
                 return
             self.armed, self.fired = "", self.fired + 1
-            raise Raised(f"in {name}")
+            raise Raised(f"Raised in {name}")
 
     def watch(self) -> None:
         """On vLLM's thread: a profile function that has raised is gone."""
@@ -93,15 +97,17 @@ class Switch:
                 for each in self.containments:
                     each.recent.clear()  # so many in a row are this test's
                 self.errors.clear()
+                self.logged = 0
                 self.fired, self.skip, self.armed = 0, asked["skip"], asked["name"]
                 return True
             case "disarm":
                 self.armed = ""
-                return {"fired": self.fired, "errors": dict(self.errors)}
+                return {"fired": self.fired, "errors": dict(self.errors), "logged": self.logged}
         raise ValueError(asked)
 
     def serve(self, path: str) -> None:
         server = socket.socket(socket.AF_UNIX)
+        Path(path).unlink(missing_ok=True)
         server.bind(path)
         server.listen()
         while True:
@@ -122,6 +128,11 @@ class Counted(containment.Containment):
         switch.watch()  # the step goes on
 
 
+class Heard(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        switch.logged += "Raised" in record.getMessage() or bool(record.exc_info and record.exc_info[0] is Raised)
+
+
 class RaisingConnector(KVTierConnector):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -130,6 +141,7 @@ class RaisingConnector(KVTierConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
+        logging.getLogger("vllm").addHandler(Heard())
         threading.Thread(target=switch.serve, args=(os.environ[VARIABLE],), daemon=True).start()
 
 

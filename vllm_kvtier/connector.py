@@ -66,6 +66,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._step: StepResults = StepResults()
+        self._collected: StepMetadata | None = None  # of the step that these are of
         if role is KVConnectorRole.SCHEDULER:
             self._settle_failure_policy(vllm_config.kv_transfer_config)
             namespace.settle_hash_seed(vllm_config)
@@ -238,15 +239,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_WORKER, lambda: (None, None), again=True)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._step = StepResults()  # whatever happens: no result is reported twice
         metadata = self._connector_metadata
+        if metadata is not None and metadata is self._collected:  # called again after an error: it has these results
+            return None, self._step.finished or None
+        self._step = StepResults()  # whatever happens: no result is reported twice
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
         submit, collect = partial(self._worker.submit, work), self._worker.collect
         self.containment.attempt("submit", submit, repair=submit)
         self._step = self.containment.attempt("collect", collect, repair=collect) or self._step
+        self._collected = metadata
         return None, self._step.finished or None
 
-    @contained(repair=lambda self, finished: transfer_results(self._step, self._facts.fails_by_request))
+    @contained(again=True)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self.get_finished(finished_req_ids)
         return transfer_results(self._step, self._facts.fails_by_request)

@@ -33,6 +33,7 @@ from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
 from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.work import FailedOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -108,7 +109,8 @@ class Runner:
             blocks = cached.new_block_ids[i][0] if cached.new_block_ids[i] else []
             state.blocks = list(blocks) if name in cached.resumed_req_ids else state.blocks + list(blocks)
             state.computed = cached.num_computed_tokens[i]
-        results, done = self._loads(step.kv_connector_metadata.work.loads)
+        work = step.kv_connector_metadata.work
+        results, done = self._loads([*work.loads, *work.failed])
         sampled = {name: self._compute(name, count) for name, count in step.num_scheduled_tokens.items()}
         names = list(sampled)
         bad = {block for result in results for block in result.bad_blocks}
@@ -148,6 +150,8 @@ class Runner:
 
     def _load(self, order):
         rng, bad = self.life.rng, set()
+        if isinstance(order, FailedOrder):
+            return LoadResult(order.request_id, order.all_blocks, "failed", 0, 0.001, 0.0)
         spoilt = rng.random() < 0.5
         for load in order.groups:
             for block, slot in zip(load.blocks.tolist(), load.slots.tolist(), strict=True):
@@ -160,8 +164,8 @@ class Runner:
 
 
 class Life:
-    def __init__(self, make, seed, **options):
-        self.rng = random.Random(seed)
+    def __init__(self, make, seed, contain=None, **options):
+        self.rng, contain = random.Random(seed), contain or Uncontained()
         self.scheduler = scheduler = make(**options)
         self.ahead = 2 if options["asynchronous"] else 1
         self.pool = pool = BlockPool(scheduler.kv_cache_manager.block_pool)
@@ -170,9 +174,9 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
-        half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), Uncontained(), False
+        half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), contain, False
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
-        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, Uncontained())
+        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, contain)
         half._settle_namespace = half._run_jobs = lambda: None
         half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
         half._offloader = half._sharing = half._events = half._tier = None
@@ -276,7 +280,8 @@ class Life:
 
     def schedule(self):
         step = self.scheduler.schedule()
-        hurried = [order for order in step.kv_connector_metadata.work.loads if order.hurried]
+        work = step.kv_connector_metadata.work
+        hurried = [order for order in (*work.loads, *work.failed) if order.hurried]
         assert bool(hurried) == step.has_sync_kv_loads and len(hurried) <= 1
         self.hurried += len(hurried)
         self.among += bool(hurried) and len(step.num_scheduled_tokens) > 1

@@ -275,7 +275,7 @@ def test_matcher_fail_load_whatever_raised_the_workers_report_it_failed(where, h
     world.balanced()
 
 
-@pytest.mark.parametrize("part", ["_heard", "_count", "_succeeded", "_matcher.loaded", "_asker.act"])
+@pytest.mark.parametrize("part", ["_heard", "_count", "_succeeded", "_matcher.loaded", "_asker.advance"])
 @pytest.mark.parametrize("failed", [False, True])
 def test_outcomes_one_result_raises_the_others_are_taken_in(part, failed, contain, monkeypatch):
     world = World(ONE)
@@ -288,7 +288,7 @@ def test_outcomes_one_result_raises_the_others_are_taken_in(part, failed, contai
     hurry = SimpleNamespace(judged=lambda results: set())
     world.planner.observe_load = world.planner.observe_handover = lambda *_: None
     outcomes = Outcomes(world.matcher, hurry, world.planner, world.counters, contain)
-    target = {"_matcher.loaded": world.matcher, "_asker.act": world.matcher._asker}.get(part, outcomes)
+    target = {"_matcher.loaded": world.matcher, "_asker.advance": world.matcher._asker}.get(part, outcomes)
     name = part.rpartition(".")[2]
     monkeypatch.setattr(target, name, once(getattr(target, name)))
     bad = [1] if failed else []

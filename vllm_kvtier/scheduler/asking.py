@@ -304,7 +304,7 @@ class Asker:
             if time.monotonic() < t.pending.deadline + 1.0:
                 return False
             self.missed(t, "timeout")
-            self.act(t, t.life.fire(Event.TIMEOUT))
+            self.advance(t, Event.TIMEOUT)
         elif isinstance(outcome, HostOffer | NotInMemory) and self._wait_for_more(t, outcome):
             return False  # the store has been asked again
         elif isinstance(outcome, NoOffer):
@@ -370,9 +370,14 @@ class Asker:
         else:
             reason = "local hit" if t.offer.tokens <= t.local else "below threshold"
         self.missed(t, reason)
-        self.act(t, t.life.fire(Event.DECLINE))
+        self.advance(t, Event.DECLINE)
 
-    def act(self, t: Tracked, action: Action, done: bool = True) -> None:
+    def advance(self, t: Tracked, event: Event) -> None:
+        """A transition, and what it obliges to do; this first, so that the state is as it was if it raises."""
+        self._act(t, t.life.action(event))
+        t.life.fire(event)
+
+    def _act(self, t: Tracked, action: Action) -> None:
         if action is Action.CANCEL_ASK and t.pending is not None:
             if isinstance(t.pending, HostAsk):
                 self._tier.cancel(t.pending)
@@ -384,9 +389,9 @@ class Asker:
             if isinstance(t.offer, HostOffer):
                 self._tier.release(t.offer)
             elif t.offer.lease:
-                self._peers.release(t.offer, done)
+                self._peers.release(t.offer, done=True)
             elif t.pending is not None and isinstance(t.pending.outcome, Offer):
-                self._peers.release(t.pending.outcome, done)
+                self._peers.release(t.pending.outcome, done=True)
             elif t.pending is not None and t.pending.outcome is None:
                 self._peers.cancel(t.pending)
                 self._give_up(t)

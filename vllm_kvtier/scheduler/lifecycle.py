@@ -98,6 +98,11 @@ class Lifecycle:
         self.request_id = request_id
         self.state = State.NEW
 
+    def action(self, event: Event) -> Action:
+        """What ``fire`` would return."""
+        _, action = TRANSITIONS.get((self.state, event), (self.state, Action.NONE))
+        return action
+
     def fire(self, event: Event) -> Action:
         row = TRANSITIONS.get((self.state, event))
         if row is None:

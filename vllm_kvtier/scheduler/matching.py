@@ -189,7 +189,7 @@ class Matcher:
         old = isinstance(t.offer, Loan) and time.monotonic() - t.offered_at > LOAN_SECONDS
         if t.life.state is State.OFFERED and t.offer.place and (old or t.offer.start > computed):
             self._asker.missed(t, "held too long" if old else "evicted here meanwhile")
-            self._asker.act(t, t.life.fire(Event.DECLINE))
+            self._asker.advance(t, Event.DECLINE)
         elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
             return
         t.life.fire(Event.PREEMPT)
@@ -230,7 +230,7 @@ class Matcher:
         if t.life.state is State.ASKING:
             t.missed = t.missed or "not waited for"
             # vLLM went on without our answer (a request that may not read any prefix cache).
-            self._asker.act(t, t.life.fire(Event.DECLINE))
+            self._asker.advance(t, Event.DECLINE)
             self._account(t)
             return
         if t.life.state is not State.OFFERED:
@@ -311,7 +311,7 @@ class Matcher:
             t.pulled, t.plan, t.planned_for, t.load, t.hurried = 0, None, None, None, False
             t.sources, t.inbound, t.entries, t.places = deque(), [], [], {}
             t.life.state = State.LOCAL
-        if gone or state is State.ABANDONED:
+        if gone or state in (State.ABANDONED, State.GONE):
             t.life.state = State.GONE
             self._tracked.pop(request_id, None)
         return held
@@ -346,9 +346,9 @@ class Matcher:
                 del self._inbound[block_hash]
         t.inbound = []
         if t.planned_for is not None:
-            planned, t.planned_for = t.planned_for, None
-            self._planner.ended(planned.place, planned.nbytes)
-        self._asker.act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
+            self._planner.ended(t.planned_for.place, t.planned_for.nbytes)
+            t.planned_for = None
+        self._asker.advance(t, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
         if failed:
             t.pulled, t.missed = 0, f"{t.source} failed"
             self._look_elsewhere(t)
@@ -416,7 +416,7 @@ class Matcher:
             self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
         self._asker.drop_held(t)
         self._asker.forget_ahead(t)
-        self._asker.act(t, t.life.fire(Event.FINISH))
+        self._asker.advance(t, Event.FINISH)
         if t.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)
         return t

@@ -322,7 +322,11 @@ class HostTier:
         pending = self._client.lookup(
             self.space(variant), names, start // self._unit, limit, patience, nodes, mix=mix, stride=stride
         )
-        return HostAsk(self, pending, start, len(chain) * self._unit, instance, patience)
+        try:
+            return HostAsk(self, pending, start, len(chain) * self._unit, instance, patience)
+        except Exception:
+            self._give_back(pending)
+            raise
 
     def warm(self, chain: list[bytes], variant: bytes, nodes: tuple[str, ...] = ()) -> bool:
         """This will be asked for: what of it lies below the store's memory may come up. False: there is no below."""
@@ -388,7 +392,10 @@ class HostTier:
 
     def cancel(self, ask: HostAsk) -> None:
         """A lease that still comes goes back at once."""
-        ask._pending.then(
+        self._give_back(ask._pending)
+
+    def _give_back(self, pending: Pending) -> None:
+        pending.then(
             lambda p: (
                 self._client.release(p.outcome.lease, p.session)
                 if isinstance(p.outcome, Found) and p.outcome.lease
