@@ -442,19 +442,18 @@ class Offloader:
         return cut
 
     def _cut_flights(self, short: int) -> None:
-        """Ask the workers to leave out the ends of the newest orders, until so many blocks are freed."""
+        """Ask the workers to leave out the ends of the newest orders, as far as no request uses their blocks, until so
+        many are freed."""
         stops = []
         with self._quiet:
             for order, flight in reversed(self._flights.items()):
-                stop = len(flight.items)
-                while stop and short > 0:
-                    stop -= 1
-                    short -= self._pool.held_once([flight.items[stop].block])
-                if stop < flight.stop:
-                    flight.stop, flight.why = stop, FOR_REQUESTS
-                    stops.append((order, stop))
                 if short <= 0:
                     break
+                alone = [i for i, item in enumerate(flight.items) if self._pool.held_once([item.block])][-short:]
+                short -= len(alone)
+                if alone and alone[0] < flight.stop:
+                    flight.stop, flight.why = alone[0], FOR_REQUESTS
+                    stops.append((order, flight.stop))
         if stops:
             self._reactor.call_soon(lambda: self._tell(m.CancelStores(stops)))
 
