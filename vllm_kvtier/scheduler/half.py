@@ -313,8 +313,7 @@ class SchedulerHalf:
         self._ledger.clear()  # nothing more is lent
         if self._events is not None:
             self._events.say_again()
-        if self._exports.recall(RESET_PATIENCE):
-            self._endpoint.recalled()
+        self._exports.recall(RESET_PATIENCE)
         self._exporter.drain()
         if self._offloader is not None:
             self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
