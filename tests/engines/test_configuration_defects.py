@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,13 +200,15 @@ async def test_reset_while_a_hand_off_is_read_succeeds(trio, driver_of_trio, pau
     else:
         await reset(trio.prefill)
     left = await driver.inspect(trio.prefill)
-    assert (left.leases, left.exports, left.free_blocks) == (0, 0, left.blocks - 1)
-    for _ in range(3):  # more than all of P's blocks
-        await driver.ask(trio.prefill, random_tokens(rng, 2000), 1)
+    assert (left.exports, left.free_blocks) == (0, left.blocks - 1)
+    for _ in range(2):  # more than all of P's blocks
+        await driver.ask(trio.prefill, random_tokens(rng, 2300), 1)
     faults.set()
     _, reply = await asked
     assert reply.pulled == 0
     await driver.assert_right(reply, prompt)
+    await driver.until_no_exports(trio.prefill)
+    prompt = random_tokens(rng, 400)
     _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
     assert reply.pulled == 400
     await driver.assert_right(reply, prompt)
@@ -271,9 +274,10 @@ def main(model: str) -> None:
 
     def settle() -> None:
         """What was computed is stored; nothing is in vLLM's own cache. Without a loop, requests let time pass."""
-        for i in range(300):
+        for i in range(100):
             ask([300 + i], 1)
-            if not half._offloader.pinned and counts.get("stored_blocks|", 0) and llm.reset_prefix_cache():
+            time.sleep(0.05)
+            if i > 10 and counts.get("stored_blocks") and llm.reset_prefix_cache():
                 return
         raise AssertionError(f"nothing is stored: {counts}")
 

@@ -270,9 +270,11 @@ class Exports(RuleBasedStateMachine):
     def reset(self):
         """Nothing is held any more, whoever reads."""
         self.clear()
-        assert self.table.recall(0.0) == len(self.model_leases)
-        for lease in list(self.model_leases):
-            self.unlease(lease)
+        self.table.recall(0.0)
+        held = [e for e in self.ended if e.pinned]
+        assert sorted(sum(self.table.take_freed(), [])) == sorted(i for e in held for i in e.pinned)
+        for e in held:
+            e.pinned = []
 
     # -- what always holds -------------------------------------------------------------------------------------
 

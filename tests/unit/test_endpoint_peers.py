@@ -14,7 +14,6 @@ from support import eventually
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.scheduler import endpoint
 from vllm_kvtier.scheduler.exports import Kind, Refusal
 from vllm_kvtier.scheduler.offers import NoOffer, Offer
 from vllm_kvtier.scheduler.peers import HERE
@@ -105,24 +104,21 @@ def test_query_is_answered_on_another_thread(make):
 # -- exports whose checksums are not made yet ----------------------------------------------------------------------
 
 
-def test_recalled_serves_readers_until_they_have_found_out(make, monkeypatch):
+def test_recall_frees_blocks_and_serves_their_reader_until_it_has_found_out(make):
     """Not served, a read by NIXL would hang until its own time limit, and end its agent."""
-    monkeypatch.setattr(endpoint, "SERVE_AFTER_ASK", 0.5)
     source, asker = make(Source), make(Asker)
     source.table.add(export())
-    assert isinstance(asker.answer(source.address), Offer)
-    eventually(lambda: source.serving == [True])
-
-    def reset() -> int:
-        source.table.clear()
-        ended = source.table.recall(0.0)
-        source.endpoint.recalled()
-        return ended
-
-    assert source.on_reactor(reset) == 1
-    assert source.on_reactor(lambda: list(source.serving)) == [True]
-    eventually(lambda: source.serving == [True, False], 5)
-    assert len(source.freed) == 8
+    offer = asker.answer(source.address)
+    assert isinstance(offer, Offer)
+    source.table.clear()
+    assert not source.table.has_freed(), "it is being read"
+    source.table.recall(0.0)
+    assert sum(source.table.take_freed(), []) == list(range(1, 9))
+    assert source.leases() == 1 and source.serving == [True]
+    source.table.recall(1e9)  # there is nothing to wait for any more
+    asker.peers.release(offer, True)
+    eventually(lambda: source.serving == [True, False])
+    assert source.leases() == 0 and not source.freed and not source.table.has_freed()
 
 
 def test_parked_until_summed(make):

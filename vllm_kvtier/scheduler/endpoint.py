@@ -137,15 +137,6 @@ class Endpoint:
         """An export was added: its deadline is watched from now on."""
         self._reactor.call_soon(self.settle)
 
-    def recalled(self) -> None:
-        """Leases were ended while peers may be reading: they are served until they have found that out."""
-
-        def serve() -> None:
-            self._serve_until = time.monotonic() + SERVE_AFTER_ASK
-            self.settle()
-
-        self._reactor.call_soon(serve)
-
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
     def open(self, namespace: m.Namespace, welcome: m.Welcome) -> None:

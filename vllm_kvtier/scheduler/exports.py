@@ -115,7 +115,7 @@ class ExportTable:
         self._budget = budget
         self._clock = clock
         self._lock = threading.RLock()
-        self._returned = threading.Condition(self._lock)  # the last lease
+        self._returned = threading.Condition(self._lock)  # a lease
         self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
         self._by_hash: dict[bytes, list[Export]] = {}
         self._leases: dict[int, Lease] = {}
@@ -201,15 +201,14 @@ class ExportTable:
             for export in list(self._exports.values()):
                 self._end(export)
 
-    def recall(self, seconds: float) -> int:
-        """Wait so long for all leases to be released, and end those that are left: their readers find that out by the
-        checksums, each of which names the content it was made of. Returns how many were ended."""
+    def recall(self, seconds: float) -> None:
+        """Wait so long for what ended exports hold, and then free it. Leases that are left stay without blocks: their
+        readers are served until they have found out by the checksums, each of which names what it was made of."""
         with self._returned:
-            self._returned.wait_for(lambda: not self._leases, seconds)
-            left = list(self._leases.values())
-            for lease in left:
-                self._drop_lease(lease)
-            return len(left)
+            self._returned.wait_for(lambda: not any(lease.export.pinned for lease in self._leases.values()), seconds)
+            for lease in self._leases.values():
+                if lease.export.ended:
+                    self._free(lease.export)
 
     # -- endpoint's thread -----------------------------------------------------------------------------------
 
@@ -362,8 +361,7 @@ class ExportTable:
         if not ids:
             del self._by_connection[lease.connection]
         export.leases.discard(lease.id)
-        if not self._leases:
-            self._returned.notify_all()
+        self._returned.notify_all()
 
     def _end(self, export: Export) -> None:
         """No new leases; blocks are freed now or with the last lease. Idempotent."""

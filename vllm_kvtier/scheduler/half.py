@@ -410,15 +410,11 @@ class SchedulerHalf:
         insist("forgetting checksums", self._ledger.clear)  # nothing more is lent
         if self._events is not None:
             attempt("repeating events", self._events.say_again)
-        insist("recalling blocks", self._recall)
+        insist("recalling blocks", lambda: self._exports.recall(RESET_PATIENCE))
         attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
             settle = functools.partial(self._offloader.settle, self._config.ask_timeout + RESET_PATIENCE)
             attempt("ending copies", settle, repair=settle)
-
-    def _recall(self) -> None:
-        if self._exports.recall(RESET_PATIENCE):
-            self._endpoint.recalled()
 
     def _after_reset(self) -> None:
         self._contain.attempt("provenance", self._provenance.after_reset)
