@@ -74,8 +74,8 @@ class Peers:
         check_ranks: Callable[[list[m.RankInfo]], str | None],
         world: int = 1,
     ):
-        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why a
-        peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
+        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why
+        a peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
         self._reactor, self._config, self._key = reactor, config, key
         self._hello, self._check_ranks, self._world = hello, check_ranks, world
         self._connections: dict[Address, _Connection] = {}
