@@ -10,6 +10,7 @@ its own: what one has of the other comes through NIXL.
 """
 
 import asyncio
+import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ BLOCK = 16 if GPUS else 32
 NUM_BLOCKS = 4480 // BLOCK
 MAX_LENGTH = 2048
 TESTS = Path(__file__).parents[1]
-EXTRA = {**OPTIONS, "store_size": 192 << 20, "retain_seconds": 20.0, "load_policy": "always"}
+EXTRA = {**OPTIONS, "store_size": 192 << 20, "retain_seconds": 12.0, "retain_share": 0.5, "load_policy": "always"}
 # In float32 on a GPU other kernels compute a prefill than a decode step.
 TOLERANCE = 1e-2 if GPUS else 5e-4
 
@@ -42,27 +43,27 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def pair(model_path, log_dir, plain):
     with ExitStack() as stack:
-        made, nodes = [], {}
-        where = {"gpus": [GPUS[0]]} if GPUS else {"kv_cache_bytes": 128 << 20}
-        sleeps = ("--enable-sleep-mode",) if GPUS else ("--worker-cls", "sleeping_worker.SleepingWorker")
-        flags = dict(block_size=BLOCK, max_model_len=MAX_LENGTH, ready_seconds=240, log_dir=log_dir, **where)
-        single = plain
+        made, nodes, single = [], {}, plain
+        flags = dict(block_size=BLOCK, max_model_len=MAX_LENGTH, log_dir=log_dir)
         if GPUS:
+            flags["gpus"], sleeps, env = [GPUS[0]], ("--enable-sleep-mode",), {}
             single = Engine(model_path, name="sleep-S", args=("--dtype", "float32", *GPU_FLAGS), **flags)
-            made.append(single)
+        else:
+            flags["kv_cache_bytes"], sleeps = 128 << 20, ("--worker-cls", "sleeping_worker.SleepingWorker")
+            env = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
         for name, role in (("P", "kv_producer"), ("D", "kv_consumer")):
             folder = stack.enter_context(runtime_dir())
             store = store_in(folder)
             engine = Engine(
                 model_path, name=f"sleep-{name}", kv=kvtier({**EXTRA, "endpoint_port": free_port()}, role),
-                num_blocks=NUM_BLOCKS, env={**store_env(folder), "PYTHONPATH": str(TESTS)},
+                num_blocks=NUM_BLOCKS, env={**store_env(folder), **env},
                 args=("--dtype", "float32", *GPU_FLAGS, *sleeps), **flags,
             )  # fmt: skip
             made.append(engine)
             nodes[engine.name] = Node(engine, engine, single, store, {})
         start_missing([*made, single])
-        yield Pair(*made[-2:], nodes)
-        kill_all(made)
+        yield Pair(*made, nodes)
+        kill_all([*made, single] if GPUS else made)
 
 
 class PairDriver(NodeDriver):
