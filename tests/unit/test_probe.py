@@ -306,7 +306,7 @@ def test_start_on_an_old_vllm_says_nothing_of_what_it_cannot_have(monkeypatch, w
 def test_value_of_a_missing_field_is_what_its_absence_means_or_raises(monkeypatch):
     old, path = SimpleNamespace(), "KVCacheGroupSpec.enable_kv_transfer"
     assert probe.value(SimpleNamespace(enable_kv_transfer=False), path) is False
-    monkeypatch.setattr(version, "installed_version", lambda: "0.29.0")
+    monkeypatch.setattr(version, "installed_version", lambda: "0.28.0")
     assert probe.value(old, path) is True
     for release in ("0.30.0", "0.41.0", "unknown"):
         monkeypatch.setattr(version, "installed_version", lambda release=release: release)

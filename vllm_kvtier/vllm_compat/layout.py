@@ -10,6 +10,7 @@ Old shapes (to 0.28): K and V in a dimension of their own, ``[B, 2, N, H, D]`` o
 ``[B, H, N, C]`` for every layer.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,19 @@ _KINDS = {
     "SlidingWindowMLASpec": "sliding_mla",
     "ChunkedLocalAttentionSpec": "chunked",
 }
+
+# Fields of these specs and of their groups in vLLM 0.25.1 to 0.33. What another field means is not known, unless it has
+# its default.
+_FIELDS = frozenset(
+    (
+        "block_size dcp_sharded block_stride_alignment is_draft num_kv_heads head_size dtype kv_quant_mode "
+        "page_size_padded indexes_kv_by_block_stride head_size_v num_head_slots state_content_bytes tokens_per_state "
+        "max_tp_shards sliding_window attention_chunk_size non_causal tq_slot_size cache_dtype_str alignment "
+        "compress_ratio model_version non_causal_multi_token_decode cache_role is_index_group_leader "
+        "storage_block_size topk_buffer_width extra_retained_tokens bounded_replay "
+        "layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident role"
+    ).split()
+)
 
 _WORD = 4  # checksums count words of 4 or 8 bytes
 
@@ -81,6 +95,8 @@ def cache_view(
         for name in group.layer_names:
             spec = _layer_spec(group.kv_cache_spec, name)
             kinds.add(_kind(spec, group, name))
+            _refuse_new_fields(spec, name)
+            _refuse_new_fields(group, name)
             tensor = kv_caches.get(name)
             if tensor is None:
                 raise UnsupportedLayout(f"vLLM registered no KV cache for layer {name} of group {number}")
@@ -151,6 +167,16 @@ def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
     if name == "SlidingWindowMLASpec" and value(spec, "SlidingWindowMLASpec.bounded_replay"):
         raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
     return kind, window
+
+
+def _refuse_new_fields(owner: Any, layer: str) -> None:
+    for each in dataclasses.fields(owner):
+        usual = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name not in _FIELDS and getattr(owner, each.name) != usual:
+            raise UnsupportedLayout(
+                f"layer {layer}: {each.name} of its {type(owner).__name__} is {getattr(owner, each.name)!r}, and what "
+                "that means for its KV is not known to this vllm-kvtier"
+            )
 
 
 class _Backend(NamedTuple):

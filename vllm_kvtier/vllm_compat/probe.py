@@ -91,17 +91,16 @@ class Row:
     optional: Mapping[str, Absence] = field(default_factory=dict)
     trial: Callable[[], None] | None = None
     tried: tuple[str, ...] = ()
+    tries: str = "behaviour"  # what ``trial`` looks at: that, or only "signature", "fields" or "code"
     since: Release | None = None  # older versions do not have it
     until: Release | None = None  # nor do this one and later ones
     late: bool = False  # takes seconds to import, and not every worker needs it: checked when it is first needed
 
     @property
     def how(self) -> str:
-        ways = (
-            ("behaviour", self.trial), ("signature", self.calls), ("fields", self.fields or self.sets or self.optional),
-            ("name", self.names),
-        )  # fmt: skip
-        return " + ".join(way for way, used in ways if used)
+        ways = [("signature", self.calls), ("fields", self.fields or self.optional), ("code", self.sets)]
+        used = {way for way, of in [*ways, ("name", self.names), (self.tries, self.trial)] if of}
+        return " + ".join(way for way in ("behaviour", "signature", "code", "fields", "name") if way in used)
 
     def covers(self) -> Iterable[str]:
         """Every path that this row verifies."""

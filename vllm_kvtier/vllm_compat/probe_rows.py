@@ -33,7 +33,8 @@ ROWS: tuple[Row, ...] = (
             f"{_BASE}:SupportsHMA", f"{_BASE}:KVConnectorRole", *_all(f"{_BASE}:KVConnectorRole", "SCHEDULER WORKER")
         ),
         sets={f"{_BASE}:KVConnectorBase_V1": "_connector_metadata _vllm_config _kv_cache_config"},
-        trial=trials.connector_interface, tried=(f"{_BASE}:KVConnectorBase_V1", f"{_BASE}:SupportsHMA"),
+        trial=trials.connector_interface, tries="signature",
+        tried=(f"{_BASE}:KVConnectorBase_V1", f"{_BASE}:SupportsHMA"),
     ),
     Row(
         "connector factory", Feature.ALL, "connectors are registered by name", Side.BOTH,
@@ -139,13 +140,13 @@ ROWS: tuple[Row, ...] = (
             f"{_CACHE}:UniformTypeKVCacheSpecs": "kv_cache_specs",
         },
         names=(f"{_CACHE}:FullAttentionSpec", f"{_CACHE}:MambaSpec"),
-        trial=trials.cache_tensors, tried=(f"{_CACHE}:KVCacheTensor.shared_by",),
+        trial=trials.cache_tensors, tries="fields", tried=(f"{_CACHE}:KVCacheTensor.shared_by",),
     ),
     Row(
         "groups kept out of transfers", Feature.ALL, "vLLM names the groups that are not to be moved", Side.BOTH,
         optional={
             f"{_CACHE}:KVCacheGroupSpec.host_resident": Absence(False, since=(0, 30, 0)),
-            f"{_CACHE}:KVCacheGroupSpec.enable_kv_transfer": Absence(True, since=(0, 30, 0)),
+            f"{_CACHE}:KVCacheGroupSpec.enable_kv_transfer": Absence(True, since=(0, 29, 0)),
             f"{_CACHE}:SlidingWindowMLASpec.bounded_replay": Absence(False, since=(0, 31, 0)),
         },
     ),
@@ -166,7 +167,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "hashes that look ahead", Feature.HANDOFFS, "whether a hash covers tokens behind its block",
-        trial=trials.lookahead, tried=("vllm.config:VllmConfig.num_hash_lookahead_tokens",),
+        trial=trials.lookahead, tries="signature", tried=("vllm.config:VllmConfig.num_hash_lookahead_tokens",),
     ),
     Row(
         "failed loads by request", Feature.GROUPS, "a request whose load failed is computed, whatever its groups",
@@ -177,13 +178,13 @@ ROWS: tuple[Row, ...] = (
         "idle hook", Feature.IDLE, "the engine's loop calls it each time before it sleeps",
         calls=((f"{_CORE}:EngineCoreProc._notify_idle_state_callbacks", 1, ()),),
         names=(f"{_CORE}:EngineCoreProc",),
-        trial=trials.idle_hook,
+        trial=trials.idle_hook, tries="code",
     ),
     Row(
         "wake-up of the engine", Feature.IDLE, "a message in its input queue ends its sleep",
         names=("vllm.v1.engine:EngineCoreRequestType", "vllm.v1.engine:EngineCoreRequestType.WAKEUP"),
         sets={f"{_CORE}:EngineCoreProc": "input_queue scheduler"},
-        trial=trials.wakeup,
+        trial=trials.wakeup, tries="code",
     ),
     Row(
         "scheduler's methods", Feature.PEER_FETCH, "blocks are handed out, freed and forgotten in these only",
@@ -275,6 +276,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "Triton's compiled kernels", Feature.LAUNCHER, "function, shared memory and arguments of a compiled kernel",
-        Side.WORKER, late=True, trial=trials.triton_kernels, tried=("triton.compiler:CompiledKernel",),
+        Side.WORKER, late=True, trial=trials.triton_kernels, tries="code", tried=("triton.compiler:CompiledKernel",),
     ),
 )  # fmt: skip
