@@ -97,13 +97,15 @@ class Vllm:
         """``__init__`` sets another attribute instead."""
         owner, name = self.owner(path)
         for each in owner.__mro__:
-            init = inspect.unwrap(vars(each).get("__init__", object.__init__))
-            if name in getattr(getattr(init, "__code__", None), "co_names", ()):
-                names = tuple("_gone_" if known == name else known for known in init.__code__.co_names)
-                code = init.__code__.replace(co_names=names)
-                changed = types.FunctionType(code, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
-                changed.__kwdefaults__ = init.__kwdefaults__
-                self.patch.setattr(each, "__init__", changed)
+            for maker in ("__init__", "__post_init__"):
+                made = inspect.unwrap(vars(each).get(maker, object.__init__))
+                if name not in getattr(getattr(made, "__code__", None), "co_names", ()):
+                    continue
+                names = tuple("_gone_" if known == name else known for known in made.__code__.co_names)
+                code = made.__code__.replace(co_names=names)
+                changed = types.FunctionType(code, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
+                changed.__kwdefaults__ = made.__kwdefaults__
+                self.patch.setattr(each, maker, changed)
 
 
 @pytest.fixture

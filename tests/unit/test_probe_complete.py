@@ -58,31 +58,34 @@ ROOTS = {
         "vllm_config": VLLM, "request": REQUEST, "connector_output": "vllm.v1.outputs:KVConnectorOutput",
         "blocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
     },
+    "vllm_compat/adapters.py": {"lora": LORA},
     "vllm_compat/arrangement.py": {},
     "vllm_compat/blocks.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
-    "vllm_compat/engine.py": {"engine": ENGINE},
+    "vllm_compat/engine.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
     "vllm_compat/events.py": {
         "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "group": f"{CACHE}:KVCacheGroupSpec",
         "scheduler": SCHEDULER,
     },
     "vllm_compat/facts.py": {
         "vllm_config": VLLM, "self.config": VLLM, "config": NONE, "kv_cache_config": f"{CACHE}:KVCacheConfig",
-        "group": f"{CACHE}:KVCacheGroupSpec",
+        "group": f"{CACHE}:KVCacheGroupSpec", "spec": NONE,
     },
     "vllm_compat/fields.py": {"spec": SPEC, "module": NONE},
     "vllm_compat/layout.py": {
         "kv_cache_config": f"{CACHE}:KVCacheConfig", "vllm_config": VLLM, "group": f"{CACHE}:KVCacheGroupSpec",
         "spec": SPEC, "module": "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-        "self.module": NONE,
+        "self.module": NONE, "owner": NONE,
     },
     "vllm_compat/namespace.py": {"vllm_config": VLLM},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},
+    "vllm_compat/sleep.py": {"vllm_config": VLLM, "method": NONE, "self": NONE},
     "vllm_compat/stats.py": {"child": NONE, "vllm_config": NONE},
     "vllm_compat/turns.py": {"scheduler": NONE},  # methods by name; the row "scheduler's methods" has them
     "vllm_compat/types.py": {"scheduler": SCHEDULER, "request": REQUEST},
     "vllm_compat/undo.py": {
-        "scheduler": SCHEDULER, "connector": NONE, "request": REQUEST, "other": REQUEST,
+        "scheduler": SCHEDULER, "connector": NONE, "request": REQUEST, "other": REQUEST, "outer": NONE,
     },
+    "vllm_compat/weights.py": {"engine": NONE, "method": NONE, "lora_request": NONE},
     "vllm_compat/worker.py": {
         "vllm_config": VLLM, "tp": "vllm.distributed.parallel_state:GroupCoordinator",
     },

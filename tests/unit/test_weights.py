@@ -1,6 +1,5 @@
 """Weights that are changed while the engine runs: who is told, and which requests' KV goes nowhere from then on."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.scheduler import provenance as provenance_module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.provenance import Provenance
@@ -86,20 +84,6 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
     monkeypatch.setattr(weights, "ADAPTERS", adapters := Adapters())
     request = LoRARequest("style", 1, str(tmp_path))
     assert core.EngineCore().add_lora(request) is request and adapters._known
-
-
-def test_weights_vllm_has_the_methods_that_are_watched():
-    """As they are called here, positional and by name."""
-    found = {name: list(inspect.signature(getattr(core.EngineCore, name)).parameters) for name in
-             ("collective_rpc", "sleep", "add_lora")}  # fmt: skip
-    assert found["collective_rpc"][:2] == ["self", "method"]
-    assert found["sleep"][:2] == ["self", "level"] and found["add_lora"] == ["self", "lora_request"]
-
-
-def test_weights_a_vllm_that_does_not_tell_is_refused(monkeypatch):
-    monkeypatch.setattr(core, "EngineCore", type("EngineCore", (), {"collective_rpc": lambda self, method: None}))
-    with pytest.raises(UnsupportedVLLM, match="sleep"):
-        weights.watch(Listener())
 
 
 # -- what becomes of requests ------------------------------------------------------------------------------------------

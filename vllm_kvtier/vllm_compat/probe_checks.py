@@ -43,7 +43,7 @@ def takes(path: str, positional: int, keywords: Iterable[str]) -> None:
 
 
 def has_fields(owner: str, names: Iterable[str]) -> None:
-    """That a class declares these fields, properties or methods, or sets such attributes in its ``__init__``."""
+    """That a class declares these fields, properties or methods, or sets such attributes when it is made."""
     found = find(owner)
     for name in names:
         if not (name in declared(found) or hasattr(found, name) or name in _assigned(found)):
@@ -57,7 +57,7 @@ def declared(owner: type) -> set[str]:
 
 
 def sets(owner: str, names: Iterable[str]) -> None:
-    """That ``__init__`` of a class, or of one that it inherits from, assigns these attributes."""
+    """That a class, or one that it inherits from, assigns these attributes when an object is made."""
     found = find(owner)
     for name in names:
         if name not in _assigned(found):
@@ -86,7 +86,8 @@ def uses(function: str, name: str) -> None:
 
 @functools.cache
 def _assigned(owner: type) -> frozenset[str]:
-    codes = (inspect.unwrap(vars(each)["__init__"]) for each in owner.__mro__ if "__init__" in vars(each))
+    makers = [(each, name) for each in owner.__mro__ for name in ("__init__", "__post_init__") if name in vars(each)]
+    codes = (inspect.unwrap(vars(each)[name]) for each, name in makers)
     return frozenset(
         step.argval
         for each in codes

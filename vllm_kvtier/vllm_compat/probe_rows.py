@@ -76,7 +76,10 @@ ROWS: tuple[Row, ...] = (
             "vllm.v1.request:RequestStatus",
             *_all("vllm.v1.request:RequestStatus", "WAITING PREEMPTED FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
         ),
-        fields={"vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id"},
+        fields={
+            "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id lora_int_id load_inplace "
+            "__struct_fields__",
+        },
     ),
     Row(
         "block hashes", Feature.ALL, "a chain of hashes over whole blocks, salted, from one seed",
@@ -86,7 +89,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "block pool", Feature.ALL, "pinned blocks are not handed out, freed ones are; blocks are found by their hash",
         trial=trials.block_pool,
-        names=(f"{_HASHES}:BlockHash",),
+        names=(f"{_HASHES}:BlockHash",), fields={_BLOCK: "is_null"},
         tried=(
             _POOL,
             *_all(_POOL, "hash_block_size num_gpu_blocks blocks touch free_blocks"),
@@ -109,13 +112,33 @@ ROWS: tuple[Row, ...] = (
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
             "data_parallel_rank",
             "vllm.config:ModelConfig": "model revision seed dtype quantization hf_config max_model_len use_mla "
-            "served_model_name get_total_num_kv_heads",
+            "served_model_name get_total_num_kv_heads runner_type is_prefix_caching_supported",
             "vllm.config:SchedulerConfig": "max_num_batched_tokens enable_chunked_prefill",
-            "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
-            "vllm.config:LoadConfig": "load_format",
+            "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype enable_prefix_caching",
+            "vllm.config:LoadConfig": "load_format download_dir",
             "vllm.config:DeviceConfig": "device_type",
             "vllm.config:CompilationConfig": "static_forward_context",
         },
+    ),
+    Row(
+        "changes of weights", Feature.ALL, "they reach the workers through these methods of the engine core",
+        names=(f"{_CORE}:EngineCore",),
+        calls=(
+            (f"{_CORE}:EngineCore.collective_rpc", 2, ()), (f"{_CORE}:EngineCore.sleep", 2, ()),
+            (f"{_CORE}:EngineCore.add_lora", 2, ()),
+        ),
+    ),
+    Row(
+        "sleep mode", Feature.ALL, "which engines may lose their cache's memory, and the worker's class", Side.BOTH,
+        fields={
+            "vllm.config:ModelConfig": "enable_sleep_mode enable_cumem_allocator",
+            "vllm.config:ParallelConfig": "worker_cls",
+        },
+        calls=(("vllm.utils.import_utils:resolve_obj_by_qualname", 1, ()),),
+    ),
+    Row(
+        "policy of failed loads", Feature.ALL, "failed loads are computed if the scheduler is told so",
+        sets={_SCHEDULER: "recompute_kv_load_failures connector"},
     ),
     Row(
         "context parallelism", Feature.ALL, "it is told, because it spreads a block over ranks", Side.BOTH,
@@ -179,6 +202,10 @@ ROWS: tuple[Row, ...] = (
         calls=((f"{_CORE}:EngineCoreProc._notify_idle_state_callbacks", 1, ()),),
         names=(f"{_CORE}:EngineCoreProc",),
         trial=trials.idle_hook, tries="code",
+    ),
+    Row(
+        "requests of the engine core", Feature.IDLE, "each comes through this method, in any process",
+        calls=((f"{_CORE}:EngineCore.add_request", 2, ()),),
     ),
     Row(
         "wake-up of the engine", Feature.IDLE, "a message in its input queue ends its sleep",

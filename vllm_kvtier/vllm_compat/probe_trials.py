@@ -38,6 +38,8 @@ METHODS: dict[str, tuple[str, ...] | None] = {
     "reset_cache": (),
     "register_kv_caches": ("kv_caches",),
     "unregister_kv_caches": (),
+    "restore_kv_caches": (),
+    "bind_connector_metadata": ("connector_metadata",),
     "start_load_kv": None,
     "wait_for_layer_load": ("layer_name",),
     "save_kv_layer": None,

@@ -29,8 +29,7 @@ _followers: "weakref.WeakSet[Follower]" = weakref.WeakSet()
 def possible(vllm_config: Any) -> bool:
     """Whether the cache's memory may be taken away: it comes from the allocator that can."""
     model = vllm_config.model_config
-    flags = [name for name in ("enable_sleep_mode", "enable_cumem_allocator") if hasattr(model, name)]  # 0.30: two
-    return any(getattr(model, name) for name in flags)
+    return model.enable_sleep_mode or model.enable_cumem_allocator
 
 
 def untold(vllm_config: Any) -> str | None:

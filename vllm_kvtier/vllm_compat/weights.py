@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 
@@ -37,18 +36,12 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(listener: Listener) -> None:
-    """Of all engine cores of this process: to take one for another's is safe, to miss one is not. Raises
-    UnsupportedVLLM."""
+    """Of all engine cores of this process: to take one for another's is safe, to miss one is not."""
     from vllm.v1.engine.core import EngineCore
 
     _listeners.add(listener)
     for name, wrapped in (("collective_rpc", _rpc), ("sleep", _sleep), ("add_lora", _add_lora)):
-        original = getattr(EngineCore, name, None)
-        if original is None:
-            raise UnsupportedVLLM(
-                f"vllm-kvtier hears of changes of the weights by EngineCore.{name}, which this vLLM has not: KV of old "
-                f"weights would be taken for the new ones'"
-            )
+        original = getattr(EngineCore, name)
         if not hasattr(original, _MARK):
             made = functools.wraps(original)(wrapped(original))
             setattr(made, _MARK, True)
