@@ -1,6 +1,6 @@
 """LoRA adapters as the engine has loaded them: fingerprints of their files, or none where those are not certainly it.
 
-vLLM's block hash holds an adapter's name (0.33: and its path), so that the files must tell adapters apart. What the
+vLLM's block hash holds an adapter's name (since 0.31 its path, too): the files must tell adapters apart. What the
 engine computes with is what the files held when its workers read them, which they do when vLLM's ``add_lora`` is called
 (the server calls it before any request), when a request comes whose adapter is not loaded, when it says
 ``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of. Hence:
@@ -203,7 +203,7 @@ def _identity(lora: Any) -> tuple[Any, ...]:
 
 
 def _name(identity: tuple[Any, ...]) -> str:
-    """0.25.1 to 0.30: the name; then tagged, and since 0.33 with the path."""
+    """0.25.1 to 0.30: the name; since 0.31 tagged, and with the path."""
     return identity[0] if isinstance(identity[0], str) else identity[0][1]
 
 
