@@ -16,6 +16,7 @@ from support import eventually
 from vllm.lora.request import LoRARequest
 
 from vllm_kvtier import file_digests
+from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat.adapters import Adapters, _identity
 
 NAMES, PATHS, NUMBERS = (st.sampled_from(each) for each in (("a", "b"), ("x", "y"), (1, 2, 3)))
@@ -26,6 +27,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.memory, file_digests._memory = file_digests._memory, lambda: self.folder / "digests.json"
+        self.read_seconds, adapters_module.READ_SECONDS = adapters_module.READ_SECONDS, 60.0
         self.adapters = Adapters()
         self.versions = 0
         self.content: dict[str, int] = {}  # path -> version of its files
@@ -34,7 +36,7 @@ class Lives(RuleBasedStateMachine):
         self.prints: dict[bytes, int] = {}
 
     def teardown(self):
-        file_digests._memory = self.memory
+        file_digests._memory, adapters_module.READ_SECONDS = self.memory, self.read_seconds
         shutil.rmtree(self.folder)
 
     @initialize()

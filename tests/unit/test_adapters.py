@@ -17,8 +17,9 @@ from vllm_kvtier.vllm_compat.adapters import Adapters
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path_factory):
+def surroundings(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(adapters_module, "READ_SECONDS", 60.0)  # however slow this machine is
 
 
 def files(folder: Path, alpha: int = 16, weights: bytes = b"w" * 5000, name: str = "adapter_model.safetensors") -> Path:
