@@ -1,4 +1,4 @@
-"""Loggers whose lines come at our rate, not at that of whoever causes them.
+"""Loggers whose lines come at our rate, not at that of the clients that cause them.
 
 Many lines tell what a peer, a client or a request did: 92,000 connections that sent nonsense once wrote 603,952
 warnings in 20 s. So every logger of the package comes from ``get_logger``, and a process that configures logging itself
@@ -17,7 +17,7 @@ MOST = 4096  # places that are remembered; ours are some hundreds
 
 class RateLimit(logging.Filter):
     """A filter for loggers and handlers: lets ``burst`` lines of one place in the code pass, then one in ``seconds``,
-    which says how many were left out. DEBUG passes: whoever turns it on asked for every line.
+    which says how many were left out. DEBUG passes: it is turned on to see every line.
 
     A place is (file, line), a token bucket each: what a line says may be chosen by others, where it is written is not.
     A record that passed once is not counted again, by this limit or another one.

@@ -1,4 +1,4 @@
-"""Real engines whose weights and adapters change while they serve: what was stored before serves nobody wrongly."""
+"""Real engines whose weights and adapters change while they serve: what was stored before serves no wrong KV."""
 
 import asyncio
 import json

@@ -17,8 +17,9 @@ from vllm_kvtier.vllm_compat.adapters import Adapters
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path_factory):
+def surroundings(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(adapters_module, "READ_SECONDS", 60.0)  # however slow this machine is
 
 
 def files(folder: Path, alpha: int = 16, weights: bytes = b"w" * 5000, name: str = "adapter_model.safetensors") -> Path:
@@ -75,7 +76,7 @@ def test_fingerprint_of_what_cannot_be_read_is_none(tmp_path, caplog):
     empty.mkdir()
     (tmp_path / "config only").mkdir()
     (tmp_path / "config only" / "adapter_config.json").write_text("{}")
-    for folder in ("nobody/has-this-adapter", tmp_path / "absent", "~/absent", empty, tmp_path / "config only"):
+    for folder in ("org/not-on-this-machine", tmp_path / "absent", "~/absent", empty, tmp_path / "config only"):
         adapters = Adapters()
         caplog.clear()
         assert [known(adapters, lora(folder)) for _ in range(3)] == [None] * 3
@@ -119,7 +120,7 @@ def test_fingerprint_loaded_in_place_running_requests_are_told_of(tmp_path):
     assert told == [7]
     files(folder, weights=b"another")
     loaded(adapters, lora(folder, "other", 8))
-    assert told == [7], "nobody had loaded that one"
+    assert told == [7], "that one was not loaded before"
 
 
 def test_fingerprint_the_same_files_loaded_anew_stay_shared(tmp_path):

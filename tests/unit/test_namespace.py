@@ -83,7 +83,7 @@ def test_model_fingerprint_weights_from_elsewhere_are_like_no_others(folder, loa
 
 def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_path, folder, monkeypatch, caplog):
     """By name and revision alone, "main" of a hub was the same for ever."""
-    for absent in (tmp_path / "absent", "nobody/has-this-model"):
+    for absent in (tmp_path / "absent", "org/not-on-this-machine"):
         assert ns.model_fingerprint(model(absent)) != ns.model_fingerprint(model(absent))
 
     def unreadable(files):

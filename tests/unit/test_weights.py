@@ -14,6 +14,7 @@ from vllm_kvtier.scheduler import provenance as provenance_module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.adapters import Adapters
@@ -179,6 +180,7 @@ def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
+    monkeypatch.setattr(adapters_module, "READ_SECONDS", 60.0)  # however slow this machine is
     running = Running()
     folder, loras = tmp_path, {}
     for number, name in enumerate(("one", "two"), 1):

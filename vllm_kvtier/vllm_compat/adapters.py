@@ -1,12 +1,12 @@
 """LoRA adapters as the engine has loaded them: fingerprints of their files, or none where those are not certainly it.
 
-vLLM's block hash holds an adapter's name (0.33: and its path), so that the files must tell adapters apart. What the
+vLLM's block hash holds an adapter's name (since 0.31 its path, too): the files must tell adapters apart. What the
 engine computes with is what the files held when its workers read them, which they do when vLLM's ``add_lora`` is called
 (the server calls it before any request), when a request comes whose adapter is not loaded, when it says
 ``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of. Hence:
 
 * Files count by what ``stat`` says of them, inode and change time included. As long as that is what it was when the
-  adapter was loaded, whoever reads them again reads the same. If it is not, the engine may compute with the old
+  adapter was loaded, a worker that reads them again reads the same. If it is not, the engine may compute with the old
   weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
 * vLLM's own prefix cache keeps KV of an adapter that is replaced under its name, and finds it for the new one. So a
   replaced adapter is not shared either until that cache is empty (``cache_is_empty``): it would be stored as the new
@@ -74,7 +74,7 @@ class _Adapter:
     """What was loaded under one name. ``signature`` None: not known."""
 
     def __init__(self, lora: Any, folder: Path | None, signature: Signature | None):
-        self.int_id, self.path, self.folder, self.signature = lora.lora_int_id, lora.lora_path, folder, signature
+        self.number, self.path, self.folder, self.signature = lora.lora_int_id, lora.lora_path, folder, signature
         self.digest: bytes | None = None
         self.began, self.reading = time.monotonic(), False
         rest = {field: getattr(lora, field) for field in lora.__struct_fields__ if field not in _NAMING}
@@ -92,7 +92,7 @@ class _Adapter:
 
     def is_loaded_for(self, lora: Any) -> bool:
         """Whether the workers load nothing for this one, as far as they have not forgotten what they loaded."""
-        return (self.int_id, self.path) == (lora.lora_int_id, lora.lora_path) and not lora.load_inplace
+        return (self.number, self.path) == (lora.lora_int_id, lora.lora_path) and not lora.load_inplace
 
     def _read(self, beginning: str, names: list[str]) -> None:
         try:
@@ -110,6 +110,8 @@ class _Adapter:
 class Adapters:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _Adapter] = {}  # by what vLLM's hashes hold of it
+        # vLLM's lora_int_id -> the path and files that the workers loaded under it; None: not known
+        self._numbers: dict[int, tuple[str, Signature] | None] = {}
         self._replaced: set[tuple[Any, ...]] = set()  # vLLM's prefix cache may have KV of what was loaded before
         self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()  # their ``adapter_replaced`` hears of an id's requests
 
@@ -153,21 +155,26 @@ class Adapters:
             self._take(lora, folder, signature if same else None)
 
     def _take(self, lora: Any, folder: Path | None, signature: Signature | None) -> _Adapter | None:
-        key, int_id = _identity(lora), lora.lora_int_id
-        others = [k for k, a in self._known.items() if k == key or a.int_id == int_id]
-        if not lora.load_inplace and any(
-            self._known[k].int_id == int_id and self._known[k].path != lora.lora_path for k in others
-        ):
-            signature = None  # its workers load that path only if they have forgotten the other
-        for other in others:
-            adapter = self._known[other]
-            if signature is None or adapter.signature != signature:
-                self._replaced.add(other)
-                del self._known[other]
-                for listener in list(self.listeners):
-                    listener.adapter_replaced(adapter.int_id)
+        key, number = _identity(lora), lora.lora_int_id
+        if number not in self._numbers and len(self._numbers) >= MOST:
+            return None
+        had = self._numbers.get(number)
+        if number in self._numbers and not lora.load_inplace and had != (lora.lora_path, signature):
+            signature = None  # the workers go by the number, and load this only if they have forgotten what they had
+        have = None if signature is None else (lora.lora_path, signature)
+        gone = {number} if number in self._numbers and had != have else set()
+        self._numbers[number] = have
+        for other, adapter in list(self._known.items()):
+            if other == key or adapter.number == number:
+                if signature is None or adapter.signature != signature:
+                    self._replaced.add(other)
+                    gone.add(adapter.number)
+                    del self._known[other]
+        for each in gone:
+            for listener in list(self.listeners):
+                listener.adapter_replaced(each)
         if key in self._known:
-            self._known[key].int_id = int_id
+            self._known[key].number, self._known[key].path = number, lora.lora_path
         elif len(self._known) + len(self._replaced) < MOST:
             self._known[key] = _Adapter(lora, folder, signature)
         return self._known.get(key)
@@ -196,7 +203,7 @@ def _identity(lora: Any) -> tuple[Any, ...]:
 
 
 def _name(identity: tuple[Any, ...]) -> str:
-    """0.25.1 to 0.30: the name; then tagged, and since 0.33 with the path."""
+    """0.25.1 to 0.30: the name; since 0.31 tagged, and with the path."""
     return identity[0] if isinstance(identity[0], str) else identity[0][1]
 
 

@@ -15,8 +15,8 @@ from vllm_kvtier.vllm_compat.probe import Feature, granted
 _VARIANT = "_kvtier_variant"
 
 def variant(request: Any) -> bytes | None:
-    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name. None: not
-    known (see ``adapters``). Once known it is the request's for life."""
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds its name, not its files.
+    None: not known (see ``adapters``). Once known it is the request's for life."""
     lora = request.lora_request
     if lora is None:
         return b""
