@@ -138,7 +138,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "policy of failed loads", Feature.ALL, "failed loads are computed if the scheduler is told so",
-        sets={_SCHEDULER: "recompute_kv_load_failures connector"},
+        sets={_SCHEDULER: "recompute_kv_load_failures"},
     ),
     Row(
         "context parallelism", Feature.ALL, "it is told, because it spreads a block over ranks", Side.BOTH,
