@@ -8,6 +8,7 @@ the second stage. Pins are bounded: beyond the bound, and when vLLM is short of 
 Collecting and unpinning happen on the scheduler's thread (the pool has no lock), the rest on the reactor's.
 """
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -244,9 +245,17 @@ class Offloader:
             with self._quiet:
                 self._asked += 1
             del self._open[key]
-            pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
+            heard = functools.partial(self._heard, batch, instance)
+            try:
+                pending.then(heard)
+            except Exception:  # else the blocks would stay pinned for ever
+                pending.then(heard)
+                raise
             if self.events is not None:
                 self.events.tell(batch.space, batch.raws)  # behind the reservation
+
+    def _heard(self, batch: Batch, instance: str, pending: Pending) -> None:
+        self._reactor.call_soon(lambda: self._reserved(batch, pending, instance))
 
     def drain(self) -> None:
         """Unpin what was copied or refused; begin again what the store lost the beginning of, or never heard of."""
