@@ -101,7 +101,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
 
-    @contained(passes=KVTierError)
+    @contained(passes=(KVTierError,))
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         pool = BlockPool(gpu_block_pool)
         self._scheduler = SchedulerHalf(self._facts, self._options, self._link, pool, self, self.containment)
@@ -138,7 +138,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
         if self._marks_failures and any(r.failed for r in results):
-            recompute_failed_loads(self._scheduler.engine_scheduler, results)
+            again = partial(recompute_failed_loads, self._scheduler.engine_scheduler, results)
+            self.containment.insist("recomputing failed loads", again, unsafe=True)
         finished = connector_output.finished_recving
         if results or finished:
             self._scheduler.arrived(results, set(finished or ()))

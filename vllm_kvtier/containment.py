@@ -25,7 +25,9 @@ repaired. What vLLM is answered, and what the repair does:
 - ``shutdown``, ``unregister_kv_caches``: the rest of it goes on.
 
 vLLM's own methods that we wrap (``turns``, ``engine``, ``blocks``) run exactly once, whatever we do, and what they
-raise passes unchanged. Errors that are meant for a user to read (``KVTierError``) pass where an engine starts.
+raise passes unchanged. Errors that are meant for a user to read (``KVTierError``) pass where an engine starts. Two
+things end the engine if they fail twice, since it would answer wrongly (``Unsafe``): taking back what was computed on
+wrong KV, and, before vLLM 0.30, telling the scheduler which requests' loads failed.
 
 More than ``MOST`` errors within ``WINDOW`` seconds are no accident: the scheduler half then becomes passive for good,
 with one line in the log. This module is what all else relies on: it calls the logger, the counters and repairs.
@@ -45,6 +47,10 @@ logger = get_logger("vllm.kvtier.containment")
 
 MOST, WINDOW = 16, 60.0  # errors, seconds
 MOST_LOGGED = 64  # places whose traceback is logged
+
+
+class Unsafe(Exception):
+    """To go on would give wrong answers, which is worse than to end: this passes through and ends the engine."""
 
 
 class Containment:
@@ -86,6 +92,8 @@ class Containment:
         """``part(*args)``; if it raises, what ``repair()`` returns, or None."""
         try:
             return part(*args)
+        except Unsafe:
+            raise
         except Exception:
             self.failed(where)
         if repair is None:
@@ -96,23 +104,28 @@ class Containment:
             self.failed(f"{where} (repair)")
             return None
 
-    def insist(self, where: str, part: Callable[[], Any]) -> None:
-        """``part()``, which must have happened before the engine goes on: tried twice, then ``give_up``."""
-        for last in (False, True):
-            try:
-                part()
-                return
-            except Exception as error:
-                self.failed(where)
-                if last:
-                    self.give_up(f"{where} failed twice: {error!r}")
+    def insist(self, where: str, part: Callable[[], Any], unsafe: bool = False) -> None:
+        """``part()``, which must have happened before the engine goes on: tried twice, then ``give_up``. ``unsafe``: or
+        Unsafe is raised, because not even a passive connector could make it good."""
+        try:
+            part()
+            return
+        except Exception:
+            self.failed(where)
+        try:
+            part()
+        except Exception as error:
+            self.failed(where)
+            if unsafe:
+                raise Unsafe(f"{where} failed twice") from error
+            self.give_up(f"{where} failed twice: {error!r}")
 
 
 def contained(
     half: str = "",
     otherwise: Callable[[], Any] = lambda: None,
     repair: Callable[..., Any] | None = None,
-    passes: type[Exception] | tuple[()] = (),
+    passes: tuple[type[Exception], ...] = (),
     again: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a method that vLLM calls, of an object with a ``containment``.
@@ -131,7 +144,7 @@ def contained(
                 return otherwise()
             try:
                 return method(self, *args, **kwargs)
-            except passes:
+            except (Unsafe, *passes):
                 raise
             except Exception:
                 self.containment.failed(method.__name__)

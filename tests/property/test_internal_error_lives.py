@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matcher_world import GROUPS, no_violations  # noqa: F401
+from offloading_world import GROUPS as OFFLOADED
+from offloading_world import Engine as Offload
 from support import WITHOUT_SHRINKING
 from test_hurried_lives import Connector, make  # noqa: F401
 from test_hurried_lives import Life as EngineLife
@@ -218,3 +220,49 @@ def test_internal_errors_under_vllms_scheduler_no_token_is_wrong_and_none_is_mis
         raised.update(life.raiser.raised)
         failed += life.contain.errors
     assert len(raised) > 60 and failed > 100, (failed, sorted(raised))
+
+
+# -- offloading --------------------------------------------------------------------------------------------------------
+
+
+class RaisingOffload(Offload):
+    """What is copied is still what its hash says, and every pin is given back."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.contain, self.raiser = Containment(Counters(), lambda: float(self.contain.errors * 100)), Raiser()
+        attempt, run, tables, offloader = self.contain.attempt, self.raiser.run, self.tables, self.offloader
+        self.tables = Instead(
+            tables,
+            begin_step=lambda *args: run(lambda: attempt("", tables.begin_step, *args, repair=tables.clear)) or [],
+        )
+
+        def watched(name, again=False):
+            method = getattr(offloader, name)
+            return lambda *args: run(
+                lambda: attempt("", method, *args, repair=(lambda: method(*args)) if again else None)
+            )
+
+        parts = {name: watched(name) for name in ("begin_step", "finished", "drain", "relieve")}
+        self.offloader = Instead(offloader, **parts, settle=watched("settle", again=True))
+
+    def arm(self):
+        self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21])
+
+
+@pytest.mark.parametrize("groups", sorted(OFFLOADED))
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.1, 0.5, 1.0]))
+@settings(max_examples=40, phases=WITHOUT_SHRINKING)
+def test_internal_errors_while_offloading_every_block_is_given_back_and_none_has_a_wrong_name(groups, seed, share):
+    engine = RaisingOffload(OFFLOADED[groups], seed, 1, share=share)
+    events = {
+        engine.step: 8, engine.new_request: 2, engine.finish: 1.2, engine.preempt: 0.7, engine.reactor.run: 6,
+        engine.store_answers: 6, engine.store_forgets: 0.5, engine.store_restarts: 0.5, engine.worker_acts: 12,
+        lambda: engine.offloader.relieve(engine.rng.randint(1, 9)): 0.5, lambda: engine.offloader.settle(0): 0.1,
+        engine.arm: 5,
+    }  # fmt: skip
+    for _ in range(300):
+        engine.rng.choices(list(events), list(events.values()))[0]()
+        engine.bounds()
+    engine.raiser.count = -1
+    engine.end()

@@ -12,7 +12,7 @@ from test_worker_half import half as worker  # noqa: F401
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.containment import MOST, WINDOW, Containment, contained
+from vllm_kvtier.containment import MOST, WINDOW, Containment, Unsafe, contained
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
@@ -63,7 +63,7 @@ class Called:
         self.calls += 1
         return 1 // (self.calls - 1)
 
-    @contained(passes=KeyError)
+    @contained(passes=(KeyError,))
     def passing(self, error):
         raise error
 
@@ -112,6 +112,17 @@ def test_containment_insist_fails_twice_the_half_becomes_passive(contain):
     assert done and not passive
     contain.insist("needed", fail)
     assert passive
+
+
+def test_containment_what_keeps_answers_right_fails_twice_the_engine_ends(contain):
+    class Calls(Called):
+        @contained(again=True)
+        def take_back(self):
+            self.containment.attempt("outer", lambda: contain.insist("taking back", fail, unsafe=True))
+
+    with pytest.raises(Unsafe, match="taking back failed twice"):
+        Calls(contain).take_back()
+    assert contain.errors == 2
 
 
 def test_connector_every_method_that_vllm_calls_is_contained():

@@ -19,6 +19,7 @@ from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, Counters, merge
+from vllm_kvtier.vllm_compat import stats as stats_module
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.worker.queues import LoadResult
 
@@ -338,3 +339,11 @@ def test_the_last_request_leaves_them_right(gauges):
     gauges.refresh()
     shown = gauges.take()
     assert shown["leases|given"] == 0 and shown["requests|loading"] == 0
+
+
+def test_stats_nonsense_in_them_ends_no_log_line(caplog, monkeypatch):
+    """vLLM's task that reads the engines' outputs would end, and the server with it."""
+    monkeypatch.setattr(stats_module, "_said_unreadable", False)
+    for _ in range(2):
+        assert build({"load_seconds|ok": "nonsense"}).reduce() == {}
+    assert caplog.text.count("cannot be summed up") == 1

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from support import Uncontained
 
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.vllm_compat import probe, probe_checks, version
@@ -332,7 +333,7 @@ def test_engine_thread_without_the_idle_hook_wraps_nothing(monkeypatch):
 
     before = EngineCoreProc._notify_idle_state_callbacks
     refuse(monkeypatch, Feature.IDLE)
-    thread = EngineThread(lambda: None)
+    thread = EngineThread(lambda: None, Uncontained())
     thread.wake()
     assert EngineCoreProc._notify_idle_state_callbacks is before and thread.scheduler is None
     assert not thread.turns.known

@@ -74,6 +74,13 @@ def test_a_fault_costs_only_its_event(reactor, caplog):
     assert caplog.text.count("ZeroDivisionError") == 2
 
 
+def test_reactor_an_event_is_dropped_it_is_counted(reactor):
+    """So that a search for what it was about can begin."""
+    reactor.call_soon(lambda: 1 / 0)
+    reactor.start()
+    eventually(lambda: reactor.errors == 1)
+
+
 def test_stop_is_idempotent_and_later_calls_do_nothing(reactor):
     stopped = []
     reactor.on_stop(lambda: stopped.append(1))

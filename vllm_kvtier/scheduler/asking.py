@@ -210,7 +210,7 @@ class Asker:
             if isinstance(each, HostOffer):
                 steps.append(partial(self._tier.release, each))
             elif each is not None and each.lease and (pending is None or pending.outcome is not each):
-                steps.append(partial(self._peers.release, each, done=False))
+                steps.append(partial(self._peers.release, each, False))
         if t.hints.handoff is not None:
             steps.append(partial(self._peers.drop, t.hints.handoff.address, t.hints.handoff.export))
         return steps
@@ -389,9 +389,9 @@ class Asker:
             if isinstance(t.offer, HostOffer):
                 self._tier.release(t.offer)
             elif t.offer.lease:
-                self._peers.release(t.offer, done=True)
+                self._peers.release(t.offer, True)
             elif t.pending is not None and isinstance(t.pending.outcome, Offer):
-                self._peers.release(t.pending.outcome, done=True)
+                self._peers.release(t.pending.outcome, True)
             elif t.pending is not None and t.pending.outcome is None:
                 self._peers.cancel(t.pending)
                 self._give_up(t)

@@ -13,6 +13,7 @@ copied in their order and end in it, and where one was cut short, so is all that
 Collecting and unpinning happen on the scheduler's thread (the pool has no lock), the rest on the reactor's.
 """
 
+import functools
 import hashlib
 import itertools
 import threading
@@ -333,7 +334,6 @@ class Offloader:
                 continue
             while batch.items:
                 self._reserve(batch, batch.items[:MAX_ITEMS])
-                del batch.items[:MAX_ITEMS]
             del self._open[key]
             if self.events is not None:
                 self.events.tell(batch.space, batch.raws)  # behind the reservations
@@ -345,7 +345,16 @@ class Offloader:
         pending = self._tier.reserve(batch.space, batch.tenant, groups, hashes, parents)
         with self._quiet:
             self._sent += 1
-        pending.then(lambda p: self._reactor.call_soon(lambda: self._reserved(batch, items, p, instance)))
+        del batch.items[: len(items)]
+        answered = functools.partial(self._answered, batch, items, instance)
+        try:
+            pending.then(answered)
+        except Exception:  # else the blocks would stay pinned for ever
+            pending.then(answered)
+            raise
+
+    def _answered(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
+        self._reactor.call_soon(lambda: self._reserved(batch, items, pending, instance))
 
     def drain(self) -> None:
         """Unpin what was copied or refused; what is to be stored all the same is offered again from there on."""

@@ -21,6 +21,9 @@ _WRONG = (
 )  # fmt: skip
 
 
+_said_unreadable = False
+
+
 class KVTierStats(KVConnectorStats):
     """``data``: as :meth:`Counters.take` makes it."""
 
@@ -32,6 +35,17 @@ class KVTierStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
+        """For the log line. It must not raise: that would end the task that reads the engines' outputs."""
+        try:
+            return self._essentials()
+        except Exception:
+            global _said_unreadable
+            if not _said_unreadable:
+                _said_unreadable = True
+                logger.exception("kvtier: the statistics cannot be summed up for vLLM's log line (logged once)")
+            return {}
+
+    def _essentials(self) -> dict[str, int | float]:
         """The essentials for the log line, of the interval since the last: prompt tokens by source, what was copied
         and how fast, how far the planner was off, and what went wrong. What did not happen is left out."""
         found = by_name(self.data)
