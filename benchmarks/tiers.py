@@ -67,7 +67,7 @@ print(json.dumps({"h2d": rate(device, host), "d2h": rate(host, device), "device"
 
 
 def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) -> None:
-    """``several_steps``: --step-tokens takes several sizes, which whoever starts the engines goes through."""
+    """``several_steps``: --step-tokens takes several sizes."""
     parser.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--gpu", type=int, help="the device; none: CPU")

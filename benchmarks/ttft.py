@@ -138,7 +138,8 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
 
 
 def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
-    rng, vocab = random.Random(11), vocabulary(args.model)
+    # Others for each step size: the node store outlives the engines of the one before.
+    rng, vocab = random.Random(11 + args.step_tokens), vocabulary(args.model)
     blind: set[int] = set()  # lengths at which answers do not tell other KV
     for length in args.lengths:
         repeats = max(2, args.repeats * min(8192, 16384 * 8192 // length) // min(length, 8192))
@@ -187,7 +188,7 @@ def burst(peer: Peer, prompts: list[list[int]]) -> dict:
 
 
 def many(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
-    rng, vocab = random.Random(12), vocabulary(args.model)
+    rng, vocab = random.Random(12 + args.step_tokens), vocabulary(args.model)
     count, length = args.many
     taken: dict[Peer, list[dict]] = {peer: [] for peer in peers}
     for i in range(args.repeats + 1):

@@ -116,4 +116,4 @@ class FakeTier:
         self.end(slots, session, "aborted")
         forgotten = set(self.forgotten)
         self.forget(set(slots))
-        self.forgotten = forgotten  # nobody relied on these
+        self.forgotten = forgotten  # they were never stored

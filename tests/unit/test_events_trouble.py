@@ -1,6 +1,5 @@
 """KV events where much waits, somebody lies, or another takes all: nothing gets slow, lost or stuck by it."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -8,21 +7,27 @@ import msgspec
 import numpy as np
 import pytest
 from events_model import FakeTier, Loop, Wire, fake_request
-from support import Clock
+from offloading_fakes import FakeReactor
+from offloading_fakes import FakeTier as FakeStore
+from support import Clock, FakePool
 from test_events import CPU, HASHES, ONE, OTHER, TOKENS, UNIT, World, hashes_in
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import half as half_module
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.offloading import Batch, Offloader
+from vllm_kvtier.scheduler.offloading import Batch, Item, Offloader
 from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.scheduler.tables import Table
 from vllm_kvtier.store import changes as changes_module
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.changes import Changes
 from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import HASH, Index
 from vllm_kvtier.telemetry.events import Label, Removed
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.blocks import BlockPool
 
 
 def quickest(act, times: int) -> float:
@@ -297,21 +302,20 @@ def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
     world.store(2)
     world.said()
     world.index.clear(None)
-    batch = Batch(ONE, b"", since=0, groups=[0, 0], blocks=[7, 8], hashes=[each[:HASH] for each in HASHES[:2]])
-    batch.labels = {i: world.events.label_of(ONE, 0, HASHES[i]) for i in range(2)}
+    offloader = Offloader(
+        KVTierConfig(), FakeStore([{0}], {0}), BlockPool(FakePool(10, 4)), None, [(4, None)], Counters(), FakeReactor(),
+        lambda message: None, lambda: None, step_tokens=0, verified=lambda: True,
+    )  # fmt: skip
+    offloader.events = world.events
+    table, hashes = Table([[7, 8]]), [each[:HASH] for each in HASHES[:2]]
+    items = [
+        Item(table, 0, i, 7 + i, 0, ONE, h, b"\0" * HASH, 0, world.events.label_of(ONE, 0, HASHES[i]))
+        for i, h in enumerate(hashes)
+    ]
     assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(2)), "as far as it knows"
-    offloader = SimpleNamespace(
-        _counters=SimpleNamespace(count=lambda *_: None),
-        _order=lambda *_: None,
-        _free=[],
-        _quiet=threading.Condition(),
-        _asked=1,
-        _on_free=lambda: None,
-        events=world.events,
-    )
-    slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH], b"\0" * HASH, 1 << 30)
+    slots = world.index.reserve(1, ONE, b"", [0], hashes[0], b"\0" * HASH, 1 << 30)
     reserved = m.Reserved(1, [*slots, m.EXISTS])
-    Offloader._reserved(offloader, batch, SimpleNamespace(outcome=reserved, session=1), "")
+    offloader._reserved(Batch(ONE, b"", since=0), items, SimpleNamespace(outcome=reserved, session=1), "")
     world.deliver()
     world.index.commit(1, slots)
     [removed] = world.said()

@@ -200,7 +200,11 @@ class Offloader:
         return min(full, request.num_prompt_tokens) if self._config.store_write == "prompt" else full
 
     def _left(self, table: Table) -> bool:
-        return any(table.ended // size > done for (size, _), done in zip(self._groups, table.offered, strict=True))
+        return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
+
+    def _last(self, table: Table, g: int, full: int) -> int:
+        """How many of the group's blocks are full and known."""
+        return min(full // self._groups[g][0], len(table.groups[g]))
 
     def _offer_ended(self) -> None:
         """Blocks of ended requests that were taken back, as far as vLLM still has them and there is room."""
@@ -219,8 +223,8 @@ class Offloader:
                 self._ended[table] = None
 
     def _give_up_ended(self, table: Table) -> None:
-        for (size, _), done in zip(self._groups, table.offered, strict=True):
-            self._counters.count("not_stored", table.why or TOO_MANY, max(0, table.ended // size - done))
+        for g, done in enumerate(table.offered):
+            self._counters.count("not_stored", table.why or TOO_MANY, max(0, self._last(table, g, table.ended) - done))
 
     def _room(self, ended: bool = False) -> int:
         """Blocks that may be pinned now. ``ended``: that no request holds, so that vLLM could hand them out."""
@@ -268,7 +272,7 @@ class Offloader:
         (size, window), hashes = self._groups[g], table.request.block_hashes
         ended = table.ended is not None and not leaving
         per, room, found, ids = size // self._unit, self._room(ended), [], table.groups[g]
-        own, last = len(ids) if ended else 0, min(full // size, len(ids))
+        own, last = len(ids) if ended else 0, self._last(table, g, full)
         if window is not None and not ended and not leaving:
             own = self._still_held(table.request.num_computed_tokens, size, window)
         for i in range(table.offered[g], last):
@@ -565,8 +569,7 @@ class Offloader:
             self._counters.count("stored_blocks", amount=len(kept))
             logical = len(kept) * self._tier.logical[flight.group]
             self._counters.count("stored_logical_bytes", self._tier.codecs[flight.group].name, logical)
-            for item in kept:
-                self._flying.pop(item.name, None)
+            self._forget(kept)
             self._returned += [(kept, STORED), (same[False], STORED_ALREADY)]
         if lost:
             self._tier.abort([item.slot for item in lost], flight.session)
@@ -579,9 +582,12 @@ class Offloader:
 
     def _close_gaps(self) -> None:
         while self._gaps and self._gaps[0][0] <= self._answered:
-            for item in self._gaps.popleft()[1]:
-                if self._flying.get(item.name) is item:
-                    del self._flying[item.name]
+            self._forget(self._gaps.popleft()[1])
+
+    def _forget(self, items: list[Item]) -> None:
+        for item in items:
+            if self._flying.get(item.name) is item:  # on another connection it may have got another slot
+                del self._flying[item.name]
 
     def lost(self) -> None:
         """The store went away, and our reservations with it."""

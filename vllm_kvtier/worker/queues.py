@@ -68,7 +68,7 @@ class _Store:
 
 
 class StoreQueue:
-    """What waits is bounded by whoever orders: its blocks are held for as long."""
+    """Without a bound of its own: the scheduler half holds the blocks of all that waits, and bounds these."""
 
     def __init__(self, block_bytes: Sequence[int], linger: float, timeout: float):
         """``block_bytes``: of one block, by group. ``linger``: seconds for which less than a piece waits for more.
