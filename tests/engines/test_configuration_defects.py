@@ -2,7 +2,8 @@
 
 "pooling": a decoder whose vectors are means over the whole prompt. "multi": windows, beside a connector that does not
 know hybrid groups, so that vLLM keeps windows as full attention. "mamba": state that is not KV of tokens. An engine
-without a loop, of a vLLM that cannot be told of failed requests, runs in a process of its own: this file as a script.
+without a loop, which takes failed requests only as vLLM did before 0.30, runs in a process of its own: this file as a
+script.
 """
 
 import asyncio
@@ -224,7 +225,7 @@ async def driver_of_trio(trio, plain):
 
 
 def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(model_path, tmp_path):
-    """vLLM before 0.30 cannot be told of a failed request, and without a loop nobody told us of its scheduler."""
+    """vLLM before 0.30 takes failed requests only from its scheduler, which a connector without a loop did not know."""
     model = model_shapes.write(model_shapes.HYBRID, tmp_path / "hybrid", model_path)
     with runtime_dir() as folder:
         env = {**os.environ, **store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
