@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -273,14 +274,14 @@ def main(model: str) -> None:
         [answer] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
-    def settle() -> None:
-        """What was computed is stored; nothing is in vLLM's own cache. Without a loop, requests let time pass."""
-        for i in range(100):
+    def until(holds: Callable[[], object], what: str) -> None:
+        """Without a loop, requests let time pass."""
+        for i in range(200):
+            if holds():
+                return
             ask([300 + i], 1)
             time.sleep(0.05)
-            if i > 10 and counts.get("stored_blocks") and llm.reset_prefix_cache():
-                return
-        raise AssertionError(f"nothing is stored: {counts}")
+        raise AssertionError(f"{what}: {counts}")
 
     def loaded(prompt: list[int], truth: list[int]) -> list:
         """(whether the answer is right, loads that were right, that were wrong)."""
@@ -292,8 +293,10 @@ def main(model: str) -> None:
 
     rng = random.Random(1)
     prompt = random_tokens(rng, 400)
+    until(lambda: counts.get("store_usable_bytes"), "the store is up")
     truth = ask(prompt, 16)
-    settle()
+    until(lambda: counts.get("stored_blocks", 0) >= 400 // 32, "the prompt's blocks are stored")
+    until(llm.reset_prefix_cache, "nothing is held")
     told = {"groups": len(half._facts.groups), "good": loaded(prompt, truth)}
     assert llm.reset_prefix_cache()
     memory = Memory(PoolMapping.connect(store_path()))
