@@ -60,7 +60,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts = engine_facts(vllm_config, kv_cache_config)
         if not self._facts.prefix_caching:
             self._options = self._options.without_prefixes()
-        # vLLM before 0.30 hears of a failed request from its own scheduler only.
+        # vLLM before 0.30 takes failed blocks from a worker, but failed requests only from its own scheduler.
         self._marks_failures = TransferResults is None and self._facts.fails_by_request
         self._link = link_path(self._facts.engine_id, self._facts.instance_id)
         self._scheduler: SchedulerHalf | None = None
@@ -113,7 +113,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_SCHEDULER, lambda: (0, False), lambda self, request, computed: self._scheduler.compute(request))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._marks_failures and self._scheduler.engine_scheduler is None:
-            return 0, False  # a load that failed would be taken for one that did not
+            return 0, False  # vLLM would take a load that failed for one that did not
         return self._scheduler.match(request, num_computed_tokens)
 
     def _fail_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

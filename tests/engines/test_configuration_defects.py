@@ -2,7 +2,8 @@
 
 "pooling": a decoder whose vectors are means over the whole prompt. "multi": windows, beside a connector that does not
 know hybrid groups, so that vLLM keeps windows as full attention. "mamba": state that is not KV of tokens. An engine
-without a loop, of a vLLM that cannot be told of failed requests, runs in a process of its own: this file as a script.
+without a loop, which takes failed requests only as vLLM did before 0.30, runs in a process of its own: this file as a
+script.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -224,7 +226,7 @@ async def driver_of_trio(trio, plain):
 
 
 def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(model_path, tmp_path):
-    """vLLM before 0.30 cannot be told of a failed request, and without a loop nobody told us of its scheduler."""
+    """vLLM before 0.30 takes failed requests only from its scheduler, which a connector without a loop did not know."""
     model = model_shapes.write(model_shapes.HYBRID, tmp_path / "hybrid", model_path)
     with runtime_dir() as folder:
         env = {**os.environ, **store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
@@ -272,14 +274,14 @@ def main(model: str) -> None:
         [answer] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
-    def settle() -> None:
-        """What was computed is stored; nothing is in vLLM's own cache. Without a loop, requests let time pass."""
-        for i in range(100):
+    def until(holds: Callable[[], object], what: str) -> None:
+        """Without a loop, requests let time pass."""
+        for i in range(200):
+            if holds():
+                return
             ask([300 + i], 1)
             time.sleep(0.05)
-            if i > 10 and counts.get("stored_blocks") and llm.reset_prefix_cache():
-                return
-        raise AssertionError(f"nothing is stored: {counts}")
+        raise AssertionError(f"{what}: {counts}")
 
     def loaded(prompt: list[int], truth: list[int]) -> list:
         """(whether the answer is right, loads that were right, that were wrong)."""
@@ -291,8 +293,10 @@ def main(model: str) -> None:
 
     rng = random.Random(1)
     prompt = random_tokens(rng, 400)
+    until(lambda: counts.get("store_usable_bytes"), "the store is up")
     truth = ask(prompt, 16)
-    settle()
+    until(lambda: counts.get("stored_blocks", 0) >= 400 // 32 and not half._offloader.pinned, "the prompt is stored")
+    until(llm.reset_prefix_cache, "nothing is held")
     told = {"groups": len(half._facts.groups), "good": loaded(prompt, truth)}
     assert llm.reset_prefix_cache()
     memory = Memory(PoolMapping.connect(store_path()))

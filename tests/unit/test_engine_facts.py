@@ -7,15 +7,23 @@ import pytest
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, PoolerConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.vllm_compat.facts import _whole_prompts, engine_facts
 
 BLOCK = 32
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 SHAPE = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+FULL, MLA = FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)
+WIDE = FullAttentionSpec(**{**SHAPE, "head_size": 16})
 
 
 def cache(*specs) -> KVCacheConfig:
@@ -88,6 +96,16 @@ def test_engine_facts_of_windows_kept_as_full_attention_have_no_window(configure
     unified = FullAttentionSpec(**SHAPE, sliding_window=80)
     facts = engine_facts(configure(), cache(unified, SlidingWindowSpec(**SHAPE, sliding_window=80)))
     assert facts.groups == [(BLOCK, None), (BLOCK, 80)] and facts.full_groups == [0] and not facts.unsupported
+
+
+@pytest.mark.parametrize("specs", [[FULL, MLA], [FULL, WIDE]], ids=["kinds", "sizes"])
+def test_engine_facts_of_a_group_with_a_spec_for_each_layer_are_its_layers(configure, specs):
+    """Workers get these; the scheduler gets one of the layers'."""
+    uniform = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={f"layer {i}": spec for i, spec in enumerate(specs)}
+    )
+    facts = engine_facts(configure(), cache(uniform))
+    assert facts.groups == [(BLOCK, None)] and facts.full_groups == [0] and not facts.unsupported
 
 
 class UnknownSpec(FullAttentionSpec):

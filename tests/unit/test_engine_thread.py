@@ -128,7 +128,7 @@ def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(engine, monkeyp
     connector, scheduler = kvtier(core), core.scheduler
     request = SimpleNamespace(request_id="r", is_finished=lambda: False, num_computed_tokens=64)
     scheduler.requests["r"] = request
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "a failure could not be told: no load"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "no load whose failure would be lost"
     come(core)
     report = WorkerReport([LoadResult("r", {1}, "bad", 1, 0.1, 0.0)])
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set()))

@@ -8,7 +8,7 @@ from vllm_kvtier import fingerprint
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import events, probe_trials, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
-from vllm_kvtier.vllm_compat.layout import attention_kind
+from vllm_kvtier.vllm_compat.layout import group_kind
 from vllm_kvtier.vllm_compat.probe import Feature, granted, refused
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
@@ -93,7 +93,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 def _window(spec: Any) -> int | None:
     try:
-        return attention_kind(spec)[1]
+        return group_kind(spec)[1]
     except UnsupportedLayout:
         return None  # ``_unsupported`` says why this engine does nothing
 
@@ -142,7 +142,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "this model keeps no KV"
     for group in kv_cache_config.kv_cache_groups:
         try:
-            kind, _ = attention_kind(group.kv_cache_spec)
+            kind, _ = group_kind(group.kv_cache_spec)
         except UnsupportedLayout as error:
             return f"{error}: nothing is pulled, stored or loaded"
         if kind == "chunked":

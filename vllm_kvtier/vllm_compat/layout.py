@@ -140,9 +140,15 @@ def _layer_spec(spec: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
 
 
+def group_kind(spec: Any) -> tuple[str, int | None]:
+    """As ``attention_kind``, of a KV cache group; "full" where a group holds full attention and MLA."""
+    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
+    return min({attention_kind(each) for each in layers})
+
+
 def attention_kind(spec: Any) -> tuple[str, int | None]:
-    """(kind of attention, window) of a layer's or a group's cache. A FullAttentionSpec of a layer with a window names
-    the window, but its blocks are kept as those of full attention.
+    """(kind of attention, window) of a layer's cache. A FullAttentionSpec of a layer with a window names the window,
+    but its blocks are kept as those of full attention.
 
     Raises UnsupportedLayout for what is not KV of single tokens.
     """
