@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from drive import Driver, driving
+from zygote import Zygote
 
 from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
 from vllm_kvtier.devtools.faults import VARIABLE, FaultFile
@@ -63,6 +64,16 @@ class Trio(NamedTuple):
     decode: Engine
     strict: Engine
     faults: dict[str, FaultFile]  # by the engine's name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygote() -> Iterator[None]:
+    """Engines of this session start from a process that has imported vLLM, where they can."""
+    zygote = Zygote()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "popen", staticmethod(zygote.popen))
+        yield
+    zygote.close()
 
 
 @pytest.fixture(scope="session")
