@@ -66,7 +66,8 @@ print(json.dumps({"h2d": rate(device, host), "d2h": rate(host, device), "device"
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) -> None:
+    """``several_steps``: --step-tokens takes several sizes, which whoever starts the engines goes through."""
     parser.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--gpu", type=int, help="the device; none: CPU")
@@ -75,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", type=json.loads, default={}, help="JSON, options by word: kvtier:WORD")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
-    parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    steps = {"nargs": "+", "default": [8192]} if several_steps else {"default": 8192}
+    parser.add_argument("--step-tokens", type=int, help="vLLM's max_num_batched_tokens", **steps)
     parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="FLAGS", help="more flags, as one word")
     parser.add_argument("--ready", type=float, default=240, help="seconds an engine may take to start")
     parser.add_argument("--python", default=sys.executable)
@@ -139,6 +141,7 @@ class Peer:
         if args.gpu is not None:
             flags += ["--gpu-memory-utilization", "0.2"]  # only what must be free at the start: kv_cache_bytes rules
         self.connector, self.host_bytes, self.per_token = connector, host, per_token
+        self.step_tokens = args.step_tokens
         self._stored = STORED.get(connector.partition(":")[0])
         self.said: Said | None = None  # how the last answer began
         self.engine = Engine(

@@ -5,8 +5,15 @@
     python benchmarks/ttft.py run --model models/recall-6m --connectors none kvtier --lengths 512 1024   # without GPU
     python benchmarks/ttft.py plot docs/host_hit.png qwen.json llama.json
 
-The engines of all connectors (see tiers.py) are up together and are asked in turn. For each length and repetition a
-fresh random prompt is asked three times of each:
+What is stored of large steps and of many prompts at once, in about five minutes of an H200, and then of another commit:
+
+    python benchmarks/ttft.py run --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 --step-tokens 8192 16384 \\
+        --connectors kvtier offloading --phases ttft many --lengths 32768 --repeats 4 --many 24 2048 --out stores.json
+    git archive --prefix=before/ 42e2979 | tar x -C /tmp && ln -s ../csrc_triton /tmp/before/vllm_kvtier/kernels
+    PYTHONPATH=/tmp/before python benchmarks/ttft.py run ... --connectors kvtier ... --out before.json
+
+The engines of all connectors (see tiers.py) are up together and are asked in turn, anew for each of --step-tokens. For
+each length and repetition a fresh random prompt is asked three times of each:
 
   computed   nothing is known of it
   hit        again: it is in the GPU's prefix cache
@@ -20,6 +27,11 @@ the connector says came from host memory; where it is below 0.9 the answer was a
 what remains is reported as it was. Prompts end in a few tokens that are in no cache (tiers.TAIL). same: share of the
 answers from host memory that begin as the hit's did, the token's probability included; who answers before its KV is
 there says something else. None: answers do not tell (a prompt with another beginning had the same).
+
+``many``: so many fresh prompts of so many tokens (--many) are sent at once, and when offloading was through and the
+GPU's prefix cache was emptied, at once again. computed, host: seconds until the last of them has its first token;
+stored: share of their KV that the connector says it stored meanwhile; from_host: share of their tokens that came from
+host memory. Medians of --repeats, behind one that warms up.
 
 Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
 the gaps between their tokens in ms, all (p50, p99, max), outside and inside the time such a prompt waits for its first
@@ -40,6 +52,7 @@ from pathlib import Path
 from tiers import (
     HOST_HITS,
     JSON,
+    TAIL,
     Peer,
     PeerFailed,
     add_arguments,
@@ -64,16 +77,16 @@ class Results:
     """Rows by kind, on disk after each."""
 
     def __init__(self, path: Path | None, meta: dict):
-        self._path, self.data = path, {"meta": meta, "ttft": [], "itl": []}
+        self._path, self.data = path, {"meta": meta, "ttft": [], "many": [], "itl": [], "counters": {}}
 
     def add(self, kind: str, row: dict) -> None:
         self.data[kind].append(row)
         print(json.dumps(row), flush=True)
         self._write()
 
-    def counters(self, peers: list[Peer]) -> None:
+    def counters(self, peers: list[Peer], step: int) -> None:
         """What each connector counted: the first place to look when a row is odd."""
-        self.data["counters"] = {peer.connector: peer.counters() for peer in peers}
+        self.data["counters"][step] = {peer.connector: peer.counters() for peer in peers}
         self._write()
 
     def _write(self) -> None:
@@ -115,7 +128,8 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
     moving = tokens * peer.per_token / h2d / 1e6 if h2d else None
     beyond = ms("beyond")
     return {
-        "connector": peer.connector, "tokens": tokens, "n": len(taken), "computed": ms("computed"), "hit": ms("hit"),
+        "connector": peer.connector, "step": peer.step_tokens, "tokens": tokens, "n": len(taken),
+        "computed": ms("computed"), "hit": ms("hit"),
         "host": ms("host"), "host_best": ms("host", min), "beyond": beyond,
         "bytes": moving and round(moving, 1), "ratio": round(beyond / moving, 2) if moving and beyond else None,
         "from_host": round(median([t["share"] for t in taken]), 3),
@@ -148,6 +162,49 @@ def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline
         if time.monotonic() > deadline:
             print("out of time: longer prompts are left out", flush=True)
             return
+
+
+def together(peer: Peer, prompts: list[list[int]]) -> float:
+    """Seconds until the last of them, sent at once, has its first token."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        start = time.perf_counter()
+        list(pool.map(peer.first_token, prompts))
+        return time.perf_counter() - start
+
+
+def burst(peer: Peer, prompts: list[list[int]]) -> dict:
+    """See ``many``."""
+    tokens = sum(len(prompt) - TAIL for prompt in prompts)
+    before = peer.stored()
+    computed = together(peer, prompts)
+    peer.settle(before, tokens)
+    stored = (peer.stored() - before) / (tokens * peer.per_token)
+    peer.forget()
+    hits = peer.total(HOST_HITS)
+    host = together(peer, prompts)
+    share = (peer.total(HOST_HITS) - hits) / tokens
+    return {"computed": computed, "host": host, "stored": stored, "from_host": share}
+
+
+def many(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
+    rng, vocab = random.Random(12), vocabulary(args.model)
+    count, length = args.many
+    taken: dict[Peer, list[dict]] = {peer: [] for peer in peers}
+    for i in range(args.repeats + 1):
+        if time.monotonic() > deadline:
+            break
+        prompts = [tailed_prompt(rng, vocab, length) for _ in range(count)]
+        for peer in list(peers):
+            values = guarded(peers, peer, functools.partial(burst, peer, prompts))
+            if values and i:
+                taken[peer].append(values)
+    for peer, values in taken.items():
+        if values:
+            medians = {name: round(median([value[name] for value in values]), 3) for name in values[0]}
+            results.add("many", {
+                "connector": peer.connector, "step": peer.step_tokens, "prompts": count, "tokens": length,
+                "n": len(values), **medians,
+            })  # fmt: skip
 
 
 class Decodes:
@@ -232,7 +289,7 @@ def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
     quiet, busy = decodes.gaps(spans, outside=True), decodes.gaps(spans)
     share = (peer.total(HOST_HITS) - hits) / sum(map(len, prompts))
     return {
-        "connector": peer.connector, "source": source, "tokens": args.itl_tokens,
+        "connector": peer.connector, "step": peer.step_tokens, "source": source, "tokens": args.itl_tokens,
         "ttft": round(1000 * statistics.median(b - a for a, b in spans), 1), "from_host": round(share, 3),
         **{f"quiet_p{p}": round(percentile(quiet, p / 100), 2) for p in (50, 99)},
         **{f"busy_p{p}": round(percentile(busy, p / 100), 2) for p in (50, 99)},
@@ -242,24 +299,41 @@ def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    pinned = pinned_rate(args)
-    most = max(*args.lengths, args.itl_tokens)
-    # On the GPU the longest prompt and the decodes; in host memory thrice that, or the prompts of a decode measurement:
-    # what came before them is there too, and was asked for more often.
-    peers = start(args, most + DECODES * (64 + args.decode_tokens), 3 * max(most, 3 * args.itl_tokens))
+    results = Results(args.out, {"pinned": pinned_rate(args), "steps": {}})
+    for step in args.step_tokens:
+        measure(argparse.Namespace(**{**vars(args), "step_tokens": step}), results)
+    for kind in ("ttft", "many", "itl"):
+        print(table(results.data[kind]))
+    print(f"{time.monotonic() - begin:.0f} s in all")
+
+
+def measure(args: argparse.Namespace, results: Results) -> None:
+    """With engines of one step size."""
+    begin = time.monotonic()
+    # On the GPU the longest prompt and the decodes, or all prompts at once; in host memory thrice that, or the prompts
+    # of a decode measurement: what came before them is there too, and was asked for more often.
+    most, gpu, host = max(args.lengths), 0, 0
+    if "itl" in args.phases:
+        most = max(most, args.itl_tokens)
+        gpu, host = DECODES * (64 + args.decode_tokens), 9 * args.itl_tokens
+    gpu, host = gpu + most, max(host, 3 * most)
+    if "many" in args.phases:
+        count, length = args.many
+        gpu, host = max(gpu, count * (length + 256)), max(host, 3 * count * length)
+    peers = start(args, gpu, host)
     try:
-        results = Results(args.out, {**facts(args, peers), "pinned": pinned})
+        results.data["meta"] |= facts(args, peers)
+        results.data["meta"]["steps"][args.step_tokens] = results.data["meta"]["start_seconds"]
         print(json.dumps(results.data["meta"]), flush=True)
         if "ttft" in args.phases:
             ttft(peers, args, results, begin + args.seconds)
+        if "many" in args.phases:
+            many(peers, args, results, begin + args.seconds + 30)
         if "itl" in args.phases and time.monotonic() < begin + args.seconds + 60:
             itl(peers, args, results)
-        results.counters(peers)
+        results.counters(peers, args.step_tokens)
     finally:
         stop(peers)
-    print(table(results.data["ttft"]))
-    print(table(results.data["itl"]))
-    print(f"{time.monotonic() - begin:.0f} s in all")
 
 
 NAMES = {"kvtier": "vllm-kvtier", "offloading": "OffloadingConnector", "offloading256": "OffloadingConnector, 256",
@@ -280,6 +354,7 @@ def plot(args: argparse.Namespace) -> None:
     for axis, file in zip(axes[0], args.results, strict=True):
         data = json.loads(file.read_text())
         rows = [row for row in data["ttft"] if row["connector"] != "none"]
+        rows = [row for row in rows if row.get("step") == rows[0].get("step")]
         lengths = sorted({row["tokens"] for row in rows})
         for connector in dict.fromkeys(row["connector"] for row in rows):
             mine = [row for row in rows if row["connector"] == connector]
@@ -304,11 +379,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run")
-    add_arguments(one)
+    add_arguments(one, several_steps=True)
     one.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
     repeats = "of 8k tokens; more of shorter prompts, whose steps vary more; fewer of longer ones, at least two"
     one.add_argument("--repeats", type=int, default=8, help=repeats)
-    one.add_argument("--phases", nargs="+", default=["ttft", "itl"], choices=["ttft", "itl"])
+    one.add_argument("--phases", nargs="+", default=["ttft", "itl"], choices=["ttft", "many", "itl"])
+    one.add_argument("--many", type=int, nargs=2, default=[24, 2048], metavar=("PROMPTS", "TOKENS"))
     one.add_argument("--itl-tokens", type=int, default=32768, help="length of the prompts that come in meanwhile")
     one.add_argument("--decode-tokens", type=int, default=800, help="most tokens of each decode")
     one.add_argument("--quiet", type=float, default=2.0, help="seconds of decoding alone")

@@ -22,7 +22,7 @@ from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.messages import HASH, Done, Found, Holder
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.worker.work import LoadOrder
+from vllm_kvtier.worker.work import FailedOrder, LoadOrder
 
 UNIT = 4
 KEYS = Keys(7)
@@ -277,7 +277,13 @@ class World:
                 host.append(SimpleNamespace(lease=answer.lease, session=ask._pending.session))
         assert {o.lease for o in host if o.session == self.client.session and self.client.connected} == self.client.held
         assert {o.lease for o in peers} == self.peers.held
-        loads = [(t.offer.place, t.offer.nbytes) for t in tracked if t.life.state in busy[1:] and t.offer.place]
+        loads = [
+            (t.offer.place, t.offer.nbytes)
+            for t in tracked
+            if t.life.state in busy[1:] and t.offer.place and not isinstance(t.load, FailedOrder)
+        ]
+        failed = [t.planned_for for t in tracked if t.planned_for is not None and isinstance(t.load, FailedOrder)]
+        loads += [(offer.place, offer.nbytes) for offer in failed]
         assert sorted(loads) == sorted(self.planner.open)
         loading = {t.request.request_id for t in tracked if t.life.state in (State.LOADING, State.ABANDONED)}
         assert set(self.matcher._inbound.values()) <= loading

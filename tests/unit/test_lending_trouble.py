@@ -6,7 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from support import FakePool, make_request
+from support import FakePool, Uncontained, make_request
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease
@@ -130,6 +130,7 @@ def test_a_reset_of_the_prefix_cache_does_not_fail_for_what_is_lent():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._exports, half._ledger, half._config = world.table, world.ledger, KVTierConfig()
     half._offloader = half._events = None
+    half._contain = Uncontained()
     half._hurry = SimpleNamespace(unpin=lambda: None)
 
     def drain():

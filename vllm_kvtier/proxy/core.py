@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.admission import Admission
 from vllm_kvtier.proxy.config import ROLES, ProxyConfig
 from vllm_kvtier.proxy.conversations import RouteTable
@@ -13,14 +13,14 @@ from vllm_kvtier.proxy.engine_http import read_key
 from vllm_kvtier.proxy.engines import Engine
 from vllm_kvtier.proxy.fleet import Fleet
 from vllm_kvtier.proxy.keys import ApiKeys
-from vllm_kvtier.proxy.metrics import Metrics
+from vllm_kvtier.proxy.metrics import Gauges, Metrics
 from vllm_kvtier.proxy.prefixes import PrefixMemory
 from vllm_kvtier.proxy.release import ExportReleaser, ReleaseCall
 from vllm_kvtier.proxy.routing import Router
 from vllm_kvtier.proxy.tenants import Tenants
 from vllm_kvtier.wire.auth import ClusterKey
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # What is made once, of these options; other values need a restart.
 _FIXED = ("salt_secret_file", "trust_tenant_header", "cluster_key_file", "query_timeout")
@@ -45,7 +45,8 @@ class ProxyCore:
         self.releaser = ExportReleaser(release or self.endpoints.release)
         self.keys, self.admin_key = _read_keys(config)
         self._counts: Counter[str] = Counter()
-        self.metrics = Metrics(self)
+        gauges = Gauges(self.fleet, self.admission, self.routes, self.prefixes, lambda: self.ready)
+        self.metrics = Metrics(gauges)
         self.fleet.apply(config, greet=greet)
 
     @property

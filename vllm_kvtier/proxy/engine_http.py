@@ -10,7 +10,7 @@ import io
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import aiohttp
 
@@ -18,8 +18,8 @@ from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.deadlines import time_limit
 
-if TYPE_CHECKING:
-    from vllm_kvtier.proxy.engines import Engine
+# The engine that is asked: its str() names it in errors. Generic, because ``engines`` imports this module.
+Engine = TypeVar("Engine")
 
 # uvicorn, hence vLLM, closes idle connections after 5 s; closing them earlier here avoids most requests that meet a
 # connection just closed by the other side.
@@ -43,7 +43,7 @@ class EngineFailure(KVTierError):
         self.unreached = unreached
 
 
-class Reply:
+class Reply(Generic[Engine]):
     """An engine's answer whose headers and first bytes are there.
 
     ``first`` is b"" if the body is empty. ``close`` must be called (idempotent); it drops the connection if the body
@@ -85,7 +85,7 @@ class Reply:
         self._response.close()
 
 
-class EngineHttp:
+class EngineHttp(Generic[Engine]):
     """The connections to one engine, made when they are first needed, on the loop that needs them."""
 
     def __init__(self, engine: Engine, address: EngineAddress, connect_timeout: float):
@@ -99,7 +99,7 @@ class EngineHttp:
 
     async def ask(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float, repeatable: bool
-    ) -> Reply:
+    ) -> Reply[Engine]:
         """Send a request; return when the answer's first bytes are there.
 
         Raises EngineFailure; cancelling it, like closing the reply, makes the engine abort the request.
@@ -117,7 +117,7 @@ class EngineHttp:
                     # Once more, on a fresh connection. If the engine is gone, that is refused at once.
                     return await self._ask_once(method, path, body, headers)
 
-    async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
+    async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply[Engine]:
         data = io.BytesIO(body) if body is not None and len(body) > _PLAIN_BODY_BYTES else body
         response = await self._made().request(
             method, self._url + path, data=data, headers=headers, allow_redirects=False
@@ -192,7 +192,7 @@ def read_key(path: str, what: str) -> str:
 class failing_as:
     """A context that turns what HTTP can raise into EngineFailure, in words."""
 
-    def __init__(self, engine: Engine, when_late: str):
+    def __init__(self, engine: object, when_late: str):
         self._engine = engine
         self._when_late = when_late
 

@@ -11,7 +11,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from vllm_kvtier.proxy.config import ROLES
 
 if TYPE_CHECKING:
-    from vllm_kvtier.proxy.core import ProxyCore
+    from vllm_kvtier.proxy.admission import Admission
+    from vllm_kvtier.proxy.conversations import RouteTable
+    from vllm_kvtier.proxy.fleet import Fleet
+    from vllm_kvtier.proxy.prefixes import PrefixMemory
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -20,7 +23,7 @@ PREFIX = "kvtier_proxy_"
 
 
 class Shown(NamedTuple):
-    """``sort``: prometheus_client's class; gauges are read from the core when somebody asks."""
+    """``sort``: prometheus_client's class; gauges are read when the page is asked for."""
 
     sort: type
     meaning: str
@@ -51,9 +54,9 @@ SHOWN = {
 
 
 class Metrics:
-    """Counters and histograms; gauges are read from the core when somebody asks."""
+    """Counters, histograms and ``gauges``, which are read when the page is asked for."""
 
-    def __init__(self, core: ProxyCore):
+    def __init__(self, gauges: Gauges):
         self._registry = CollectorRegistry()
 
         def make(name: str):
@@ -65,7 +68,7 @@ class Metrics:
         self._first_seconds, self._prefill_seconds = make("first_byte_seconds"), make("prefill_seconds")
         self._queue_seconds, self._retries, self._events = make("queue_seconds"), make("retries"), make("events")
         self._prompt_tokens, self._known_tokens = make("prompt_tokens"), make("prompt_tokens_known")
-        self._registry.register(_Gauges(core))
+        self._registry.register(gauges)
         # Looked up once; labels() costs more than what it finds.
         self._children: dict[tuple, object] = {}
         for role in ROLES[:2]:  # a first one is an increase only beside a sample from before it
@@ -106,11 +109,19 @@ class Metrics:
         return child
 
 
-class _Gauges:
-    """What is so now; a collector that prometheus_client asks."""
+class Gauges:
+    """A collector of prometheus_client: the state of the engines, queues and tables at the time of a scrape."""
 
-    def __init__(self, core: ProxyCore):
-        self._core = core
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        routes: RouteTable,
+        prefixes: PrefixMemory,
+        ready: Callable[[], bool],
+    ):
+        self._fleet, self._admission, self._routes, self._prefixes = fleet, admission, routes, prefixes
+        self._ready = ready
 
     def describe(self) -> list[Metric]:
         return []
@@ -122,12 +133,12 @@ class _Gauges:
         yield self._of_engines("engine_weight", lambda engine: engine.weight if engine.open else 0)
         queue = self._family("queue")
         for role in ROLES:
-            queue.add_metric((role,), self._core.admission.waiting(role))
+            queue.add_metric((role,), self._admission.waiting(role))
         yield queue
         for name, value in (
-            ("conversations", len(self._core.routes)),
-            ("prefixes", len(self._core.prefixes)),
-            ("ready", self._core.ready),
+            ("conversations", len(self._routes)),
+            ("prefixes", len(self._prefixes)),
+            ("ready", self._ready()),
         ):
             family = self._family(name)
             family.add_metric((), value)
@@ -139,7 +150,7 @@ class _Gauges:
 
     def _of_engines(self, name: str, value: Callable) -> Metric:
         family = self._family(name)
-        engines = {(engine.role, engine.url): engine for engine in (*self._core.fleet.leaving(), *self._core.fleet)}
+        engines = {(engine.role, engine.url): engine for engine in (*self._fleet.leaving(), *self._fleet)}
         for labels, engine in engines.items():
             family.add_metric(labels, value(engine))
         return family

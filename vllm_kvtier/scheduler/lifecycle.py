@@ -6,9 +6,10 @@ LOADED -> GONE, with VERIFYING in place of LOADING if it is computed in the step
 """
 
 import enum
-import logging
 
-logger = logging.getLogger("vllm.kvtier.lifecycle")
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.lifecycle")
 
 
 class State(enum.Enum):
@@ -96,6 +97,11 @@ class Lifecycle:
     def __init__(self, request_id: str):
         self.request_id = request_id
         self.state = State.NEW
+
+    def action(self, event: Event) -> Action:
+        """What ``fire`` would return."""
+        _, action = TRANSITIONS.get((self.state, event), (self.state, Action.NONE))
+        return action
 
     def fire(self, event: Event) -> Action:
         row = TRANSITIONS.get((self.state, event))

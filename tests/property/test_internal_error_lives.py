@@ -1,0 +1,220 @@
+"""The random lives of ``test_store_lives``, while our functions raise at any place: all leases and loads balance, and
+whoever vLLM was told to wait for comes to an end."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matcher_world import GROUPS, no_violations  # noqa: F401
+from support import WITHOUT_SHRINKING
+from test_hurried_lives import Connector, make  # noqa: F401
+from test_hurried_lives import Life as EngineLife
+from test_store_lives import Life
+
+import vllm_kvtier
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.types import WorkerReport
+from vllm_kvtier.worker.queues import LoadResult
+
+OURS = str(Path(vllm_kvtier.__file__).parent)
+CATCHES = str(Path(OURS, "containment.py"))
+
+
+class Raiser:
+    """Has one of our functions raise: the one that is called after ``count`` others."""
+
+    def __init__(self):
+        self.count, self.raised = -1, []
+
+    def __call__(self, frame, event, arg):
+        path = frame.f_code.co_filename
+        if event != "call" or not path.startswith(OURS) or path == CATCHES:
+            return
+        self.count -= 1
+        if self.count < 0:
+            self.raised.append(frame.f_code.co_name)
+            raise RuntimeError(f"in {frame.f_code.co_name}")
+
+    def run(self, call):
+        if self.count >= 0:
+            sys.setprofile(self)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+
+
+class Instead:
+    """``real``, but for what vLLM calls through the connector."""
+
+    def __init__(self, real, **instead):
+        self.__dict__.update(instead, real=real)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def __len__(self):
+        return len(self.real)
+
+
+class Tables:
+    """Block tables as vLLM hands them over."""
+
+    def __init__(self, ids):
+        self.get_block_ids = lambda: ids
+
+
+class RaisingLife(Life):
+    unsure = True
+
+    def __init__(self, groups, seed):
+        super().__init__(groups, seed)
+        self.raiser, self.contain = Raiser(), Containment(Counters(), lambda: float(self.contain.errors * 100))
+        self.planner.observe_load = self.planner.observe_handover = lambda *_: None
+        half = SchedulerHalf.__new__(SchedulerHalf)
+        half._matcher, half._hurry, half._contain, half._passive = self.matcher, self.hurry, self.contain, False
+        half._facts, half._offloader, half._tier = SimpleNamespace(unsupported=None), None, self.tier
+        facts = SimpleNamespace(fails_by_request=False)
+        half._settle_namespace = half._run_jobs = lambda: None
+        half._relieve = lambda blocks: None
+        half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
+        half._endpoint = SimpleNamespace(unusable="no")
+        half._tables = SimpleNamespace(forget=lambda name: None)
+        half._exports, half._events = SimpleNamespace(drop=lambda name: False), None
+        half._outcomes = Outcomes(self.matcher, self.hurry, self.planner, self.counters, self.contain)
+        made = KVTierConnector.__new__(KVTierConnector)
+        made.containment, made._scheduler, made._worker, made._facts = self.contain, half, None, facts
+        run, real = self.raiser.run, self.matcher
+
+        def finished(request):
+            run(lambda: made.request_finished_all_groups(request, ((),)))
+
+        def loaded(name, failed):
+            # In production the synchronous ones are settled in the same call.
+            report = WorkerReport([LoadResult(name, {1} if failed else set(), "", 1, 0.1, 0.0)])
+            output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving={name})
+            run(lambda: made.update_connector_output(output))
+
+        self.matcher = Instead(
+            real,
+            match=lambda request, computed: run(lambda: made.get_num_new_matched_tokens(request, computed)),
+            allocated=lambda request, ids, external: run(
+                lambda: made.update_state_after_alloc(request, Tables(ids), external)
+            ),
+            ask_ahead=lambda request: run(lambda: made.on_new_request(request)),
+            expire=lambda: run(lambda: self.contain.attempt("asking ahead", real.expire)),
+            finished=finished,
+            loaded=loaded,
+        )
+        settle = self.hurry.settle
+        self.hurry = Instead(
+            self.hurry,
+            settle=lambda name, results: run(lambda: self.contain.insist("settle", lambda: settle(name, results))),
+        )
+
+    def arm(self):
+        """Somewhere in what comes next."""
+        self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+def test_internal_errors_at_any_place_all_leases_and_loads_balance(groups, seed):
+    life = RaisingLife(GROUPS[groups], seed)
+    events = {
+        life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.peer_answers: 5,
+        life.load_ends: 4, life.preempt: 1.5, life.forget_cache: 1, life.finish: 2, life.store_dies: 0.3,
+        life.time_passes: 0.3, life.steps: 0.6, life.tier.renew: 0.1, life.verdict: 4, life.preempt_early: 0.3,
+        life.arm: 6,
+    }  # fmt: skip
+    try:
+        for _ in range(200):
+            life.rng.choices(list(events), list(events.values()))[0]()
+            life.balanced()
+    finally:
+        life.raiser.count = -1
+        life.end()
+    assert life.contain.errors or not life.raiser.raised
+
+
+def test_internal_errors_lives_reach_many_functions():
+    raised = set()
+    for seed in range(60):
+        life = RaisingLife(GROUPS["full"], seed)
+        events = {life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.verdict: 4,
+                  life.peer_answers: 5, life.load_ends: 4, life.finish: 2, life.arm: 8}  # fmt: skip
+        try:
+            for _ in range(200):
+                life.rng.choices(list(events), list(events.values()))[0]()
+        finally:
+            life.raiser.count = -1
+            life.end()
+        raised.update(life.raiser.raised)
+    assert len(raised) > 60, sorted(raised)
+
+
+# -- under vLLM's own scheduler, with KV that is what it was computed from ---------------------------------------------
+
+
+def watched(name):
+    """What vLLM calls of the connector's; our functions may raise in it."""
+    method = getattr(KVTierConnector, name)
+    return lambda self, *args: self.raiser.run(lambda: method(self, *args))
+
+
+class ContainedConnector(Connector):
+    _worker = None
+    on_new_request = watched("on_new_request")
+    get_num_new_matched_tokens = watched("get_num_new_matched_tokens")
+    update_state_after_alloc = watched("update_state_after_alloc")
+    get_external_cache_hit_sources = watched("get_external_cache_hit_sources")
+    build_connector_meta = watched("build_connector_meta")
+    update_connector_output = watched("update_connector_output")
+    request_finished_all_groups = watched("request_finished_all_groups")
+    request_finished = KVTierConnector.request_finished
+    take_events = watched("take_events")
+    has_pending_block_frees = watched("has_pending_block_frees")
+    get_kv_connector_stats = watched("get_kv_connector_stats")
+
+
+class RaisingEngine(EngineLife):
+    def __init__(self, make, seed, **options):  # noqa: F811
+        self.contain = Containment(Counters(), lambda: float(self.contain.errors * 100))
+        super().__init__(make, seed, self.contain, **options)
+        half, connector = self.half, self.scheduler.connector
+        half._endpoint, half._relieve = SimpleNamespace(unusable="no"), lambda blocks: None
+        half._exporter.finished = lambda *_: None
+        half._tables.forget = half._tables.clear = lambda *_: None
+        half._exports.drop = lambda name: None
+        half._facts.fails_by_request = False
+        connector.__class__ = ContainedConnector
+        connector._scheduler, connector._facts, connector.containment = half, half._facts, self.contain
+        connector.counters, connector.raiser = self.contain._counters, Raiser()
+        self.raiser = connector.raiser
+
+    def arm(self):
+        self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
+
+
+@pytest.mark.parametrize("budget", [16, 1024])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_internal_errors_under_vllms_scheduler_no_token_is_wrong_and_none_is_missing(make, asynchronous, budget):  # noqa: F811
+    raised, failed = set(), 0
+    for seed in range(40):
+        life = RaisingEngine(make, seed, asynchronous=asynchronous, priority=False, budget=budget)
+        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.3, life.arm: 4}
+        for _ in range(250):
+            life.rng.choices(list(events), list(events.values()))[0]()
+        life.raiser.count = -1
+        life.end()
+        raised.update(life.raiser.raised)
+        failed += life.contain.errors
+    assert len(raised) > 60 and failed > 100, (failed, sorted(raised))

@@ -1,0 +1,232 @@
+"""The layers of the package: what each part may import. The tables are the layout; a new package is a new row."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Part -> other parts of ``vllm_kvtier`` that it may import, at any time and for type checkers too. ``errors`` and
+# ``fingerprint`` are free for all.
+ALLOWED = {
+    "kernels": set(),
+    "errors": set(),
+    "fingerprint": set(),
+    "config": set(),
+    "wire": set(),
+    "jobs": {"wire"},
+    "codecs": {"wire", "kernels", "quality"},  # ``codec: auto`` reads the record of quality
+    "quality": {"codecs"},
+    "remote_store": {"wire", "store"},
+    "store": {"wire", "remote_store"},
+    "telemetry": {"store", "proxy"},  # the table of all metrics
+    "worker": {"wire", "codecs", "kernels", "jobs", "store", "remote_store"},
+    "vllm_compat": {"wire", "jobs", "worker", "telemetry"},
+    "scheduler": {"wire", "codecs", "config", "jobs", "store", "remote_store", "telemetry", "vllm_compat"},
+    "connector": {"wire", "codecs", "config", "jobs", "scheduler", "worker", "vllm_compat"},
+    "plugin": {"vllm_compat"},
+    "proxy": {"wire", "cli"},  # ``python -m vllm_kvtier.proxy`` runs the command
+    "plan": {"wire", "codecs", "store"},
+    "bench": {"wire", "codecs", "store", "worker"},
+    "doctor": {"wire", "store", "vllm_compat"},
+    "cli": {"wire", "store", "bench", "doctor", "plan", "proxy", "quality"},
+    "devtools": {"wire", "store", "scheduler", "worker", "connector", "plugin"},
+}
+FREE = {"", "errors", "fingerprint"}
+
+# (importer, imported): packages or modules, without what is below ``vllm_kvtier``, that must not meet.
+FORBIDDEN = [
+    ("scheduler.planner", "scheduler.sources"),
+    ("scheduler.planner", "scheduler.leases"),
+    ("scheduler.planner", "scheduler.offload"),
+    ("scheduler.integrity", "scheduler.leases"),
+    ("scheduler.integrity", "scheduler.offload"),
+    *((f"scheduler.{part}", "scheduler.connector_scheduler") for part in (
+        "matching", "sources", "planner", "integrity", "leases", "offload", "admin",
+    )),
+    *((f"scheduler.{part}", "scheduler.admin") for part in (
+        "matching", "sources", "planner", "integrity", "leases", "offload",
+    )),
+    *((f"worker.{part}", "worker.connector_worker") for part in (
+        "integrity", "store", "remote_store", "copy", "peer_fetch", "nixl_pull", "device",
+    )),
+    *(("worker.copy", f"worker.{part}") for part in (
+        "store", "remote_store", "peer_fetch", "nixl_pull", "integrity",
+    )),
+    *(("worker.device", f"worker.{part}") for part in (
+        "store", "remote_store", "peer_fetch", "nixl_pull", "integrity", "copy",
+    )),
+    ("worker.store", "worker.peer_fetch"),
+    ("worker.store", "worker.nixl_pull"),
+    ("vllm_compat", "worker.connector_worker"),
+    ("scheduler", "store.server"),
+    ("scheduler", "store.index"),
+    ("scheduler", "store.tiers"),
+    ("worker", "store.server"),
+    ("worker", "store.index"),
+    ("worker", "store.tiers"),
+    ("remote_store", "store.server"),
+    ("remote_store", "store.client"),
+    ("store.index", "store.server"),
+    ("store.index", "store.client"),
+    ("store.index", "store.tiers"),
+    ("store.eviction", "store.server"),
+    ("store.eviction", "store.memory"),
+    ("store.memory", "store.server"),
+    ("store.tiers", "store.server"),
+    ("store.tiers", "store.client"),
+]  # fmt: skip
+
+# Part -> packages of others that it must not import; within a function, where it may never run, neither.
+FOREIGN = {
+    "kernels": {"vllm", "zmq", "nixl"},
+    "jobs": {"vllm", "torch"},
+    "wire": {"vllm", "torch"},
+    "store": {"vllm", "torch"},
+    "remote_store": {"vllm", "torch"},
+    "scheduler.planner": {"vllm", "torch"},
+    "worker": {"vllm"},
+    "codecs": {"vllm"},
+    "proxy": {"vllm", "torch"},
+    "plan": {"vllm", "torch"},
+}
+
+# before the move
+# The flat layout: jobs and results are in ``worker``, and most of the packages above do not exist yet.
+ALLOWED["scheduler"].add("worker")
+PEER_COPIERS = ["worker.peer_copier", "worker.peer_copier_cuda", "worker.peer_copier_host"]
+FORBIDDEN = [("scheduler", "store.server"), ("scheduler", "store.index"), ("worker", "store.server")]
+for missing in ("jobs", "remote_store"):
+    del FOREIGN[missing]
+# end of before the move
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name below ``vllm_kvtier`` -> file; "" is the package itself."""
+    found = {}
+    for folder, prefix in ((ROOT / "vllm_kvtier", ""), (ROOT / "csrc_triton", "kernels")):
+        for path in folder.rglob("*.py"):
+            parts = [*filter(None, [prefix]), *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix("__init__").removesuffix(".")] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(name: str) -> set[str]:
+    """Absolute names that a module imports anywhere: modules of ours without ``vllm_kvtier.``, others as they are."""
+    path, found = MODULES[name], set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join(filter(None, ["vllm_kvtier", *above, base]))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if _ours(full) in MODULES else base)
+    return {_ours(module) for module in found}
+
+
+def _ours(module: str) -> str:
+    return module.removeprefix("vllm_kvtier").removeprefix(".") if module.split(".")[0] == "vllm_kvtier" else module
+
+
+IMPORTS = {name: _imports(name) for name in MODULES}
+EDGES = {name: {other for other in found if other in MODULES and other != name} for name, found in IMPORTS.items()}
+
+
+def _within(module: str, part: str) -> bool:
+    return module == part or module.startswith(part + ".")
+
+
+def test_every_part_is_in_the_table():
+    parts = {name.split(".")[0] for name in MODULES} - {""}
+    assert parts - set(ALLOWED) == set(), "new parts need a row in ALLOWED"
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_part_imports_only_what_its_row_allows(part):
+    allowed = ALLOWED[part] | FREE | {part}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in EDGES.items()
+        if _within(name, part)
+        for other in others
+        if other.split(".")[0] not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("importer", "imported"), FORBIDDEN, ids=" to ".join)
+def test_packages_that_must_not_meet_do_not(importer, imported):
+    assert any(_within(name, importer) for name in MODULES), f"{importer} is no package any more"
+    assert any(_within(name, imported) for name in MODULES), f"{imported} is no package any more"
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in EDGES.items()
+        if _within(name, importer)
+        for other in others
+        if _within(other, imported)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", sorted(FOREIGN))
+def test_part_imports_no_foreign_package_of_its_row(part):
+    assert any(_within(name, part) for name in MODULES)
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        if _within(name, part)
+        for other in others
+        if other.split(".")[0] in FOREIGN[part]
+    ]
+    assert wrong == []
+
+
+def test_only_tests_and_development_tools_import_the_connector():
+    importers = {name.split(".")[0] for name, others in EDGES.items() if "connector" in others}
+    assert importers <= {"devtools"}
+
+
+def _cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in edges[module]:
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            at = stack.index(module)
+            component, stack[at:] = stack[at:], []
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in edges:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_cycles_are_found_in_a_graph_that_has_one():
+    assert _cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_the_import_graph_has_no_cycle():
+    found = _cycles(EDGES)
+    # before the move
+    found = [cycle for cycle in found if cycle != PEER_COPIERS]
+    # end of before the move
+    assert found == []
