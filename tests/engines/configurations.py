@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from model_shapes import COMMON, GPUS, ROPE, write_safetensors
+from model_shapes import GPUS, write_safetensors
 
 Row = dict[str, Any]
 
@@ -105,10 +105,9 @@ def write_eagle(folder: Path, model: Path) -> Path:
     target = json.loads((model / "config.json").read_text())
     hidden, size, heads, inner = target["hidden_size"], target["head_dim"], target["num_attention_heads"], 256
     config = {
-        **COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "head_dim": size, "hidden_act": "silu", "intermediate_size": inner, "num_attention_heads": heads,
-        "num_hidden_layers": 1, "num_key_value_heads": target["num_key_value_heads"], "rope_parameters": ROPE,
-        "max_position_embeddings": target["max_position_embeddings"], "tie_word_embeddings": False,
+        **{k: v for k, v in target.items() if "layer" not in k and "window" not in k},
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": inner,
+        "num_hidden_layers": 1, "tie_word_embeddings": False,
     }  # fmt: skip
     rng = np.random.default_rng(7)
     kv = target["num_key_value_heads"] * size

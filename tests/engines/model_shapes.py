@@ -51,7 +51,7 @@ class Shape(NamedTuple):
         )
 
 
-COMMON = {
+_COMMON = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": None,
@@ -65,12 +65,12 @@ COMMON = {
     "use_cache": True,
     "vocab_size": VOCABULARY,
 }
-ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 
 DENSE = Shape(
     "dense",
     {
-        **COMMON,
+        **_COMMON,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "head_dim": 64,
@@ -79,7 +79,7 @@ DENSE = Shape(
         "num_attention_heads": 8,
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
-        "rope_parameters": ROPE,
+        "rope_parameters": _ROPE,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
@@ -91,7 +91,7 @@ WINDOW = 80  # tokens; shorter than the prompts, and no multiple of any block si
 HYBRID = Shape(
     "hybrid",
     {
-        **COMMON,
+        **_COMMON,
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "head_dim": 64,
@@ -104,7 +104,7 @@ HYBRID = Shape(
         "query_pre_attn_scalar": 64,
         "rope_parameters": {
             "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
-            "sliding_attention": ROPE,
+            "sliding_attention": _ROPE,
         },
         "sliding_window": WINDOW,
         "tie_word_embeddings": True,
@@ -119,7 +119,7 @@ HYBRID = Shape(
 MLA = Shape(
     "mla",
     {
-        **COMMON,
+        **_COMMON,
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "first_k_dense_replace": 2,
@@ -137,7 +137,7 @@ MLA = Shape(
         "q_lora_rank": None,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
-        "rope_parameters": ROPE,
+        "rope_parameters": _ROPE,
         "tie_word_embeddings": False,
         "v_head_dim": 128,
     },
