@@ -7,7 +7,8 @@ engine starts any thread. As with spawning, all that they are given is pickled, 
 process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
-another interpreter or module, or with other variables, is started as always, in a new interpreter.
+another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
+of the examples and of the documentation's commands, which their tests run as a user does.
 """
 
 import gc
@@ -54,23 +55,26 @@ _MESSAGE_BYTES = 1 << 18
 
 
 class Zygote:
-    """``popen`` starts what ``subprocess.Popen`` would, from here where it can. The first one starts the zygote."""
+    """``popen`` starts what ``subprocess.Popen`` would, from here where it can. The first one starts the zygote.
 
-    def __init__(self, module: str = MODULE, imports: Sequence[str] = IMPORTS):
+    env: of the processes that it can start, but for LATE.
+    """
+
+    def __init__(self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS):
         self._module, self._imports = module, imports
-        self._env: dict[str, str] | None = None
+        self._env = _fixed(env)
         self._process: subprocess.Popen | None = None
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
 
     def popen(self, command: Sequence[str], *, env: Mapping[str, str], stdin, stdout, stderr, start_new_session):
-        if list(command[:3]) != [sys.executable, "-m", self._module] or not self._fits(env):
+        if list(command[:3]) != [sys.executable, "-m", self._module] or _fixed(env) != self._env:
             return subprocess.Popen(
                 command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session
             )
         assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
         if self._process is None:
-            self._start(env)
+            self._start()
         request = {"argv": list(command[2:]), "env": dict(env), "cwd": os.getcwd()}
         return Forked(self, self.ask(request, [stdout.fileno()]))
 
@@ -87,23 +91,21 @@ class Zygote:
             self._link.close()
             self._process.wait()
 
-    def _fits(self, env: Mapping[str, str]) -> bool:
-        fixed = {name: value for name, value in env.items() if name not in LATE}
-        if self._env is None:
-            self._env = fixed
-        return fixed == self._env
-
-    def _start(self, env: Mapping[str, str]) -> None:
+    def _start(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *self._imports],
-                env=env,
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for pytest
             )
+
+
+def _fixed(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in LATE}
 
 
 class Forked:

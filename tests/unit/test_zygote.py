@@ -53,7 +53,7 @@ SELF = "zygote_example"
 def make(tmp_path, monkeypatch):
     (tmp_path / f"{SELF}.py").write_text(textwrap.dedent(CODE))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    zygote = Zygote(SELF, ("email.mime.text",))
+    zygote = Zygote(os.environ, SELF, ("email.mime.text",))
     monkeypatch.setattr(Service, "popen", staticmethod(zygote.popen))
     made = []
 
