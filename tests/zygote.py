@@ -41,10 +41,12 @@ IMPORTS = (
     "vllm.model_executor.models.qwen3",
     "vllm_kvtier.connector",
 )
-# Variables that an engine reads when it starts, not when its modules are imported.
+# Variables that an engine reads when it starts, not when its modules are imported. PYTHONPATH is where it finds more.
 LATE = {
     "KVTIER_FAULTS",
+    "KVTIER_RAISING",
     "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
@@ -62,13 +64,13 @@ class Zygote:
 
     def __init__(self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS):
         self._module, self._imports = module, imports
-        self._env = _fixed(env)
+        self._env = dict(env)
         self._process: subprocess.Popen | None = None
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
 
     def popen(self, command: Sequence[str], *, env: Mapping[str, str], stdin, stdout, stderr, start_new_session):
-        if list(command[:3]) != [sys.executable, "-m", self._module] or _fixed(env) != self._env:
+        if list(command[:3]) != [sys.executable, "-m", self._module] or _fixed(env) != _fixed(self._env):
             return subprocess.Popen(
                 command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session
             )
@@ -160,7 +162,8 @@ def _run(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     _set_environ(request["env"])
     _fork_instead_of_spawning()
-    sys.path[0] = request["cwd"]
+    more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path)]
     sys.argv = request["argv"]
     sys.modules.pop(sys.argv[0], None)  # it is run as a script, and what it imports is there
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

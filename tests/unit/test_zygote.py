@@ -52,9 +52,9 @@ SELF = "zygote_example"
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     (tmp_path / f"{SELF}.py").write_text(textwrap.dedent(CODE))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     zygote = Zygote(os.environ, SELF, ("email.mime.text",))
     monkeypatch.setattr(Service, "popen", staticmethod(zygote.popen))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made = []
 
     def make(*args: str, module: str = SELF, **options) -> Service:
