@@ -100,7 +100,7 @@ class Server:
 
     def __init__(self, engine: Engine, reports: bool = True):
         self.engine, self._reports = engine, reports
-        self._http = httpx.AsyncClient(timeout=120.0, base_url=engine.base_url)
+        self._http = httpx.AsyncClient(timeout=60.0, base_url=engine.base_url)
 
     async def ask(self, asked: list[Request]) -> list[Answer]:
         return await asyncio.gather(*map(self._ask, asked))
@@ -137,7 +137,7 @@ class Server:
         return (await self._http.get("/is_paused")).raise_for_status().json()["is_paused"]
 
     async def used(self) -> float:
-        """Share of its blocks that belong to anything, of the rank that has most."""
+        """Share of its blocks that belonged to anything after a step, of the rank that has most."""
         text = (await self._http.get("/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc")]
         return max(float(line.rpartition(" ")[2]) for line in lines)
@@ -378,7 +378,8 @@ async def test_configuration_answers_are_right_and_hits_are_found(running: Runni
     asked = allowed(row, requests(row, in_words(row)))
     first = await running.right(asked, "computed")
     for request, answer in zip(asked, first, strict=True):
-        assert answer.found == 0, f"{request.name} shares KV with what is not the same"
+        if request.name != "several":  # which share their prompt
+            assert answer.found == 0, f"{request.name} shares KV with what is not the same"
     await hits_are_found(running, asked)
     if isinstance(running.engine, Server):
         await pause_and_resume(running)
@@ -438,31 +439,29 @@ async def reset_while_it_generates(running: Running) -> None:
 async def adapter_is_updated(running: Running, request: Request) -> None:
     """Other weights under the same name and in the same place: KV of the earlier ones serves nobody."""
     [before] = await running.truth.ask([request])
-    makers_folder = Path(next(a for a in running.engine.engine.command if a.startswith("one=")).partition("=")[2])
-    model = Path(running.engine.engine.model)
-    write_adapter(makers_folder, 17, model)
     try:
-        for server in (running.engine, running.truth):
-            body = {"lora_name": "one", "lora_path": str(makers_folder), "load_inplace": True}
-            await server.post("/v1/load_lora_adapter", json=body)
+        await load_adapter(running, 17)
         [after] = await running.right([request], "updated")
         assert after.choices[0].logprobs != before.choices[0].logprobs, "other weights answer otherwise"
         assert after.found == 0, "KV of the adapter's earlier weights"
         await hits_are_found(running, [request])
     finally:
-        write_adapter(makers_folder, ADAPTERS.index("one"), model)
-        body = {"lora_name": "one", "lora_path": str(makers_folder), "load_inplace": True}
-        await running.truth.post("/v1/load_lora_adapter", json=body)
+        await load_adapter(running, ADAPTERS.index("one"))
+
+
+async def load_adapter(running: Running, seed: int) -> None:
+    """New weights in the adapter's own files, and both engines are told."""
+    words = running.engine.engine.command
+    folder = Path(next(word for word in words if word.startswith("one=")).partition("=")[2])
+    write_adapter(folder, seed, Path(running.engine.engine.model))
+    for server in (running.engine, running.truth):
+        body = {"lora_name": "one", "lora_path": str(folder), "load_inplace": True}
+        await server.post("/v1/load_lora_adapter", json=body)
 
 
 async def nothing_left(running: Running) -> None:
     """No block belongs to anything, and the store holds nothing for anybody."""
     await running.settled()
-    if isinstance(running.engine, Server):
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while used := await running.engine.used():
-            assert time.monotonic() < deadline, f"{used:.2%} of the blocks are held"
-            await asyncio.sleep(0.1)
     with suppress(OSError, EOFError):  # no store was needed
         deadline = time.monotonic() + SETTLE_SECONDS
         while held := sum(c.leases + c.reservations for c in (await asyncio.to_thread(running.store.counts)).clients):
