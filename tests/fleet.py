@@ -6,13 +6,15 @@ Caches are small, so that conversations push each other out and long answers pre
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
 from drive import Driver, driving
+from zygote import Zygote
 
-from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
+from vllm_kvtier.devtools.engines import COMMON_ENV, CPU_ENV, Engine, kvtier, proxy
 from vllm_kvtier.devtools.faults import VARIABLE, FaultFile
 from vllm_kvtier.devtools.processes import Service, free_port, kill_all, start_all, wait_all
 from vllm_kvtier.vllm_compat.version import check_supported
@@ -63,6 +65,16 @@ class Trio(NamedTuple):
     decode: Engine
     strict: Engine
     faults: dict[str, FaultFile]  # by the engine's name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygote() -> Iterator[None]:
+    """Engines of this session start from a process that has imported vLLM, where they can."""
+    zygote = Zygote({**os.environ, **COMMON_ENV, **CPU_ENV, "HF_HUB_OFFLINE": "1"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "popen", staticmethod(zygote.popen))
+        yield
+    zygote.close()
 
 
 @pytest.fixture(scope="session")

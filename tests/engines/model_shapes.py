@@ -179,7 +179,7 @@ def write(shape: Shape, directory: Path, tokenizer: Path) -> Path:
     if shape is MAMBA:
         return directory
     rng = np.random.default_rng(2026)
-    _write_safetensors(directory / "model.safetensors", dict(_weights(shape.config, rng)))
+    write_safetensors(directory / "model.safetensors", dict(_weights(shape.config, rng)))
     return directory
 
 
@@ -226,7 +226,7 @@ def _weights(c: dict[str, Any], rng: np.random.Generator):
         yield f"{at}.mlp.down_proj.weight", linear(hidden, c["intermediate_size"])
 
 
-def _write_safetensors(path: Path, weights: dict[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, weights: dict[str, np.ndarray]) -> None:
     header, at = {}, 0
     for name, array in weights.items():
         header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [at, at + array.nbytes]}

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 POLL_SECONDS = 0.25  # how often a starting service is asked whether it is ready; its death is noticed at once
 _LEASH = 'read -r _; kill -s KILL -- "-$1"'  # the form that every sh understands
@@ -45,6 +46,8 @@ class Service:
     ready and stops it. Environment: this process's own, changed by ``env`` (a value of None removes a name).
     Raises ServiceFailed where it does not come up.
     """
+
+    popen: Callable[..., Any] = subprocess.Popen  # for who starts the process in another way
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Service:
         self._release()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,0 +1,121 @@
+"""Processes forked from the zygote are as new ones are: arguments, environment, log, group, children, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import eventually
+from zygote import Zygote
+
+from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members
+
+# What it is told to do, it does before it would serve.
+CODE = """
+    import json, multiprocessing, os, sys, threading
+
+    VALUE = "imported"
+
+    def child(path, given):
+        with open(path, "w") as file:
+            environ = {name: os.environ.get(name) for name in ("LATER", "PYTEST_CURRENT_TEST")}
+            json.dump([os.getpid(), os.getpgrp(), given, VALUE, environ], file)
+        sys.exit(7)
+
+    def main():
+        global VALUE
+        VALUE = "of the parent alone"
+        os.environ["LATER"] = "set by the parent"
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1], ["pickled"]))
+        process.start()
+        process.join()
+        print(json.dumps({
+            "argv": sys.argv[1:], "cwd": os.getcwd(), "name": __name__, "test": os.environ["PYTEST_CURRENT_TEST"],
+            "leads": os.getpid() == os.getpgrp() == os.getsid(0), "child": [process.pid, process.exitcode],
+            "threads": threading.active_count(), "heavy": "email.mime.text" in sys.modules,
+        }), flush=True)
+        if sys.argv[2] == "hang":
+            threading.Event().wait()
+        sys.exit(int(sys.argv[2]))
+
+    if __name__ == "__main__":
+        main()
+"""
+SELF = "zygote_example"
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    (tmp_path / f"{SELF}.py").write_text(textwrap.dedent(CODE))
+    zygote = Zygote(os.environ, SELF, ("email.mime.text",))
+    monkeypatch.setattr(Service, "popen", staticmethod(zygote.popen))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = []
+
+    def make(*args: str, module: str = SELF, **options) -> Service:
+        command = [sys.executable, "-m", module, str(tmp_path / "child.json"), *args]
+        made.append(Service("one", command, port=1, log_path=tmp_path / f"{len(made)}.log", **options))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.kill()
+    zygote.close()
+
+
+def told(service: Service) -> dict:
+    return json.loads(service.log_path.read_text())
+
+
+def forked(service: Service) -> bool:
+    return not isinstance(service._process, subprocess.Popen)
+
+
+def test_popen_of_the_module_forks_what_runs_as_a_new_process_would(make, tmp_path):
+    service = make("3", "and", "more").start()
+    assert forked(service) and service._process.wait() == 3
+    with pytest.raises(ServiceFailed, match="ended with code 3"):
+        service.check_ready()
+    first = told(service)
+    pid, exit_code = first.pop("child")
+    assert first == {
+        "argv": [str(tmp_path / "child.json"), "3", "and", "more"], "cwd": os.getcwd(), "name": "__main__",
+        "test": os.environ["PYTEST_CURRENT_TEST"], "leads": True, "threads": 2, "heavy": True,
+    }  # fmt: skip
+    assert exit_code == 7
+    environ = {"LATER": "set by the parent", "PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
+    child = json.loads(Path(tmp_path / "child.json").read_text())
+    assert child == [pid, service.pid, ["pickled"], "imported", environ], "its globals are not those of its parent"
+    eventually(lambda: not group_members(service.pid), 10, "what forks for it ends with it")
+
+
+def test_kill_of_a_forked_process_leaves_nothing_of_its_group(make):
+    service = make("hang").start()
+    eventually(lambda: service.log_path.read_text(), 20, "it runs")
+    assert forked(service) and len(group_members(service.pid)) > 1
+    service.kill()
+    assert service._process.returncode == -signal.SIGKILL and not group_members(service.pid)
+
+
+def test_kill_leader_of_a_forked_process_is_reported(make):
+    service = make("hang").start()
+    service.kill_leader()
+    assert not service.running and service._process.returncode == -signal.SIGKILL
+    service.start()
+    assert service.running
+
+
+@pytest.mark.parametrize("what", ["environment", "module"])
+def test_popen_of_what_was_not_imported_that_way_starts_a_new_interpreter(make, what):
+    assert make("0").start()._process.wait() == 0
+    options = {"environment": {"env": {"PYTHONHASHSEED": "7"}}, "module": {"module": "platform"}}
+    other = make("0", **options[what]).start()
+    assert not forked(other)
+    other._process.wait()
+    late = make("0", env={"XDG_RUNTIME_DIR": "/somewhere"}).start()
+    assert forked(late) and late._process.wait() == 0

@@ -1,0 +1,228 @@
+"""Engines start from a process that has imported vLLM already: importing takes four fifths of a small one's start.
+
+The zygote is a process of this session that imports the modules of an engine once and has a single thread. For each
+engine it forks a child, which leads a session of its own and runs the server's module as ``python -m`` does. vLLM
+spawns its further processes; in such an engine multiprocessing's fork server makes them instead, forked before the
+engine starts any thread. As with spawning, all that they are given is pickled, and their environment is that of the
+process that starts them.
+
+Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
+another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
+of the examples and of the documentation's commands, which their tests run as a user does.
+"""
+
+import gc
+import importlib
+import itertools
+import json
+import multiprocessing.context
+import multiprocessing.forkserver
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MODULE = "vllm.entrypoints.openai.api_server"
+# What its processes import before they read any of their flags.
+IMPORTS = (
+    MODULE,
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm_kvtier.connector",
+)
+# Variables that an engine reads when it starts, not when its modules are imported. PYTHONPATH is where it finds more.
+LATE = {
+    "KVTIER_FAULTS",
+    "KVTIER_RAISING",
+    "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_SERVER_DEV_MODE",
+    "XDG_RUNTIME_DIR",
+}
+_MESSAGE_BYTES = 1 << 18
+
+
+class Zygote:
+    """``popen`` starts what ``subprocess.Popen`` would, from here where it can. The first one starts the zygote.
+
+    env: of the processes that it can start, but for LATE.
+    """
+
+    def __init__(self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS):
+        self._module, self._imports = module, imports
+        self._env = dict(env)
+        self._process: subprocess.Popen | None = None
+        self._link: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def popen(self, command: Sequence[str], *, env: Mapping[str, str], stdin, stdout, stderr, start_new_session):
+        if list(command[:3]) != [sys.executable, "-m", self._module] or _fixed(env) != _fixed(self._env):
+            return subprocess.Popen(
+                command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session
+            )
+        assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
+        if self._process is None:
+            self._start()
+        request = {"argv": list(command[2:]), "env": dict(env), "cwd": os.getcwd()}
+        return Forked(self, self.ask(request, [stdout.fileno()]))
+
+    def ask(self, request: Any, fds: Sequence[int] = ()) -> Any:
+        with self._lock:
+            socket.send_fds(self._link, [json.dumps(request).encode()], fds)
+            answer = self._link.recv(_MESSAGE_BYTES)
+        assert answer, "the zygote ended"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """It ends when it is not needed; what it forked goes on."""
+        if self._process is not None:
+            self._link.close()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *self._imports],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest
+            )
+
+
+def _fixed(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in LATE}
+
+
+class Forked:
+    """A child of the zygote's, with what Service uses of ``subprocess.Popen``."""
+
+    def __init__(self, zygote: Zygote, pid: int):
+        self._zygote = zygote
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._zygote.ask(self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)  # the zygote has not reaped it: the number is still its own
+            try:
+                select.select([pidfd], [], [])
+            finally:
+                os.close(pidfd)
+        return self.poll()
+
+
+# -- in the zygote -----------------------------------------------------------------------------------------------------
+
+
+def _serve(link: socket.socket) -> dict[str, Any]:
+    """Fork and reap for the session until it ends. Returns in a child, with what that is to run."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 1)
+        if not message:
+            sys.exit()
+        request = json.loads(message)
+        if isinstance(request, int):
+            pid, status = os.waitpid(request, os.WNOHANG)
+            link.send(json.dumps(os.waitstatus_to_exitcode(status) if pid else None).encode())
+        elif os.fork():
+            os.close(fds[0])
+        else:
+            os.setsid()  # before it is known by its number, which is that of its group
+            os.dup2(fds[0], 1)
+            os.dup2(fds[0], 2)
+            os.close(fds[0])
+            with link:
+                link.send(json.dumps(os.getpid()).encode())
+            return request
+
+
+def _run(request: dict[str, Any]) -> None:
+    os.chdir(request["cwd"])
+    _set_environ(request["env"])
+    _fork_instead_of_spawning()
+    more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path)]
+    sys.argv = request["argv"]
+    sys.modules.pop(sys.argv[0], None)  # it is run as a script, and what it imports is there
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _set_environ(environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def _fork_instead_of_spawning() -> None:
+    prepare, preparation_data = multiprocessing.spawn.prepare, multiprocessing.spawn.get_preparation_data
+
+    def prepare_with_environ(data: dict[str, Any]) -> None:
+        _set_environ(data.pop("environ"))
+        _start_fork_server()  # of its own, while it has one thread
+        prepare(data)
+
+    def with_environ(name: str) -> dict[str, Any]:
+        return {**preparation_data(name), "environ": dict(os.environ)}
+
+    multiprocessing.spawn.prepare = prepare_with_environ
+    multiprocessing.spawn.get_preparation_data = with_environ
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkServerProcess._Popen)
+    _start_fork_server()
+
+
+def _start_fork_server() -> None:
+    """multiprocessing's own, as a copy of this process instead of a new interpreter."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
+        if "forkserver" not in args[-1]:
+            return spawn(path, args, fds)
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            multiprocessing.util.spawnv_passfds = spawn
+            importlib.reload(multiprocessing.forkserver)  # whose lock is held here
+            kept = [2, *sorted(fds), os.sysconf("SC_OPEN_MAX")]
+            for below, above in itertools.pairwise(kept):
+                os.closerange(below + 1, above)
+            exec(args[-1], {})
+        except SystemExit:
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+    multiprocessing.util.spawnv_passfds = fork
+    multiprocessing.forkserver.set_forkserver_preload([])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = spawn
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collector does not touch, and so copy, what was made here
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
