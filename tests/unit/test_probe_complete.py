@@ -73,7 +73,7 @@ ROOTS = {
     "vllm_compat/layout.py": {
         "kv_cache_config": f"{CACHE}:KVCacheConfig", "vllm_config": VLLM, "group": f"{CACHE}:KVCacheGroupSpec",
         "spec": SPEC, "module": "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-        "self.module": NONE,
+        "self.module": NONE, "owner": NONE,
     },
     "vllm_compat/namespace.py": {"vllm_config": VLLM},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},
