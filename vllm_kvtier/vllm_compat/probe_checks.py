@@ -86,7 +86,8 @@ def uses(function: str, name: str) -> None:
 
 @functools.cache
 def _assigned(owner: type) -> frozenset[str]:
-    codes = (inspect.unwrap(vars(each)["__init__"]) for each in owner.__mro__ if "__init__" in vars(each))
+    makers = ("__init__", "__post_init__")
+    codes = (inspect.unwrap(vars(each)[name]) for each in owner.__mro__ for name in makers if name in vars(each))
     return frozenset(
         step.argval
         for each in codes
