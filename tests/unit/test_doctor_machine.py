@@ -21,7 +21,7 @@ from vllm_kvtier.doctor import disk, gpus, machine, packages, ports, store
 from vllm_kvtier.doctor.report import Check, exit_code
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.lower.disk.files import Files
-from vllm_kvtier.vllm_compat import version
+from vllm_kvtier.vllm_compat import probe, version
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
 GIB = 1 << 30
@@ -67,6 +67,40 @@ def test_the_wrong_vllm(monkeypatch, here, cause):
     monkeypatch.setattr(version, "installed_version", lambda: here)
     check = packages.vllm()
     assert check.state == "fail" and cause in check.sentence
+
+
+def test_probe_has_a_check_for_each_row_of_its_table():
+    checks = packages.probe()
+    assert [check.name for check in checks] == [f"vLLM's {row.name}" for row in probe.rows()]
+    assert {check.state for check in checks} == {"ok"}
+    assert "(behaviour; for: everything)" in next(c.sentence for c in checks if c.name == "vLLM's block hashes")
+
+
+@pytest.mark.parametrize(
+    ("feature", "state", "found", "words"),
+    [
+        ("everything", "failed", "fail", "touch is missing; no engine starts with the connector"),
+        ("KV events", "failed", "warn", "touch is missing; switched off: KV events"),
+        ("KV events", "absent", "ok", "not in this version or on this machine, touch is missing"),
+    ],
+)
+def test_probe_says_what_a_row_costs(monkeypatch, feature, state, found, words):
+    row = {
+        "name": "block pool", "feature": feature, "need": "blocks", "how": "name", "state": state,
+        "reason": "touch is missing",
+    }  # fmt: skip
+    done = SimpleNamespace(stdout=json.dumps({"rows": [row]}), stderr="", returncode=0)
+    monkeypatch.setattr(packages.subprocess, "run", lambda *a, **k: done)
+    (check,) = packages.probe()
+    assert check.state == found and words in check.sentence and (check.remedy != "") == (found != "ok")
+
+
+def test_probe_of_a_vllm_that_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = packages.probe()
+    assert check.state == "fail" and "exit status 3" in check.sentence
 
 
 def test_a_nixl_backend_is_missing():

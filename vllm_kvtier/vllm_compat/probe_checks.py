@@ -86,8 +86,8 @@ def uses(function: str, name: str) -> None:
 
 @functools.cache
 def _assigned(owner: type) -> frozenset[str]:
-    makers = [(each, name) for each in owner.__mro__ for name in ("__init__", "__post_init__") if name in vars(each)]
-    codes = (inspect.unwrap(vars(each)[name]) for each, name in makers)
+    makers = ("__init__", "__post_init__")
+    codes = (inspect.unwrap(vars(each)[name]) for each in owner.__mro__ for name in makers if name in vars(each))
     return frozenset(
         step.argval
         for each in codes

