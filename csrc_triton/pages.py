@@ -227,15 +227,15 @@ def _compiling_unheard() -> Iterator[None]:
     """Without the hook by which vLLM hears of kernels compiled while it serves: Triton 3.6 describes them to it in
     JSON, and fails where a constant of one is another function, as in ours. Ours are compiled in the background
     while an engine starts, and what it would say is not vLLM's concern."""
-    knobs = getattr(triton, "knobs", None)  # Triton 3.4 and later
-    if knobs is None:
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)  # Triton 3.4 and later
+    if not hasattr(runtime, "jit_post_compile_hook"):
         yield
         return
-    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+    hook, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, None
     try:
         yield
     finally:
-        knobs.runtime.jit_post_compile_hook = hook
+        runtime.jit_post_compile_hook = hook
 
 
 class Launches:
@@ -371,7 +371,7 @@ PROGRAMS = object()  # stands for the number of programs among a kernel's argume
 def _plain(compiled) -> bool:
     """Whether a kernel takes what its signature says and nothing else of any use: no scratch from Triton."""
     meta = compiled.metadata
-    return not (getattr(meta, "global_scratch_size", 0) or getattr(meta, "profile_scratch_size", 0))
+    return not any(getattr(meta, name, 1) for name in ("global_scratch_size", "profile_scratch_size"))
 
 
 class _Prepared:

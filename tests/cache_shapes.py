@@ -34,7 +34,7 @@ def config_of(backend: str | dict, layers, dcp=1, cache_dtype="auto", isa=None, 
         for layer, name in names.items()
     }
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context=modules),
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from vllm_kvtier import logs
+
 pytest_plugins = ["fleet", "node_fleet"]
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +54,10 @@ def way(request, run_dir, monkeypatch) -> str:
     if request.param == "unix":
         monkeypatch.setattr(endpoint_support.Asker, "near", "source/1")
     return request.param
+
+
+def pytest_runtest_setup() -> None:
+    logs.LIMIT.forget()  # what one test made the package say says nothing about the next
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

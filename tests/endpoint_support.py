@@ -83,8 +83,8 @@ class Asker:
 
     def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
         self.reactor = Reactor("asker")
-        greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
-        self.peers = Peers(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: greeting, check)
+        self.greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
+        self.peers = Peers(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: self.greeting, check)
         self.reactor.start()
 
     def ask(self, address, start=0, chain=CHAIN, **fields):

@@ -47,7 +47,7 @@ class World:
         return LoadOrder(name, loads, timeout, node, far=self.nodes[node].source())
 
     def load(self, *orders) -> None:
-        self.worker.load(list(orders))
+        self.worker.load(list(orders), None)
         self.turn()
 
     def turn(self, count=1) -> None:

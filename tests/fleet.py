@@ -152,7 +152,7 @@ def trio_of_session(model_path, log_dir, plain) -> Iterator[Trio]:
         kv = {**kvtier(extra), "kv_connector": "FaultyConnector", "kv_connector_module_path": module}
         plan = log_dir / f"{name}.faults"
         faults[name] = FaultFile(plan)
-        env = {VARIABLE: str(plan)}
+        env = {VARIABLE: str(plan), "VLLM_SERVER_DEV_MODE": "1"}  # some are told to reset, or to pause
         engines.append(Engine(model_path, name=name, kv=kv, log_dir=log_dir, env=env, **ENGINE_FLAGS))
     start_missing([*engines, plain])
     yield Trio(*engines, faults)

@@ -25,14 +25,15 @@ class FakeReactor:
 class FakeTier:
     """A store that answers when told to; it remembers of each slot what it was given for."""
 
-    def __init__(self, writers):
+    def __init__(self, writers, full=()):
         self.writers, self.instance, self.session = writers, "s1", 1
         self.codecs, self.logical = [SimpleNamespace(name="none") for _ in writers], [100 for _ in writers]
-        self.up = True
+        self.up, self.full = True, full
         self.asked = []  # (pending, items, limit)
         self.entries = {}  # (space, group, hash) -> slot
         self.items = {}  # slot -> SimpleNamespace
         self.next_slot = 0
+        self.forgotten = set()  # (space, group, hash) that were stored once
 
     def limit(self):
         return 1 << 30 if self.up else 0
@@ -80,6 +81,7 @@ class FakeTier:
         """Evicted, or its writer gave up."""
         for key in [k for k, slot in self.entries.items() if slot in slots]:
             del self.entries[key]
+            self.forgotten.add(key)
 
     def die(self, instance):
         """All connections end; what was asked fails."""
@@ -88,6 +90,7 @@ class FakeTier:
         for pending, _ in asked:
             pending.resolve(Failed("gone"))
         if instance != self.instance:
+            self.forgotten |= set(self.entries)
             self.entries.clear()
         self.next_instance = instance
 
@@ -102,10 +105,15 @@ class FakeTier:
             item.fate = fate
             if fate == "committed":
                 assert item.copied == self.writers[item.group], "committed before every part was written"
+                parent = (item.space, item.group, item.parent)
+                if item.group in self.full and item.parent != NO_PARENT and parent not in self.forgotten:
+                    assert self.items[self.entries[parent]].fate == "committed", "a gap before it"
 
     def commit(self, slots, session):
         self.end(slots, session, "committed")
 
     def abort(self, slots, session):
         self.end(slots, session, "aborted")
+        forgotten = set(self.forgotten)
         self.forget(set(slots))
+        self.forgotten = forgotten  # nobody relied on these

@@ -40,24 +40,29 @@ class Running:
         self.plan, self.prompt = plan, prompt
         self.tables = [[] for _ in groups]
         self.status = "waiting"  # waiting, running, preempted
+        self.hit = 0  # tokens that were in the GPU's prefix cache
         self.unread = 0  # tokens sampled whose output was not read yet
 
 
 class Engine:
     """A small vLLM with asynchronous scheduling, if ``lag`` is 1: tokens are known a step after they are scheduled."""
 
-    def __init__(self, groups, seed, lag, write="all", share=0.5):
-        self.rng = random.Random(seed)
+    def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False):
+        """``oldest``: blocks are handed out in vLLM's order instead of any."""
+        self.rng, self.oldest = random.Random(seed), oldest
         self.groups, self.lag = groups, lag
         self.full = {g for g, (_, window) in enumerate(groups) if window is None}
         self.fake = FakePool(BLOCKS, UNIT)
         self.reactor, self.counters = FakeReactor(), Counters()
-        self.tier = FakeTier([{0} if g % 2 else {0, 1} for g in range(len(groups))])
+        self.tier = FakeTier([{0} if g % 2 else {0, 1} for g in range(len(groups))], self.full)
         self.orders = {0: [], 1: []}  # by rank: StoreBlocks not reported yet
+        self.given = {}  # (rank, order) -> [blocks copied, blocks to copy]
+        self.well = []  # requests that ended well, how many tokens were written, and after which step
+        self.entered = {}  # (hash, group) -> step in which it came into the prefix cache last
         self.woken = 0
         self.offloader = Offloader(
             KVTierConfig(store_write=write, store_hold_share=share), self.tier, BlockPool(self.fake), lambda: KEYS,
-            groups, self.counters, self.reactor, self.told, self.wake,
+            groups, self.counters, self.reactor, self.told, self.wake, step_tokens, lambda: True,
         )  # fmt: skip
         self.most = int(BLOCKS * share)
         self.tables = BlockTables(groups, UNIT, lambda ids: None, lambda t: self.offloader.wanted())
@@ -76,10 +81,14 @@ class Engine:
             for rank in self.orders:
                 if rank in self.tier.writers[message.group]:
                     self.orders[rank].append(message)
+                    self.given[rank, message.order] = [0, len(message.slots) // 8]
         else:
-            for rank, orders in self.orders.items():
-                gone = [o.order for o in orders if o.order in message.orders and self.rng.random() < 0.8]
-                self.report(rank, [], gone)
+            for order, count in message.orders:
+                for rank in self.orders:
+                    given = self.given.get((rank, order))
+                    if given is not None and given[0] < given[1]:
+                        given[1] = min(given[1], max(given[0], count))
+                        self.ended(rank, order)
 
     # -- vLLM ------------------------------------------------------------------------------------------------------
 
@@ -108,7 +117,7 @@ class Engine:
 
     def release(self, r):
         for ids in r.tables:
-            self.give_back(ids)
+            self.give_back(ids[::-1])
         r.tables = [[] for _ in self.groups]
 
     def grow(self, r, tokens):
@@ -124,7 +133,8 @@ class Engine:
         for g, (size, _) in enumerate(self.groups):
             fresh = []
             while len(r.tables[g]) < -(-tokens // size):
-                fresh.append(self.fake.take(self.rng.choice(self.fake.free_ids())))
+                block = next(iter(self.fake.oldest)) if self.oldest else self.rng.choice(self.fake.free_ids())
+                fresh.append(self.fake.take(block))
                 r.tables[g].append(fresh[-1])
             new.append(fresh)
         return tuple(new)
@@ -159,6 +169,7 @@ class Engine:
                 continue
             if r.status != "running":
                 request.num_computed_tokens, tables = self.hit(r)
+                r.hit = max(r.hit, request.num_computed_tokens)
                 for ids in tables:
                     self.fake.touch([self.fake.blocks[i] for i in ids if i])
                 r.tables = [list(ids) for ids in tables]
@@ -185,6 +196,8 @@ class Engine:
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
+            self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + chunk)
+        for name, chunk in scheduled.items():
             r = self.requests[name]
             first = r.request.num_computed_tokens
             self.forward(r, first, first + chunk)
@@ -193,6 +206,16 @@ class Engine:
                 r.unread += 1
         if not self.lag:
             self.read_outputs()
+
+    def cache(self, r, tokens):
+        """As vLLM does when it allocates: full blocks of tokens that are known."""
+        for g, (size, _) in enumerate(self.groups):
+            for i in range(min(tokens, r.request.num_tokens) // size):
+                if r.tables[g][i]:
+                    name = bytes(r.request.block_hashes[(i + 1) * size // UNIT - 1]), g
+                    if name not in self.fake.cached:
+                        self.fake.cached[name] = r.tables[g][i]
+                        self.entered[name] = self.step_number
 
     def forward(self, r, first, last):
         """In the model it runs at once; orders of the step may be copied from now on."""
@@ -228,6 +251,9 @@ class Engine:
         r.request.status = (
             RequestStatus.FINISHED_STOPPED if well and done and not r.unread else RequestStatus.FINISHED_ABORTED
         )
+        if r.request.status is RequestStatus.FINISHED_STOPPED:
+            written = min(r.request.num_computed_tokens, r.request.num_tokens - 1)
+            self.well.append((r, written, self.step_number))
         name = r.request.request_id
         self.offloader.finished(r.tracked, self.tables.forget(name), tuple(list(ids) for ids in r.tables))
         self.release(r)
@@ -259,25 +285,52 @@ class Engine:
         else:
             self.tier.live()
 
-    def worker_acts(self):
-        rank = self.rng.choice([0, 1])
-        ready = [o for o in self.orders[rank] if o.step <= self.step_number]
-        if not ready:
+    def worker_acts(self, faults=0.1):
+        """A rank goes on with the oldest order of a group, as far as it likes; or an order fails."""
+        rank, rng = self.rng.choice([0, 1]), self.rng
+        waiting = [o for o in self.orders[rank] if self.given[rank, o.order][0] < self.given[rank, o.order][1]]
+        if not waiting:
             return
-        order = self.rng.choice(ready)
-        if order.instance != self.tier.instance or self.rng.random() < 0.1:
-            self.report(rank, [], [order.order])
+        if rng.random() < faults:
+            self.fail(rank, rng.choice(self.orders[rank]))
             return
-        self.copy(rank, order)
-        self.report(rank, [order.order], [])
+        group = rng.choice(waiting).group
+        order = next(o for o in waiting if o.group == group)
+        if order.instance != self.tier.instance:
+            self.fail(rank, order, 0)
+        elif order.step <= self.step_number:
+            self.copy(rank, order, rng.randint(1, self.given[rank, order.order][1]))
 
-    def copy(self, rank, order):
+    def fail(self, rank, order, kept=None):
+        """No more of it is copied, and maybe less is of use than was."""
+        copied = self.given[rank, order.order][0]
+        self.given[rank, order.order] = [copied, copied]
+        self.ended(rank, order.order, self.rng.randint(0, copied) if kept is None else kept)
+
+    def ended(self, rank, order, kept=None):
+        """Report it if nothing of it is left to copy."""
+        copied, total = self.given[rank, order]
+        if copied < total:
+            return
+        del self.given[rank, order]
+        message, = (o for o in self.orders[rank] if o.order == order)
+        self.orders[rank].remove(message)
+        kept = copied if kept is None else kept
+        whole = kept == len(message.slots) // 8
+        told = m.Stored(rank, [order] if whole else [], [] if whole else [(order, kept)], 100 * kept, 0.1)
+        assert m.decode_link(m.encode(told)) == told
+        self.reactor.call_soon(lambda: self.offloader.stored(told))
+
+    def copy(self, rank, order, count=1 << 30):
+        """So many more of its blocks."""
         self.copies += 1
         size = self.groups[order.group][0]
         blocks, slots = np.frombuffer(order.blocks, np.int64).tolist(), np.frombuffer(order.slots, np.int64).tolist()
         keys = np.frombuffer(order.keys, np.uint64).tolist()
         assert len(blocks) == len(keys) == len(slots) == len(set(slots)) > 0
-        for block, key, slot in zip(blocks, keys, slots, strict=True):
+        start, stop = self.given[rank, order.order]
+        stop = min(stop, start + count)
+        for block, key, slot in list(zip(blocks, keys, slots, strict=True))[start:stop]:
             item = self.tier.items[slot]
             full, prefix = self.meaning[item.hash]
             assert item.group == order.group and key == KEYS.key(full, order.group, b"")
@@ -292,11 +345,8 @@ class Engine:
                 assert item.parent == NO_PARENT
             assert bool(item.tenant) == (prefix[0] is not None)
             item.copied.add(rank)
-
-    def report(self, rank, done, dropped):
-        self.orders[rank] = [o for o in self.orders[rank] if o.order not in (*done, *dropped)]
-        message = m.Stored(rank, done, dropped, 100 * len(done), 0.1)
-        self.reactor.call_soon(lambda: self.offloader.stored(message))
+        self.given[rank, order.order][0] = stop
+        self.ended(rank, order.order)
 
     # -- what always holds -------------------------------------------------------------------------------------------
 
@@ -320,10 +370,10 @@ class Engine:
                 for order in list(self.orders[rank]):
                     if order.instance == self.tier.instance:
                         self.copy(rank, order)
-                        self.report(rank, [order.order], [])
                     else:
-                        self.report(rank, [], [order.order])
-            self.offloader.drain()
+                        self.fail(rank, order, 0)
+            self.reactor.run()
+            self.offloader.idle()
             if not (self.reactor.queue or self.tier.asked or any(self.orders.values())):
                 return
         raise AssertionError("it never becomes quiet")

@@ -123,7 +123,7 @@ def described(rank, groups, shards, **view):
 def make_tier(groups, ranks=None, *, unit=4, namespace=NAMESPACE, reached=POOL, connect=True, **options):
     """A HostTier with its fake client; ``ranks``: Described messages, one rank with everything if not given."""
     ranks = ranks or [described(0, groups, [0] * len(groups))]
-    facts = SimpleNamespace(groups=groups, world_size=len(ranks), engine_id="engine")
+    facts = SimpleNamespace(groups=groups, world_size=len(ranks), engine_id="engine", release="1")
     later, setups, lost = [], [], []
     reactor = SimpleNamespace(call_later=lambda delay, callback: later.append(callback))
     config = KVTierConfig(store="/nowhere/store.sock", **options)

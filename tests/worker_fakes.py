@@ -87,30 +87,30 @@ def engine(link, clock, **options):
 def run(offload, clock, seconds, step=lambda: None):
     """Drive whenever the engine asks for it; what ended, in all, and how often it was driven."""
     end, drives = clock.now + seconds, 0
-    loads, stored, dropped = [], [], []
+    loads, stored, cut = [], [], []
     while clock.now < end:
         step()
         ended = offload.drive()
         drives += 1
         loads += ended.loads
         stored += ended.stored
-        dropped += ended.dropped
+        cut += ended.cut
         pause = offload.next_poll()
         if pause is None:
             break
         clock.now += max(pause, 10e-6)  # what a drive takes
-    return SimpleNamespace(loads=loads, stored=stored, dropped=dropped, drives=drives)
+    return SimpleNamespace(loads=loads, stored=stored, cut=cut, drives=drives)
 
 
 def run_real(offload, enough):
     """With the real clock, waiting as long as the engine says."""
-    total = SimpleNamespace(loads=[], stored=[], dropped=[])
+    total = SimpleNamespace(loads=[], stored=[], cut=[])
     pause = threading.Event()
     for _ in range(10_000):
         ended = offload.drive()
         total.loads += ended.loads
         total.stored += ended.stored
-        total.dropped += ended.dropped
+        total.cut += ended.cut
         if enough(total):
             return total
         pause.wait(offload.next_poll())

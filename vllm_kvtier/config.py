@@ -8,7 +8,6 @@ prints the table as Markdown.
 import difflib
 import functools
 import ipaddress
-import logging
 import math
 import types
 from collections.abc import Mapping
@@ -19,9 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
-logger = logging.getLogger("vllm.kvtier.config")
+logger = get_logger("vllm.kvtier.config")
 
 # Options of vLLM's NixlConnector that mean the same here, so that its command lines keep working.
 ALIASES = {
@@ -107,7 +107,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         60.0
     )
     kv_load_failure_policy: Annotated[
-        Literal["recompute", "fail"], _doc("What becomes of a request whose pull failed.")
+        Literal["recompute", "fail"],
+        _doc("What becomes of a request whose load failed; vLLM's own field of this name is not used."),
     ] = "recompute"
     host_buffer: Annotated[
         Literal["auto", "always", "never"],
@@ -117,7 +118,11 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...], _doc("NIXL backends to transfer with, in order of preference.", min_length=1)
     ] = ("UCX",)
     model_fingerprint: Annotated[
-        str | None, _doc("Name of the exact model and weights, equal on all engines; computed if not given.")
+        str | None,
+        _doc(
+            "Name of the exact model and weights, equal on all engines; made of the weights' files if not given. KV of "
+            "weights that are in no files, or changed while the engine runs, is shared only with it: see `weights.md`."
+        ),
     ] = None
     store: Annotated[
         str,
@@ -153,12 +158,16 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "all"
     store_hold_share: Annotated[
         float,
-        _doc("Largest share of the KV cache kept from reuse while it is copied to the node store.", gt=0, le=1),
+        _doc(
+            "Largest share of the KV cache kept from reuse while it is copied to the node store; blocks beyond it are "
+            "stored later.",
+            gt=0,
+            le=1,
+        ),
     ] = 0.9
     store_queue_gib: Annotated[
-        float,
-        _doc("Most GiB a rank may have waiting to go to the node store; the newest beyond are not stored.", gt=0),
-    ] = 4.0
+        float | None, _doc("Deprecated and ignored, with a warning: store_hold_share bounds what waits.")
+    ] = None
     load_policy: Annotated[
         Literal["measured", "always"],
         _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
@@ -283,10 +292,16 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     problems.append(str(error) if name == option else f"{option}: {error}")
         if not problems:
             config = cls(**given)  # before anything is logged: the combination may be refused
+            if config.store_queue_gib is not None:
+                _warn_deprecated("store_queue_gib", "store_hold_share")
             if renamed:
                 _note_aliases(tuple(renamed))
             return config
         raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
+
+    def without_prefixes(self) -> "KVTierConfig":
+        """The same where vLLM's prefix caching is off: nothing is stored, or found by its content."""
+        return msgspec.structs.replace(self, store="off", store_nodes="", bidirectional=False)
 
     def __post_init__(self) -> None:
         if problems := list(_impossible(self)):
@@ -353,6 +368,11 @@ def _note_aliases(names: tuple[str, ...]) -> None:
         "kv_connector_extra_config: %s",
         ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names),
     )
+
+
+@functools.cache
+def _warn_deprecated(name: str, instead: str) -> None:
+    logger.warning("kv_connector_extra_config: %s is deprecated and ignored; see %s", name, instead)
 
 
 def _type_in_words(annotation: Any) -> str:

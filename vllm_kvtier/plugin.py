@@ -1,15 +1,14 @@
 """The ``vllm.general_plugins`` entry point: makes ``"kv_connector": "KVTierConnector"`` known to vLLM."""
 
-import logging
-
 from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.version import check_supported
 
 CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "vllm_kvtier.connector"
 
 # vLLM sets handlers only on the logger "vllm"; a child of it appears in the engine's log, in its format.
-logger = logging.getLogger("vllm.kvtier.plugin")
+logger = get_logger("vllm.kvtier.plugin")
 
 
 def register() -> None:

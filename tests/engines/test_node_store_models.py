@@ -21,9 +21,6 @@ from node_fleet import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir,
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
 
-# A hand-off from nobody. A model that cannot go on from a prefix is only asked for where the whole prompt may be had.
-PROMISED = {"do_remote_prefill": True, "remote_request_id": "nobody's", "remote_host": "127.0.0.1"}
-
 
 class Kind(NamedTuple):
     """``tolerance``: rounding, what is computed with what in a batch and the codec move a logprob by less than this."""
@@ -39,11 +36,6 @@ class Kind(NamedTuple):
     def written(self) -> float:
         """The tolerance where decode steps wrote what a prefill writes in the truth: in 8 bits, slightly other KV."""
         return self.tolerance * (3 if GPUS and "bfloat16" in self.flags else 1)
-
-    @property
-    def whole(self) -> bool:
-        """vLLM computes MLA prompts on CPUs in one piece, and otherwise after a decode step."""
-        return self.model == "mla" and not GPUS
 
 
 FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
@@ -61,7 +53,6 @@ else:
         "ranks": Kind("recall", 128, ranks=2),
         "hybrid": Kind("hybrid", 64),
         "mixed": Kind("hybrid", 64, BF16, tolerance=0.2, codec=MIXED),
-        "mla": Kind("mla", 16),
         "fp8": Kind("dense", 32, (*FLOAT32, "--kv-cache-dtype", "fp8"), tolerance=2e-2),
     }
 SLOW = ("fp8", "mixed", "mla")
@@ -72,7 +63,7 @@ PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) f
 class Pair(NamedTuple):
     kind: Kind
     engine: Engine
-    plain: Engine | None
+    plain: Engine
 
 
 class Pairs(NamedTuple):
@@ -115,10 +106,10 @@ def pairs(request, plain, model_path, log_dir):
             if GPUS:
                 alone = engine("plain", None, 1)
             else:
-                # Two ranks answer as one does: no engine of its own for that. MLA on CPUs has another truth, see below.
-                alone = plain if kind.ranks > 1 else None if name == "mla" else engine("plain", None, 1)
+                # Two ranks answer as one does: no engine of its own for that.
+                alone = plain if kind.ranks > 1 else engine("plain", None, 1)
             pairs[name] = Pair(kind, engine("store", kvtier(extra), kind.ranks), alone)
-        engines = [e for pair in pairs.values() for e in pair[1:] if e]
+        engines = [e for pair in pairs.values() for e in pair[1:]]
         try:
             yield Pairs(store_in(folder), pairs, start(engines))
         finally:
@@ -200,7 +191,7 @@ async def kept(kinds: NodeDriver, pair: Pair, prompt: list[int], tokens: int | N
 async def warm_answer(kinds: NodeDriver, pair: Pair, prompt: list[int], params=ASKED) -> Reply:
     for _ in range(4):
         before = await lost(kinds, pair)
-        reply = await answers(kinds, pair, prompt, params)
+        reply = await answers(kinds, pair, prompt)
         if reply.pulled or await lost(kinds, pair) == before:
             break
         await kept(kinds, pair, prompt)
@@ -210,38 +201,30 @@ async def warm_answer(kinds: NodeDriver, pair: Pair, prompt: list[int], params=A
 
 def lengths_of(pair: Pair) -> list[int]:
     block, window = pair.kind.block, model_shapes.WINDOW
-    if pair.kind.whole:
-        return [16, 160, 320]  # whole blocks: the only ones that can be had whole
     lengths = [block - 1, block, block + 1, 5 * block, 7 * block + 7]
     return lengths + ([5 * block + window - 1, 5 * block + window + 1] if pair.kind.model == "hybrid" else [])
 
 
 async def test_cold_and_warm_answers(kinds, pair: Pair):
     rng = seeded(f"kinds {pair.engine.name}")
-    params = {**PROMISED, "remote_port": free_port()} if pair.kind.whole else ASKED
     prompts = [random_tokens(rng, length) for length in lengths_of(pair)]
     cold = [await answers(kinds, pair, prompt) for prompt in prompts]
-    if pair.plain is not None:
-        plain = await asyncio.gather(*(kinds.ask(pair.plain, prompt, 6) for prompt in prompts))
-        worst = max(off(*both, pair.kind.tolerance) for both in zip(cold, plain, strict=True))
-        assert worst < pair.kind.tolerance, "computed with the connector, and without"
+    plain = await asyncio.gather(*(kinds.ask(pair.plain, prompt, 6) for prompt in prompts))
+    worst = max(off(*both, pair.kind.tolerance) for both in zip(cold, plain, strict=True))
+    assert worst < pair.kind.tolerance, "computed with the connector, and without"
     for prompt, reply in zip(prompts, cold, strict=True):
         assert reply.pulled == 0
         await kept(kinds, pair, prompt)
     await kinds.reset(pair.engine)
     moved = []
-    for i, prompt in enumerate(prompts):
-        reply = await warm_answer(kinds, pair, prompt, params)
+    for prompt, want in zip(prompts, cold, strict=True):
+        reply = await warm_answer(kinds, pair, prompt)
         whole = len(prompt) // pair.kind.block * pair.kind.block
         assert reply.report["local_tokens"] == 0
         # With windows, the last token of a prompt that the store has whole is left out.
         said = f"{len(prompt)} tokens: {reply.report}, {await kinds.counters(pair.engine)}"
         assert reply.pulled in (whole, whole - (whole == len(prompt))), said
-        if pair.kind.whole:
-            # vLLM's own MLA on CPUs answers otherwise after a decode step: what is the same is another such load.
-            cold[i] = await answers(kinds, pair, prompt, params)
-            assert cold[i].pulled == reply.pulled
-        moved.append(off(reply, cold[i], pair.kind.tolerance))
+        moved.append(off(reply, want, pair.kind.tolerance))
         assert moved[-1] < pair.kind.tolerance, (len(prompt), reply.report)
     print(f"{pair.engine.name}: logprobs from the store differ by {max(moved):.5f} at most")
     await sound(kinds, pair)
@@ -262,8 +245,6 @@ async def test_other_kv_would_answer_otherwise(kinds, pair: Pair):
 
 async def test_generated_text_and_several_at_once(kinds, pair: Pair):
     """Longer than a window, so that what generating left behind matters."""
-    if pair.kind.whole:
-        pytest.skip("vLLM computes MLA prompts on CPUs in one piece")
     rng, block = seeded(f"turns {pair.engine.name}"), pair.kind.block
     prompts = [random_tokens(rng, rng.randrange(2 * block, 5 * block)) for _ in range(4)]
     count = max(block + 20, model_shapes.WINDOW + 4 if pair.kind.model == "hybrid" else 0)
@@ -290,8 +271,7 @@ async def test_generated_text_and_several_at_once(kinds, pair: Pair):
 async def test_flipped_bits_are_noticed(kinds, pair: Pair):
     """In any rank's part and any group's block: the request is computed, from where it is wrong on or whole."""
     rng = seeded(f"flips {pair.engine.name}")
-    params = {**PROMISED, "remote_port": free_port()} if pair.kind.whole else ASKED
-    prompt = random_tokens(rng, 4 * pair.kind.block + (0 if pair.kind.whole else 9))
+    prompt = random_tokens(rng, 4 * pair.kind.block + 9)
     cold = await answers(kinds, pair, prompt)
     await kept(kinds, pair, prompt)
     await kinds.reset(pair.engine)
@@ -300,7 +280,7 @@ async def test_flipped_bits_are_noticed(kinds, pair: Pair):
     with kinds.node.store.memory() as memory:
         for page in memory.written():
             memory.flip(rng, page)
-    reply = await answers(kinds, pair, prompt, params)
+    reply = await answers(kinds, pair, prompt)
     assert reply.pulled == 0 and off(reply, cold, pair.kind.tolerance) < pair.kind.tolerance, reply.report
     if not await lost(kinds, pair):
         assert await kinds.kvtier(pair.engine, "integrity_failures") > before

@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 from node_fleet import SLOT_PAGES, Memory, runtime_dir, store_env
@@ -58,10 +57,6 @@ class InProcess:
         )  # fmt: skip
         self.core = self._llm.llm_engine.engine_core.engine_core
         half = self.core.scheduler.connector._scheduler
-        # Without a loop that idles, nobody tells the connector of the engine.
-        queue = SimpleNamespace(put_nowait=lambda item: None)
-        engine = SimpleNamespace(scheduler=self.core.scheduler, input_queue=queue)
-        half._engine._engine = lambda: engine
         self.counts, take = {}, half.counters.take
 
         def taken() -> dict[str, float]:

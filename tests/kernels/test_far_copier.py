@@ -71,16 +71,16 @@ def test_all_of_a_load_on_a_gpu(host, caplog):
         reactor.start()
         source = FarSource("node", server.name, node.address, server.metadata, 1)
         load = GroupLoad(0, np.arange(1, 30), keys, slots)
-        worker.load([LoadOrder("r", [load], 20.0, "node", far=source)])
+        worker.load([LoadOrder("r", [load], 20.0, "node", far=source)], None)
         eventually(lambda: results, 20)
         assert not results[0].failed, results[0]
         torch.cuda.synchronize()
         assert all(content(mine, b) == content(truth, b) for b in range(1, 30))
         node.bytes[int(slots[4]) * PAGE + node.offsets[1][0] + 5] ^= 1
-        worker.load([LoadOrder("s", [load], 20.0, "node", far=source)])
+        worker.load([LoadOrder("s", [load], 20.0, "node", far=source)], None)
         eventually(lambda: len(results) > 1, 20)
         assert results[1].corrupt == [(0, int(slots[4]))]
-        worker.load([LoadOrder("t", [load], 20.0, "node", far=source)])
+        worker.load([LoadOrder("t", [load], 20.0, "node", far=source)], None)
         worker.rest()
         eventually(lambda: len(results) > 2, 20)
         before = [content(mine, b) for b in range(40)]

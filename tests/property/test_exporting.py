@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import WITHOUT_SHRINKING, FakePool, make_request, step_output
+from support import WITHOUT_SHRINKING, FakePool, Uncontained, make_request, step_output
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
@@ -97,7 +97,7 @@ class Engine:
             config, self.table, self.pool, self.ledger, lambda: self.keys, groups, counters, False, lambda: shared
         )
         self.tables = BlockTables(groups, UNIT, self.ledger.forget, self.exporter.sums)
-        turns = Turns()
+        turns = Turns(Uncontained())
         turns.watch(SimpleNamespace())
         self.lender = Lender(
             turns, self.pool, self.ledger, self.table, lambda: self.keys, groups, UNIT, self.align // UNIT, counters

@@ -266,6 +266,14 @@ class Exports(RuleBasedStateMachine):
         for e in list(self.exports.values()):
             self.end(e)
 
+    @rule()
+    def reset(self):
+        """Nothing is held any more, whoever reads."""
+        self.clear()
+        assert self.table.recall(0.0) == len(self.model_leases)
+        for lease in list(self.model_leases):
+            self.unlease(lease)
+
     # -- what always holds -------------------------------------------------------------------------------------
 
     @invariant()

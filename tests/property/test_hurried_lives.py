@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from matcher_world import ONE, UNIT, World
+from support import Uncontained
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -27,14 +28,15 @@ from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.outcomes import Outcomes
-from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.vllm_compat.types import StepMetadata, WorkerReport
 from vllm_kvtier.worker.queues import LoadResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-pytestmark = pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
 BLOCKS = 30
 WORDS = 50  # of the vocabulary
@@ -168,10 +170,11 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
-        half._facts = SimpleNamespace(unsupported=None)
+        half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), Uncontained(), False
         half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
-        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters)
+        half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, Uncontained())
         half._settle_namespace = half._run_jobs = lambda: None
+        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,
@@ -181,7 +184,7 @@ class Life:
         half._pace = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None, has_freed=lambda: False)
         half._ledger, half._gauges = SimpleNamespace(clear=lambda: None), SimpleNamespace(refresh=lambda: None)
-        pool.around_reset(half._before_reset, half._hurry.pin_again)
+        pool.around_reset(half._before_reset, half._after_reset, half._contain)
         scheduler.connector.half = half
         scheduler.requires_kv_delivery = self.rng.random() < 0.5  # what is in flight of the preempted is dropped
         self.runner, self.flying = Runner(self), []

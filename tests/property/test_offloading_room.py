@@ -3,12 +3,15 @@
 import threading
 import time
 
+import offloading_fakes
 import pytest
-from offloading_world import GROUPS, Engine, flush, run, stored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloading_world import BLOCKS, GROUPS, UNIT, Engine, flush, run, stored
+from support import WITHOUT_SHRINKING
 
-from vllm_kvtier.scheduler.tables import Growth
-
-TOO_MANY = "not_stored|too many copies under way"
+from vllm_kvtier.scheduler import offloading
+from vllm_kvtier.store.messages import HASH
 
 
 def test_pins_are_bounded_and_the_rest_follows():
@@ -18,48 +21,175 @@ def test_pins_are_bounded_and_the_rest_follows():
         engine.step(every=1.1)
         engine.bounds()
         engine.settle_down()
-        if stored(engine, r) == list(range(25)):
-            break
-    else:
-        # What was left when it had all its blocks goes when it ends, as far as there is room then.
-        assert stored(engine, r) == list(range(len(stored(engine, r)))) != []
+    assert stored(engine, r) == list(range(25)) and lost(engine) == {}
 
 
-@pytest.mark.parametrize("groups", ["full", "windows"])
-def test_what_finds_no_room_is_counted_once_if_it_is_never_stored(groups):
-    """In each step what is needed of the beginning is offered again: that is not another block. A window's is not: by
-    then it may be another request's."""
-    engine = Engine(GROUPS[groups], 5, 0, share=0.1)
-    r = engine.new_request([i % 7 for i in range(102)], 80)
-    run(engine, r, 200)
-    engine.read_outputs()
-    early = engine.counters.take().get(TOO_MANY, 0)
-    assert early == sum(25 - collected(engine, g) for g in range(len(GROUPS[groups])) if g not in engine.full)
-    engine.finish(r, True)
-    refused = early + engine.counters.take()[TOO_MANY]
+def lost(engine):
+    """Blocks that are never stored, by reason."""
+    counts = engine.counters.take()
+    return {k.partition("|")[2]: n for k, n in counts.items() if k.startswith("not_stored|") and "already" not in k}
+
+
+def computed(engine, count, tokens, salt=None):
+    """So many requests, each computed to its end in steps of all of them."""
+    requests = [engine.new_request([i * 100 + j for j in range(tokens)], tokens, salt) for i in range(1, count + 1)]
+    while any(r.request.num_computed_tokens < tokens for r in requests):
+        engine.step(every=1.1)
+        engine.bounds()
+    return requests
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_of_many_prompts_at_once_all_is_stored_after_they_have_ended(groups, share):
+    """Far more blocks than may be pinned at a time, and no copy ends before the last request has."""
+    engine = Engine(GROUPS[groups], 5, 0, share=share)
+    requests = computed(engine, 3, 8 * UNIT + 1)
+    for r in requests:
+        engine.finish(r, True)
+    assert engine.offloader.pinned <= engine.most
     engine.settle_down()
-    assert refused == sum(25 - len(stored(engine, r, g)) for g in range(len(GROUPS[groups])))
-    assert stored(engine, r)
+    for r in requests:
+        for g, (size, window) in enumerate(engine.groups):
+            full = 8 * UNIT // size
+            needed = 0 if window is None else max(0, 8 * UNIT - window + 1) // size
+            assert set(range(needed, full)) <= set(stored(engine, r, g))
+    assert lost(engine) == {} or groups != "full"
+    engine.end()
 
 
-def collected(engine, g):
-    """Blocks of the group that were collected and not asked for yet, or asked for and not answered."""
-    asked = sum(item.group == g for _, items in engine.tier.asked for item in items)
-    return asked + sum(batch.groups.count(g) for batch in engine.offloader._open.values())
+def test_in_a_cache_of_two_steps_all_is_stored():
+    """What a step makes is half of all blocks; the next step needs the other half while that is copied."""
+    engine = Engine(GROUPS["full"], 5, 0, share=0.9, step_tokens=BLOCKS // 2 * UNIT)
+    requests = []
+    for n in range(1, 6):
+        r = engine.new_request([n * 1000 + i for i in range(45 * UNIT + 1)], 45 * UNIT + 1)
+        requests.append(r)
+        for _ in range(100):
+            engine.step(every=1.1)
+            if r.request.num_computed_tokens == len(r.plan):
+                break
+        engine.finish(r, True)
+        engine.settle_down()  # the link takes a step's blocks in less than a step
+    assert [len(stored(engine, r)) for r in requests] == [45] * 5 and lost(engine) == {}
 
 
-def test_what_finds_room_later_is_not_counted():
+def test_more_blocks_than_a_message_may_name_go_in_several(monkeypatch):
+    monkeypatch.setattr(offloading, "MAX_ITEMS", 7)
+    monkeypatch.setattr(offloading_fakes, "MAX_ITEMS", 7)
+    engine = Engine(GROUPS["full"], 5, 0)
+    r = engine.new_request([i % 7 for i in range(81)], 81)
+    run(engine, r)
+    flush(engine, r)
+    assert engine.offloader.pinned == 20
+    engine.settle_down()
+    assert stored(engine, r) == list(range(20))
+
+
+def test_what_is_evicted_before_there_was_room_is_counted_once():
+    """In each step what is needed of the beginning is offered again: that is not another block."""
     engine = Engine(GROUPS["full"], 5, 0, share=0.1)
     r = engine.new_request([i % 7 for i in range(102)], 80)
     run(engine, r, 200)
     engine.read_outputs()
-    while len(stored(engine, r)) < 25 - engine.most:
-        engine.offloader.begin_step(99, [Growth(r.tracked, engine.tables._tables[r.request.request_id], 100)])
-        flush(engine, r)
-        engine.settle_down()
+    assert lost(engine) == {}
+    engine.finish(r, True)
+    assert lost(engine) == {}
+    evict(engine, r, 20)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(20)) and lost(engine) == {"too many copies under way": 5}
+
+
+def evict(engine, r, first):
+    """vLLM hands the blocks of this request from ``first`` on to another."""
+    for h in r.request.block_hashes[first:]:
+        block = engine.fake.cached[bytes(h), 0]
+        engine.fake.take(block)
+        engine.content[block] = [None] * len(engine.content[block])
+        engine.give_back([block])
+
+
+def test_evicted_ends_are_forgotten_while_nothing_can_be_pinned():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.03)
+    requests = computed(engine, 12, 2 * UNIT + 1)
+    for r in requests:
+        engine.finish(r, True)
+    assert len(engine.offloader._ended) > offloading.PRUNED and engine.offloader.pinned == engine.most
+    engine.fake.cached = {}
+    for _ in range(2):
+        engine.step()
+    assert not engine.offloader._ended and sum(lost(engine).values()) == 24 - engine.most
+    engine.settle_down()
+    assert sum(len(stored(engine, r)) for r in requests) == engine.most
+
+
+def test_blocks_that_a_step_may_need_are_not_pinned_again():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.1, step_tokens=10 * UNIT)
+    r, = computed(engine, 1, 30 * UNIT + 1)
+    engine.finish(r, True)
+    cached = set(engine.fake.cached.values())
+    taken = [engine.fake.take(i) for i in engine.fake.free_ids() if i not in cached]
+    engine.offloader._pinned, pinned = 0, engine.offloader.pinned
+    assert len(engine.fake.free_ids()) == 20 and pinned == 10
+    engine.offloader.idle()
+    assert engine.offloader.pinned == 10 and len(engine.fake.free_ids()) == 10
+    engine.offloader._pinned += pinned
+    engine.give_back(taken)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(30))
+
+
+def test_nothing_is_looked_for_in_a_cache_that_is_not_verified():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.1)
+    engine.offloader._verified = lambda: False
+    r, = computed(engine, 1, 30 * UNIT + 1)
     engine.finish(r, True)
     engine.settle_down()
-    assert stored(engine, r) == list(range(25)) and TOO_MANY not in engine.counters.take()
+    had = len(stored(engine, r))
+    assert had < 30 and lost(engine) == {}
+    engine.offloader._verified = lambda: True
+    engine.settle_down()
+    assert stored(engine, r) == list(range(30))
+
+
+def test_after_a_reset_of_the_connector_nothing_of_before_is_offered():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.1)
+    r, = computed(engine, 1, 30 * UNIT + 1)
+    engine.finish(r, True)
+    engine.tier.space = lambda variant: b"another".ljust(HASH)
+    engine.settle_down()
+    assert len(stored(engine, r)) == 10 and lost(engine) == {"too many copies under way": 20}
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@pytest.mark.parametrize("lag", [0, 1], ids=["", "asynchronous"])
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.05, 0.3, 0.9]))
+@settings(max_examples=40, phases=WITHOUT_SHRINKING)
+def test_while_copies_end_well_all_that_is_still_there_is_stored(groups, lag, seed, share):
+    """Whatever the order of steps, answers, copies, ends, preemptions and pressure: of each request that ended well and
+    computed something, up to the first block that the store lacks vLLM has evicted some."""
+    engine = Engine(GROUPS[groups], seed, lag, share=share, step_tokens=2 * UNIT, oldest=True)
+    events = {
+        engine.step: 8, engine.new_request: 2, lambda: engine.finish(well=True): 1.2, engine.preempt: 0.5,
+        engine.reactor.run: 6, lambda: engine.tier.asked and engine.tier.answer(0, engine.full): 6,
+        lambda: engine.worker_acts(faults=0): 12, lambda: engine.offloader.relieve(engine.rng.randint(1, 9)): 1,
+    }  # fmt: skip
+    for _ in range(300):
+        engine.rng.choices(list(events), list(events.values()))[0]()
+        engine.bounds()
+    for r in list(engine.requests.values()):
+        engine.finish(r, True)
+    engine.settle_down()
+    for r, written, step in engine.well:
+        for g in engine.full:
+            size = engine.groups[g][0]
+            have, full = stored(engine, r, g), written // size
+            assert have == list(range(len(have))), "a gap"
+            if len(have) < full and r.hit < full * size:
+                names = [bytes(r.request.block_hashes[(i + 1) * size // UNIT - 1]) for i in range(len(have) + 1)]
+                there = [(h, g) in engine.fake.cached and engine.entered[h, g] <= step for h in names]
+                assert not all(there), f"{len(have)} of {full}"
+    engine.end()
 
 
 def test_what_gives_way_to_requests_is_offered_again():
@@ -90,10 +220,104 @@ def test_relieve_gives_up_no_more_than_is_needed():
         engine.release(r)
     engine.offloader.relieve(7)
     assert engine.offloader.pinned == 6, "not enough, whatever is given up"
-    engine.offloader.relieve(1)
-    assert engine.offloader.pinned == 3
+    for pinned in (5, 4, 3, 2):
+        engine.offloader.relieve(1)
+        assert engine.offloader.pinned == pinned, "block by block"
     engine.offloader.relieve(0)
-    assert engine.offloader.pinned == 3
+    assert engine.offloader.pinned == 2
+
+
+def test_copies_give_way_from_the_ends_of_the_newest():
+    """What the workers have begun stays, and so does what is not needed; the rest is stored when it can be."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    first, second = computed(engine, 2, 10 * UNIT + 1)
+    for r in (first, second):
+        engine.finish(r, True)
+    engine.tier.answer(0, engine.full)
+    engine.reactor.run()
+    assert engine.offloader.pinned == 20
+    for rank in (0, 1):
+        engine.copy(rank, engine.orders[rank][0], 3 + rank)
+    engine.offloader.relieve(6)
+    engine.reactor.run()
+    assert [engine.given[rank, 1] for rank in (0, 1)] == [[3, 14], [4, 14]]
+    engine.offloader.relieve(18)
+    engine.reactor.run()
+    engine.offloader.drain()
+    assert engine.offloader.pinned == 0
+    assert {len(stored(engine, first)), len(stored(engine, second))} == {3, 0}, "what both ranks had begun"
+    engine.settle_down()
+    assert stored(engine, first) == stored(engine, second) == list(range(10)) and lost(engine) == {}
+
+
+def test_what_a_rank_leaves_out_is_stored_later_and_nothing_behind_it_before():
+    """It fails in the middle of the first of two orders, both of which the other rank copies whole."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    r = engine.new_request([i % 7 for i in range(60)], 60)
+    for tokens in (20, 40):
+        while r.request.num_computed_tokens < tokens:
+            engine.step(every=1.1)
+        flush(engine, r)
+        while engine.tier.asked:
+            engine.tier.answer(0, engine.full)
+        engine.reactor.run()
+    orders = list(engine.orders[0])
+    assert len(orders) >= 2
+    for order in orders:
+        engine.copy(1, order)
+    engine.copy(0, orders[0], 2)
+    engine.fail(0, orders[0])
+    for order in orders[1:]:
+        engine.copy(0, order)
+    engine.reactor.run()
+    had = stored(engine, r)
+    assert had == list(range(len(had))) and len(had) <= 2
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(15)) and lost(engine) == {}
+
+
+def test_a_copy_that_always_fails_is_not_ordered_for_ever():
+    engine = Engine(GROUPS["full"], 5, 0)
+    r, = computed(engine, 1, 10 * UNIT + 1)
+    engine.finish(r, True)
+    for _ in range(20):
+        engine.reactor.run()
+        while engine.tier.asked:
+            engine.tier.answer(0, engine.full)
+        engine.reactor.run()
+        for rank in (0, 1):
+            for order in list(engine.orders[rank]):
+                engine.fail(rank, order)
+        engine.reactor.run()
+        engine.offloader.idle()
+    assert not engine.offloader.pinned and len(engine.tier.items) == 10 * (1 + offloading.REWINDS)
+    assert lost(engine) == {"copies too slow": 10}
+
+
+def test_what_another_request_was_to_store_is_stored_though_that_one_fails():
+    """Its content was on its way already when this one offered it."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    first, second = (engine.new_request([9] * (4 * UNIT + 1), 4 * UNIT + 1) for _ in range(2))
+    for r in (first, second):  # both of them compute it
+        tokens = r.request.num_tokens
+        engine.hit = lambda r: (0, [[]])
+        while r.request.num_computed_tokens < tokens:
+            engine.step(every=1.1)
+    engine.finish(first, False)
+    engine.finish(second, True)
+    engine.reactor.run()
+    while engine.tier.asked:
+        engine.tier.answer(0, engine.full)
+    engine.reactor.run()
+    for rank in (0, 1):
+        for order in list(engine.orders[rank]):
+            engine.fail(rank, order, 0)
+    engine.reactor.run()
+    engine.settle_down()
+    assert stored(engine, second) == list(range(4))
 
 
 def test_settle_waits_for_copies_and_returns_with_nothing_pinned():
@@ -114,7 +338,6 @@ def test_settle_waits_for_copies_and_returns_with_nothing_pinned():
             for rank in (0, 1):
                 for order in list(engine.orders[rank]):
                     engine.copy(rank, order)
-                    engine.report(rank, [order.order], [])
             engine.reactor.run()
 
         thread = threading.Thread(target=others)

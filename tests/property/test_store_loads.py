@@ -78,6 +78,36 @@ def test_a_request_waits_for_what_another_one_loads(failed):
     assert world.counters.take()["awaited|host"] == 1
 
 
+def test_match_behind_a_load_that_hangs_waits_no_longer_than_its_time_limit():
+    world = World(ONE)
+    first, second = (make_request(name, [*range(17), i], UNIT) for i, name in enumerate("ab"))
+    world.store(first)
+    assert offered(world, first) == (16, True)
+    world.matcher.allocated(first, world.tables(0, 16), 16)
+    assert world.matcher.match(second, 0) == (None, False) and not world.client.open
+    world.matcher.get("a").ordered_at -= world.config.transfer_timeout  # as if it had been ordered so long ago
+    assert world.matcher.match(second, 0) == (None, False) and len(world.client.open) == 1, "it asks for itself"
+    world.answer(world.client.open[0])
+    assert world.matcher.match(second, 0) == (16, True)
+    world.matcher.allocated(second, world.tables(0, 16), 16)
+    for name in "ab":
+        world.matcher.loaded(name, False)
+    assert not world.client.held
+
+
+def test_match_of_a_request_that_reads_no_prefix_cache_neither_waits_nor_asks():
+    """Prompt log-probabilities, and vectors of each token, need all tokens computed."""
+    world = World(ONE)
+    first, second = (make_request(name, [*range(17), i], UNIT) for i, name in enumerate("ab"))
+    world.store(first)
+    assert offered(world, first) == (16, True)
+    world.matcher.allocated(first, world.tables(0, 16), 16)
+    second.skip_reading_prefix_cache = True
+    assert world.matcher.match(second, 0) == (0, False) and not world.client.open
+    world.matcher.loaded("a", False)
+    assert not world.client.held
+
+
 @pytest.mark.parametrize("offered_already", [False, True])
 def test_requests_that_came_together_do_not_all_load_the_same(offered_already):
     """All of them asked the store, or even had its offer, before the first one's load began."""

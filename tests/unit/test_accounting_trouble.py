@@ -13,7 +13,7 @@ from doctor_fakes import NAMESPACE, FakeEngine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pull_fakes import Pair, batch_of, pull_of
 from rich.console import Console
-from support import make_request
+from support import Uncontained, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.cli.inspect import show
@@ -38,7 +38,7 @@ from vllm_kvtier.scheduler.tier import HOST
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.store import messages as sm
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import Adapters
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker import pulls as pulls_module
@@ -65,7 +65,7 @@ class World:
         self.t = self.matcher._tracked["r"] = Tracked(self.request, read(None), Lifecycle("r"), **state)
         self.t.life.state = life
         hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
-        self.outcomes = Outcomes(self.matcher, hurry, None, self.counters)
+        self.outcomes = Outcomes(self.matcher, hurry, None, self.counters, Uncontained())
 
 
 def test_what_another_connector_has_loaded_is_not_ours():
@@ -219,16 +219,19 @@ def test_no_more_stretches_are_made_than_are_told():
     assert len(told) == MOST_STRETCHES and told[0] == m.Stretch(0, 0, 4, "")
 
 
-def test_an_adapter_comes_while_another_is_asked_for(monkeypatch):
+def test_an_adapter_comes_while_another_is_asked_for():
     class Name(str):
         __hash__ = str.__hash__
 
         def __eq__(self, other):
-            vr._adapters[f"new {len(vr._adapters)}", ""] = b"2"
+            adapters._known[f"new {len(adapters._known)}",] = SimpleNamespace(digest=b"2", path="")
             return str.__eq__(self, other)
 
-    monkeypatch.setattr(vr, "_adapters", {(Name("a"), "path"): b"1", (Name("b"), ""): b"3"})
-    found = vr.adapter("a")
+    adapters = Adapters()
+    adapters._known |= {
+        (Name("a"),): SimpleNamespace(digest=b"1", path="path"), (Name("b"),): SimpleNamespace(digest=b"3", path="")
+    }  # fmt: skip
+    found = adapters.named("a")
     assert found is not None and found[1] == b"1" and found[0].lora_path == "path"
 
 

@@ -1,5 +1,6 @@
 """KVTierConfig: what is read, what is refused, and in which words."""
 
+import logging
 import math
 
 import msgspec
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier import config as config_module
-from vllm_kvtier.config import ALIASES, NIXL_ONLY, KVTierConfig, markdown_table, options
+from vllm_kvtier.config import ALIASES, NIXL_ONLY, KVTierConfig, _warn_deprecated, markdown_table, options
 from vllm_kvtier.errors import ConfigError
 
 read = KVTierConfig.from_extra_config
@@ -138,6 +139,16 @@ def test_the_caller_keeps_its_dict():
     extra = {"backends": ["UCX"]}
     read(extra)
     assert extra == {"backends": ["UCX"]}
+
+
+def test_the_deprecated_bound_of_the_queue_is_accepted_with_one_warning(caplog):
+    _warn_deprecated.cache_clear()
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.config"):
+        for _ in range(2):
+            read({"store_queue_gib": 8})
+            read({})
+    [record] = caplog.records
+    assert "store_queue_gib is deprecated" in record.message and "store_hold_share" in record.message
 
 
 def test_every_option_is_documented():

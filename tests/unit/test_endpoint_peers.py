@@ -14,8 +14,10 @@ from support import eventually
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.scheduler import endpoint
 from vllm_kvtier.scheduler.exports import Kind, Refusal
 from vllm_kvtier.scheduler.offers import NoOffer, Offer
+from vllm_kvtier.scheduler.peers import HERE
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -101,6 +103,26 @@ def test_query_is_answered_on_another_thread(make):
 
 
 # -- exports whose checksums are not made yet ----------------------------------------------------------------------
+
+
+def test_recalled_serves_readers_until_they_have_found_out(make, monkeypatch):
+    """Not served, a read by NIXL would hang until its own time limit, and end its agent."""
+    monkeypatch.setattr(endpoint, "SERVE_AFTER_ASK", 0.5)
+    source, asker = make(Source), make(Asker)
+    source.table.add(export())
+    assert isinstance(asker.answer(source.address), Offer)
+    eventually(lambda: source.serving == [True])
+
+    def reset() -> int:
+        source.table.clear()
+        ended = source.table.recall(0.0)
+        source.endpoint.recalled()
+        return ended
+
+    assert source.on_reactor(reset) == 1
+    assert source.on_reactor(lambda: list(source.serving)) == [True]
+    eventually(lambda: source.serving == [True, False], 5)
+    assert len(source.freed) == 8
 
 
 def test_parked_until_summed(make):
@@ -398,6 +420,49 @@ def test_restart_under_the_same_address(make):
     assert again.leases() == 1 and asker.held() == 1
     asker.peers.release(new, done=True)
     eventually(lambda: again.leases() == 0)
+
+
+def test_endpoint_that_was_closed_lends_nothing_and_opens_as_another_instance(make, way):
+    """As an engine does that sleeps: who knows its old memory is introduced to the new one."""
+    source, asker = make(Source, lease_seconds=60), make(Asker)
+    source.table.add(export("late", ready=5))
+    parked = asker.ask(source.address, export="late", digest=b"digest")
+    eventually(lambda: source.endpoint._parked)
+    source.on_reactor(lambda: source.endpoint.close("the engine sleeps"))
+    eventually(lambda: parked.outcome)
+    assert parked.outcome.code in ("starting", "instance") and source.leases() == 0
+    refused = make(Asker).answer(source.address)
+    assert refused.code == "starting" and "sleeps" in refused.reason
+    source.table.add(export(kind=Kind.RETAINED, first=30))
+    source.on_reactor(lambda: source.endpoint.open(NAMESPACE, m.Welcome(m.PROTOCOL, "source/2", ranks("other"))))
+    if way == "unix":
+        asker.near = "source/2"
+
+    def retry():
+        got = asker.answer(source.address)
+        return got if isinstance(got, Offer) else None
+
+    offer = eventually(retry, 15)
+    assert offer.instance == "source/2" and [info.agent for info in offer.ranks] == ["other"]
+    address = ("source/2", HERE) if way == "unix" else source.address
+    assert asker.peers.known(address, "source/2") == offer.ranks
+    old = make(Asker)
+    old.near = "source/1"
+    assert isinstance(old.answer(source.address), Offer), "by its address, if its socket's name is an old one"
+
+
+def test_asker_that_sleeps_asks_nobody_and_trusts_no_promise(make):
+    """Its workers could not read: with ``kv_load_failure_policy`` "fail" that would cost a request."""
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(kind=Kind.RETAINED))
+    asker.peers.release(asker.answer(source.address), done=False)
+    address = (asker.near, HERE) if asker.near else source.address
+    assert asker.peers.known(address, "source/1")
+    greeting, asker.greeting = asker.greeting, None
+    assert asker.answer(source.address).code == "unreachable" and asker.peers.known(address, "source/1") is None
+    assert asker.held() == source.leases() == 0
+    asker.greeting = greeting
+    assert isinstance(asker.answer(source.address), Offer)
 
 
 def test_the_port_that_is_taken_is_said_in_words(make):

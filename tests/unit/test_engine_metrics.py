@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from support import Clock, make_request
+from support import Clock, Uncontained, make_request
 
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.connector import KVTierConnector
@@ -171,7 +171,7 @@ def outcomes():
     matcher = SimpleNamespace(get=lambda name: tracked, loaded=lambda name, failed: None, discard=lambda *_: None)
     hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     counters = Counters()
-    return Outcomes(matcher, hurry, Planner({"host": 1e9}), counters, lambda kind: "int8"), counters
+    return Outcomes(matcher, hurry, Planner({"host": 1e9}), counters, Uncontained(), lambda kind: "int8"), counters
 
 
 def result(seconds=0.1, nbytes=10, bad=(), corrupt=()):
@@ -201,7 +201,7 @@ def test_one_rank_that_fails_fails_the_load():
 def test_a_verdict_that_comes_after_it_was_given_up_leaves_nothing_behind(matcher, life):
     """Nor does it count for the load that the request begins next."""
     hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
-    heard = Outcomes(matcher.matcher, hurry, None, matcher.counters)
+    heard = Outcomes(matcher.matcher, hurry, None, matcher.counters, Uncontained())
     t = tracked(matcher, life=life) if life is not None else None
     heard.arrived([result(9.0, bad=[4])], ())
     assert not heard._ended and matcher.counters.take() == {"loaded_bytes|raw": 10}

@@ -330,7 +330,8 @@ def test_vllm_reads_what_is_published(monkeypatch, integers):
 
 
 def test_an_older_vllm_has_no_localities(monkeypatch):
-    monkeypatch.setattr(vllm_events, "_LOCALITY", False)
+    older = msgspec.defstruct("BlockRemoved", ["block_hashes", "medium", "group_idx"])
+    monkeypatch.setattr("vllm.distributed.kv_events.BlockRemoved", older)
     [event] = vllm_events.vllm_events([Removed(0, DISK, [HASHES[0]])], KINDS)
     assert (event.medium, getattr(event, "locality", None)) == ("STORAGE", None)
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 from doctor_fakes import ranks
-from support import FakePool, make_request
+from support import FakePool, eventually, make_request
 from tier_fakes import FakePending
+from vllm.lora.request import LoRARequest
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.explaining import Explainer, identity, stretches
@@ -15,6 +16,7 @@ from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.fates import Fate
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import Adapters
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.wire import messages as m
 
@@ -132,14 +134,17 @@ def test_what_stands_in_the_way():
     assert "at most 16" in world.explain(holding(0)).problem and len(world.asked[0][0]) == 4
 
 
-def test_salts_and_adapters_make_other_names(monkeypatch):
+def test_salts_and_adapters_make_other_names(monkeypatch, tmp_path):
     """As vLLM's own requests do with them."""
-    lora = SimpleNamespace(lora_name="style", lora_path="", lora_int_id=1, adapter_id=1)
-    monkeypatch.setattr(vr, "_adapters", {})
+    lora = LoRARequest("style", 1, str(tmp_path))
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (tmp_path / name).write_bytes(b"{}")
+    monkeypatch.setattr(vr, "ADAPTERS", adapters := Adapters())
+    monkeypatch.setattr("vllm_kvtier.scheduler.explaining.ADAPTERS", adapters)
     unknown = World()
     assert "no request to this engine has used an adapter 'style'" in unknown.explain(adapter="style").problem
     assert not unknown.asked, "what it does not know it cannot ask for"
-    variant = vr.variant(SimpleNamespace(lora_request=lora))
+    variant = eventually(lambda: vr.variant(SimpleNamespace(lora_request=lora)))
     for salt in ("", "tenant"):
         request = make_request("r", TOKENS, UNIT, salt=salt or None)
         request.lora_request = lora
@@ -179,14 +184,14 @@ def test_an_identity_in_words(monkeypatch, tmp_path):
                 served_model_name="m", hf_config=SimpleNamespace(to_dict=dict),
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
-            load_config=SimpleNamespace(load_format="auto"),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None),
         )  # fmt: skip
         (monkeypatch.delenv if seed is None else monkeypatch.setenv)(
             "PYTHONHASHSEED", *([] if seed is None else [seed])
         )
         options = KVTierConfig(**options)
         facts = SimpleNamespace(in_words=lambda namespace, print: ns.in_words(config, namespace, print))
-        name = ns.namespace(config, 16, options.model_fingerprint)
+        name = ns.namespace(config, 16, ns.ModelFingerprint(config, options.model_fingerprint).get(60.0))
         told = identity(facts, options, name, dict(enumerate(ranks(2))), "raw", {"full": "fp8"})
         assert len(dict(told)) == len(told)
         return dict(told)

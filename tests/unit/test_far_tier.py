@@ -38,7 +38,7 @@ class Engine:
         self.config = KVTierConfig(store="off", store_nodes=listed, cluster_key_file=key_file)
         transfer = SimpleNamespace(kv_buffer_device=buffer)
         facts = SimpleNamespace(
-            groups=groups, world_size=ranks, engine_id="engine", link_bandwidth=1e9,
+            groups=groups, world_size=ranks, engine_id="engine", link_bandwidth=1e9, release="1",
             config=SimpleNamespace(kv_transfer_config=transfer),
         )  # fmt: skip
         self.reactor, self.told = Reactor("far engine"), []

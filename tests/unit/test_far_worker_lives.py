@@ -67,7 +67,7 @@ def test_whatever_happens(seed):
                     at = rng.randrange(count)
                     wrong[name] = {loading[name][at]}
                     world.nodes[node].bytes[int(order.groups[0].slots[at]) * PAGE + rng.randrange(64)] ^= 1
-                world.worker.load([order])
+                world.worker.load([order], None)
             elif what < 0.6:
                 agent = rng.choice(["agent of a", "agent of b"])
                 world.network.behaviour[agent] = rng.choice(["done", "done", "hangs", "fails"])
@@ -130,12 +130,12 @@ def test_with_nixl_on_this_machine(monkeypatch):
         far_source = node.source()
         far_source = type(far_source)("node", server.name, node.address, server.metadata, 1)
         load = GroupLoad(0, np.arange(1, 20), keys_of(range(1, 20)), slots)
-        worker.load([LoadOrder("r", [load], 20.0, "node", far=far_source)])
+        worker.load([LoadOrder("r", [load], 20.0, "node", far=far_source)], None)
         eventually(lambda: results, 20)
         assert not results[0].failed, results[0]
         assert (mine_bytes[:3, 1:20] == truth_bytes[:3, 1:20]).all()
         node.bytes[int(slots[4]) * PAGE + node.offsets[1][0] + 5] ^= 1
-        worker.load([LoadOrder("s", [load], 20.0, "node", far=far_source)])
+        worker.load([LoadOrder("s", [load], 20.0, "node", far=far_source)], None)
         eventually(lambda: len(results) > 1, 20)
         assert results[1].corrupt == [(0, int(slots[4]))]
     finally:

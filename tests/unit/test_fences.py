@@ -1,8 +1,19 @@
-"""Marks on the engine's stream that are used again."""
+"""Marks on the engine's stream: what waits for them, and what of vLLM's work they stand for."""
 
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
+from pull_fakes import Pair, batch_of, pull_of
+from test_worker_half import half  # noqa: F401
 
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.vllm_compat.types import StepMetadata
 from vllm_kvtier.worker import fences
+from vllm_kvtier.worker.half import DEVICE_PAUSE
+from vllm_kvtier.worker.work import FetchOrder, GroupLoad, LoadOrder, StepWork
 
 
 def test_an_event_is_used_again_when_many_others_were(monkeypatch):
@@ -21,3 +32,135 @@ def test_an_event_is_used_again_when_many_others_were(monkeypatch):
     assert len(set(map(id, marks))) == fences.RING
     assert marks[: fences.RING] == marks[fences.RING :]
     assert marks[0].recorded == [(3, 0), (3, fences.RING)], "on the stream of the moment"
+
+
+class Device:
+    """A stream: what is launched runs, in order, when ``run`` is called."""
+
+    def __init__(self, monkeypatch):
+        self.launched, self.done = [], 0
+        device = self
+
+        class Event:
+            def record(self, stream):
+                self.place = len(device.launched)
+
+            def query(self):
+                return device.done >= self.place
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def launch(self, kernel=lambda: None):
+        self.launched.append(kernel)
+
+    def run(self, count):
+        for kernel in self.launched[self.done : self.done + count]:
+            kernel()
+        self.done += count
+
+
+class Engine:
+    """vLLM's model runner with asynchronous scheduling, as far as a connector sees it: the device is a step behind."""
+
+    def __init__(self, half, monkeypatch):  # noqa: F811
+        self.device, self.pair = Device(monkeypatch), Pair()
+        self.begun, self.later = [], []
+        half._reactor.call_later = lambda seconds, job: self.later.append((seconds, job))
+        half._device, half._pulls, half._memory = 0, self.pair.pulls, self.pair.here
+        self.half, self.connector = half, object.__new__(KVTierConnector)
+        self.connector._worker = half
+
+    def with_store_and_peers(self):
+        """They only take orders: "begun" has the names, and how much had been launched before their fence."""
+
+        def take(orders, after):
+            self.begun += [(order.request_id, after.place) for order in orders]
+
+        self.half._tier = SimpleNamespace(
+            load=take, step=lambda step, fence: None, collect=lambda idle: None, launching=lambda: None
+        )
+        self.half._fetching = SimpleNamespace(
+            begin=take, introduce=lambda sources: None, collect=lambda idle: None, drive=lambda: None, active=False
+        )
+    def step(self, work, zeroes=lambda: None, forward=lambda: None, drafts=lambda: None):
+        """Four launches; a connector is called after the first two and the third."""
+        self.device.launch(zeroes)
+        self.connector.bind_connector_metadata(StepMetadata(work))
+        self.device.launch(forward)
+        self.connector.get_finished(set())
+        self.device.launch(drafts)
+
+    def writes(self, block):
+        def kernel():
+            for region in self.pair.here.view.groups[0].regions:
+                page = self.pair.here.view.pages(region)[block]
+                ctypes.memset(page.data_ptr(), 0xEE, page.numel())
+
+        return kernel
+
+    def drive(self):
+        """The reactor, until it would wait; what has ended."""
+        due, self.later = [job for _, job in self.later], []
+        self.half.queued += due
+        while self.half.queued:
+            self.half.queued.pop(0)()
+        return self.half.collect().results
+
+
+@pytest.fixture
+def engine(half, monkeypatch):  # noqa: F811
+    return Engine(half, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["forward", "drafts"])
+@pytest.mark.parametrize("connected", [False, True])
+def test_pull_with_a_step_in_flight_is_not_posted_before_that_step_has_ended(engine, kind, connected):
+    """Of a request that was aborted after the launch: its block is the pull's now, and the step writes it yet."""
+    pair, device = engine.pair, engine.device
+    pair.there.make_sums([batch_of([3, 4])], None)
+    if connected:
+        assert not pair.run(pair.order(pull_of([6], [4]))).failed
+    engine.step(StepWork(1), **{kind: engine.writes(5)})
+    engine.step(StepWork(2, pulls=[pair.order(pull_of([5], [3]))]))
+    for _ in range(3):
+        assert engine.drive() == [] and not pair.transport.running and pair.pulls.active
+        assert [pause for pause, _ in engine.later] == [DEVICE_PAUSE], "nothing spins meanwhile"
+    device.run(4)  # all that comes before the forward of the pull's own step
+    [result] = engine.drive()
+    assert not result.failed
+    device.run(2)
+    assert pair.equal(5, 3), "the step wrote over what had been verified"
+
+
+def test_pull_that_waits_for_its_fence_for_too_long_ends_and_nothing_was_posted(engine, monkeypatch):
+    order = engine.pair.order(pull_of([5], [3]), timeout=0.0)
+    engine.step(StepWork(1, pulls=[order]))
+    [result] = engine.drive()
+    assert result.failed and "could not begin" in result.reason and not engine.pair.transport.running
+
+
+def test_orders_of_each_kind_are_begun_behind_all_that_was_launched_before_their_step(engine):
+    """Also behind the drafts, and what zeroes their blocks; and not behind the forward of their own step."""
+    blocks = np.array([3])
+    load = LoadOrder("load", [GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)], 60.0, "life")
+    fetch = FetchOrder("fetch", "s/1", [pull_of([5], [3])], 60.0)
+    engine.with_store_and_peers()
+    for number in range(2):
+        engine.step(StepWork(number, loads=[load], fetches=[fetch]))
+        assert engine.begun == [("load", 3 * number + 1), ("fetch", 3 * number + 1)]
+        engine.begun.clear()
+
+
+def test_orders_that_the_forward_waits_for_are_begun_behind_the_same_fence(engine):
+    begun = []
+    engine.with_store_and_peers()
+    engine.half._tier.load_now = lambda orders, after: begun.append(after.place)
+    engine.half._tier.settle = lambda seconds: None
+    blocks = np.array([3])
+    group = GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)
+    work = StepWork(1, loads=[LoadOrder("r", [group], 60.0, "life", hurried=True)])
+    engine.device.launch()
+    engine.connector.bind_connector_metadata(StepMetadata(work))
+    engine.connector.start_load_kv(None)
+    assert begun == [1]

@@ -10,7 +10,7 @@ import torch
 from peer_caches import Group, keys_of, order_of, pull_of, rank_of, ranks_of, sums_of
 from peer_caches import content as content_of
 from peer_process import PeerProcess
-from support import eventually
+from support import Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
@@ -312,18 +312,15 @@ class Worker:
             self.queued.pop(0)()
 
 
-def test_a_known_source_on_a_device_is_begun_at_once_behind_the_step_before(there, monkeypatch):
+def test_a_known_source_on_a_device_is_begun_at_once_behind_the_fence(there):
     fetches, copier = on_device(there)
-    marks = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: marks.append(1)))
     worker = Worker(fetches)
-    worker.made.begin([order_of(pull_of([5], [3], 4))])
-    assert not copier.copies and marks == [1], "nothing is mapped on the engine's thread"
+    worker.made.begin([order_of(pull_of([5], [3], 4))], "fence 0")
+    assert not copier.copies, "nothing is mapped on the engine's thread"
     worker.run()
-    assert len(copier.copies) == 1 and worker.driven
-    worker.made.step("fence 1")
-    worker.made.begin([order_of(pull_of([6], [3], 4)), order_of(pull_of([7], [3], 4), source="s/2")])
-    assert copier.log[-1] == ("start", ["s/1"], "fence 1") and marks == [1]
+    assert copier.log[-1] == ("start", ["s/1"], "fence 0") and len(copier.copies) == 1 and worker.driven
+    worker.made.begin([order_of(pull_of([6], [3], 4)), order_of(pull_of([7], [3], 4), source="s/2")], "fence 1")
+    assert copier.log[-1] == ("start", ["s/1"], "fence 1")
     worker.run()
     assert copier.log[-2:] == [("add", "s/2", 2), ("start", ["s/2"], "fence 1")]
     copier.copies[0].over = True
@@ -337,8 +334,7 @@ def test_on_a_host_the_engine_s_thread_copies_only_while_it_is_idle(there, monke
     fetches = fetches_of(rank, HostPeerCopier(rank.view, rank.memory.table, 1))
     fetches.introduce("s/1", there.infos)
     worker = Worker(fetches)
-    worker.made.step(None)
-    worker.made.begin([order_of(pull_of([5, 6], [3, 4], 4))])
+    worker.made.begin([order_of(pull_of([5, 6], [3, 4], 4))], None)
     worker.run()
     for _ in range(10):
         worker.made.collect(idle=False)
@@ -359,7 +355,7 @@ class Half:
         path = str(tmp_path / f"{name}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
-        self.made = WorkerHalf(0, name, path, list(backends))
+        self.made = WorkerHalf(0, name, path, list(backends), Uncontained())
         make = memory or (lambda view: CacheMemory(view, host_buffer=False))
         self.made.register(lambda: rank.view, make, lambda view: (0,) * len(view.groups), lambda view: rank.heads)
 
@@ -386,7 +382,7 @@ class Half:
 
 @pytest.fixture
 def no_nixl(monkeypatch):
-    def missing(name, backends):
+    def missing(*arguments):
         raise KVTierError("NIXL cannot be imported")
 
     monkeypatch.setattr(half_module, "NixlTransport", missing)
@@ -453,7 +449,8 @@ def test_without_nixl_and_without_sharing_it_is_unusable(tmp_path, no_nixl):
 
 def test_orders_before_it_is_set_up_fail():
     half = WorkerHalf.__new__(WorkerHalf)
-    half._fetching, half._unusable, half._done, half._done_lock = None, None, [], threading.Lock()
+    half._fetching, half._unusable, half._before = None, None, None
+    half._done, half._done_lock = [], threading.Lock()
     half._fetch([order_of(pull_of([5], [3], 4))])
     assert half._done[0].failed and "not yet" in half._done[0].reason
 
@@ -510,7 +507,7 @@ def test_sleep_mode_ends_fetching(tmp_path, no_nixl):
     try:
         half.said(m.Register)
         half.made.sleep()
-        assert "sleep mode" in half.said(m.Unusable).reason
+        assert half.said(m.Asleep) == m.Asleep(0)
         half.step(order_of(pull_of([5], [3], 4)))
         [result] = half.results()
         assert result.failed and "sleep" in result.reason

@@ -29,11 +29,11 @@ class Tier:
     def launching(self):
         pass
 
-    def load_now(self, loads):
+    def load_now(self, loads, after):
         self.log.append(("now", [o.request_id for o in loads]))
         self.begun += loads
 
-    def load(self, loads):
+    def load(self, loads, after):
         self.log.append(("load", [o.request_id for o in loads]))
 
     def settle(self, seconds):
@@ -99,6 +99,7 @@ def test_what_did_not_come_in_time_failed(worker, how, monkeypatch, caplog):
     assert (judged.request_id, judged.bad_blocks, out.finished) == ("r", {3, 4, 5}, set()) and judged.reason
     if how == "late":  # its end is nobody's business any more; a later load of the same request is
         tier.end()
+    worker._outstanding["r"] = order("r", False)
     worker._finish(result("r"))
     assert worker.collect().finished == {"r"}
     assert not worker.collect().results
@@ -178,12 +179,12 @@ class Fetching:
     def introduce(self, sources):
         self.known.update(sources)
 
-    def begin_now(self, orders):
+    def begin_now(self, orders, after):
         assert all(order.source in self.known for order in orders)
         self.log.append(("now", [o.request_id for o in orders]))
         self.begun += orders
 
-    def begin(self, orders):
+    def begin(self, orders, after):
         self.log.append(("begin", [o.request_id for o in orders]))
 
     def settle(self, seconds):
@@ -195,9 +196,6 @@ class Fetching:
         begun, self.begun = self.begun, []
         for each in begun:
             self.owner._finish(fetched(each.request_id, *self.bad, ticket=each.ticket))
-
-    def step(self, fence):
-        self.log.append(("step", fence))
 
     def collect(self, idle):
         self.log.append("collect")
@@ -215,7 +213,7 @@ def test_a_fetch_is_begun_before_the_forward_and_judged_with_its_step(fetcher):
     assert fetcher._fetching.log == [("now", ["r"])]
     fetcher.submit(work)
     out = fetcher.collect()
-    assert fetcher._fetching.log[1:] == [("settle", 30.0), ("begin", ["s"]), ("step", None), "collect"]
+    assert fetcher._fetching.log[1:] == [("settle", 30.0), ("begin", ["s"]), "collect"]
     assert [r.request_id for r in out.results] == ["r"] and not out.finished and not out.bad_blocks
     fetcher._finish(fetched("s"))
     assert fetcher.collect().finished == {"s"}
@@ -227,7 +225,7 @@ def test_a_fetch_that_did_not_come_in_time_failed(fetcher, how, monkeypatch):
     if how == "not set up":
         fetcher._fetching = None
     elif how == "raised":
-        monkeypatch.setattr(fetching, "begin_now", lambda orders: 1 / 0)
+        monkeypatch.setattr(fetching, "begin_now", lambda orders, after: 1 / 0)
     elif how == "wrong":
         fetching.bad = (7, 8)
     fetching.late = how == "late"
@@ -240,6 +238,7 @@ def test_a_fetch_that_did_not_come_in_time_failed(fetcher, how, monkeypatch):
     assert out.failed == {"r"} and not out.finished and bool(judged.reason) == (how != "wrong")
     if how == "late":
         fetching.end()
+    fetcher._outstanding["r"] = fetch("r", False)
     fetcher._finish(fetched("r"))
     assert fetcher.collect().finished == {"r"}
     assert not fetcher.collect().results
@@ -252,6 +251,7 @@ def test_a_load_and_a_fetch_of_one_request_are_two(fetcher):
     fetcher.submit(work)
     out = fetcher.collect()
     assert [(type(r), r.bad_blocks) for r in out.results] == [(LoadResult, {4}), (FetchResult, {7, 8})]
+    fetcher._outstanding["r"] = fetch("r", False)
     fetcher._finish(result("r"))
     assert fetcher.collect().finished == {"r"}, "the load is another one"
     fetcher._fetching.end()

@@ -38,17 +38,17 @@ def test_loads_are_not_begun_while_memory_is_given_back(worker):  # noqa: F811
     tier, began = worker.tier, time.monotonic()
     with held(tier._lock):
         with pytest.raises(KVTierError, match="too long"):
-            tier.load_now([load("r")])
+            tier.load_now([load("r")], None)
         assert not worker.copier.calls and not tier._hurried
     assert time.monotonic() - began < 10 * tiering.MOST_LOCKED
-    tier.load_now([load("r")])
+    tier.load_now([load("r")], None)
     tier.settle(10.0)
     assert [result.request_id for result in worker.finished] == ["r"]
 
 
 def test_loads_are_not_waited_for_beyond_their_time(worker):  # noqa: F811
     worker.copier.polls = 3
-    worker.tier.load_now([load("r")])
+    worker.tier.load_now([load("r")], None)
     began = time.monotonic()
     with held(worker.tier._lock):
         worker.tier.settle(0.05)

@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.params import read
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.tier import HOST, HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
-from vllm_kvtier.vllm_compat import undo
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
 
@@ -192,7 +192,8 @@ def test_a_verdict_is_not_given_up_while_a_step_is_scheduled(bare):  # noqa: F81
     half._pace = SimpleNamespace(end_step=lambda: None)
     half._hurry = SimpleNamespace(overdue=lambda: "verdict")
     half.arrived = lambda results, finished: arrived.extend(results)
-    half._facts.unsupported = None
+    half._facts.unsupported, half._namespace = None, object()
+    half._provenance = SimpleNamespace(admits=lambda request, named: named)
     half._matcher.match = lambda request, computed: (None, False)
     assert half.match("request", 0) == (None, False) and not arrived
     half._facts.unsupported = "no"
@@ -200,7 +201,7 @@ def test_a_verdict_is_not_given_up_while_a_step_is_scheduled(bare):  # noqa: F81
     assert arrived == ["verdict"]
 
 
-@pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+@pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 def test_output_of_one_that_was_preempted_is_dropped(engine):
     """vLLM delivers what was in flight of a preempted request, and by then does not know that it was wrong."""
     hurry, t = make(engine), tracked()
@@ -298,6 +299,8 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     """And the step's time does not say how long computing takes."""
     half, seen = bare, {}
     half._run_jobs = lambda: None
+    half._provenance = SimpleNamespace(shares=lambda tracked: True)
+    half._facts = SimpleNamespace(unsupported=None)
     growth = [
         SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)
@@ -311,7 +314,7 @@ def test_nothing_of_it_is_stored_or_summed_before_the_verdict(bare):  # noqa: F8
     half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
     half._matcher.take_orders = lambda: ([], {})
     half._matcher.take_aborted = lambda: []
-    half._matcher.expire = lambda: None
+    half._matcher.expire, half._ledger = lambda: None, SimpleNamespace(clear=None)
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
         half._hurry = SimpleNamespace(awaits_verdict=awaits, watch=lambda: None)

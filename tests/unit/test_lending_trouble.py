@@ -6,7 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from support import FakePool, make_request
+from support import FakePool, Uncontained, make_request
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease
@@ -130,7 +130,10 @@ def test_a_reset_of_the_prefix_cache_does_not_fail_for_what_is_lent():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._exports, half._ledger, half._config = world.table, world.ledger, KVTierConfig()
     half._offloader = half._events = None
+    half._contain = Uncontained()
     half._hurry = SimpleNamespace(unpin=lambda: None)
+    recalled = []
+    half._endpoint = SimpleNamespace(recalled=lambda: recalled.append(1))
 
     def drain():
         for ids in world.table.take_freed():
@@ -140,6 +143,9 @@ def test_a_reset_of_the_prefix_cache_does_not_fail_for_what_is_lent():
     half._before_reset()
     assert [b.block_id for b in world.pool.blocks if b.ref_cnt] == []
     assert world.table.counts()["lent_blocks"] == 0
+    assert recalled == [1], "its reader is served until it has found out"
+    half._before_reset()
+    assert recalled == [1]
 
 
 def test_a_start_far_beyond_the_chain_costs_nothing():

@@ -130,6 +130,6 @@ def test_what_a_failed_pull_costs(groups, resumes, by_request):
     facts = EngineFacts(
         engine_id="e", instance_id="i", groups=[(16, None)] * groups, full_groups=[0], world_size=1, tensor_parallel=1,
         data_parallel_rank=0, max_tokens=99, hash_lookahead=0, step_tokens=1, link_bandwidth=1.0,
-        resumes=resumes, unsupported=None, config=None,
+        resumes=resumes, unsupported=None, release="1", config=None,
     )  # fmt: skip
     assert facts.fails_by_request is by_request

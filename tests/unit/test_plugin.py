@@ -55,7 +55,10 @@ def warnings(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("release", ["0.25.1", "0.32.0", "0.33.0", "0.33.2.dev7+g1234.cpu"])
+NEWER = ["0.34.0", "1.0.0", "0.34.0rc1", "0.1.dev12+g1234", "0.0.0.dev0", "dev", "unknown"]
+
+
+@pytest.mark.parametrize("release", ["0.25.1", "0.32.0", "0.33.0", "0.33.2.dev7+g1234.cpu", *NEWER])
 def test_registers_once_however_often_it_is_called(vllm, warnings, release):
     factory = vllm(release)
     plugin.register()
@@ -64,7 +67,7 @@ def test_registers_once_however_often_it_is_called(vllm, warnings, release):
     assert warnings() == []
 
 
-@pytest.mark.parametrize("release", ["0.25.0", "0.24.2", "0.34.0", "1.0.0", "dev", "unknown", None])
+@pytest.mark.parametrize("release", ["0.25.0", "0.24.2", "0.1.0", None])
 def test_an_unsupported_vllm_gets_one_warning_and_no_connector(vllm, warnings, release):
     factory = vllm(release)
     plugin.register()
@@ -81,16 +84,23 @@ def test_a_vllm_without_the_factory_goes_on(vllm, warnings):
 
 
 def test_check_supported_raises_the_sentence(monkeypatch):
-    monkeypatch.setattr(version, "installed_version", lambda: "0.34.0rc1")
-    with pytest.raises(UnsupportedVLLM, match="this is vLLM 0.34.0rc1"):
+    monkeypatch.setattr(version, "installed_version", lambda: "0.25.0")
+    with pytest.raises(UnsupportedVLLM, match="this is vLLM 0.25.0"):
         version.check_supported()
     monkeypatch.setattr(version, "installed_version", lambda: "0.33.1")
     assert version.check_supported() == (0, 33, 1)
 
 
+@pytest.mark.parametrize("release", NEWER)
+def test_check_supported_of_a_newer_or_unnumbered_build_is_later_than_what_was_tested(monkeypatch, release):
+    monkeypatch.setattr(version, "installed_version", lambda: release)
+    found = version.check_supported()
+    assert found > version.NEWEST_TESTED and not version.is_tested(found)
+
+
 @pytest.mark.parametrize(
     ("text", "release"),
-    [("0.32.0", (0, 32, 0)), ("0.33", (0, 33, 0)), ("v0.33.1rc2+cpu", (0, 33, 1)), ("dev", None), ("", None)],
+    [("0.32.0", (0, 32, 0)), ("0.33", (0, 33, 0)), ("v0.33.1rc2+cpu", (0, 33, 1)), ("0.1.dev7+g1", None), ("", None)],
 )
 def test_parse_release(text, release):
     assert version.parse_release(text) == release
@@ -143,7 +153,7 @@ def test_the_installed_vllm_is_supported_and_known():
     found = version.installed_version()
     if found is None:
         pytest.skip("no vLLM here")
-    assert version.check_supported() == version.parse_release(found)
+    assert version.check_supported() == (version.parse_release(found) or version.UNKNOWN)
 
 
 def test_the_entry_point_is_declared():

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from support import Uncontained
 
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.lifecycle import State
@@ -20,6 +21,7 @@ from vllm_kvtier.worker.queues import LoadResult
 def half():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half.counters, half._sharing = Counters(), None
+    half._contain, half._passive = Uncontained(), False
     half._hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     half.ended = []
     half._matcher = SimpleNamespace(
@@ -32,7 +34,7 @@ def half():
         ),
     )
     half.unmapped, half.wrong = [], []
-    half._outcomes = Outcomes(half._matcher, half._hurry, None, half.counters)
+    half._outcomes = Outcomes(half._matcher, half._hurry, None, half.counters, Uncontained())
     return half
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import eventually
+from support import Uncontained, eventually
 from tier_fakes import group_view
 
 from vllm_kvtier.wire import messages as m
@@ -69,7 +69,7 @@ def worker(monkeypatch):
     reactor = Reactor("test-tiering")
     told, finished = [], []
     view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
-    setup = m.PoolSetup("/nowhere", [[0]], [[True]], 1 << 30, ["raw"])
+    setup = m.PoolSetup("/nowhere", [[0]], [[True]], ["raw"])
     made = TierWorker(reactor, 0, view, setup, told.append, finished.append)
     reactor.start()
     yield SimpleNamespace(
@@ -103,28 +103,28 @@ def test_a_store_that_was_ordered_before_its_step_is_copied_soon_after_it(worker
     worker.tier.step(5, "fence 5")
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 5")]
-    assert (worker.told[0].done, worker.told[0].dropped) == ([1], [])
+    assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
 
 
 def test_loads_are_looked_after_while_a_store_waits_for_its_step(worker):
     worker.tier.step(1, None)
     store(worker, 1, step=9)
-    worker.tier.load([load("r")])
+    worker.tier.load([load("r")], None)
     eventually(lambda: worker.finished, 5.0, "loaded")
     assert worker.finished[0].request_id == "r" and not worker.finished[0].failed
     assert not worker.told
 
 
-def test_loads_begin_behind_the_last_step(worker):
-    """Whether or not the reactor has seen that step yet."""
+def test_load_with_a_fence_is_copied_behind_it(worker):
+    """And not behind the fences of steps, which mark what is launched later."""
     for number in range(20):
         worker.tier.step(number, f"fence {number}")
         if number % 3 == 0:
             store(worker, number, step=number)
-        worker.tier.load([load(f"r{number}")])
+        worker.tier.load([load(f"r{number}")], f"before {number + 1}")
     eventually(lambda: len(worker.finished) == 20, 5.0)
     loads = [after for way, _, after in worker.copier.calls if way == "load"]
-    assert loads == [f"fence {number}" for number in range(20)]
+    assert loads == [f"before {number + 1}" for number in range(20)]
 
 
 def test_calls_without_a_step_are_ignored(worker):
@@ -132,9 +132,7 @@ def test_calls_without_a_step_are_ignored(worker):
     worker.tier.step(-1, None)
     store(worker, 1, step=3)
     eventually(lambda: worker.told, 5.0)
-    worker.tier.load([load("r")])
-    eventually(lambda: worker.finished, 5.0)
-    assert [after for *_, after in worker.copier.calls] == ["fence 3", "fence 3"]
+    assert [after for *_, after in worker.copier.calls] == ["fence 3"]
 
 
 def test_a_part_that_another_rank_writes_is_left_to_it(worker):
@@ -151,7 +149,7 @@ def test_no_store_begins_while_a_forward_is_launched(worker):
     worker.tier.step(1, "fence 1")
     worker.tier.launching()
     store(worker, 1, step=1)
-    worker.tier.load([load("r")])
+    worker.tier.load([load("r")], None)
     eventually(lambda: worker.finished, 5.0, "loaded")
     if time.monotonic() < worker.tier._launched_by:
         assert [call[0] for call in worker.copier.calls] == ["load"]
@@ -220,7 +218,7 @@ def test_an_engine_that_only_waits_looks_after_its_loads_itself(worker, on_devic
     worker.tier.on_device = on_device
     worker.tier.step(1, "fence 1")
     worker.copier.polls = 1 << 30  # longer than anybody looks
-    worker.tier.load([load("r")])
+    worker.tier.load([load("r")], None)
     eventually(lambda: worker.copier.calls, 5.0, "begun")
     asleep, wake = threading.Event(), threading.Event()
     worker.reactor.call_soon(lambda: (asleep.set(), wake.wait(10)))
@@ -273,38 +271,22 @@ def test_stores_keep_up_with_long_prefills(worker):
         worker.tier.collect()
         time.sleep(step_seconds)
     eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
-    assert not any(told.dropped for told in worker.told)
+    assert not any(told.cut for told in worker.told)
     late = time.monotonic() - ends[4]
     assert late < 2 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
 
 
-class FakeEvent:
-    def record(self):
-        self.recorded = True
-
-
-def test_the_first_load_waits_for_what_ran_before_there_was_a_store(worker, monkeypatch):
-    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
-    worker.tier.on_device = True
-    worker.tier.load([load("r")])
-    eventually(lambda: worker.finished, 5.0, "loaded")
-    (way, _, after), = worker.copier.calls
-    assert way == "load" and isinstance(after, FakeEvent) and after.recorded
-
-
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_load_that_its_step_waits_for(worker, monkeypatch, on_device):
-    """All of it is begun at once, behind what the step has launched; the step's own stores begin after its verdict."""
-    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
+def test_a_load_that_its_step_waits_for(worker, on_device):
+    """All of it is begun at once, behind its fence; the step's own stores begin after its verdict."""
     worker.tier.on_device, worker.copier.polls = on_device, 20
     many = np.arange(100, 1100)
     long = LoadOrder("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
     worker.tier.step(1, "fence 1")
-    worker.tier.load_now([long, load("s")])
+    worker.tier.load_now([long, load("s")], "fence 2")
     assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
     assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
-    fence = worker.copier.calls[0][2]
-    assert fence.recorded if on_device else fence is None
+    assert worker.copier.calls[0][2] == "fence 2"
     store(worker, 1, step=1)
     worker.tier.settle(10.0)
     assert sorted(result.request_id for result in worker.finished) == ["r", "s"]
@@ -316,7 +298,7 @@ def test_a_load_that_its_step_waits_for(worker, monkeypatch, on_device):
 
 def test_nobody_waits_for_ever_for_such_a_load(worker):
     worker.copier.polls = 1 << 60
-    worker.tier.load_now([load("r")])
+    worker.tier.load_now([load("r")], None)
     begun = time.monotonic()
     worker.tier.settle(0.05)
     assert 0.04 < time.monotonic() - begun < 5.0 and not worker.finished
@@ -326,20 +308,19 @@ def test_nobody_waits_for_ever_for_such_a_load(worker):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch, on_device):
+def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, on_device):
     """Only then are its blocks vLLM's again. Another request's load goes on."""
-    monkeypatch.setattr(tiering.torch.cuda, "Event", FakeEvent)
     worker.tier.on_device, worker.copier.polls, worker.copier.piece_bytes = on_device, 1 << 60, BLOCK_BYTES
     many = np.arange(100, 1100)
     long = LoadOrder("gone", [GroupLoad(0, many, many.astype(np.uint64), many)], 60.0, "life")
     offload = worker.tier._offload
-    worker.tier.load([long])
+    worker.tier.load([long], None)
     eventually(lambda: worker.copier.calls)
     worker.tier.cancel_loads(["gone", "nobody"])
     eventually(lambda: not offload._loads.nbytes, 5.0, "nothing waits")
     begun = [block for _, blocks, _ in worker.copier.calls for block in blocks]
     assert 0 < len(begun) < 100 and offload.loading and not worker.finished, "copies write into its blocks"
-    worker.tier.load([load("stays")])
+    worker.tier.load([load("stays")], None)
     worker.copier.polls = 0
     with worker.tier._lock:
         for call in offload._loading.calls:
@@ -354,10 +335,12 @@ def test_an_aborted_load_ends_when_what_was_begun_of_it_has(worker, monkeypatch,
 def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
-    half._device = None
+    half._device, half._before, half._contain, half._submitted, half._outstanding = None, None, Uncontained(), None, {}
     half._memory, half._fetching, half._hurried = None, None, Hurried()
     half._tier = SimpleNamespace(
-        load=lambda loads: done.extend(loads), cancel_loads=done.extend, step=lambda step, fence: done.append(step)
+        load=lambda loads, after: done.extend(loads),
+        cancel_loads=done.extend,
+        step=lambda step, fence: done.append(step),
     )
     order = load("r")
     half.submit(StepWork(7, loads=[order], aborted=["aborted"]))
@@ -368,7 +351,7 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     """Its memory is unmapped then: a copy would cost the engine its device."""
     worker.tier.on_device, worker.copier.polls = True, 1 << 60
     worker.tier.step(1, "fence 1")
-    worker.tier.load([load("aborted")])
+    worker.tier.load([load("aborted")], None)
     assert len(worker.copier.calls) == 1 and not worker.finished
     ends = []
 
@@ -384,9 +367,9 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     store(worker, 7, step=1)
     worker.reactor.call_soon(lambda: worker.tier._load([load("late")], "fence 1"))  # was on its way to the reactor
     eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
-    assert worker.told[0].dropped == [7] and worker.finished[1].failed
+    assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1
-    worker.tier.load([load("awake")])
+    worker.tier.load([load("awake")], None)
     eventually(lambda: len(worker.finished) == 3, 5.0, "loaded")
     assert not worker.finished[2].failed
 
@@ -403,7 +386,7 @@ def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monke
         return drive(stores)
 
     monkeypatch.setattr(worker.tier._offload, "drive", failing)
-    worker.tier.load([load("r")])  # on the model runner's thread, as the next
+    worker.tier.load([load("r")], None)  # on the model runner's thread, as the next
     worker.tier.collect()
     eventually(lambda: worker.finished, 5.0, "loaded")
     assert not worker.finished[0].failed

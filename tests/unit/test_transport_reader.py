@@ -111,9 +111,8 @@ def test_reading_s_end_costs_those_who_are_served_nothing(world):
     assert transport.poll(begin(transport)) is TransferState.RUNNING
     transport.progress()
     assert world.progressed == {serving: 1, reading: 0, world.agents[2]: 0}
-    transport.deregister()
-    assert world.alive == [serving] and not world.spans[serving]
-    assert transport.retire(), "again is nothing"
+    assert transport.close() and not world.alive and not world.spans[serving]
+    assert transport.close() and transport.retire(), "again is nothing"
 
 
 def test_whoever_holds_a_read_keeps_the_memory_from_being_free(world):

@@ -19,11 +19,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 BLOCK, PROMPT = 16, 70  # tokens; four whole blocks and a rest
 DRAFTS = 2
 
-pytestmark = pytest.mark.skipif(not undo.possible(), reason="this vLLM's forward waits for no load")
+pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
 
 class Connector(KVConnectorBase_V1):

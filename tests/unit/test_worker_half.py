@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pull_fakes import batch_of, pull_of
-from support import eventually
+from support import Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.vllm_compat.engine import share_interpreter
@@ -27,11 +27,13 @@ def half():
     """Without threads: what would run on the reactor's is in ``queued``."""
     half = WorkerHalf.__new__(WorkerHalf)
     half.queued = []
-    half._rank, half._unusable, half._device, half._fences = 0, None, None, None
-    half._reactor = SimpleNamespace(call_soon=half.queued.append)
+    half._contain, half._errors, half._outstanding, half._submitted = Uncontained(), 0, {}, None
+    half._rank, half._unusable, half._device, half._fences, half._before = 0, None, None, None, None
+    half._reactor = SimpleNamespace(call_soon=half.queued.append, errors=0)
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
-    half._serving = half._driving = half._idle = False
+    half._serving = half._driving = half._idle = half._asleep = False
+    half._sources = {}
     half._summing, half._done, half._hurried = [], [], Hurried()
     half._done_lock, half._nixl = threading.Lock(), threading.Lock()
     return half
@@ -43,9 +45,9 @@ def ready(half, device="cpu"):
     half._memory = SimpleNamespace(
         make_sums=lambda batches, after: fences.append(after) or Pending(None)
     )
-    half._pulls = SimpleNamespace(active=False)
+    half._memory.close = lambda: None
+    half._pulls = SimpleNamespace(active=False, stop=lambda why: [])
     half._view = SimpleNamespace(device=torch.device(device))
-    half._transport = SimpleNamespace(deregister=lambda: None)
     return fences
 
 
@@ -88,6 +90,7 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
     work = StepWork(5, [batch_of([3])], [order])
     half._pulls.connected = lambda source: False
     half.submit(work)
+    half._device = 0
 
     @contextlib.contextmanager
     def taken_meanwhile():
@@ -98,7 +101,7 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
 
     half._nixl = taken_meanwhile()
     half.queued.pop()()
-    assert not fences and waited == [torch.device("cuda")]
+    assert not fences and waited == [0]
     (result,) = half._done
     assert result.failed and result.bad_blocks == {1, 2} and "sleep" in result.reason
     assert np.array_equal(order.groups[0].local, [1, 2])
@@ -108,7 +111,7 @@ def test_nothing_is_set_up_before_the_scheduler_half_is_there(run_dir):
     """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
     allocates, pins or loads on the device ends the capture and the engine."""
     path, begun = str(run_dir / "l.sock"), threading.Event()
-    half = WorkerHalf(0, "agent", path, [])
+    half = WorkerHalf(0, "agent", path, [], Uncontained())
 
     def describe():
         begun.set()

@@ -108,24 +108,26 @@ def test_a_cancelled_store_is_no_company(link, clock):
     offload.step_launched(0, None)
     gone = store(31)
     offload.submit_store(gone)
-    offload.cancel([gone.id])
+    offload.cancel([(gone.id, 0)])
     offload.submit_store(store(1, first=100))
     offload.drive()
     assert not link.calls and offload.next_poll() == pytest.approx(module.STORES_LINGER)
 
 
-def test_the_newest_store_is_dropped_when_too_many_wait(link, clock):
-    offload = engine(link, clock, store_limit=100 * MIB)
-    offload.step_launched(0, clock.now + 1.0)  # a long forward: nothing ends meanwhile
-    orders = [store(40, first=1 + 40 * n) for n in range(4)]
-    for order in orders:
-        offload.submit_store(order)
-    assert offload.queued_store_bytes == 80 * MIB
-    ended = run(offload, clock, 3)
-    assert ended.stored == [o.id for o in orders[:2]] and ended.dropped == [o.id for o in orders[2:]]
-    large = store(400)  # alone it may be larger than the limit
-    offload.submit_store(large)
-    assert run(offload, clock, 3).stored == [large.id]
+def test_stores_of_many_large_steps_are_not_dropped_while_they_wait(link, clock):
+    """Two steps of 2.4 GB each are ordered before the first of them has run, and a third before its copies have ended;
+    nothing is in want of time."""
+    offload = engine(link, clock)
+    steps = 5
+    for n in range(steps):
+        offload.submit_store(store(2400, step=n, first=1 + 2400 * n))
+        if n:
+            offload.step_launched(n - 1, clock.now + 0.4)  # a long forward
+            offload.drive()
+    assert offload.queued_store_bytes == steps * 2400 * MIB
+    offload.step_launched(steps - 1, clock.now + 0.4)
+    ended = run(offload, clock, 10)
+    assert len(ended.stored) == steps and not ended.cut and not offload.queued_store_bytes
 
 
 def test_cancelled_stores_end_when_what_runs_has_ended(link, clock):
@@ -137,11 +139,43 @@ def test_cancelled_stores_end_when_what_runs_has_ended(link, clock):
     assert offload.drive() == ([], [], [])
     begun = len(link.calls)
     assert begun > 1
-    offload.cancel([small.id, large.id, waiting.id])
-    assert offload.drive() == ([], [], [waiting.id])
+    copied = sum(len(call.blocks) for call in link.calls)
+    offload.cancel([(small.id, 0), (large.id, 0), (waiting.id, 0)])
+    assert offload.drive() == ([], [], [(waiting.id, 0)])
     ended = run(offload, clock, 3)
-    assert ended.stored == [small.id] and ended.dropped == [large.id]
+    assert ended.stored == [small.id] and ended.cut == [(large.id, copied - 32)]
     assert len(link.calls) == begun  # nothing more began
+
+
+def test_a_store_is_cut_where_it_is_asked_to_be(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, clock.now + 0.1)
+    order = store(1000)
+    offload.submit_store(order)
+    offload.drive()
+    begun = sum(len(call.blocks) for call in link.calls)
+    for count in (900, 700, 800):
+        offload.cancel([(order.id, count)])
+    assert begun < 700 and run(offload, clock, 3).cut == [(order.id, 700)]
+    assert [block for call in link.calls for block in call.blocks] == list(range(1, 701))
+
+
+def test_of_a_store_what_comes_before_a_failed_piece_is_kept(link, clock):
+    offload = engine(link, clock)
+    offload.step_launched(0, clock.now + 0.1)
+    order = store(4000)
+    offload.submit_store(order)
+    offload.drive()
+    failed = link.calls[1]
+    done = link._done
+
+    def broken(call):
+        if call is failed:
+            raise RuntimeError("an ECC error")
+        return done(call)
+
+    link._done = broken
+    assert run(offload, clock, 3).cut == [(order.id, failed.blocks[0] - 1)]
 
 
 def test_stores_that_never_begin_are_dropped_in_time(link, clock):
@@ -149,7 +183,7 @@ def test_stores_that_never_begin_are_dropped_in_time(link, clock):
     order = store(40, step=7)
     offload.submit_store(order)
     assert offload.next_poll() == pytest.approx(5.0) and not offload.active
-    assert run(offload, clock, 10).dropped == [order.id] and not link.calls
+    assert run(offload, clock, 10).cut == [(order.id, 0)] and not link.calls
 
 
 # -- loads -----------------------------------------------------------------------------------------------------------
@@ -329,7 +363,7 @@ def test_nothing_to_load_is_loaded_at_once(link, clock):
 @pytest.mark.parametrize("rate", [2e9, 25e9, 55e9, 200e9])
 def test_the_link_stays_busy_with_few_polls(clock, kind, rate):
     link = Link(clock, rate=rate)
-    offload = engine(link, clock, store_limit=1 << 50)
+    offload = engine(link, clock)
     offload.step_launched(0, None)
     count = int(rate * 0.5 / link.block_bytes)
     if kind == "load":
@@ -345,7 +379,7 @@ def test_the_link_stays_busy_with_few_polls(clock, kind, rate):
 
 def test_a_thread_that_rarely_gets_the_interpreter_keeps_the_link_busy(clock):
     link = Link(clock, rate=55e9)
-    offload = engine(link, clock, store_limit=1 << 50)
+    offload = engine(link, clock)
     offload.step_launched(0, None)
     offload.submit_store(store(55_000))
 
@@ -377,7 +411,7 @@ def test_a_copier_that_refuses_costs_these_orders_only(link, clock, caplog):
     offload.submit_store(order)
     with caplog.at_level(logging.WARNING, "vllm.kvtier.offload"):
         ended = offload.drive()
-    assert ended.dropped == [order.id] and len(ended.loads) == 2
+    assert ended.cut == [(order.id, 0)] and len(ended.loads) == 2
     for result in ended.loads:
         assert result.bad_blocks == {1, 2, 3} and "slot 9 outside the memory" in result.reason
         assert not result.checksum
@@ -400,7 +434,7 @@ def test_a_device_that_failed_ends_everything(link, clock):
     link._done = broken
     ended = run(offload, clock, 1)
     assert ended.loads[0].failed and "unspecified launch failure" in ended.loads[0].reason
-    assert len(ended.dropped) == 1 and link.users == 0
+    assert len(ended.cut) == 1 and link.users == 0
 
 
 def test_another_store_ends_what_waits_and_leaves_what_runs(link, clock):
@@ -428,7 +462,7 @@ def test_another_store_ends_what_waits_and_leaves_what_runs(link, clock):
     results = {r.request_id: r for r in ended.loads}
     assert results["r"].bad_blocks == set(range(loads + 1, 1001)) and "restarted" in results["r"].reason
     assert not results["new"].failed and "another instance" in results["stale"].reason
-    assert sorted(ended.dropped) == [begun_store.id, waiting_store.id, stale.id] and not ended.stored
+    assert sorted(ended.cut) == [(o.id, 0) for o in (begun_store, waiting_store, stale)] and not ended.stored
     assert len(link.calls) == begun and link.users == 0 and new.users == 0
     pool.current = None
     offload.submit_load(load("unmapped", 5), None)

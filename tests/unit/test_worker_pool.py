@@ -318,11 +318,11 @@ def test_with_a_real_store_that_is_restarted(reactor, tmp_path):
 
     def copied(submit, enough):
         on(reactor, submit)
-        total = SimpleNamespace(loads=[], stored=[], dropped=[])
+        total = SimpleNamespace(loads=[], stored=[], cut=[])
 
         def look():
             ended = on(reactor, offload.drive)
-            for name in ("loads", "stored", "dropped"):
+            for name in ("loads", "stored", "cut"):
                 getattr(total, name).extend(getattr(ended, name))
             return enough(total)
 
@@ -342,9 +342,9 @@ def test_with_a_real_store_that_is_restarted(reactor, tmp_path):
         stale = order(first)
         ended = copied(
             lambda: (offload.submit_store(stale), offload.submit_load(back("old", first), None)),
-            lambda t: t.loads and t.dropped,
+            lambda t: t.loads and t.cut,
         )
-        assert ended.dropped == [stale.id] and ended.loads[0].bad_blocks == set(blocks.tolist())
+        assert ended.cut == [(stale.id, 0)] and ended.loads[0].bad_blocks == set(blocks.tolist())
         # The new memory holds nothing under these keys.
         result, = copied(lambda: offload.submit_load(back("none", pool.instance), None), lambda t: t.loads).loads
         assert result.checksum and 1 in result.bad_blocks

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of
-from support import WITHOUT_SHRINKING, eventually
+from support import WITHOUT_SHRINKING, Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
@@ -358,7 +358,7 @@ def test_worker_halves_end_to_end(tmp_path):
             heard.append([])
             servers.append(LinkServer(reactors[i], path, heard[i].append))
             reactors[i].start()
-            halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"]))
+            halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"], Uncontained()))
             halves[i].register(lambda view=view: view, whole, lambda view: (0,))
         for h in heard:
             described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
@@ -389,7 +389,7 @@ def test_a_cache_that_cannot_be_described_is_said_and_pulls_fail_at_once(tmp_pat
     reactor, heard = Reactor("s"), []
     LinkServer(reactor, str(tmp_path / "l.sock"), heard.append)
     reactor.start()
-    half = WorkerHalf(0, "agent", str(tmp_path / "l.sock"), ["UCX"])
+    half = WorkerHalf(0, "agent", str(tmp_path / "l.sock"), ["UCX"], Uncontained())
 
     def describe():
         raise KVTierError("no such layout")

@@ -1,14 +1,14 @@
 """Which codec keeps each KV cache group of this engine, as the options say; ``auto`` by what was measured."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.base import Codec
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.geometry import GroupView
 
-logger = logging.getLogger("vllm.kvtier.codecs")
+logger = get_logger("vllm.kvtier.codecs")
 
 AUTO = "auto"
 # Of ``GroupView.kind``.

@@ -55,6 +55,7 @@ class Engine(Service):
     worker_process: whether a CPU engine of one rank has its worker in a process of its own, vLLM's default
     there. Without, as is vLLM's default on one GPU, it starts in two thirds of the time.
     python: the interpreter that has vLLM (this one by default).
+    With dummy weights, engines of one model and seed have the same: our connector is told so.
     """
 
     def __init__(
@@ -80,6 +81,9 @@ class Engine(Service):
     ):
         model = str(model)
         port = port or free_port()
+        if kv and kv.get("kv_connector") == CONNECTOR_NAME and "dummy" in args:
+            named = {"model_fingerprint": f"dummy weights of {model}"}
+            kv = {**kv, "kv_connector_extra_config": {**named, **kv.get("kv_connector_extra_config", {})}}
         self.model, self.kv = model, dict(kv) if kv else None
         if block_size is None:
             block_size = 16 if gpus else 32  # the CPU build's kernels want multiples of 32

@@ -42,7 +42,7 @@ ENDS = {
         "given up by its writer",
         "never finished: the engine that was storing it gave up {ago} ago, for want of time or because its blocks were "
         "needed",
-        "see not_stored in that engine's counters: store_queue_gib where copies are too many or slow",
+        "see not_stored in that engine's counters: store_hold_share where copies are too many or slow",
     ),
     Fate.DIED: End(
         "its writer went away",

@@ -6,7 +6,7 @@ from vllm_kvtier.doctor.endpoint import EndpointProbe, Identity, NoEndpoint, Sta
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.doctor.server import Scrape, Server
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.vllm_compat.version import BELOW, OLDEST, SUPPORTED, parse_release
+from vllm_kvtier.vllm_compat.version import OLDEST, SUPPORTED, UNKNOWN, is_tested, parse_release
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.messages import Inspection
 
@@ -56,15 +56,12 @@ def _server(engine: Engine, seconds: float) -> None:
         remedy = "start the engine, or give its address; a router's is not an engine's"
         engine.checks.append(fail(name, str(error), remedy))
         return
-    release = parse_release(engine.version)
-    if release is None or not OLDEST <= release < BELOW:
-        engine.checks.append(
-            fail(
-                name,
-                f"it runs vLLM {engine.version or 'of no known version'}; this vllm-kvtier supports {SUPPORTED}",
-                "install a vLLM that is supported, or a vllm-kvtier made for this one",
-            )
-        )
+    release = parse_release(engine.version) or UNKNOWN
+    words = f"it runs vLLM {engine.version or 'of no known version'}; this vllm-kvtier supports {SUPPORTED}"
+    if release < OLDEST:
+        engine.checks.append(fail(name, words, "install a vLLM that is supported"))
+    elif not is_tested(release):
+        engine.checks.append(warn(name, words, "its log says what the probe switched off, as does kvtier doctor there"))
     else:
         engine.checks.append(ok(name, f"vLLM {engine.version}"))
     try:
@@ -177,7 +174,7 @@ def _declined(name: str, metrics: Scrape) -> list[Check]:
             warn(
                 name,
                 f"many full blocks were not stored: {words}",
-                "a larger store_size where the store is full, store_queue_gib where copies are too many or slow",
+                "a larger store_size where the store is full, store_hold_share where copies are too many or slow",
             )
         )
     return checks

@@ -48,7 +48,10 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
             progress(check)
 
     if options.here:
-        add(packages.vllm(), *gpus.gpus(gpus.load_driver()))
+        add(packages.vllm())
+        if done[-1].state == "ok":
+            add(*packages.probe())
+        add(*gpus.gpus(gpus.load_driver()))
         add(machine.memory(options.store_size), machine.shared_memory(), machine.memlock(options.store_size))
         add(machine.open_files(), packages.nixl(options.backends))
     if options.disk is not None:

@@ -1,4 +1,4 @@
-"""What is installed in this environment: vLLM and NIXL."""
+"""What is installed in this environment: vLLM, whether it has what the probe looks for, and NIXL."""
 
 import json
 import os
@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from vllm_kvtier import __version__
-from vllm_kvtier.doctor.report import Check, fail, ok, warn
+from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.vllm_compat import version
+from vllm_kvtier.vllm_compat.probe import Feature
 
 # In a process of its own: its libraries write to stderr, take seconds to load, and may crash where a driver is odd.
 _ASK_NIXL = """
@@ -34,6 +35,7 @@ if not found["plugins"]:
 print(json.dumps(found))
 """
 _NIXL_SECONDS = 60.0
+_PROBE_SECONDS = 180.0  # nearly all of it is importing vLLM
 _INSTALL_NIXL = "pip install nixl (on machines without a GPU nixl-cu13)"
 
 
@@ -44,6 +46,32 @@ def vllm() -> Check:
         return fail("vLLM", str(error), "run doctor in the environment that engines run in")
     python = ".".join(map(str, sys.version_info[:3]))
     return ok("vLLM", f"{version.installed_version()}, vllm-kvtier {__version__}, Python {python}")
+
+
+def probe() -> list[Check]:
+    """The probe's table of the vLLM that is installed here, a check for each row."""
+    command = [sys.executable, "-m", "vllm_kvtier.vllm_compat.probe_table"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        rows = json.loads(done.stdout)["rows"]
+    except subprocess.TimeoutExpired:
+        return [unknown("probe of vLLM", f"importing vLLM takes more than {_PROBE_SECONDS:g} s")]
+    except ValueError:
+        words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return [fail("probe of vLLM", f"it ends the process that imports it: {words}", "install vLLM anew")]
+    return [_row(row) for row in rows]
+
+
+def _row(row: dict[str, str]) -> Check:
+    name, words = f"vLLM's {row['name']}", f"{row['need']} ({row['how']}; for: {row['feature']})"
+    if row["state"] == "failed":
+        worst = row["feature"] == Feature.ALL.value
+        effect = "no engine starts with the connector" if worst else f"switched off: {row['feature']}"
+        remedy = f"install a vLLM that is supported ({version.SUPPORTED}), or a newer vllm-kvtier"
+        return (fail if worst else warn)(name, f"{row['reason']}; {effect}", remedy)
+    if row["state"] == "absent":
+        words = f"{words}: not in this version or on this machine, {row['reason']}"
+    return ok(name, words)
 
 
 def nixl(backends: Sequence[str], environment: Mapping[str, str] | None = None) -> Check:

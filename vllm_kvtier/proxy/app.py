@@ -11,12 +11,12 @@ Plain ASGI: a web framework would cost a third of a millisecond a request, and t
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import msgspec
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import admin, metrics
 from vllm_kvtier.proxy.bodies import ClientRequest, Route
 from vllm_kvtier.proxy.client_answer import JSON, Answer, refusal
@@ -30,7 +30,7 @@ from vllm_kvtier.proxy.query import Query, read_query
 from vllm_kvtier.proxy.release import ReleaseCall
 from vllm_kvtier.proxy.serving import CLOSING, QUIET_ROUTES, Receive, Send, Serving, Work
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _GENERATING = {route.value: route for route in Route}
 _ADMIN = ("/kvtier/drain", "/kvtier/resume", "/kvtier/reload")

@@ -169,7 +169,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expose_params: bool = False
     #: Honour ``X-KVTier-Report: 1``: token counts of pulls in the answer.
     allow_report: bool = True
-    #: A line in the log for every request.
+    #: A line in the log for every request that is served, and for some of the others.
     access_log: bool = True
 
     def __post_init__(self) -> None:

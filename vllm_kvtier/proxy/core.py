@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.admission import Admission
 from vllm_kvtier.proxy.config import ROLES, ProxyConfig
 from vllm_kvtier.proxy.conversations import RouteTable
@@ -20,7 +20,7 @@ from vllm_kvtier.proxy.routing import Router
 from vllm_kvtier.proxy.tenants import Tenants
 from vllm_kvtier.wire.auth import ClusterKey
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # What is made once, of these options; other values need a restart.
 _FIXED = ("salt_secret_file", "trust_tenant_header", "cluster_key_file", "query_timeout")

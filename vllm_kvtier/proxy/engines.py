@@ -8,14 +8,14 @@ is used less and less. Nothing polls engines that are well.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engine_http import EngineFailure, EngineHttp, Reply, certificates, read_key
 from vllm_kvtier.proxy.params import Source, TransferParams
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 __all__ = ["Engine", "EngineFailure", "Place", "Reply"]
 

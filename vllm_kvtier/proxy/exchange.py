@@ -18,7 +18,6 @@ What can go wrong and what follows:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -26,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import answers, sse
 from vllm_kvtier.proxy.admission import TooBusy
 from vllm_kvtier.proxy.bodies import ClientRequest
@@ -35,7 +35,7 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines import Engine, EngineFailure, Place, Reply
 from vllm_kvtier.proxy.params import TransferParams, alone_params, find_params, prefill_params
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # P does not serve this route, or has no room of its own. D may do better.
 _P_DECLINES = (404, 405, 429)

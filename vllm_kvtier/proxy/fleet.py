@@ -6,14 +6,14 @@ An engine that is no longer in the list gets no new requests, keeps those it has
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engine_http import certificates
 from vllm_kvtier.proxy.engines import Engine
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Fleet:

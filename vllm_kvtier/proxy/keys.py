@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MIN_CHARS = 16
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import logging
 
+from vllm_kvtier.logs import LIMIT
+
 FORMAT = "%(asctime)s %(levelname)s [%(request_id)s] %(name)s: %(message)s"
 
 #: The id of the request that this task works on; "-": of none.
@@ -23,6 +25,7 @@ def install(level: str) -> None:
     """Log to stderr with request ids, all of this process's loggers. ``level``: debug, info, warning or error."""
     handler = logging.StreamHandler()
     handler.addFilter(AddRequestId())
+    handler.addFilter(LIMIT)
     handler.setFormatter(logging.Formatter(FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What they say at lower levels is noise, even to somebody who looks for something.

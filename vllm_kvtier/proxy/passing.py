@@ -11,7 +11,6 @@ where their outcome is unknown the client is told so (502).
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import answers
 from vllm_kvtier.proxy.admission import Choice, TooBusy
 from vllm_kvtier.proxy.bodies import BadRequest, remove_transfer_fields
@@ -38,7 +38,7 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines import Engine, EngineFailure, Place, Reply
 from vllm_kvtier.proxy.params import UNREADABLE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Longer answers are passed on as they come; shorter ones are whole before the client gets any, so that another engine
 # can be asked if one breaks off.

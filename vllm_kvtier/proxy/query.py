@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from typing import Any
 
 import msgspec
 
 from vllm_kvtier.errors import PeerRefused
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.client_answer import JSON, Answer, passed_on, unavailable
 from vllm_kvtier.proxy.core import ProxyCore
@@ -38,7 +38,7 @@ from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines import Engine, EngineFailure, Place
 from vllm_kvtier.proxy.params import UNREADABLE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Of a request's fields, those that /tokenize takes and that change the tokens.
 _TOKENIZE_CHAT = (

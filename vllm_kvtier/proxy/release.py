@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.params import Export
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ReleaseCall = Callable[[Export], Awaitable[None]]
 

@@ -7,15 +7,15 @@ it SIGHUP remains. A configuration that cannot be used changes nothing; the log 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from collections.abc import Callable
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.app import ProxyApp
 from vllm_kvtier.proxy.config_file import Settings, files_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Reloader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import ssl
 from collections.abc import Callable
@@ -11,13 +10,14 @@ from collections.abc import Callable
 import uvicorn
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import logs
 from vllm_kvtier.proxy.app import ProxyApp, create_app
 from vllm_kvtier.proxy.config_file import Settings
 from vllm_kvtier.proxy.core import check_secrets
 from vllm_kvtier.proxy.reloading import Reloader
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Server(uvicorn.Server):

@@ -7,14 +7,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from vllm_kvtier.logs import get_logger, unlimited
 from vllm_kvtier.proxy.bodies import BadRequest
 from vllm_kvtier.proxy.client_answer import Answer, AnswerBroken, refusal
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.incoming import Incoming
 
-logger = logging.getLogger(__name__)
-access = logging.getLogger("vllm_kvtier.proxy.access")
+logger = get_logger(__name__)
+access = get_logger("vllm_kvtier.proxy.access")
 
 # For answers to a request whose body was not read: the server would else read on for as long as it is sent.
 CLOSING = {"connection": "close"}
@@ -177,7 +178,11 @@ class Serving:
         path = ascii(self._incoming.path[:200])[1:-1]
         # Who asks every few seconds whether all is well is not worth a line.
         level = logging.DEBUG if self._route in QUIET_ROUTES else logging.INFO
-        access.log(level, "%s %s %d %s%s total=%.4f", self._incoming.method, path, self._status, outcome, said, seconds)
+        access.log(
+            level, "%s %s %d %s%s total=%.4f", self._incoming.method, path, self._status, outcome, said, seconds,
+            # A line for each request that was served; who is refused, or leaves, does not decide how much is written.
+            extra=unlimited() if outcome == "ok" else None,
+        )  # fmt: skip
 
 
 def bad_request(error: BadRequest, headers: dict[str, str] | None = None) -> Answer:

@@ -4,7 +4,6 @@ A file of JSON a model, ``$XDG_CACHE_HOME/vllm-kvtier/quality/<fingerprint>.json
 the fingerprint is ``vllm_kvtier.fingerprint.of_files``.
 """
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -13,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 
-logger = logging.getLogger("vllm.kvtier.quality")
+logger = get_logger("vllm.kvtier.quality")
 
 VERSION = 1
 

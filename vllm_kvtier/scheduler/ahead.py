@@ -56,12 +56,13 @@ class Ahead:
 
     def take(self, request: Any, chain: list[bytes], computed: int) -> HostAsk | None:
         """What was asked for it, if that is what is to be asked now."""
-        ask, _ = self._asks.pop(request.request_id, (None, 0.0))
+        ask, _ = self._asks.get(request.request_id, (None, 0.0))
         if ask is None:
             return None
         if ask.start <= computed and ask.most == len(chain) * self._unit and ask.epoch == self._tier.epoch:
+            del self._asks[request.request_id]
             return ask
-        self._tier.cancel(ask)
+        self.forget(request.request_id)
         return None
 
     def forget(self, request_id: str) -> None:
@@ -69,7 +70,8 @@ class Ahead:
         self._queue.pop(request_id, None)
         self._late.discard(request_id)
         if request_id in self._asks:
-            self._tier.cancel(self._asks.pop(request_id)[0])
+            self._tier.cancel(self._asks[request_id][0])
+            del self._asks[request_id]
 
     def expire(self) -> None:
         """Give back what is held for those that vLLM does not come to."""

@@ -5,14 +5,15 @@ in their GPU caches, engines that its params name, and the engine that last pull
 has is held while others are asked for more. On the scheduler's thread only; ``Peers`` and ``HostTier`` do the waiting.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler import orders
 from vllm_kvtier.scheduler.ahead import Ahead
 from vllm_kvtier.scheduler.exporting import alignment
@@ -33,7 +34,7 @@ from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.worker.work import LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.matching")
+logger = get_logger("vllm.kvtier.matching")
 
 # The store, and an engine of this node, answer in a fraction of a millisecond. When nobody else is being served,
 # waiting for them that long holds nobody up and is shorter than the empty step that vLLM makes without an answer.
@@ -87,7 +88,7 @@ class Asker:
         self.aborted: list[str] = []  # requests whose loads the workers need not go on with
 
     def asks_nobody(self, t: Tracked) -> bool:
-        return not self._resumes or getattr(t.request, "skip_reading_prefix_cache", False)
+        return not self._resumes or t.request.skip_reading_prefix_cache
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -98,8 +99,8 @@ class Asker:
             t.sources, t.begun_at = deque(self._sources(t)), time.monotonic()
         # At least the last token is computed here, so it is not worth asking for less than the threshold before it.
         lacking = request.num_tokens - 1 - computed
-        if getattr(request, "skip_reading_prefix_cache", False):
-            lacking = 0  # prompt log-probabilities need every token computed; vLLM 0.25 asks all the same
+        if request.skip_reading_prefix_cache:
+            lacking = 0  # prompt log-probabilities need every token computed; vLLM asks all the same
         variant = vr.variant(request) if t.sources else b""
         left = lacking if t.held is None else request.num_tokens - 1 - t.held.tokens
         while t.sources:
@@ -185,7 +186,7 @@ class Asker:
         return True
 
     def _worth_asking_ahead(self, request: Any, start: int) -> bool:
-        if request.num_tokens - 1 <= start or getattr(request, "skip_reading_prefix_cache", False):
+        if request.num_tokens - 1 <= start or request.skip_reading_prefix_cache:
             return False
         return not self._hopeless(request, start, trial=False)
 
@@ -195,6 +196,27 @@ class Asker:
             return False
         least = 0.0 if self._hurries else self._planner.handover_seconds()
         return self._planner.hopeless(start, request.num_tokens - 1, request.num_tokens, trial, least)
+
+    def let_go(self, t: Tracked) -> list[Callable[[], object]]:
+        """What gives back all that was asked or offered for a request; see ``Matcher.let_go``."""
+        held, offer, pending = t.held, t.offer, t.pending
+        t.held = t.offer = t.pending = None
+        steps = self.give_back_ahead(t.request.request_id)
+        if isinstance(pending, HostAsk):
+            steps.append(partial(self._tier.cancel, pending))
+        elif pending is not None:  # its answer too, if that was taken
+            steps.append(partial(self._peers.cancel, pending))
+        for each in (held, offer):
+            if isinstance(each, HostOffer):
+                steps.append(partial(self._tier.release, each))
+            elif each is not None and each.lease and (pending is None or pending.outcome is not each):
+                steps.append(partial(self._peers.release, each, done=False))
+        if t.hints.handoff is not None:
+            steps.append(partial(self._peers.drop, t.hints.handoff.address, t.hints.handoff.export))
+        return steps
+
+    def give_back_ahead(self, request_id: str) -> list[Callable[[], object]]:
+        return [partial(self.ahead.forget, request_id)] if self.ahead is not None else []
 
     def forget_ahead(self, t: Tracked) -> None:
         if self.ahead is not None:

@@ -5,7 +5,6 @@ that said Hello. A peer that breaks the protocol loses its connection state and 
 silent for longer than a lease does too.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ import zmq
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import ExportTable, Lease, Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
-logger = logging.getLogger("vllm.kvtier.endpoint")
+logger = get_logger("vllm.kvtier.endpoint")
 
 _REASONS = {
     Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",
@@ -101,6 +101,7 @@ class Endpoint:
         self.port = self._bind(config, port_offset)
         self.host = config.advertise_host or config.endpoint_host
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
+        self._instance = instance
         self._local = self._listen_locally(instance) if instance else None
 
     def _listen_locally(self, instance: str) -> LocalServer | None:
@@ -136,11 +137,32 @@ class Endpoint:
         """An export was added: its deadline is watched from now on."""
         self._reactor.call_soon(self.settle)
 
+    def recalled(self) -> None:
+        """Leases were ended while peers may be reading: they are served until they have found that out."""
+
+        def serve() -> None:
+            self._serve_until = time.monotonic() + SERVE_AFTER_ASK
+            self.settle()
+
+        self._reactor.call_soon(serve)
+
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
     def open(self, namespace: m.Namespace, welcome: m.Welcome) -> None:
-        """From now on answer; before, and if the workers cannot serve, every Hello is refused in words."""
+        """From now on answer; before, and if the workers cannot serve, every Hello is refused in words. As another
+        instance than before, if ``welcome`` says so."""
         self._welcome, self.unusable = (namespace, welcome), None
+        if self._local is not None and welcome.instance != self._instance:
+            self._local.close()
+            self._local = self._listen_locally(welcome.instance)
+        self._instance = welcome.instance
+
+    def close(self, reason: str) -> None:
+        """Until ``open`` is called again nothing is lent; who asks is told ``reason`` when it says Hello anew."""
+        self._welcome, self.unusable = None, reason
+        parked, self._parked = self._parked, []
+        for p in parked:
+            self._ask(p.identity, p.ask, p.deadline)
 
     def summed(self, step: int) -> None:
         self._exports.mark_summed(step)

@@ -11,7 +11,6 @@ it, and any engine of the space reads it.
 """
 
 import itertools
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,13 +20,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import force_setattr
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import HASH, MAX_FOLLOWED, MAX_LABEL, Changes
 from vllm_kvtier.telemetry.events import MEMORY, PLACES, STORED, TIERS, Label, Place, Removed, Stored
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger("vllm.kvtier.events")
+logger = get_logger("vllm.kvtier.events")
 
 TAKE = 512  # blocks a step: what a large one fills
 SEND, SEND_BYTES = 1024, 4 << 20  # labels a message

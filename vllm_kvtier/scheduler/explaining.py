@@ -8,8 +8,10 @@ from vllm_kvtier.scheduler.planner import NOTHING, Planner
 from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.store import messages as sm
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.facts import EngineFacts
+from vllm_kvtier.vllm_compat.probe import Feature, granted, refused
 from vllm_kvtier.wire import messages as m
 
 MOST_STRETCHES = 1 << 12
@@ -65,7 +67,7 @@ class Explainer:
         unit = self._pool.hash_block_tokens
         lora, variant = None, b""
         if question.adapter:
-            found = vr.adapter(question.adapter)
+            found = ADAPTERS.named(question.adapter)
             if found is None:
                 reason = f"no request to this engine has used an adapter {question.adapter!r} since it started"
                 answer(m.Explanation(question.question, len(question.tokens), unit, problem=reason[:512]))
@@ -110,6 +112,8 @@ class Explainer:
     def _problem(self, tokens: int, failure: str) -> str:
         if self._facts.unsupported:
             return self._facts.unsupported
+        if not granted(Feature.PROMPTS):
+            return f"it is not known how this vLLM hashes prompts ({refused(Feature.PROMPTS)})"
         if tokens > self._facts.max_tokens:
             return f"the prompt has {tokens} tokens, this engine takes at most {self._facts.max_tokens}"
         if self._tier is None:

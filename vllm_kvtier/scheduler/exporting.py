@@ -4,13 +4,13 @@ On the scheduler's thread only. Blocks of a request that will be exported get th
 completes them, so that nothing is left to do when the request finishes but the blocks filled last.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
 from vllm_kvtier.scheduler.ledger import Entry, Keys, Ledger, batches
 from vllm_kvtier.scheduler.tables import Growth, Table
@@ -20,7 +20,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.worker.work import SumBatch
 
-logger = logging.getLogger("vllm.kvtier.exporting")
+logger = get_logger("vllm.kvtier.exporting")
 
 # Blocks that only engines of this node may want are summed some at a time, since each launch costs the engine some
 # hundred microseconds: when there are so many, or as many steps have passed, or a request has ended.
@@ -195,7 +195,12 @@ class Exporter:
         export = self._make(t, kind, block_ids)
         if export is None:
             return None
-        if not self._table.add(export):
+        try:
+            taken = self._table.add(export)
+        except Exception:
+            self._pool.free(export.pinned)
+            raise
+        if not taken:
             self._counters.count("export_refused", "budget")
             return None
         self._counters.count("exports", kind.value)
@@ -211,7 +216,7 @@ class Exporter:
             self._counters.count("export_refused", "nothing written")
             return None
         entries: list[Entry] = []
-        groups, pinned = [], []
+        groups, held = [], []
         for g, (size, window) in enumerate(self._groups):
             ids = list(block_ids[g])[: -(-tokens // size)]
             if window is not None:
@@ -220,7 +225,7 @@ class Exporter:
             if tokens % size:
                 entries += self._tail_entry(t, g, ids, tokens)
             groups.append(GroupBlocks(size, ids, window))
-            pinned += self._pool.pin(ids)
+            held += ids
         # What is still to be summed goes with the next step; the rest was ordered by this request or another one.
         self._pending += self._ledger.take_missing(entries, self.step + 1)
         ready = self._ledger.ready_step(entries)
@@ -235,7 +240,7 @@ class Exporter:
             digest=vr.chain_digest(hashes, tail),
             variant=vr.variant(request),
             groups=groups,
-            pinned=pinned,
+            pinned=self._pool.pin(held),
             ready_step=ready,
             deadline=time.monotonic() + seconds,
         )
@@ -254,8 +259,14 @@ class Exporter:
 
     def drain(self) -> None:
         """Unpin what no export and no lease needs any more."""
-        for ids in self._table.take_freed():
-            self._pool.free(ids)
+        freed = self._table.take_freed()
+        try:
+            while freed:
+                self._pool.free(freed[0])
+                del freed[0]
+        finally:
+            if freed:
+                self._table.put_back(freed)
 
     def needed(self, tokens: int) -> int:
         """Blocks a request needs for ``tokens`` more."""

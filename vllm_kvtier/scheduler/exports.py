@@ -115,7 +115,7 @@ class ExportTable:
         self._budget = budget
         self._clock = clock
         self._lock = threading.RLock()
-        self._returned = threading.Condition(self._lock)  # something that was lent
+        self._returned = threading.Condition(self._lock)  # the last lease
         self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
         self._by_hash: dict[bytes, list[Export]] = {}
         self._leases: dict[int, Lease] = {}
@@ -156,14 +156,20 @@ class ExportTable:
         """Take over ``export.pinned`` (of kind LENT) for one lease, with which it ends; nobody else finds it."""
         with self._lock:
             export.ended = True
+            lease = self._lease(export, start, export.tokens, connection, seconds, served)
             self._pinned[Kind.LENT] += len(export.pinned)
-            return self._lease(export, start, export.tokens, connection, seconds, served)
+            return lease
 
     def take_freed(self) -> list[list[int]]:
         """Block ids to unpin now, an inner list an export, in sequence order."""
         with self._lock:
             freed, self._freed = self._freed, []
             return freed
+
+    def put_back(self, freed: list[list[int]]) -> None:
+        """These, taken just now, could not be unpinned yet."""
+        with self._lock:
+            self._freed = freed + self._freed
 
     def has_freed(self) -> bool:
         return bool(self._freed)
@@ -195,12 +201,15 @@ class ExportTable:
             for export in list(self._exports.values()):
                 self._end(export)
 
-    def recall(self, seconds: float) -> None:
-        """Wait so long for what is lent, and end the leases that are left: readers find that out by the checksums."""
+    def recall(self, seconds: float) -> int:
+        """Wait so long for all leases to be released, and end those that are left: their readers find that out by the
+        checksums, each of which names the content it was made of. Returns how many were ended."""
         with self._returned:
-            self._returned.wait_for(lambda: not self._pinned[Kind.LENT], seconds)
-            for lease in [lease for lease in self._leases.values() if lease.export.kind is Kind.LENT]:
+            self._returned.wait_for(lambda: not self._leases, seconds)
+            left = list(self._leases.values())
+            for lease in left:
                 self._drop_lease(lease)
+            return len(left)
 
     # -- endpoint's thread -----------------------------------------------------------------------------------
 
@@ -344,32 +353,37 @@ class ExportTable:
         return lease
 
     def _drop_lease(self, lease: Lease) -> None:
+        export = lease.export
+        if export.ended and export.leases == {lease.id}:
+            self._free(export)  # first: if it raises, nothing has changed
         del self._leases[lease.id]
         ids = self._by_connection[lease.connection]
         ids.discard(lease.id)
         if not ids:
             del self._by_connection[lease.connection]
-        lease.export.leases.discard(lease.id)
-        self._free_if_over(lease.export)
+        export.leases.discard(lease.id)
+        if not self._leases:
+            self._returned.notify_all()
 
     def _end(self, export: Export) -> None:
         """No new leases; blocks are freed now or with the last lease. Idempotent."""
         if export.ended:
             return
+        size = len(export.pinned)
+        if not export.leases:
+            self._free(export)  # first: if it raises, nothing has changed
         export.ended = True
         del self._exports[export.id]
-        self._pinned[export.kind] -= len(export.pinned)
+        self._pinned[export.kind] -= size
         for block_hash in export.chain:
             holders = self._by_hash[block_hash]
             holders.remove(export)
             if not holders:
                 del self._by_hash[block_hash]
-        self._free_if_over(export)
 
-    def _free_if_over(self, export: Export) -> None:
-        if export.ended and not export.leases and export.pinned:
-            if export.kind is Kind.LENT:
-                self._pinned[Kind.LENT] -= len(export.pinned)
-                self._returned.notify_all()
+    def _free(self, export: Export) -> None:
+        if export.kind is Kind.LENT:
+            self._pinned[Kind.LENT] -= len(export.pinned)
+        if export.pinned:
             self._freed.append(export.pinned)
             export.pinned = []

@@ -6,7 +6,6 @@ written anywhere. The workers read the slots that were lent themselves (``worker
 """
 
 import itertools
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.offers import NoOffer
 from vllm_kvtier.scheduler.slots import SlotPlan, Spaces, full_bytes, offered_bytes, plan_slots
 from vllm_kvtier.scheduler.tier import HOST, Further, HostAsk, HostOffer, NotInMemory, packed
@@ -32,7 +32,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.work import FarSource
 
-logger = logging.getLogger("vllm.kvtier.far")
+logger = get_logger("vllm.kvtier.far")
 
 BANDWIDTH = 6e9  # bytes a second: a network of 50 Gbit/s
 # Seconds that a request waits for a better answer than the first: a store that is well answers in some hundred us.
@@ -121,7 +121,7 @@ class FarTier:
     ) -> None:
         """All ranks are known: lay out the slots, as the engines that fill them do. ``codec``: the option's value as
         ``choice.resolve`` returned it. Raises ValueError for blocks that fit no slot."""
-        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit)
+        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit, self._facts.release)
         pages, names = [shape.slot_pages for shape in plan.shapes], [codec.name for codec in plan.codecs]
         host = wants_host_buffer(self._config.host_buffer, self._facts.config, torch.device("cuda"))
         self._tell(m.FarSetup(plan.offsets, pages, names, host))

@@ -5,15 +5,18 @@ in ``ExportTable`` (locked), in queued calls, and in the ``outcome`` of what was
 waits, but for milliseconds for the node store where nobody else is served, and where vLLM resets its prefix cache.
 """
 
+import functools
 import hashlib
-import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.endpoint import Endpoint
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.explaining import Explainer, identity
@@ -33,39 +36,53 @@ from vllm_kvtier.scheduler.pace import Pace
 from vllm_kvtier.scheduler.params import write, write_report
 from vllm_kvtier.scheduler.peers import Peers
 from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.scheduler.questions import Questions
 from vllm_kvtier.scheduler.sharing import Sharing
 from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.scheduler.tier import HostOffer, HostTier
-from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat import undo, weights
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.facts import EngineFacts
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
-logger = logging.getLogger("vllm.kvtier.scheduler")
+logger = get_logger("vllm.kvtier.scheduler")
 
-# A reset of vLLM's prefix cache waits so long for copies to the node store to end; they take milliseconds. A store that
-# hangs is given up after ``ask_timeout``, and only then are the blocks free that it was asked about.
+# A reset of vLLM's prefix cache waits so long for peers to release what they read, and as long again for copies to the
+# node store to end; both take milliseconds. A store that hangs is given up after ``ask_timeout``, and only then are the
+# blocks free that it was asked about.
 RESET_PATIENCE = 1.0
+# So long the engine's thread waits, once and before it serves, for the weights' files to be read; a thousand of them on
+# a slow file system take longer, and then it serves meanwhile.
+FIRST_WAIT = 0.5
 IDLE_TAKES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class SchedulerHalf:
     def __init__(
-        self, facts: EngineFacts, config: KVTierConfig, link_path: str, pool: BlockPool, connector: Any = None
+        self,
+        facts: EngineFacts,
+        config: KVTierConfig,
+        link_path: str,
+        pool: BlockPool,
+        connector: Any,
+        containment: Containment,
     ):
         """``connector``: what this is a half of. Raises ConfigError if the endpoint cannot listen or the cluster key is
         unusable."""
         self._facts, self._config, self._pool = facts, config, pool
-        self.counters = Counters()
+        self.counters, self._contain = connector.counters, containment
+        containment.on_limit = self._become_passive
+        self._passive = False
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         budget = {
             Kind.HANDOFF: int(pool.num_blocks * config.handoff_share),
@@ -76,7 +93,14 @@ class SchedulerHalf:
         longest = 3 * config.transfer_timeout + config.lease_seconds  # an honest reader is through long before
         align = alignment(facts.groups, unit) // unit
         self._exports = ExportTable(unit, budget, align=align, longest_lease=longest)
-        self._engine = EngineThread(self._on_idle)
+        self._engine = EngineThread(
+            self._on_idle,
+            containment,
+            connector,
+            lambda engine: undo.settle_failure_policy(engine, config.kv_load_failure_policy),
+        )
+        self._model = facts.fingerprint(config.model_fingerprint, self._engine.wake)
+        self._waited = False  # for ``_model``
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -84,8 +108,7 @@ class SchedulerHalf:
         self._wire_codecs: dict[int, str | dict[str, str]] = {}  # as each rank understood the option
         self._ranks: dict[int, m.RankInfo] = {}
         self._summed: dict[int, int] = {}
-        # A restarted engine is another instance, even with the same configured engine id and address.
-        self.instance = f"{facts.engine_id}/{os.urandom(4).hex()}"
+        self.instance = self._new_instance()
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, self._heard)
         ledger = Ledger([size for size, _ in facts.groups])
@@ -107,6 +130,8 @@ class SchedulerHalf:
             instance=self.instance,
         )
         self._peers = Peers(self._reactor, config, key, self._hello, self._check_ranks, facts.world_size)
+        if facts.unsupported:
+            self._endpoint.unusable = facts.unsupported
         self._described: dict[int, m.Described] = {}
         bandwidths = {"host": tier_bandwidth(config, facts), "gpu": facts.peer_bandwidth}
         self._planner = Planner(bandwidths, step_tokens=facts.step_tokens, known=2)
@@ -118,7 +143,8 @@ class SchedulerHalf:
             )
             self._offloader = Offloader(
                 config, self._tier, pool, self._keys, facts.groups, self.counters, self._reactor, self._link.tell,
-                on_free=self._engine.wake,
+                on_free=self._engine.wake, step_tokens=facts.step_tokens,
+                verified=lambda: not self._hurry.awaits_verdict,
             )
         elif is_far(config) and not facts.unsupported:
             self._tier = FarTier(config, facts, unit, self._reactor, self._link.tell)
@@ -127,7 +153,8 @@ class SchedulerHalf:
             self._events = Events(facts.groups, unit, self._reactor, self._engine.wake)
             self._tier.events = self._offloader.events = self._events
         self._sharing = None
-        if self._offloader is not None and config.peer_fetch == "auto" and facts.resumes:
+        shares = config.peer_fetch == "auto" and granted(Feature.PEER_FETCH)
+        if self._offloader is not None and shares and facts.resumes:
             self._sharing = self._tier.sharing = Sharing(
                 ledger, self._keys, facts.groups, unit, self.instance, self._engine.wake
             )
@@ -141,7 +168,9 @@ class SchedulerHalf:
             facts.resumes, self._tier, self._planner, self._hurry, self.instance, self._bytes_of, pool.free_count,
             None if is_far(config) else lambda chain: pool.cached_about(chain, facts.full_groups, unit),
         )
-        self._outcomes = Outcomes(self._matcher, self._hurry, self._planner, self.counters, self._form)
+        self._outcomes = Outcomes(
+            self._matcher, self._hurry, self._planner, self.counters, containment, self._form
+        )
         self._gauges = Gauges(
             self.counters, self._matcher, self._planner, self._exports, self._peers, self._tier, self._offloader
         )
@@ -151,8 +180,10 @@ class SchedulerHalf:
         )
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
-            facts.groups, unit, ledger.forget, lambda t: offload or self._exporter.sums(t)
+            facts.groups, unit, ledger.forget,
+            lambda t: self._provenance.shares(t) and (offload or self._exporter.sums(t)),
         )
+        self._provenance = Provenance(self._matcher, pool)
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
             lambda on_engine: Explainer(
@@ -160,8 +191,14 @@ class SchedulerHalf:
             ),
             lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
-        pool.around_reset(self._before_reset, self._hurry.pin_again)
+        pool.around_reset(self._before_reset, self._after_reset, containment)
+        weights.watch(self)
         self._reactor.start()
+
+    def _new_instance(self) -> str:
+        """A restarted engine is another one, even with the same configured engine id and address; so is one that
+        slept: what peers know of its memory is of no use any more."""
+        return f"{self._facts.engine_id}/{os.urandom(4).hex()}"
 
     @property
     def address(self) -> Address:
@@ -172,21 +209,40 @@ class SchedulerHalf:
     def queued(self, request: Any) -> None:
         """vLLM will schedule a request: the store may be asked for it already, and what of it lies below the store's
         memory may come up, if others are before it."""
-        if self._tier is None or self._facts.unsupported:
+        if self._tier is None or self._facts.unsupported or self._passive or not self._provenance.foresees(request):
             return
         if len(self._matcher):
             self._matcher.warm(request)
         self._matcher.ask_ahead(request)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        if self._passive:
+            return self.compute(request)
         self._settle_namespace()
         self._run_jobs()
         if self._facts.unsupported:
+            return 0, False
+        admitted = self._provenance.admits(request, self._namespace is not None)
+        if not admitted:
+            # vLLM's prefix cache has blocks that are not verified yet: see ``Hurry``.
+            if admitted is None or self._hurry.awaits_verdict:
+                return None, False
+            self._matcher.forgo(request)
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
             self._relieve(self._exporter.needed(request.num_tokens - computed))
         return tokens, asynchronous
+
+    def compute(self, request: Any) -> tuple[int | None, bool]:
+        """What ``match`` says of a request for which something of ours failed: it holds nothing any more."""
+        self._let_go(request.request_id)
+        # vLLM's prefix cache has blocks that are not verified yet: nobody else may use them.
+        return (None, False) if self._hurry.awaits_verdict else (0, False)
+
+    def _let_go(self, request_id: str, gone: bool = False) -> None:
+        for give_back in self._matcher.let_go(request_id, gone):
+            self._contain.attempt("giving back", give_back)
 
     def _relieve(self, needed: int) -> None:
         """vLLM needs ``needed`` blocks: exports and copies that hold some give way, in this order."""
@@ -203,6 +259,13 @@ class SchedulerHalf:
             if t is not None and isinstance(t.offer, HostOffer) and t.offer.epoch == self._tier.epoch:
                 self._events.loaded(self._tier.space(vr.variant(request)), request, t.local, t.local + external)
 
+    def fail_load(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        """``allocated`` failed. If vLLM counts on a load, the workers report that it failed."""
+        if external > 0:
+            self._matcher.fail_load(request, block_ids, external)
+        else:
+            self._let_go(request.request_id)
+
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Where so many tokens of this request are being brought from: "host", the node store's memory, where they
         were; "disk", from where they came up for it; "below", where it has several tiers that they may have come up
@@ -215,39 +278,71 @@ class SchedulerHalf:
         return {"host": tokens - risen, kind: risen}
 
     def begin_step(self, output: Any) -> StepWork:
-        self._run_jobs()
-        self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens)))
-        growth = self._tables.begin_step(output, self._matcher.get)
+        """Each part for itself: what fails costs what it brings, not the loads that vLLM counts on."""
+        attempt, hurried = self._contain.attempt, self._hurry.awaits_verdict
+        attempt("jobs", self._run_jobs)
+        # Twice: of a request that loses its blocks in this step nobody will know later that its output is wrong.
+        self._contain.insist("unverified output", self._hurry.watch)
+        sums = [] if self._passive or self._facts.unsupported else self._follow(output, hurried)
+        return self.step_work(sums or [], not output.total_num_scheduled_tokens)
+
+    def _follow(self, output: Any, hurried: bool) -> list[SumBatch] | None:
+        """What the step's requests fill: checksums to make, blocks to store."""
+        attempt = self._contain.attempt
+        attempt("relieve", lambda: self._relieve(self._exporter.reserve(len(output.num_scheduled_tokens))))
+        growth = attempt("tables", self._tables.begin_step, output, self._matcher.get, repair=self._forget_tables) or []
         # A step that waits for a load says nothing about computing; and what it computes is looked at when all is
         # known to be right: as the request grows further, or at its end.
-        hurried = self._hurry.awaits_verdict
-        self._hurry.watch()
-        self._pace.begin_step(output, self._matcher.get, counts=not hurried)
+        attempt("pace", self._pace.begin_step, output, self._matcher.get, not hurried)
         if hurried:
             growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
-        sums = self._exporter.begin_step(growth)
+        # If that is not known, nothing of the step is shared.
+        growth = attempt("provenance", lambda: [each for each in growth if self._provenance.shares(each.tracked)]) or []
+        # Those that were to be made in this step are not: what says that they are is wrong.
+        sums = attempt("checksums", self._exporter.begin_step, growth, repair=self._ledger.clear)
         if self._offloader is not None:
-            self._offloader.begin_step(self._exporter.step, growth)
-        self._matcher.expire()
-        orders, introductions = self._matcher.take_orders()
-        pulls, loads, fetches = (
-            [order for order in orders if isinstance(order, kind)] if orders else []
-            for kind in (PullOrder, LoadOrder, FetchOrder)
-        )
+            attempt("offloading", self._offloader.begin_step, self._exporter.step, growth)
+        attempt("asking ahead", self._matcher.expire)
         if self._sharing is not None:
-            self._sharing.settle()
-        aborted, idle = self._matcher.take_aborted(), not output.total_num_scheduled_tokens
-        urgent = self._exporter.urgent
-        return StepWork(self._exporter.step, sums, pulls, introductions, loads, fetches, aborted, idle, urgent)
+            attempt("sharing", self._sharing.settle)
+        return sums
+
+    def missed_step(self) -> StepWork:
+        """What ``begin_step`` is when it failed as a whole."""
+        self._contain.insist("unverified output", self._hurry.watch)
+        self._contain.insist("forgetting tables", self._forget_tables)
+        return self.step_work()
+
+    def _forget_tables(self) -> None:
+        """They may lack blocks that vLLM handed out: by them content would get wrong names."""
+        self._tables.clear()
+        self._ledger.clear()
+
+    def step_work(self, sums: Sequence[SumBatch] = (), idle: bool = False) -> StepWork:
+        """What the workers are to do in this step. What is taken from the matcher is in the answer, or goes back."""
+        orders, introductions, aborted = [], {}, []
+        try:
+            orders, introductions = self._matcher.take_orders()
+            aborted = self._matcher.take_aborted()
+            pulls, loads, fetches, failed = (
+                [order for order in orders if isinstance(order, kind)] if orders else []
+                for kind in (PullOrder, LoadOrder, FetchOrder, FailedOrder)
+            )
+            step, urgent = self._exporter.step, self._exporter.urgent
+            return StepWork(step, list(sums), pulls, introductions, loads, fetches, aborted, idle, urgent, failed)
+        except Exception:
+            self._matcher.put_back(orders, introductions, aborted)
+            raise
 
     def end_step(self) -> None:
         """A step's output was read."""
-        self._pace.end_step()
+        attempt = self._contain.attempt
+        attempt("pace", self._pace.end_step)
         # Not while a step is scheduled, which the request may be in already.
-        if overdue := self._hurry.overdue():
+        if overdue := attempt("overdue verdict", self._hurry.overdue):
             self.arrived([overdue], set())
         if not self._facts.unsupported:
-            self._gauges.refresh()
+            attempt("gauges", self._gauges.refresh)
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
@@ -261,9 +356,11 @@ class SchedulerHalf:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
-        if self._offloader is not None:
-            self._offloader.finished(tracked, table, block_ids)
-        if self._facts.unsupported or self._endpoint.unusable:
+        shared = self._provenance.forget(request.request_id)
+        if self._offloader is not None and not self._passive:
+            table = table if shared else None
+            self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
+        if self._facts.unsupported or self._endpoint.unusable or not shared:
             export = None  # nobody could ask for it: pin nothing
         else:
             export = self._exporter.finished(tracked, block_ids)
@@ -291,6 +388,13 @@ class SchedulerHalf:
             report=report,
         )
 
+    def drop(self, request: Any) -> None:
+        """``finished`` failed: nothing of the request is kept or offered; a load of it goes on until it ends."""
+        attempt, request_id = self._contain.attempt, request.request_id
+        attempt("dropping a request", self._let_go, request_id, True)
+        attempt("dropping a table", self._tables.forget, request_id)
+        attempt("dropping an export", self._exports.drop, request_id)
+
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
@@ -300,27 +404,68 @@ class SchedulerHalf:
 
     def _before_reset(self) -> None:
         """The prefix cache is being reset, maybe for new weights: nothing may be pulled from it any more."""
-        self._exports.clear()
-        self._hurry.unpin()
-        self._ledger.clear()  # nothing more is lent
+        attempt, insist = self._contain.attempt, self._contain.insist
+        insist("ending exports", self._exports.clear)
+        attempt("unpinning", self._hurry.unpin, repair=self._hurry.unpin)
+        insist("forgetting checksums", self._ledger.clear)  # nothing more is lent
         if self._events is not None:
-            self._events.say_again()
-        self._exports.recall(RESET_PATIENCE)
-        self._exporter.drain()
+            attempt("repeating events", self._events.say_again)
+        insist("recalling blocks", self._recall)
+        attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
-            self._offloader.settle(self._config.ask_timeout + RESET_PATIENCE)
+            settle = functools.partial(self._offloader.settle, self._config.ask_timeout + RESET_PATIENCE)
+            attempt("ending copies", settle, repair=settle)
+
+    def _recall(self) -> None:
+        if self._exports.recall(RESET_PATIENCE):
+            self._endpoint.recalled()
+
+    def _after_reset(self) -> None:
+        self._contain.attempt("provenance", self._provenance.after_reset)
+        self._contain.attempt("pinning again", self._hurry.pin_again, repair=self._hurry.pin_again)
 
     def reset(self) -> bool:
         """vLLM was asked to reset its connector's cache as well: what this engine stored is no longer its own."""
         self._before_reset()
-        self._hurry.pin_again()
+        self._after_reset()
         if self._sharing is not None:
-            self._sharing.leave()
-            self._sharing.settle()
+            self._contain.insist("leaving the node", self._sharing.leave)
+            self._contain.attempt("sharing", self._sharing.settle)
         if self._tier is not None:
-            self._tier.renew()
-            self._tables.clear()  # blocks from before must not go into the new space
+            self._contain.insist("renewing the store's space", self._tier.renew)
+            # No block from before may go into the new space.
+            self._contain.insist("forgetting tables", self._tables.clear)
         return True
+
+    def _become_passive(self) -> None:
+        """Too much of our code failed: nothing is loaded or kept any more, and all that is held goes."""
+        self._passive = True
+        attempt = self._contain.attempt
+        self._endpoint.unusable = "internal errors; see this engine's log"
+        if self._sharing is not None:
+            attempt("leaving the node", self._sharing.leave)
+        attempt("ending exports", self._exports.clear)
+        attempt("giving blocks back", self._exporter.drain)
+        if self._offloader is not None:
+            attempt("ending copies", self._offloader.settle, 0.0)
+        attempt("forgetting tables", self._tables.clear)
+        for request_id in self._matcher.request_ids():
+            attempt("giving back", self._let_go, request_id)
+
+    def weights_changed(self, how: str) -> None:
+        """They are no longer those that the namespace names. What is stored from here on is found by this engine alone,
+        until it ends; others are neither asked nor answered, unless the option ``model_fingerprint`` names the weights,
+        whatever they are."""
+        logger.info("kvtier: the weights may have been changed (%s): what is stored is not used any more", how)
+        self._engine.turns.turn(self._follow_weights)()
+
+    def _follow_weights(self) -> None:
+        self._provenance.weights_changing()
+        self.reset()
+        if not self._config.model_fingerprint:
+            reason = "its weights were changed while it ran, and no option model_fingerprint names them"
+            self._reactor.call_soon(lambda: self._heard(m.Unusable(0, reason)))
+        self._provenance.weights_changed()
 
     def shutdown(self) -> None:
         self._reactor.stop()
@@ -328,11 +473,14 @@ class SchedulerHalf:
     # -- scheduler's thread, between calls -----------------------------------------------------------------------------
 
     def _on_idle(self) -> None:
-        self._settle_namespace()
-        self._run_jobs()
+        attempt = self._contain.attempt
+        attempt("namespace", self._settle_namespace)
+        attempt("jobs", self._run_jobs)
+        if self._offloader is not None and not self._passive:
+            attempt("offloading", self._offloader.idle)
         if self._sharing is not None:
-            self._sharing.settle(idle=True)
-        self._publish_idle()
+            attempt("sharing", self._sharing.settle, True)
+        attempt("events", self._publish_idle)
 
     def _publish_idle(self) -> None:
         """vLLM publishes events behind a step; an idle engine has none, and its tiers change all the same."""
@@ -369,13 +517,18 @@ class SchedulerHalf:
     def _run_jobs(self) -> None:
         self._exporter.drain()
         if self._offloader is not None:
-            self._offloader.drain()
+            self._contain.attempt("unpinning", self._offloader.drain)
         self._questions.run()
 
     def _settle_namespace(self) -> None:
-        """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request."""
-        if self._namespace is None:
-            bare = self._facts.namespace(self._pool.hash_block_tokens, self._config.model_fingerprint)
+        """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request. Requests that
+        come before the weights' files were read are private, see ``Provenance``."""
+        if self._namespace is None and not self._facts.unsupported:
+            model = self._model.get(0.0 if self._waited else FIRST_WAIT)
+            self._waited = True
+            if model is None:
+                return
+            bare = self._facts.namespace(self._pool.hash_block_tokens, model)
             options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
             self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
             words = choice.in_words(self._codec, self._wire_codec)
@@ -412,13 +565,21 @@ class SchedulerHalf:
                 if self._sharing is not None:
                     self._sharing.leave()
                 logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
+            case m.Asleep():
+                if self._endpoint.unusable is None:
+                    self._ranks.clear()  # the others sleep too, though they have not said so yet
+                self._ranks.pop(message.rank, None)
+                self.instance = self._matcher.nearby.instance = self._new_instance()
+                self._endpoint.close("the engine sleeps")
+                if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
+                    self._sharing.leave()
             case m.Summed():
                 self._summed[message.rank] = max(self._summed.get(message.rank, -1), message.step)
                 if len(self._summed) == self._facts.world_size:
                     self._endpoint.summed(min(self._summed.values()))
 
     def _open_if_ready(self) -> None:
-        if self._namespace is None:
+        if self._namespace is None:  # or if the engine is not supported, whatever its workers made of it
             return
         if self._tier is not None and not self._tier.opened and len(self._described) == self._facts.world_size:
             try:

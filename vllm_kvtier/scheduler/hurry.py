@@ -16,22 +16,22 @@ the prefix cache, and the request begins anew behind the last good one (``vllm_c
 On the scheduler's thread only.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.planner import Planner
 from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import undo
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.worker.queues import LoadResult
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.hurry")
+logger = get_logger("vllm.kvtier.hurry")
 
 # The workers end each such load within its step, and within its time limit; their word then comes with the output.
 SLACK = 10.0  # seconds
@@ -114,8 +114,9 @@ class Hurry:
         most = min(self._seconds, max(LEAST, SHARE * self._planner.step_seconds()))
         return seconds if seconds <= most else None
 
-    def begin(self, t: Tracked, order: LoadOrder | FetchOrder) -> None:
+    def begin(self, t: Tracked, order: LoadOrder | FetchOrder | FailedOrder) -> None:
         """Blocks are allocated; the load is ordered for the step that is being scheduled."""
+        self._free_pins()  # of the same request, if it was begun in part
         order.hurried, order.timeout = True, min(order.timeout, LONGEST)
         if t.local + t.pulled == t.request.num_tokens - 1 < t.offer.tokens:
             t.pulled += 1  # loaded with its block; vLLM could not be told so
@@ -128,13 +129,13 @@ class Hurry:
         """vLLM is to reset its prefix cache, for which no block may be held; ``pin_again`` is to follow. Nothing is
         unpinned that somebody else holds as well, as the request itself: then it is not reset."""
         if self._pool.held_once(self._pinned) == len(self._pinned):
+            self._pool.free(self._pinned)
             self._released, self._pinned = self._pinned, []
-            self._pool.free(self._released)
 
     def pin_again(self) -> None:
         """It was reset, or not; nobody was given a block meanwhile. The verdict is still to come."""
-        released, self._released = self._released, []
-        self._pinned += self._pool.pin(released)
+        self._pinned += self._pool.pin(self._released)
+        self._released = []
 
     def watch(self) -> None:
         """A step was scheduled, in which the request may have been preempted: what was computed on its load is not to
@@ -161,14 +162,19 @@ class Hurry:
         t = self._out
         if t is None or t.request.request_id != request_id:
             return
-        self._out = None
-        pinned, self._pinned = self._pinned, []
-        self._pool.free(pinned)
         mine = [result for result in results if result.request_id == request_id]
-        if any(result.failed and not result.checksum for result in mine):
-            self._look_at(t, max(result.seconds for result in mine))
         if bad := {block for result in mine for block in result.bad_blocks}:
             self._take_back(t, bad)
+        # Only now: whatever raises before, the verdict is still to be settled.
+        self._free_pins()
+        self._out = None
+        if any(result.failed and not result.checksum for result in mine):
+            self._look_at(t, max(result.seconds for result in mine))
+
+    def _free_pins(self) -> None:
+        if self._pinned:
+            self._pool.free(self._pinned)
+            self._pinned = []
 
     def _look_at(self, t: Tracked, seconds: float) -> None:
         """It did not come, or too late: what others pay for that they are to pay once."""

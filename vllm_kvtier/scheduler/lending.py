@@ -6,11 +6,11 @@ a checksum are lent. One whose checksum a step still has to make is lent when it
 rather than compute what is being computed here.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
 from vllm_kvtier.scheduler.ledger import Keys, Ledger
 from vllm_kvtier.telemetry.stats import Counters
@@ -18,7 +18,7 @@ from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.vllm_compat.turns import Turns
 from vllm_kvtier.wire import messages as m
 
-logger = logging.getLogger("vllm.kvtier.lending")
+logger = get_logger("vllm.kvtier.lending")
 
 # If so much of what is wanted has its checksums, the reader does not wait for the rest of them.
 ENOUGH = 0.9
@@ -94,8 +94,13 @@ class Lender:
             ready_step=ready,
             deadline=time.monotonic(),
         )
+        try:
+            lease = self._exports.lend(export, ask.start, connection, seconds, served=not ask.mapped)
+        except Exception:
+            self._pool.free(export.pinned)
+            raise
         self._counters.count("lent_blocks", amount=len(wanted))
-        return self._exports.lend(export, ask.start, connection, seconds, served=not ask.mapped)
+        return lease
 
     def _longest(
         self, chain: Sequence[bytes], variant: bytes, start: int, summed: float = math.inf

@@ -6,9 +6,10 @@ LOADED -> GONE, with VERIFYING in place of LOADING if it is computed in the step
 """
 
 import enum
-import logging
 
-logger = logging.getLogger("vllm.kvtier.lifecycle")
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.lifecycle")
 
 
 class State(enum.Enum):

@@ -7,6 +7,7 @@ is waited for, not loaded twice.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
@@ -26,9 +27,9 @@ from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.scheduler.weighing import Scales
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrder
 
-Order = PullOrder | LoadOrder | FetchOrder
+Order = PullOrder | LoadOrder | FetchOrder | FailedOrder
 
 # So long a request that waits for room keeps another engine from reusing what it was lent.
 LOAN_SECONDS = 1.0
@@ -88,6 +89,19 @@ class Matcher:
     def states(self) -> Iterator[State]:
         """Of all requests that are there."""
         return (t.life.state for t in self._tracked.values())
+
+    def requests(self) -> Iterator[Tracked]:
+        return iter(self._tracked.values())
+
+    def forgo(self, request: Any) -> None:
+        """It is computed here, whatever was asked or offered for it."""
+        t = self.track(request)
+        if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
+            self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
+        self._asker.drop_held(t)
+        self._asker.forget_ahead(t)
+        if t.life.state in (State.NEW, State.ASKING, State.OFFERED):
+            self._asker.act(t, t.life.fire(Event.DECLINE))
 
     def track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -187,13 +201,15 @@ class Matcher:
         vLLM has it in its prefix cache when that load ends. Otherwise a short prompt would wait for a long load
         that it shares only the beginning of.
         """
-        if not self._inbound:
+        if not self._inbound or t.request.skip_reading_prefix_cache:
             return False
         chain, first = t.request.block_hashes, computed // self._unit
         other = self._inbound.get(bytes(chain[first])) if first < len(chain) else None
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
             return False  # what an aborted one loads does not enter vLLM's cache
+        if time.monotonic() > loading.ordered_at + self._config.transfer_timeout:
+            return False  # it hangs: its workers should have given it up by now
         if t.awaited != other:
             mine = {bytes(h) for h in chain[first:]}
             shared = sum(h in mine for h in loading.inbound)
@@ -231,6 +247,7 @@ class Matcher:
         order = self._order(t, known)
         if t.offer.place and self._planner is not None:
             self._planner.started(t.offer.place, t.offer.nbytes)
+            t.planned_for = t.offer
         t.pulled = external
         self._orders.append(order)
         # Computing goes on in this block, or makes a prompt's last token in it again: what the source had summed there
@@ -262,6 +279,46 @@ class Matcher:
             self._introductions[t.offer.instance] = t.offer.ranks
         return order
 
+    def fail_load(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        """``allocated`` raised, at whatever point: in place of what it ordered, if it did, the workers report a load
+        into these blocks that failed. All else follows from that report, as with any load that fails."""
+        t = self._tracked[request.request_id]
+        self._orders = [order for order in self._orders if order.request_id != request.request_id]
+        if t.life.state is State.OFFERED:
+            t.life.fire(Event.HURRY if t.hurried else Event.ALLOCATE)
+        t.ordered_at, t.pulled, t.entries = time.monotonic(), external, []
+        order = t.load = orders.failed_order(t, self._groups, block_ids, t.local + external)
+        self._orders.append(order)
+        if t.hurried:
+            self._hurry.begin(t, order)
+
+    def let_go(self, request_id: str, gone: bool = False, ended: bool = False) -> list[Callable[[], object]]:
+        """Something of ours raised while it dealt with the request, which is computed now. Returns what gives back all
+        that it held, each to be called whatever becomes of the others; only the fields are gone by, not the state. What
+        the workers load goes on until they report its end. ``gone``: the request has ended; ``ended``: its load has."""
+        t = self._tracked.get(request_id)
+        if t is None:
+            return self._asker.give_back_ahead(request_id)
+        state, held = t.life.state, []
+        if state in (State.LOADING, State.VERIFYING, State.ABANDONED) and not ended:
+            t.life.state = State.ABANDONED if gone else state
+            return held
+        if ended or state in (State.NEW, State.ASKING, State.OFFERED):
+            held = self._asker.let_go(t)
+            if t.planned_for is not None:
+                held.append(partial(self._planner.ended, t.planned_for.place, t.planned_for.nbytes))
+            self._inbound = {h: loading for h, loading in self._inbound.items() if loading != request_id}
+            t.pulled, t.plan, t.planned_for, t.load, t.hurried = 0, None, None, None, False
+            t.sources, t.inbound, t.entries, t.places = deque(), [], [], {}
+            t.life.state = State.LOCAL
+        if gone or state is State.ABANDONED:
+            t.life.state = State.GONE
+            self._tracked.pop(request_id, None)
+        return held
+
+    def request_ids(self) -> list[str]:
+        return list(self._tracked)
+
     def take_orders(self) -> tuple[list[Order], dict[str, list]]:
         """Pulls and loads for the workers to start in this step, and the engines they name for the first time."""
         taken, self._orders = self._orders, []
@@ -273,19 +330,24 @@ class Matcher:
         taken, self._asker.aborted = self._asker.aborted, []
         return taken
 
+    def put_back(self, taken: list[Order], introductions: dict[str, list], aborted: list[str]) -> None:
+        """What was taken did not get to the workers."""
+        self._orders, self._introductions = taken + self._orders, {**introductions, **self._introductions}
+        self._asker.aborted = aborted + self._asker.aborted
+
     def loaded(self, request_id: str, failed: bool) -> None:
         """All ranks are through with a pull (``failed`` if any of them failed)."""
         t = self._tracked.get(request_id)
         if t is None:
             return
-        loading = t.life.state in (State.LOADING, State.VERIFYING, State.ABANDONED)
         done = t.life.state is State.ABANDONED
         for block_hash in t.inbound:
             if self._inbound.get(block_hash) == request_id:
                 del self._inbound[block_hash]
         t.inbound = []
-        if loading and t.offer.place and self._planner is not None:
-            self._planner.ended(t.offer.place, t.offer.nbytes)
+        if t.planned_for is not None:
+            planned, t.planned_for = t.planned_for, None
+            self._planner.ended(planned.place, planned.nbytes)
         self._asker.act(t, t.life.fire(Event.LOAD_FAILED if failed else Event.LOAD_DONE))
         if failed:
             t.pulled, t.missed = 0, f"{t.source} failed"

@@ -4,11 +4,11 @@ All three are measured as the engine runs (``planner``). Before a holder is aske
 against what the store offered; and once it has lent its blocks, the loan against that offer.
 """
 
-import logging
 import time
 from collections.abc import Callable
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exporting import alignment
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.offers import Loan
@@ -18,7 +18,7 @@ from vllm_kvtier.scheduler.tier import HostOffer
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.telemetry.stats import Counters
 
-logger = logging.getLogger("vllm.kvtier.nearby")
+logger = get_logger("vllm.kvtier.nearby")
 
 
 # While it is not known what computing costs.
@@ -42,7 +42,7 @@ class Nearby:
     ):
         """``instance``: this engine's. ``bytes_of``: what one rank would copy for so many tokens. ``free``: blocks that
         could be given to a request now."""
-        self._config, self._groups, self._instance = config, groups, instance
+        self._config, self._groups, self.instance = config, groups, instance
         self._planner, self._counters, self._bytes_of, self._free = planner, counters, bytes_of, free
         self._hurry = hurry
         self._align = alignment(groups, unit)
@@ -65,7 +65,7 @@ class Nearby:
         mapped = holder.instance not in self._unmapped
         tokens = min(holder.tokens, t.request.num_tokens)
         reason = None
-        if holder.instance == self._instance or holder.instance in t.failed or computed % self._align:
+        if holder.instance == self.instance or holder.instance in t.failed or computed % self._align:
             return None
         if self._paused.get(holder.instance, 0.0) > time.monotonic():
             return None

@@ -3,16 +3,20 @@
 A block's way: *collected* in the step that fills it and pinned at once, so that nothing else gets its memory;
 *reserved*, when the store says which of the collected it lacks; *copying*, ordered from the workers behind the
 forward that writes it; then committed and unpinned. A block the store has, or has no room for, is unpinned after
-the second stage. Pins are bounded: beyond the bound, and when vLLM is short of blocks, the newest are not stored.
+the second stage. Pins are the one bound of what is under way: beyond it, and when vLLM is short of blocks, the newest
+blocks are *taken back*, from the end of their chains, and are offered again: with the next block that their request
+fills, and when it has ended well for as long as vLLM's prefix cache still has them.
+
+What is stored of a chain has no gap: a block is committed behind its parent, or not at all. Orders of a group are
+copied in their order and end in it, and where one was cut short, so is all that depends on what it lacks.
 
 Collecting and unpinning happen on the scheduler's thread (the pool has no lock), the rest on the reactor's.
 """
 
 import hashlib
 import itertools
-import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +25,7 @@ import numpy as np
 
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.events import Events, Raw
 from vllm_kvtier.scheduler.ledger import Keys
 from vllm_kvtier.scheduler.tables import Growth, Table
@@ -35,7 +40,7 @@ from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger("vllm.kvtier.offloading")
+logger = get_logger("vllm.kvtier.offloading")
 
 # Blocks are asked for together: a request that only generates fills one in 16 steps, and a message a step for each
 # would cost more than it saves: every thread that a message goes through takes the interpreter from the engine's. A
@@ -44,48 +49,67 @@ logger = logging.getLogger("vllm.kvtier.offloading")
 ASK_AT = 32, 64  # blocks: where prompts are among them, and where not
 ASK_AFTER = 8, 32  # steps, the same
 REWINDS = 2
+# Ended requests with blocks to offer again of which one is looked for in the prefix cache each step, while there is no
+# room for them: those that vLLM has evicted are forgotten.
+PRUNED = 8
 
-_REFUSALS = {EXISTS: "stored already", NO_ROOM: "store full", NO_PARENT_STORED: "beginning not stored"}
+# What becomes of a block. After the last three it is offered again however often that happens, after those before
+# ``REWINDS`` times: there may be too little memory for it, or a fault.
+STORED, STORED_ALREADY, STORE_FULL, NO_BEGINNING = "", "stored already", "store full", "beginning not stored"
+TOO_SLOW = "copies too slow"
+NO_STORE, FOR_REQUESTS, TOO_MANY = "no store", "room for requests", "too many copies under way"
+_REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: STORE_FULL, NO_PARENT_STORED: NO_BEGINNING}
 
 
-@dataclass
-class Chain:
-    """A request in a batch. ``firsts``: by group, its first block there; ``rewinds`` of its table at that time."""
+@dataclass(eq=False, slots=True)
+class Item:
+    """One block on its way to the store."""
 
-    table: Table
-    firsts: list[int]
-    rewinds: int
+    table: Table  # of the request that offered it
+    group: int
+    index: int  # in the request's block table
+    block: int
+    key: int
+    space: bytes
+    hash: bytes
+    parent: bytes
+    begun: int  # of its table when it was collected
+    label: Label | None = None  # that it should have in the store
+    slot: int = 0
+    after: "Item | None" = None  # its parent, where that was on its way as well when this one got its slot
+    same: "list[Item] | None" = None  # the same content, from other requests: what becomes of this one is theirs
+    lost: bool = False  # it was not copied, or its parent was not
+
+    @property
+    def name(self) -> tuple[bytes, int, bytes]:
+        return self.space, self.group, self.hash
 
 
 @dataclass
 class Batch:
-    """Blocks of one space and tenant, collected in steps up to ``step``; row i is one block."""
+    """Blocks of one space and tenant, collected in steps up to ``step``."""
 
     space: bytes
     tenant: bytes
     since: int  # step of the first
     step: int = -1  # step that fills the last
     prompts: bool = False  # blocks of prompts are among them
-    groups: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-    parents: list[bytes] = field(default_factory=list)
-    chains: dict[str, Chain] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)
     raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
-    labels: dict[int, Label] = field(default_factory=dict)  # of rows that should have one in the store
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """One order the workers copy."""
 
+    order: int
     group: int
-    blocks: list[int]
-    slots: list[int]
+    items: list[Item]
     session: int
     waiting: set[int]  # ranks
-    complete: bool = True
+    kept: int  # so many of the first were copied, by the ranks that are through with it
+    stop: int  # the workers were asked to copy no more than so many
+    why: str = TOO_SLOW  # it was cut short, if it was
 
 
 class Offloader:
@@ -100,26 +124,35 @@ class Offloader:
         reactor: Reactor,
         tell: Callable[[m.StoreBlocks | m.CancelStores], None],
         on_free: Callable[[], None],
+        step_tokens: int,
+        verified: Callable[[], bool],
     ):
-        """``on_free`` hears (reactor's thread) that blocks wait to be unpinned."""
+        """``on_free`` hears (reactor's thread) that blocks wait to be unpinned. ``step_tokens``: most tokens of a step.
+        ``verified``: whether all that vLLM's prefix cache has is known to be right."""
         self._config, self._tier, self._pool, self._keys = config, tier, pool, keys
         self._groups, self._counters, self._reactor = groups, counters, reactor
-        self._tell, self._on_free = tell, on_free
+        self._tell, self._on_free, self._verified = tell, on_free, verified
         self.events: Events | None = None
         self._unit = pool.hash_block_tokens
-        self._most = min(int(pool.num_blocks * config.store_hold_share), MAX_ITEMS)  # all of it may be one message
+        self._most = int(pool.num_blocks * config.store_hold_share)
+        # Free blocks that are left to vLLM when those of ended requests are pinned again: what a step may need.
+        step_blocks = sum(-(-step_tokens // size) for size, _ in groups)
+        self._spare = min(step_blocks, pool.num_blocks // 4)
         self._pinned = 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
+        self._ended: dict[Table, None] = {}  # of requests that ended well and have blocks to offer again
         self._step = 0
         self._orders = itertools.count(1)
-        self._flights: dict[int, Flight] = {}  # reactor's thread
-        self._asked = 0  # batches waiting for the store's answer
-        self._free: deque[list[int]] = deque()
-        self._lost: deque[Batch] = deque()  # some of their blocks had no parent in the store
-        self._unheard: deque[Batch] = deque()  # the store went away before it answered
+        self._flights: dict[int, Flight] = {}  # changed on the reactor's thread, under the lock of ``_quiet``
+        self._queues: list[deque[Flight]] = [deque() for _ in groups]  # by group, in order; reactor's thread
+        self._flying: dict[tuple[bytes, int, bytes], Item] = {}  # that have a slot; reactor's thread
+        # Items that were lost, and how many reservations had been sent then: until all of these are answered, one of
+        # them may still be answered with a slot behind such an item.
+        self._gaps: deque[tuple[int, list[Item]]] = deque()
+        self._sent = self._answered = 0  # reservations
+        self._returned: deque[tuple[list[Item], str]] = deque()  # to be unpinned, and what became of them
         self._quiet = threading.Condition()
-        self._cancelled = False
 
     def wanted(self) -> bool:
         return self._config.store_write != "off"
@@ -135,76 +168,144 @@ class Offloader:
         self._step = step
         self.drain()
         if self._tier.limit() and self.wanted():  # tables may be followed for other engines' sake
+            self._offer_ended()  # first: what running requests hold is not evicted meanwhile
             for tracked, table, computed in growth:
-                request = tracked.request
-                full = min(computed, len(request.block_hashes) * self._unit)
-                if self._config.store_write == "prompt":
-                    full = min(full, request.num_prompt_tokens)
-                self._collect(tracked, table, full, None)
+                self._collect(table, self._full(tracked.request, computed))
         self._ask(False)
+
+    def idle(self) -> None:
+        """No request is there: what ended ones left goes on."""
+        self.drain()
+        if self._tier.limit():
+            self._offer_ended()
+        self._ask(True)
 
     def finished(self, t: Tracked, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
         """The request ended; what it filled last goes too, if it ended well."""
         request = t.request
-        if table is not None and self._tier.limit() and self.wanted() and vr.ended_well(request):
-            full = min(vr.written_tokens(request), len(request.block_hashes) * self._unit)
-            if self._config.store_write == "prompt":
-                full = min(full, request.num_prompt_tokens)
-            self._collect(t, table, full, block_ids)
+        if table is not None:
+            table.ended, table.groups = 0, block_ids
+            if self._tier.limit() and self.wanted() and vr.ended_well(request):
+                table.ended = self._full(request, vr.written_tokens(request))
+                table.space = self._tier.space(vr.variant(request))
+                self._collect(table, table.ended, leaving=True)
+                if self._left(table):
+                    self._ended[table] = None
         self._ask(True)
 
-    def _collect(self, t: Tracked, table: Table, full: int, held: tuple[list[int], ...] | None) -> None:
-        """Blocks of the first ``full`` tokens not offered yet. ``held``: what the request holds at its end."""
-        self._follow_store(table)
+    def _full(self, request: Any, tokens: int) -> int:
+        """Of the first ``tokens`` tokens, those whose full blocks are to be stored."""
+        full = min(tokens, len(request.block_hashes) * self._unit)
+        return min(full, request.num_prompt_tokens) if self._config.store_write == "prompt" else full
+
+    def _left(self, table: Table) -> bool:
+        return any(table.ended // size > done for (size, _), done in zip(self._groups, table.offered, strict=True))
+
+    def _offer_ended(self) -> None:
+        """Blocks of ended requests that were taken back, as far as vLLM still has them and there is room."""
+        if not self._verified():
+            return
+        for checked in range(len(self._ended)):
+            if checked >= PRUNED and not self._room(ended=True):
+                return
+            table = next(iter(self._ended))
+            del self._ended[table]
+            if self._tier.space(vr.variant(table.request)) != table.space:
+                self._give_up_ended(table)  # what is stored from now on is something else
+                continue
+            self._collect(table, table.ended)
+            if self._left(table):
+                self._ended[table] = None
+
+    def _give_up_ended(self, table: Table) -> None:
+        for (size, _), done in zip(self._groups, table.offered, strict=True):
+            self._counters.count("not_stored", table.why or TOO_MANY, max(0, table.ended // size - done))
+
+    def _room(self, ended: bool = False) -> int:
+        """Blocks that may be pinned now. ``ended``: that no request holds, so that vLLM could hand them out."""
+        room = self._most - self._pinned
+        return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
+
+    def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
+        """Blocks of the first ``full`` tokens not offered yet, as far as there is room. ``leaving``: the request ends,
+        and its table has exactly what it holds still."""
+        self._follow_store(table, leaving)
         if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
             return
-        request = t.request
-        variant = vr.variant(request)
+        request = table.request
+        variant, hashes = vr.variant(request), request.block_hashes
         batch, keys = self._batch(request, variant), self._keys()
-        chain = Chain(table, list(table.offered), table.rewinds)
-        for g, (size, window) in enumerate(self._groups):
-            ids = table.groups[g] if held is None else held[g]
-            first, last, per = table.offered[g], min(full // size, len(ids)), size // self._unit
-            table.offered[g] = max(first, last)
-            if window is not None and held is None:
-                first = max(first, self._still_held(request.num_computed_tokens, size, window))
-            rows = [i for i in range(first, last) if ids[i]]
-            room = self._most - self._pinned
-            if len(rows) > room:
-                refused, rows = len(rows) - max(0, room), rows[: max(0, room)]
-                if window is None:  # what comes after them could not be found: begin here again
-                    table.offered[g] = rows[-1] + 1 if rows else first
-                if window is not None or held is not None:  # they are not offered again
-                    self._counters.count("not_stored", "too many copies under way", refused)
-            if not rows:
+        for g, (size, _) in enumerate(self._groups):
+            places = self._places(table, g, full, leaving)
+            if not places:
                 continue
-            blocks = [ids[i] for i in rows]
-            pinned = self._pool.pin(blocks)
-            self._pinned += len(pinned)
-            self._held.update(pinned)
-            hashes = request.block_hashes
-            whole = [bytes(hashes[(i + 1) * per - 1]) for i in rows]
+            # All that may raise first: no block is held that is in no batch.
+            per, items, raws = size // self._unit, [], []
+            whole = [bytes(hashes[(i + 1) * per - 1]) for i, _ in places]
+            for (i, block), key, h in zip(places, keys.of(whole, g, variant), whole, strict=True):
+                parent = bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT
+                item = Item(table, g, i, block, key, batch.space, h[:HASH], parent, table.begun)
+                if self.events is not None:
+                    item.label = self.events.label_of(batch.space, g, h)
+                items.append(item)
             if self.events is not None:
-                labels = enumerate([self.events.label_of(batch.space, g, h) for h in whole], len(batch.blocks))
-                batch.labels |= {row: label for row, label in labels if label is not None}
-            batch.groups += [g] * len(rows)
-            batch.blocks += blocks
-            batch.keys += keys.of(whole, g, variant)
-            batch.hashes += [h[:HASH] for h in whole]
-            batch.parents += [bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT for i in rows]
-            batch.prompts |= rows[0] * size < request.num_prompt_tokens
-            if self.events is not None:
-                batch.raws += self.events.describe(batch.space, request, g, rows)
+                raws = self.events.describe(batch.space, request, g, [i for i, _ in places])
+            blocks = self._pool.pin([block for _, block in places])
+            self._pinned += len(blocks)
+            self._held.update(blocks)
+            batch.items += items
+            batch.raws += raws
+            batch.prompts |= places[0][0] * size < request.num_prompt_tokens
             batch.step = max(batch.step, self._step)
-        batch.chains.setdefault(request.request_id, chain)
 
-    def _follow_store(self, table: Table) -> None:
-        """Another store serves, which has nothing of what the one before was offered: all of it goes again."""
+    def _places(self, table: Table, g: int, full: int, leaving: bool) -> list[tuple[int, int]]:
+        """(index, block) of a group's blocks to pin next; they count as offered.
+
+        While the request runs, and at its end, its own; later, and where a window has passed, those in which vLLM's
+        prefix cache has the content. What it has no more is not stored, nor, but for windows, what comes after it.
+        """
+        (size, window), hashes = self._groups[g], table.request.block_hashes
+        ended = table.ended is not None and not leaving
+        per, room, found, ids = size // self._unit, self._room(ended), [], table.groups[g]
+        own, last = len(ids) if ended else 0, min(full // size, len(ids))
+        if window is not None and not ended and not leaving:
+            own = self._still_held(table.request.num_computed_tokens, size, window)
+        for i in range(table.offered[g], last):
+            block = ids[i] if i >= own else 0
+            if not block and self._verified():
+                block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
+            if block and not room:
+                table.why = TOO_MANY
+                break
+            if block:
+                found.append((i, block))
+                room -= 1
+            elif window is None:
+                self._counters.count("not_stored", table.why or TOO_MANY, last - i)
+                table.offered[g] = last
+                break
+            elif table.why:
+                self._counters.count("not_stored", table.why)
+            table.offered[g] = i + 1
+        return found
+
+    def _follow_store(self, table: Table, leaving: bool) -> None:
+        """Another store serves, which has nothing of what the one before was offered: all of it goes again, but for
+        what is behind a window."""
         instance = self._tier.instance
-        if instance and instance != table.instance:
-            if table.instance:
-                table.offered, table.rewinds = [0] * len(self._groups), 0
-            table.instance = instance
+        if not instance or instance == table.instance:
+            return
+        if table.instance:
+            table.offered, table.rewinds = [0] * len(self._groups), 0
+        table.instance = instance
+        for g, (size, window) in enumerate(self._groups):
+            if window is None:
+                continue
+            if leaving:
+                own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
+            else:
+                own = self._still_held(table.request.num_computed_tokens, size, window)
+            table.offered[g] = max(table.offered[g], own)
 
     @staticmethod
     def _still_held(before: int, size: int, window: int) -> int:
@@ -228,51 +329,78 @@ class Offloader:
         """Reserve what was collected, as soon as that is worth a message."""
         for key, batch in list(self._open.items()):
             at, after = (limits[0 if batch.prompts else 1] for limits in (ASK_AT, ASK_AFTER))
-            if not (now or len(batch.blocks) >= at or self._step - batch.since >= after):
+            if not (now or len(batch.items) >= at or self._step - batch.since >= after):
                 continue
+            while batch.items:
+                self._reserve(batch, batch.items[:MAX_ITEMS])
+                del batch.items[:MAX_ITEMS]
             del self._open[key]
-            if not batch.blocks:
-                continue
-            with self._quiet:
-                self._asked += 1
-            instance = self._tier.instance
-            pending = self._tier.reserve(
-                batch.space, batch.tenant, batch.groups, b"".join(batch.hashes), b"".join(batch.parents)
-            )
             if self.events is not None:
-                self.events.tell(batch.space, batch.raws)  # behind the reservation
-            pending.then(lambda p, b=batch, i=instance: self._reactor.call_soon(lambda: self._reserved(b, p, i)))
+                self.events.tell(batch.space, batch.raws)  # behind the reservations
+
+    def _reserve(self, batch: Batch, items: list[Item]) -> None:
+        instance = self._tier.instance
+        groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
+        parents = b"".join([item.parent for item in items])
+        pending = self._tier.reserve(batch.space, batch.tenant, groups, hashes, parents)
+        with self._quiet:
+            self._sent += 1
+        pending.then(lambda p: self._reactor.call_soon(lambda: self._reserved(batch, items, p, instance)))
 
     def drain(self) -> None:
-        """Unpin what was copied or refused; begin again what the store lost the beginning of, or never heard of."""
-        while self._lost:
-            self._rewind(self._lost.popleft())
-        while self._unheard:
-            self._offer_again(self._unheard.popleft())
-        while self._free:
-            ids = self._free.popleft()
+        """Unpin what was copied or refused; what is to be stored all the same is offered again from there on."""
+        while self._returned:
+            items, why = self._returned[0]
+            ids = [item.block for item in items]
+            self._pool.free(ids)
+            self._returned.popleft()
             self._pinned -= len(ids)
             for i in ids:
                 self._held[i] -= 1
                 if not self._held[i]:
                     del self._held[i]
-            self._pool.free(ids)
+            if why == STORED_ALREADY:
+                self._counters.count("not_stored", why, len(items))
+            elif why != STORED:
+                self._take_back(items, why)
 
-    def _rewind(self, batch: Batch) -> None:
-        """The store lost the beginning of these chains: offer them from their beginning.
+    def _take_back(self, items: list[Item], why: str) -> None:
+        by_table: defaultdict[Table, list[Item]] = defaultdict(list)
+        for item in items:
+            by_table[item.table].append(item)
+        for table, mine in by_table.items():
+            again = table.begun != mine[0].begun  # that was done since these were collected, from their parents on
+            if not again and not self._again(table, why):
+                self._counters.count("not_stored", why, len(mine))
+                continue
+            table.why = why
+            for item in mine:
+                table.offered[item.group] = min(table.offered[item.group], item.index)
+            if not again:
+                table.begun += 1
+                if why == NO_BEGINNING:
+                    self._rewind(table)
+            if table.ended is not None:
+                self._ended[table] = None
 
-        A few times: a store that keeps losing them is too small for them.
-        """
-        for chain in batch.chains.values():
-            table = chain.table
-            if table.rewinds != chain.rewinds or table.rewinds >= REWINDS:
-                continue  # begun again since these were collected
+    def _again(self, table: Table, why: str) -> bool:
+        """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
+        that keeps losing or refusing them is too small for them."""
+        if table.ended == 0 or (why == STORE_FULL and table.ended is not None):
+            return False
+        if why not in (NO_STORE, FOR_REQUESTS):
             table.rewinds += 1
-            self._back_to(table, [0] * len(self._groups))
-            table.due = 0
+        return table.rewinds <= REWINDS
+
+    def _rewind(self, table: Table) -> None:
+        """The store lost the beginning of this: offer it from there."""
+        for g, (_, window) in enumerate(self._groups):
+            if window is None:
+                table.offered[g] = 0
+        table.due = 0
 
     def has_frees(self) -> bool:
-        return bool(self._free)
+        return bool(self._returned)
 
     def relieve(self, short: int) -> None:
         """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first, if that makes up for it.
@@ -281,128 +409,178 @@ class Offloader:
         always has a request that waits for more than all copies hold; nothing would ever be stored there.
         """
         if short <= self._pinned and short <= self._pool.held_once(self._held):
-            self._give_up(short)
+            short -= self._cut_batches(short)
+            self._cut_flights(short)
         self.drain()
 
-    def _give_up(self, short: int) -> None:
-        for key in reversed(list(self._open)):
-            if short <= 0:
-                break
-            batch = self._open.pop(key)
-            self._offer_again(batch)
-            self._counters.count("not_stored", "room for requests", len(batch.blocks))
-            self._free.append(batch.blocks)
-            short -= self._pool.held_once(batch.blocks)
-        if short > 0 and self._pinned and not self._cancelled:
-            self._cancelled = True
-            self._reactor.call_soon(self._cancel)
+    def _cut_batches(self, short: int) -> int:
+        """Give up so many blocks that no request uses, of those that the store was not asked about yet; how many there
+        were."""
+        cut = 0
+        for key, batch in reversed(list(self._open.items())):
+            names: set[tuple[bytes, int, bytes]] = set()
+            for item in reversed(batch.items):
+                if cut >= short:
+                    break
+                if self._pool.held_once([item.block]):
+                    names.add(item.name)
+                    cut += 1
+            if not names:
+                continue
+            kept, gone = [], []
+            for item in batch.items:  # parents come first
+                if item.name in names or (item.space, item.group, item.parent) in names:
+                    names.add(item.name)
+                    gone.append(item)
+                else:
+                    kept.append(item)
+            self._returned.append((gone, FOR_REQUESTS))
+            batch.items = kept
+            batch.raws = [raw for raw in batch.raws if (batch.space, raw[0], bytes(raw[1])[:HASH]) not in names]
+            if not kept:
+                del self._open[key]
+        return cut
 
-    def _offer_again(self, batch: Batch) -> None:
-        for chain in batch.chains.values():
-            self._back_to(chain.table, chain.firsts)
-
-    def _back_to(self, table: Table, firsts: list[int]) -> None:
-        """Offer a chain again from these blocks on: without them, what comes after could not be found."""
-        for g, (_, window) in enumerate(self._groups):
-            if window is None:  # a windowed group's earlier blocks may be somebody else's by now
-                table.offered[g] = min(table.offered[g], firsts[g])
+    def _cut_flights(self, short: int) -> None:
+        """Ask the workers to leave out the ends of the newest orders, until so many blocks are freed."""
+        stops = []
+        with self._quiet:
+            for order, flight in reversed(self._flights.items()):
+                stop = len(flight.items)
+                while stop and short > 0:
+                    stop -= 1
+                    short -= self._pool.held_once([flight.items[stop].block])
+                if stop < flight.stop:
+                    flight.stop, flight.why = stop, FOR_REQUESTS
+                    stops.append((order, stop))
+                if short <= 0:
+                    break
+        if stops:
+            self._reactor.call_soon(lambda: self._tell(m.CancelStores(stops)))
 
     def settle(self, seconds: float) -> None:
         """Give up what has not begun and wait for the copies that have: vLLM is about to reset its prefix cache,
         which fails while a block is held. Milliseconds, at most ``seconds``."""
-        self._give_up(1 << 60)
+        for batch in self._open.values():
+            self._returned.append((batch.items, FOR_REQUESTS))
+        self._open.clear()
+        self._reactor.call_soon(lambda: self._cancel(FOR_REQUESTS))
         with self._quiet:
-            self._quiet.wait_for(lambda: not self._asked and not self._flights, seconds)
+            self._quiet.wait_for(lambda: self._sent == self._answered and not self._flights, seconds)
         self.drain()
+        while self._ended:
+            self._give_up_ended(self._ended.popitem()[0])
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
-    def _reserved(self, batch: Batch, pending: Pending, instance: str) -> None:
-        reserved, session = pending.outcome, pending.session
+    def _reserved(self, batch: Batch, items: list[Item], pending: Pending, instance: str) -> None:
+        reserved = pending.outcome
         slots = reserved.slots if isinstance(reserved, Reserved) else []
-        if len(slots) != len(batch.blocks):
-            self._counters.count("not_stored", "no store", len(batch.blocks))
-            slots = [NO_ROOM] * len(batch.blocks)
-        refused = [i for i, slot in enumerate(slots) if slot <= 0]
-        if NO_PARENT_STORED in slots:
-            self._lost.append(batch)
-        if not isinstance(reserved, Reserved):
-            self._unheard.append(batch)
+        refused: defaultdict[str, list[Item]] = defaultdict(list)
+        granted: list[list[Item]] = [[] for _ in self._groups]
+        if len(slots) != len(items):
+            refused[NO_STORE] = items
         else:
-            for code, reason in _REFUSALS.items():
-                n = sum(1 for i in refused if slots[i] == code)
-                if n:
-                    self._counters.count("not_stored", reason, n)
-        for g in sorted(set(batch.groups)):
-            rows = [i for i, slot in enumerate(slots) if slot > 0 and batch.groups[i] == g]
-            if rows:
-                self._order(batch, g, rows, slots, session, instance)
-        if batch.labels:
-            self.events.tell_again(
-                batch.space, [(batch.groups[i], label) for i, label in batch.labels.items() if slots[i] > 0]
-            )
-        if refused:
-            self._free.append([batch.blocks[i] for i in refused])
+            for item, slot in zip(items, slots, strict=True):
+                if slot == EXISTS and (same := self._flying.get(item.name)) is not None:
+                    if same.lost:
+                        refused[FOR_REQUESTS].append(item)
+                    else:
+                        same.same = [*(same.same or ()), item]
+                    continue
+                if slot <= 0:
+                    refused[_REFUSALS.get(slot, NO_STORE)].append(item)
+                    continue
+                item.slot = slot
+                if self._groups[item.group][1] is None:
+                    item.after = self._flying.get((item.space, item.group, item.parent))
+                self._flying[item.name] = item
+                granted[item.group].append(item)
+        for some in granted:
+            if some:
+                self._order(batch.step, some, pending.session, instance)
+        if self.events is not None:
+            labels = [(item.group, item.label) for some in granted for item in some if item.label is not None]
+            self.events.tell_again(batch.space, labels)
+        self._returned.extend((some, why) for why, some in refused.items())
         with self._quiet:
-            self._asked -= 1
+            self._answered += 1
             self._quiet.notify_all()
+        self._close_gaps()
         if refused:
             self._on_free()
 
-    def _order(
-        self, batch: Batch, g: int, rows: list[int], slots: list[int], session: int, instance: str
-    ) -> None:
-        order = next(self._orders)
-        self._flights[order] = Flight(
-            g, [batch.blocks[i] for i in rows], [slots[i] for i in rows], session, set(self._tier.writers[g])
-        )
+    def _order(self, step: int, items: list[Item], session: int, instance: str) -> None:
+        order, group = next(self._orders), items[0].group
+        flight = Flight(order, group, items, session, set(self._tier.writers[group]), len(items), len(items))
+        with self._quiet:
+            self._flights[order] = flight
+        self._queues[group].append(flight)
         self._tell(
             m.StoreBlocks(
                 order,
                 instance,
-                g,
-                batch.step,
-                np.array([batch.blocks[i] for i in rows], np.int64).tobytes(),
-                np.array([batch.keys[i] for i in rows], np.uint64).tobytes(),
-                np.array([slots[i] for i in rows], np.int64).tobytes(),
+                group,
+                step,
+                np.array([item.block for item in items], np.int64).tobytes(),
+                np.array([item.key for item in items], np.uint64).tobytes(),
+                np.array([item.slot for item in items], np.int64).tobytes(),
             )
         )
 
     def stored(self, message: m.Stored) -> None:
         """A rank is through with orders."""
-        for complete, orders in ((True, message.done), (False, message.dropped)):
-            for order in orders:
-                flight = self._flights.get(order)
-                if flight is None:
-                    continue
+        for order, kept in [*((order, None) for order in message.done), *message.cut]:
+            flight = self._flights.get(order)
+            if flight is not None:
                 flight.waiting.discard(message.rank)
-                flight.complete &= complete
-                if not flight.waiting:
-                    self._land(order, flight)
+                flight.kept = flight.kept if kept is None else min(flight.kept, kept)
+        for queue in self._queues:
+            while queue and not queue[0].waiting:
+                self._land(queue.popleft())
+        if self._returned:
+            self._on_free()
         if message.nbytes:
             self._counters.count("stored_bytes", choice.names(self._tier.codecs), message.nbytes)
             self._counters.count("store_seconds", amount=message.seconds)
 
-    def _land(self, order: int, flight: Flight) -> None:
-        if flight.complete:
-            self._tier.commit(flight.slots, flight.session)
-            self._counters.count("stored_blocks", amount=len(flight.slots))
-            logical = len(flight.slots) * self._tier.logical[flight.group]
+    def _land(self, flight: Flight) -> None:
+        """All ranks are through with it, and with those of its group before."""
+        kept, lost, same = [], [], ([], [])
+        for i, item in enumerate(flight.items):
+            item.lost = i >= flight.kept or (item.after is not None and item.after.lost)
+            item.after = None  # or each would keep all before it
+            (lost if item.lost else kept).append(item)
+            same[item.lost].extend(item.same or ())
+        if kept:
+            self._tier.commit([item.slot for item in kept], flight.session)
+            self._counters.count("stored_blocks", amount=len(kept))
+            logical = len(kept) * self._tier.logical[flight.group]
             self._counters.count("stored_logical_bytes", self._tier.codecs[flight.group].name, logical)
-        else:
-            self._tier.abort(flight.slots, flight.session)
-            self._counters.count("not_stored", "copies too slow", len(flight.slots))
-        self._free.append(flight.blocks)  # before anybody hears that all is quiet
-        with self._quiet:
-            del self._flights[order]
+            for item in kept:
+                self._flying.pop(item.name, None)
+            self._returned += [(kept, STORED), (same[False], STORED_ALREADY)]
+        if lost:
+            self._tier.abort([item.slot for item in lost], flight.session)
+            self._gaps.append((self._sent, lost))  # behind the message: none of those sent later comes before it
+            self._close_gaps()
+            self._returned.append((lost + same[True], flight.why))
+        with self._quiet:  # behind what it returned
+            del self._flights[flight.order]
             self._quiet.notify_all()
-        self._on_free()
+
+    def _close_gaps(self) -> None:
+        while self._gaps and self._gaps[0][0] <= self._answered:
+            for item in self._gaps.popleft()[1]:
+                if self._flying.get(item.name) is item:
+                    del self._flying[item.name]
 
     def lost(self) -> None:
         """The store went away, and our reservations with it."""
-        self._cancel()
+        self._cancel(NO_STORE)
 
-    def _cancel(self) -> None:
-        self._cancelled = False
+    def _cancel(self, why: str) -> None:
         if self._flights:
-            self._tell(m.CancelStores(sorted(self._flights, reverse=True)))
+            for flight in self._flights.values():
+                flight.stop, flight.why = 0, why
+            self._tell(m.CancelStores([(order, 0) for order in reversed(self._flights)]))

@@ -10,7 +10,7 @@ from vllm_kvtier.scheduler.exports import GroupBlocks
 from vllm_kvtier.scheduler.ledger import Entry, Keys
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.worker.work import FetchOrder, GroupLoad, GroupPull, LoadOrder, PullOrder
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, GroupLoad, GroupPull, LoadOrder, PullOrder
 
 Groups = list[tuple[int, int | None]]  # (block tokens, window) of each
 
@@ -76,6 +76,17 @@ def fetch_order(
         pairs = zip(blocks.tolist(), keyed.tolist(), strict=True)
         t.entries += [Entry(g, block, key, size) for block, key in pairs]
     return FetchOrder(t.request.request_id, t.offer.instance, fetches, timeout)
+
+
+def failed_order(t: Tracked, groups: Groups, block_ids: tuple[list[int], ...], tokens: int) -> FailedOrder:
+    """For a load that could not be ordered: vLLM's blocks of tokens [t.local, tokens)."""
+    t.places, failed = {}, []
+    for g, (size, _) in enumerate(groups):
+        blocks = np.array(block_ids[g][t.local // size : -(-tokens // size)], np.int64)
+        rows = np.flatnonzero(blocks)
+        t.places[g] = t.local // size + rows
+        failed.append(GroupLoad(g, blocks[rows], np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)))
+    return FailedOrder(t.request.request_id, failed, t.hurried)
 
 
 def _whole_blocks(

@@ -6,7 +6,9 @@ On the scheduler's thread only.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler.hurry import Hurry
 from vllm_kvtier.scheduler.lifecycle import State
 from vllm_kvtier.scheduler.matching import Matcher
@@ -52,33 +54,50 @@ class Outcomes:
         hurry: Hurry,
         planner: Planner,
         counters: Counters,
+        containment: Containment,
         codec: Callable[[str], str] = lambda kind: "raw",
     ):
         """``codec``: in what form a load, fetch or pull brings KV."""
         self._matcher, self._hurry, self._planner, self._counters = matcher, hurry, planner, counters
-        self._codec = codec
+        self._codec, self._contain = codec, containment
         self._ended: dict[str, Ended] = {}
 
     def arrived(self, results: list[Result], finished: Iterable[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
+        attempt = self._contain.attempt
         judged = self._hurry.judged(results)
+        # First what must not wait, and not depend on anything else: what was computed on wrong KV goes.
+        for request_id in judged:
+            self._contain.insist("taking back", partial(self._hurry.settle, request_id, results))
+        unheard = set()
         for result in results:
-            self._heard(result, result.request_id in judged)
+            name = result.request_id
+            attempt("result", self._heard, result, name in judged, repair=partial(unheard.add, name))
         for request_id in set(finished) | judged:
-            self._hurry.settle(request_id, results)
             ended = self._ended.pop(request_id, None)
-            failed = ended is not None and ended.failed
-            tracked = self._matcher.get(request_id)
-            if ended is not None:
-                self._count(ended)
-            elif tracked is not None and tracked.life.state not in _LOADING:
-                continue  # another connector's load (MultiConnector tells each of all)
-            if tracked is not None and tracked.offer is not None and not failed:
-                self._succeeded(tracked, ended)
-            self._matcher.loaded(request_id, failed)
+            failed = request_id in unheard or (ended is not None and ended.failed)
+            attempt("end of a load", self._end, request_id, ended, failed, repair=partial(self._let_go, request_id))
+        attempt("results", self._forget_late, results)
+
+    def _forget_late(self, results: list[Result]) -> None:
         for result in results:
             if not self._under_way(result.request_id):  # as after a verdict that was given up: nobody ends it any more
                 self._ended.pop(result.request_id, None)
+
+    def _end(self, request_id: str, ended: Ended | None, failed: bool) -> None:
+        """All ranks are through with it."""
+        tracked = self._matcher.get(request_id)
+        if ended is not None:
+            self._contain.attempt("counting", self._count, ended)
+        elif not failed and tracked is not None and tracked.life.state not in _LOADING:
+            return  # another connector's load (MultiConnector tells each of all)
+        if tracked is not None and tracked.offer is not None and not failed:
+            self._contain.attempt("counting", self._succeeded, tracked, ended)
+        self._matcher.loaded(request_id, failed)
+
+    def _let_go(self, request_id: str) -> None:
+        for give_back in self._matcher.let_go(request_id, ended=True):
+            self._contain.attempt("giving back", give_back)
 
     def _under_way(self, request_id: str) -> bool:
         tracked = self._matcher.get(request_id)

@@ -10,7 +10,6 @@ machine is gone, or it hangs) is found out by the time limits.
 """
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import zmq
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.exports import Refusal
 from vllm_kvtier.scheduler.offers import Address, Loan, NoOffer, Offer, PendingAsk
 from vllm_kvtier.wire import messages as m
@@ -29,7 +29,7 @@ from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor, Timer
 
-logger = logging.getLogger("vllm.kvtier.peers")
+logger = get_logger("vllm.kvtier.peers")
 
 HERE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
@@ -74,8 +74,8 @@ class Peers:
         check_ranks: Callable[[list[m.RankInfo]], str | None],
         world: int = 1,
     ):
-        """``hello``: our greeting, None while the engine starts. ``check_ranks``: why a peer's pages cannot be read as
-        they lie, or None. ``world``: our ranks."""
+        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why
+        a peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
         self._reactor, self._config, self._key = reactor, config, key
         self._hello, self._check_ranks, self._world = hello, check_ranks, world
         self._connections: dict[Address, _Connection] = {}
@@ -123,7 +123,9 @@ class Peers:
         """The ranks of an engine that we shook hands with, if it is still that instance."""
         connection = self._connections.get(address)
         welcome = connection.welcome if connection is not None else None
-        if welcome is None or welcome.instance != instance or connection.unlike or connection.lost is not None:
+        if self._hello() is None or welcome is None or welcome.instance != instance:
+            return None
+        if connection.unlike or connection.lost is not None:
             return None
         return welcome.ranks
 
@@ -133,6 +135,9 @@ class Peers:
     # -- reactor's thread --------------------------------------------------------------------------------------
 
     def _begin(self, pending: PendingAsk) -> None:
+        if self._hello() is None:
+            self._settle(pending, NoOffer("unreachable", "this engine is still starting, or sleeps"))
+            return
         here, connection = (pending.near, HERE), None
         paused = self._remembered(here) or self._remembered(pending.address)
         if paused is not None:
@@ -143,7 +148,7 @@ class Peers:
         if connection is None:
             connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
-            self._settle(pending, NoOffer("unreachable", "the engine is still starting or the address is invalid"))
+            self._settle(pending, NoOffer("unreachable", "no connection can be made to this address"))
             return
         if connection.lost is not None:
             self._settle(pending, connection.lost)

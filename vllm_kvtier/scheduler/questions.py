@@ -1,9 +1,9 @@
 """What others ask an engine: what it has of a prompt and why not more, to pin one, to have one ready, who it is."""
 
-import logging
 from collections import deque
 from collections.abc import Callable
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.endpoint import Answer, Question
 from vllm_kvtier.scheduler.explaining import Explainer
 from vllm_kvtier.scheduler.exports import ExportTable
@@ -17,7 +17,7 @@ from vllm_kvtier.vllm_compat.facts import EngineFacts
 from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 
-logger = logging.getLogger("vllm.kvtier.scheduler")
+logger = get_logger("vllm.kvtier.scheduler")
 
 
 class Questions:

@@ -70,13 +70,15 @@ def plan_slots(
     codec: str | dict[str, str],
     groups: list[tuple[int, int | None]],
     unit: int,
+    release: str,
 ) -> SlotPlan:
     """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``groups``: (block
-    tokens, window). ``unit``: tokens that a hash covers. Raises ValueError for blocks that fit no slot."""
+    tokens, window). ``unit``: tokens that a hash covers. ``release``: of vLLM; the next one may compute otherwise, and
+    what is stored outlives engines. Raises ValueError for blocks that fit no slot."""
     ranks = [described[r] for r in sorted(described)]
     codecs = choice.by_group(codec, [rank.groups for rank in ranks])
     layouts = [[part_layout(*each) for each in zip(rank.groups, codecs, strict=True)] for rank in ranks]
-    digest = hashlib.blake2b(m.encode(namespace), digest_size=32)
+    digest = hashlib.blake2b(m.encode(namespace) + release.encode(), digest_size=32)
     for rank, theirs in zip(ranks, layouts, strict=True):
         digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
     plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])

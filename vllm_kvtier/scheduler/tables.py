@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_kvtier.scheduler.tracked import Tracked
 
 
-@dataclass
+@dataclass(eq=False)
 class Table:
     """Block table of one request as vLLM handed it out: ids only ever get appended.
 
@@ -22,12 +22,17 @@ class Table:
     """
 
     groups: list[list[int]]
+    request: Any = None
     summed: list[int] = field(default_factory=list)  # per group: blocks before this position are in the ledger
     tailed: bool = False  # the prompt's partial tail is in the ledger
     offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store
-    rewinds: int = 0  # how often the store wanted them from the beginning
+    begun: int = 0  # how often offering them began again
+    rewinds: int = 0  # of these, how often for a cause that may last
     instance: str = ""  # the life of the store they were offered to; "" for none yet
     due: int = 0  # computed tokens at which there is something to look at again
+    why: str = ""  # why blocks that were offered, or could have been, are to be offered again
+    ended: int | None = None  # it has: tokens whose full blocks are to be stored; 0 if it did not end well
+    space: bytes = b""  # where these are to be stored
 
     def __post_init__(self) -> None:
         self.summed = self.summed or [0] * len(self.groups)
@@ -121,7 +126,12 @@ class BlockTables:
             self._handed_out(ids[computed // self._groups[g][0] :])
         if t is not None and blocks and self._wanted(t):
             offered = [computed // size for size, _ in self._groups]  # whoever computed what was hit offered it
-            self._tables[request_id] = Table([list(ids) for ids in blocks], offered=offered)
+            table = Table([list(ids) for ids in blocks], t.request, offered=offered)
+            preempted = self._tables.get(request_id)
+            if preempted is not None:  # what it has offered it need not offer again; what it has not may lack still
+                preempted.groups, preempted.summed, preempted.tailed = table.groups, table.summed, False
+                preempted.due, table = 0, preempted
+            self._tables[request_id] = table
 
     def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         table = self._tables.get(request_id)

@@ -5,7 +5,6 @@ its tokens), the layout of a slot, and the watermark up to which all its workers
 Asking never waits: answers come on the reactor's thread and are picked up when vLLM asks again.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ import numpy as np
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.offers import Address, NoOffer, Offer
 from vllm_kvtier.scheduler.sharing import Holder, Sharing
@@ -27,7 +27,7 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.work import FarSource
 
-logger = logging.getLogger("vllm.kvtier.tier")
+logger = get_logger("vllm.kvtier.tier")
 
 PATIENCE = 10.0  # seconds without a store before that is said
 EXPLAIN_PATIENCE = 0.5  # seconds that other nodes and buckets have to say what they have, when a person asks
@@ -149,13 +149,12 @@ class HostTier:
 
         ``codec``: the option's value as ``choice.resolve`` returned it.
         """
-        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit)
+        plan = plan_slots(namespace, described, codec, self._facts.groups, self._unit, self._facts.release)
         self._spaces.base = plan.base
         self.codecs, self.writers, self.logical = plan.codecs, plan.writers, plan.logical
         self._part_bytes, self._pages = plan.part_bytes, [shape.slot_pages for shape in plan.shapes]
-        queue = int(self._config.store_queue_gib * (1 << 30))
         names = [codec.name for codec in self.codecs]
-        self._tell(m.PoolSetup(self._path, plan.offsets, plan.writes, queue, names))
+        self._tell(m.PoolSetup(self._path, plan.offsets, plan.writes, names))
         hello = Hello(
             name=self._facts.engine_id[:200],
             pid=os.getpid(),

@@ -13,7 +13,7 @@ from vllm_kvtier.scheduler.params import Handoff, Hints, Report
 from vllm_kvtier.scheduler.planner import Decision
 from vllm_kvtier.scheduler.sharing import Holder
 from vllm_kvtier.scheduler.tier import HostAsk, HostOffer
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder
 
 
 @dataclass
@@ -48,11 +48,12 @@ class Tracked:
     awaited: str = ""  # request that loads what this one needs
     among: bool = False  # other requests were there when it was last decided whether to load
     hurried: bool = False  # the step that it is given blocks in is to wait for its load
+    planned_for: Offer | None = None  # its bytes count as under way for the planner
     plan: Decision | None = None
     planned: tuple[int, int] = (0, 0)  # the tokens it was made for
     inbound: list[bytes] = field(default_factory=list)  # block hashes being loaded
     entries: list[Entry] = field(default_factory=list)  # of a pull or a fetch
-    load: LoadOrder | FetchOrder | None = None
+    load: LoadOrder | FetchOrder | FailedOrder | None = None
     places: dict[int, np.ndarray] = field(default_factory=dict)  # group -> which block of the chain each row of it is
 
     @property

@@ -7,6 +7,7 @@ import os
 import sys
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import LIMIT, get_logger
 from vllm_kvtier.store import options as o
 from vllm_kvtier.store.launch import READY, store_path
 from vllm_kvtier.store.server import serve
@@ -24,14 +25,14 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
         try:
             os.write(ready_fd, words)
         except BrokenPipeError:
-            logging.getLogger(__name__).info("kvtier: whoever started this store waits for it no longer")
+            get_logger(__name__).info("kvtier: whoever started this store waits for it no longer")
         os.close(ready_fd)
 
     try:
         _log_to(options)
         serve(path, options, on_listening=lambda: tell(READY))
     except (KVTierError, OSError) as error:
-        logging.getLogger(__name__).error("kvtier: %s", error)
+        get_logger(__name__).error("kvtier: %s", error)
         tell(str(error).encode())
         return 1
     return 0
@@ -43,6 +44,7 @@ def _log_to(options: o.StoreOptions) -> None:
         # Not "delay": a file that cannot be written is noticed now.
         handler = logging.handlers.RotatingFileHandler(options.log_file, maxBytes=LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(LIMIT)
     logging.basicConfig(level=options.log_level.upper(), handlers=[handler])
 
 

@@ -9,7 +9,6 @@ clients one ``ask_timeout``, not one a question.
 """
 
 import itertools
-import logging
 import os
 import random
 import socket
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.mapping import PoolMapping
 from vllm_kvtier.store.pending import Failed, Pending
@@ -26,7 +26,7 @@ from vllm_kvtier.store.starting import Starter
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RETRY_SECONDS = 0.05, 5.0  # first and longest pause between two attempts to connect; doubled in between
 REFUSED_SECONDS = 15.0  # a store of another version stays one until somebody replaces it, as an upgrade does

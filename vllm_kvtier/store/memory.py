@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.limits import MemoryLimits, in_words, memory_limits
 from vllm_kvtier.store.messages import PAGE, PIECE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 HUGE_PAGE = 2 << 20  # bytes
 FIRST_STEPS = (16 << 20, 64 << 20)  # bytes that are ready before the first whole piece, so that serving starts

@@ -5,7 +5,6 @@ most; then it says ``kvtier_store_responding 0`` and nothing else. Who scrapes s
 here, of a few, and the store nothing. The numbers are those of ``kvtier stats --json``; names and types are below.
 """
 
-import logging
 import selectors
 import socket
 import socketserver
@@ -26,11 +25,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.store.messages import PAGE, Counts
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SECONDS = 2.0  # for the reactor's answer
 SILENT_SECONDS = 10.0  # in which a scraper neither sends nor takes anything: its connection ends

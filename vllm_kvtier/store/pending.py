@@ -1,13 +1,13 @@
 """An answer of the node store on its way."""
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import messages as m
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

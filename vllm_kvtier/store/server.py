@@ -20,6 +20,7 @@ import msgspec
 
 from vllm_kvtier import __version__
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import address
 from vllm_kvtier.store import messages as m
 from vllm_kvtier.store.changes import Changes
@@ -41,7 +42,7 @@ from vllm_kvtier.store.records import BadRequest, Found
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream, accept
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 HELLO_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 MAX_CLIENTS = 512

@@ -1,14 +1,14 @@
 """Starts a store where nobody listens: on a thread of its own, one at a time, and less and less often if it fails."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PAUSE_SECONDS = 5.0, 60.0  # after a failed start, which costs half a second of a processor, first and longest
 

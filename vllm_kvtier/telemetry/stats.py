@@ -40,10 +40,11 @@ MEANINGS = {
     "stored_bytes": "bytes copied to the node store, all ranks, by the codec that keeps them",
     "stored_logical_bytes": "bytes of KV copied to the node store, before encoding, all ranks, by the codec",
     "store_seconds": "seconds in which the workers had copies to the node store under way",
-    "not_stored": "full blocks not copied to the node store, by reason",
+    "not_stored": "full blocks not copied to the node store, by reason, and not offered again",
     "store_lost": "times the node store went away",
     "exports": "finished requests offered to others, by kind",
     "export_refused": "finished requests not offered, by reason",
+    "internal_errors": "exceptions in this package's code on vLLM's threads, by place; their traceback is in the log",
 }
 
 # Seconds, with room for a load of a few blocks from GPU memory and for a pull that runs into its deadline.

@@ -84,6 +84,8 @@ def _kinds(name: str, meaning: str) -> str:
         return "`kind`: " + ", ".join(KINDS[name])
     if " by reason" in meaning or "by the reason" in meaning:
         return "`kind`: the reason"
+    if " by place" in meaning:
+        return "`kind`: the place"
     return "`kind`: the codec" if "codec" in meaning else ""
 
 

@@ -6,11 +6,13 @@ a scratch page, and each number says which one it is.
 """
 
 import functools
-import logging
 
 import torch
 
-logger = logging.getLogger("vllm.kvtier.layout")
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.probe import Feature, granted
+
+logger = get_logger("vllm.kvtier.layout")
 
 # Integers below 2^8 are exact in bfloat16 and float16: a number's index is learnt so many bits at a time.
 _BITS = 8
@@ -26,6 +28,8 @@ def cpu_arrangement(isa: str, dtype: torch.dtype, tokens: int, head_size: int) -
     count = 2 * tokens * head_size
     index = torch.arange(count)
     found = torch.zeros(count, dtype=torch.int64)
+    if not granted(Feature.CPU_CODECS):
+        return None
     try:
         for shift in range(0, max(1, (count - 1).bit_length()), _BITS):
             code = index >> shift & (1 << _BITS) - 1

@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from vllm_kvtier.containment import Containment
+
 
 class BlockPool:
     def __init__(self, pool: Any):
@@ -15,9 +17,9 @@ class BlockPool:
 
     def pin(self, ids: Iterable[int]) -> list[int]:
         """Take a reference on each block; returns the ids pinned (block 0 is vLLM's null block, never pinned)."""
-        blocks = [self._pool.blocks[i] for i in ids if i]
-        self._pool.touch(blocks)
-        return [block.block_id for block in blocks]
+        held = [i for i in ids if i]
+        self._pool.touch([self._pool.blocks[i] for i in held])
+        return held
 
     def held_once(self, ids: Iterable[int]) -> int:
         """How many of these blocks have a single reference: giving that back frees them."""
@@ -35,7 +37,9 @@ class BlockPool:
         """Give the references back; the end of a sequence is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(ids)])
 
-    def around_reset(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+    def around_reset(
+        self, before: Callable[[], object], after: Callable[[], object], containment: Containment
+    ) -> None:
         """Call ``before`` when vLLM is about to reset its prefix cache, which fails while any block is held, and
         ``after`` when it has, or has failed to.
 
@@ -44,13 +48,17 @@ class BlockPool:
         reset = self._pool.reset_prefix_cache
 
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            before()
+            containment.attempt("before a reset", before, repair=before)
             try:
                 return reset(*args, **kwargs)
             finally:
-                after()
+                containment.attempt("after a reset", after, repair=after)
 
         self._pool.reset_prefix_cache = reset_prefix_cache
+
+    def is_empty(self) -> bool:
+        """Whether no block is held and none is in the prefix cache. Looks at each: for rare events."""
+        return all(block.is_null or (not block.ref_cnt and block.block_hash is None) for block in self._pool.blocks)
 
     def free_count(self) -> int:
         return self._pool.get_num_free_blocks()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvtier.vllm_compat.probe import Feature, granted, value
 from vllm_kvtier.wire.geometry import Field
 
 ATTENTION = frozenset(
@@ -48,13 +49,15 @@ def token_fields(tensor: torch.Tensor, spec: Any, backend: str, module: Any) -> 
     """
     if tensor.dtype not in _DTYPES or spec.dtype != tensor.dtype:
         return ()
-    if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") != "NONE":
+    if spec.kv_quant_mode.name != "NONE" or not granted(Feature.CODECS):
         return ()
-    if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
-        return ()
-    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
+    if any(value(spec, f"AttentionSpec.{name}") is not None for name in ("state_content_bytes", "num_head_slots")):
         return ()
     kind = type(spec).__name__
+    if value(spec, "AttentionSpec.tokens_per_state") != 1:
+        return ()
+    if kind == "MLAAttentionSpec" and value(spec, "MLAAttentionSpec.compress_ratio") != 1:
+        return ()
     if backend in ATTENTION and kind in _ATTENTION_SPECS:
         size = spec.head_size
         return (Field("k", size), Field("v", getattr(spec, "head_size_v", None) or size))

@@ -19,6 +19,7 @@ import torch
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.arrangement import cpu_arrangement
 from vllm_kvtier.vllm_compat.fields import ATTENTION, MLA, token_fields
+from vllm_kvtier.vllm_compat.probe import Feature, granted, refused, value
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.worker.views import NUMBER, Arrangement, CacheView
@@ -107,12 +108,12 @@ def cache_view(
 
 
 def _refuse_parallelism(vllm_config: Any) -> None:
-    parallel = getattr(vllm_config, "parallel_config", None)
+    parallel = vllm_config.parallel_config
     for field, words in (
         ("decode_context_parallel_size", "decode"),
         ("prefill_context_parallel_size", "prefill"),
     ):
-        if (getattr(parallel, field, 1) or 1) > 1:
+        if getattr(parallel, field) > 1:
             raise UnsupportedLayout(
                 f"{words} context parallelism interleaves a block's tokens over ranks, which is not supported"
             )
@@ -123,21 +124,33 @@ def _layer_spec(spec: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
 
 
-def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+def attention_kind(spec: Any) -> tuple[str, int | None]:
+    """(kind of attention, window) of a layer's or a group's cache. A FullAttentionSpec of a layer with a window names
+    the window, but its blocks are kept as those of full attention.
+
+    Raises UnsupportedLayout for what is not KV of single tokens.
+    """
     name = type(spec).__name__
     kind = _KINDS.get(name)
     if kind is None:
         what = "recurrent state" if name == "MambaSpec" else name.removesuffix("Spec")
-        raise UnsupportedLayout(
-            f"layer {layer} keeps {what}, which is not KV of single tokens: requests run without pulls"
-        )
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps out of transfers")
-    if getattr(spec, "bounded_replay", False):
-        raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
+        raise UnsupportedLayout(f"{what} is not KV of single tokens")
     if kind == "chunked":
         return kind, spec.attention_chunk_size
     return kind, spec.sliding_window if kind.startswith("sliding") else None
+
+
+def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+    try:
+        kind, window = attention_kind(spec)
+    except UnsupportedLayout as error:
+        raise UnsupportedLayout(f"layer {layer} is not supported ({error}): requests run without pulls") from None
+    name = type(spec).__name__
+    if value(group, "KVCacheGroupSpec.host_resident") or not value(group, "KVCacheGroupSpec.enable_kv_transfer"):
+        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps out of transfers")
+    if name == "SlidingWindowMLASpec" and value(spec, "SlidingWindowMLASpec.bounded_replay"):
+        raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
+    return kind, window
 
 
 class _Backend(NamedTuple):
@@ -235,7 +248,7 @@ def _named(layer: str, tensor: torch.Tensor, spec: Any, old: bool) -> _Shape:
     content = dims[-1][0] * size
     one = (1, 0)
     kv = None
-    heads = getattr(spec, "num_kv_heads", 1)
+    heads = spec.num_kv_heads
     if tensor.dim() == 5 and old:
         # K/V first or blocks first; a cache of two blocks, one of them the null block, serves nobody.
         kv, blocks = (dims[0], dims[1]) if dims[0][0] == 2 != dims[1][0] else (dims[1], dims[0])
@@ -311,10 +324,10 @@ def _isa(backend: _Backend, spec: Any, cache_dtype: str) -> str | None:
         return None
     if backend.isa:
         return backend.isa
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-    except ImportError as e:
-        raise UnsupportedLayout(f"cannot tell how this vLLM arranges KV pages on CPU ({e})") from e
+    if not granted(Feature.CPU_CACHE):
+        raise UnsupportedLayout(f"cannot tell how this vLLM arranges KV pages on CPU ({refused(Feature.CPU_CACHE)})")
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
     return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)
 
 
@@ -330,7 +343,7 @@ def _dtype(tensor: torch.Tensor, spec: Any, vllm_config: Any) -> str:
 
 
 def _quant(spec: Any) -> str:
-    return getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    return spec.kv_quant_mode.name
 
 
 def _cache_dtype(spec: Any, vllm_config: Any) -> str:
@@ -339,14 +352,14 @@ def _cache_dtype(spec: Any, vllm_config: Any) -> str:
 
 
 def _check_words(region: Region) -> None:
-    for what, value in (
+    for what, number in (
         ("bytes of a token and head", region.inner),
         ("address", region.base),
         ("block stride", region.block_stride),
         ("head stride", region.outer_stride),
         ("token stride", region.token_stride),
     ):
-        if value % _WORD:
+        if number % _WORD:
             raise UnsupportedLayout(
-                f"layer {region.layer}: the {what} ({value}) is no multiple of {_WORD}, which checksums need"
+                f"layer {region.layer}: the {what} ({number}) is no multiple of {_WORD}, which checksums need"
             )

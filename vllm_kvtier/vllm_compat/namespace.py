@@ -2,17 +2,23 @@
 
 import hashlib
 import json
-import logging
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 
-from vllm_kvtier.fingerprint import IGNORED, model_folder, sampled_bytes, weight_files
+from vllm_kvtier.file_digests import file_digests
+from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.probe import value
 from vllm_kvtier.wire.messages import Namespace
 
-logger = logging.getLogger("vllm.kvtier.namespace")
+logger = get_logger("vllm.kvtier.namespace")
 
 # What ``model_fingerprint`` has digested so far: by its answer, digests of the configuration and of the weights alone.
 _parts: dict[str, tuple[str, str]] = {}
@@ -42,16 +48,16 @@ def hash_function(vllm_config: Any) -> Any:
     return get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
-def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str | None) -> Namespace:
+def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Namespace:
     """Read once hashing is set up (NONE_HASH is made late in the engine core's start)."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
-    if getattr(cache, "calculate_kv_scales", False):
+    if value(cache, "CacheConfig.calculate_kv_scales"):
         # An option of older vLLM: scales come from the engine's first batch; nobody else's bytes mean the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(
-        model=fingerprint or model_fingerprint(vllm_config),
+        model=fingerprint,
         cache_dtype=cache_dtype,
         hash_algorithm=hash_algorithm(vllm_config),
         hash_seed=hashlib.blake2b(bytes(kv_cache_utils.NONE_HASH), digest_size=8).hexdigest(),
@@ -91,34 +97,81 @@ def _seed_in_words(algorithm: str) -> str:
     return "vLLM's own, the same in all engines" if fixed else "random: another one after each start"
 
 
-def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of the model's configuration and of samples of its weight files.
+# Weights are read from files of the model's folder, by vLLM's own loaders and those of its plugins.
+FROM_FILES = {
+    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+}  # fmt: skip
 
-    Dummy weights count by their seed. Weights that are not local files count by name and revision.
-    """
+
+# Loaded although there may be safetensors beside them.
+_KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
+
+
+class ModelFingerprint:
+    """The model's name among engines: as an option says, or a digest that a thread of its own makes."""
+
+    def __init__(self, vllm_config: Any, option: str | None, on_ready: Callable[[], object] = lambda: None):
+        """``on_ready`` is called on that thread."""
+        self._config, self._name, self._on_ready = vllm_config, option, on_ready
+        self._made = threading.Event()
+        if option:
+            self._made.set()
+        else:
+            threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
+
+    def _make(self) -> None:
+        began = time.monotonic()
+        try:
+            self._name = model_fingerprint(self._config)
+            logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
+        except Exception:
+            logger.exception("kvtier: the weights cannot be told from others")
+            self._name = _own_name()
+        self._made.set()
+        self._on_ready()
+
+    def get(self, seconds: float) -> str | None:
+        """None if it is not there in so many seconds."""
+        return self._name if self._made.wait(seconds) else None
+
+
+def _own_name() -> str:
+    return os.urandom(16).hex()
+
+
+def model_fingerprint(vllm_config: Any) -> str:
+    """Digest of the model's configuration and of its weight files. Random where the weights are not known to be those
+    of files that are there: KV of such a model is not shared until the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     configuration = digest.hexdigest()[:16]
     digest.update(f"|{model.quantization}".encode())
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if "dummy" in load_format:
-        digest.update(f"|dummy weights, seed {model.seed}".encode())
-        _parts[digest.hexdigest()] = configuration, f"dummy, of seed {model.seed}"
-        return digest.hexdigest()
-    folder = model_folder(model.model, model.revision)
-    files = weight_files(folder) if folder else []
     weights = hashlib.blake2b(digest_size=8)
+    load = vllm_config.load_config
+    files: list[Path] = []
+    try:
+        if load.load_format not in FROM_FILES:
+            words = f"of load format {load.load_format}"
+        elif files := model_files(model.model, model.revision, load.download_dir, _KINDS.get(load.load_format, KINDS)):
+            for file, found in zip(files, file_digests(files), strict=True):
+                weights.update(f"{file.name}|{found}|".encode())
+            words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
+        else:
+            words = "not in local files"
+    except OSError as error:
+        files, words = [], f"that cannot be read ({error})"
     if files:
-        for file in files:
-            sample = file.name.encode() + sampled_bytes(file)
-            digest.update(sample)
-            weights.update(sample)
-        words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
+        digest.update(weights.digest())
+        name = digest.hexdigest()
     else:
-        digest.update(f"|{model.model}@{model.revision}".encode())
-        words = f"no local files: known by name and revision, {model.model}@{model.revision}"
-        logger.info("kvtier: no local weight files for %s; engines are matched by its name and revision", model.model)
-    _parts[digest.hexdigest()] = configuration, words
-    return digest.hexdigest()
+        name = _own_name()
+        logger.warning(
+            "kvtier: this engine shares KV with no other, nor with itself after a restart: its weights are %s. If they "
+            "are the same in several engines, or after a restart, give those one name: the option model_fingerprint",
+            words,
+        )
+    _parts[name] = configuration, words
+    return name

@@ -1,48 +1,34 @@
 """What we read from vLLM's ``Request``: its hash chain, how much of its KV is written, how it ended."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
-from vllm_kvtier.fingerprint import sampled_bytes
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
-logger = logging.getLogger("vllm.kvtier.requests")
+_VARIANT = "_kvtier_variant"
 
-_adapters: dict[tuple[str, str], bytes] = {}
-
-
-def variant(request: Any) -> bytes:
-    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name.
-
-    An adapter whose files cannot be read is like no other, so that nothing of it is shared.
-    """
+def variant(request: Any) -> bytes | None:
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds only its name. None: not
+    known (see ``adapters``). Once known it is the request's for life."""
     lora = request.lora_request
     if lora is None:
         return b""
-    key = (lora.lora_name, getattr(lora, "lora_path", "") or "")
-    if key not in _adapters:
-        digest = hashlib.blake2b(repr(key[0]).encode(), digest_size=16)
-        try:
-            for file in sorted(Path(key[1]).glob("*.safetensors")) if key[1] else ():
-                digest.update(file.name.encode() + sampled_bytes(file))
-        except OSError as error:
-            logger.warning("kvtier: KV of LoRA adapter %s is not shared: %s", lora.lora_name, error)
-            digest.update(os.urandom(16))
-        _adapters[key] = digest.digest()
-    return _adapters[key]
+    known = vars(request).get(_VARIANT)
+    if known is None and (known := ADAPTERS.fingerprint(lora)) is not None:
+        setattr(request, _VARIANT, known)
+    return known
 
 
 def written_tokens(request: Any) -> int:
     """Tokens whose KV is certainly in the cache: a sampled token's KV is written only by the step after it."""
-    in_flight = getattr(request, "num_output_placeholders", 0)
-    return max(0, min(request.num_computed_tokens - in_flight, request.num_tokens - 1))
+    return max(0, min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens - 1))
 
 
 def ended_well(request: Any) -> bool:
@@ -59,8 +45,10 @@ def tail_hash(request: Any, tokens: int, unit: int) -> bytes:
     """Chain hash of the partial block that ends at ``tokens`` (not a multiple of ``unit``).
 
     Made like vLLM's block hash but with our own digest: parent hash, token ids, extra keys (salt, LoRA,
-    multimodal items, embeddings) of that range.
+    multimodal items, embeddings) of that range. Like no other where this vLLM does not say what these are.
     """
+    if not granted(Feature.HANDOFFS):
+        return os.urandom(32)
     start = tokens // unit * unit
     parent = bytes(request.block_hashes[start // unit - 1]) if start else bytes(kv_cache_utils.NONE_HASH)
     extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, tokens, 0)
@@ -96,17 +84,16 @@ def chain_digest(hashes: list[bytes], tail: bytes) -> bytes:
     return hashlib.blake2b((hashes[-1] if hashes else b"") + b"|" + tail, digest_size=16).digest()
 
 
-def adapter(name: str) -> tuple[Any, bytes] | None:
-    """(what to give ``hash_prompt``, its fingerprint) of the LoRA adapter of this name that a request used last; None:
-    none did. ``variant`` remembers them."""
-    for (known, path), digest in reversed(list(_adapters.items())):  # asked while another thread adds to it
-        if known == name:
-            return SimpleNamespace(lora_name=name, lora_path=path), digest
-    return None
-
-
 def hash_prompt(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
-    """The chain vLLM would give a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's."""
+    """The chain vLLM would give a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's.
+
+    Empty where it is not known how this vLLM hashes prompts.
+    """
+    return chain_of(tokens, cache_salt, hash_fn, unit, lora) if granted(Feature.PROMPTS) else []
+
+
+def chain_of(tokens: list[int], cache_salt: str, hash_fn: Any, unit: int, lora: Any = None) -> list[bytes]:
+    """As ``hash_prompt``, of which the probe compares this with vLLM's own."""
     salted = (("cache_salt", cache_salt),) if _tagged_extra_keys() else (cache_salt,)
     every = tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora))) if lora else ()
     hashes: list[bytes] = []

@@ -1,15 +1,15 @@
 """Our counters as vLLM's connector stats: its periodic log line and its Prometheus endpoint."""
 
-import logging
 from typing import Any
 
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, by_name, merge
 
-logger = logging.getLogger("vllm.kvtier.stats")
+logger = get_logger("vllm.kvtier.stats")
 
 PREFIX = "vllm:kvtier_"
 LABEL = "kind"
@@ -17,6 +17,7 @@ LABEL = "kind"
 # What goes wrong is in the log line whenever it did: counters, and those of their kinds that are no ordinary course.
 _WRONG = (
     ("integrity_failures", None), ("loads", "failed"), ("fetches", "failed"), ("pulls", "failed"), ("store_lost", None),
+    ("internal_errors", None),
 )  # fmt: skip
 
 

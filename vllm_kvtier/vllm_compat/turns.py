@@ -7,21 +7,20 @@ comes in the middle of one is done by the engine's thread at its end.
 """
 
 import functools
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger("vllm.kvtier.turns")
+from vllm_kvtier.containment import Containment
 
 # All of the scheduler's methods in which blocks are handed out, freed or forgotten (0.25.1 to 0.33).
 _METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")
 
 
 class Turns:
-    def __init__(self) -> None:
+    def __init__(self, containment: Containment) -> None:
+        self._contain = containment
         self._lock = threading.RLock()
         self._depth = 0  # of the engine's thread; read and written under the lock
         self._jobs: deque[Callable[[], None]] = deque()
@@ -33,33 +32,31 @@ class Turns:
         return self._scheduler is not None
 
     def watch(self, scheduler: Any) -> None:
-        """Engine's thread, outside any turn: from now on this scheduler's methods are turns. Idempotent."""
-        if scheduler is None or scheduler is self._scheduler:
+        """Engine's thread, outside any turn: from now on this scheduler's methods are turns. Idempotent.
+
+        Of a scheduler that lacks one of them, as one of the user's own may, it is not known when it is at work."""
+        if scheduler is self._scheduler or not all(hasattr(scheduler, name) for name in _METHODS):
             return
         for name in _METHODS:
-            method = getattr(scheduler, name, None)
-            if method is not None:
-                setattr(scheduler, name, self._turn(method))
+            setattr(scheduler, name, self.turn(getattr(scheduler, name)))
         self._scheduler = scheduler
 
-    def _turn(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def turn(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` as a turn of the engine's thread; may be nested. It runs once, and what it raises passes."""
+
         @functools.wraps(method)
         def turn(*args: Any, **kwargs: Any) -> Any:
-            with self.taken():
-                return method(*args, **kwargs)
+            try:
+                with self._lock:
+                    self._depth += 1
+                    try:
+                        return method(*args, **kwargs)
+                    finally:
+                        self._depth -= 1
+            finally:
+                self._contain.attempt("end of a turn", self._run)
 
         return turn
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """A turn of the engine's thread; may be nested."""
-        with self._lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-        self._run()
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job`` between turns: now, on this thread, or at the end of the present turn, on the engine's. Any
@@ -78,6 +75,6 @@ class Turns:
                     try:
                         job()
                     except Exception:  # another engine's wish must not cost this one anything
-                        logger.exception("kvtier: a job between the scheduler's turns failed")
+                        self._contain.failed("a job between the scheduler's turns")
             finally:
                 self._lock.release()

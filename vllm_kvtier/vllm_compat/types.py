@@ -6,6 +6,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 from vllm_kvtier.worker.half import StepResults
 from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.queues import LoadResult
@@ -53,7 +54,10 @@ def recompute_failed_loads(scheduler: Any, results: list[PullResult | LoadResult
 
 
 def hit_sources(tokens: dict[str, int]) -> dict[Any, int]:
-    """vLLM >= 0.32: where a request's KV came from, in its words; ``tokens`` as ``SchedulerHalf.sources`` has them."""
+    """vLLM >= 0.32: where a request's KV came from, in its words; ``tokens`` as ``SchedulerHalf.sources`` has them.
+    What is not told vLLM counts as unspecified."""
+    if not granted(Feature.HIT_SOURCES):
+        return {}
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     words = {

@@ -6,21 +6,14 @@ has been in the prefix cache since it was allocated. So the request is preempted
 is reset, output in flight included, and computed again from the first bad block on.
 """
 
-import dataclasses
-import inspect
 import time
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from vllm_kvtier.logs import get_logger
 
-def possible() -> bool:
-    """Whether this vLLM's forward waits for loads, and its scheduler can drop what it has in flight of a request."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    waits = any(field.name == "has_sync_kv_loads" for field in dataclasses.fields(SchedulerOutput))
-    return waits and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
+logger = get_logger("vllm.kvtier.engine")
 
 
 def serves(scheduler: Any, connector: Any) -> bool:
@@ -29,6 +22,26 @@ def serves(scheduler: Any, connector: Any) -> bool:
     With another connector beside it (MultiConnector) that one would keep what was computed on unverified blocks.
     """
     return scheduler is not None and connector is not None and scheduler.connector is connector
+
+
+def uses(scheduler: Any, connector: Any) -> bool:
+    """Whether ``connector`` is the scheduler's own, or one of those in its MultiConnector."""
+
+    def holds(outer: Any) -> bool:
+        return outer is connector or any(holds(child) for child in getattr(outer, "_connectors", ()))
+
+    return holds(scheduler.connector)
+
+
+def settle_failure_policy(scheduler: Any, policy: str) -> None:
+    """Have failed loads computed if ``policy`` is "recompute".
+
+    A connector in a MultiConnector has a configuration of its own, where vLLM's scheduler does not see what we set.
+    vLLM has one policy for all connectors of an engine.
+    """
+    if policy == "recompute" and not scheduler.recompute_kv_load_failures:
+        scheduler.recompute_kv_load_failures = True
+        logger.info("kvtier: failed loads of all connectors in this MultiConnector are computed, not failed")
 
 
 def alone(scheduler: Any) -> bool:

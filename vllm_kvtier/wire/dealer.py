@@ -4,16 +4,16 @@ ZMQ says it on a socket's monitor, as soon as the kernel knows: a process that e
 name that cannot be resolved. Of a machine that is gone, or a firewall that drops what is sent, nobody says anything.
 """
 
-import logging
 import os
 from collections.abc import Callable
 
 import zmq
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor, drain
 
-logger = logging.getLogger("vllm.kvtier.peers")
+logger = get_logger("vllm.kvtier.peers")
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 # The first does not come for a connection that was never made; the second not after an error of protocol: then ZMQ

@@ -356,12 +356,11 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
     """Where the node store is and where in a slot each rank's part lies. ``offsets[rank][g]``: bytes from the slot's
     beginning. ``writes[rank][g]``: whether this rank writes the part (one of those that hold equal bytes does).
-    ``queue``: bytes that may wait to be stored. ``codecs``: by group, the name of the codec that keeps it."""
+    ``codecs``: by group, the name of the codec that keeps it."""
 
     path: str
     offsets: list[list[Count]]
     writes: list[list[bool]]
-    queue: Count
     codecs: list[str]
 
 
@@ -405,17 +404,18 @@ class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
 
 
 class CancelStores(msgspec.Struct, frozen=True, tag="cancel_stores"):
-    """Drop these if they have not been started."""
+    """Of each order copy only so many of its first blocks, unless more have been started."""
 
-    orders: list[Count]
+    orders: list[tuple[Count, Count]]
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Orders that this rank is through with. Blocks of ``dropped`` ones were not read, or not completely."""
+    """Orders that this rank is through with. ``cut``: those that were not copied whole, and how many of their first
+    blocks were."""
 
     rank: Count
     done: list[Count]
-    dropped: list[Count]
+    cut: list[tuple[Count, Count]]
     nbytes: Count
     seconds: Annotated[float, msgspec.Meta(ge=0)]
 
@@ -425,6 +425,12 @@ class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
 
     rank: Count
     reason: str
+
+
+class Asleep(msgspec.Struct, frozen=True, tag="asleep"):
+    """vLLM takes this rank's KV cache away. When it is back the rank registers again."""
+
+    rank: Count
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
@@ -441,8 +447,8 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 
 LinkMessage = (
-    Register | Described | Unusable | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores | Stored
-    | FarSetup | FarLost
+    Register | Described | Unusable | Asleep | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores
+    | Stored | FarSetup | FarLost
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,7 +5,6 @@ Everything registered here runs on the reactor's thread; other threads only use 
 
 import heapq
 import itertools
-import logging
 import os
 import struct
 import threading
@@ -16,7 +15,9 @@ from typing import Any
 
 import zmq
 
-logger = logging.getLogger(__name__)
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
 _EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's reader of it would import asyncio
@@ -51,6 +52,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
+        self.errors = 0  # events that were dropped because a callback raised
         self._on_stop: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -190,6 +192,7 @@ class Reactor:
         try:
             callback()
         except Exception:
+            self.errors += 1
             logger.exception("kvtier: unexpected error on %s; the event is dropped", self._thread.name)
 
 

@@ -8,7 +8,6 @@ more than the message; everything else belongs to the reactor's thread.
 """
 
 import errno
-import logging
 import os
 import socket
 import struct
@@ -20,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger("vllm.kvtier.wire")
+logger = get_logger("vllm.kvtier.wire")
 
 _LENGTH = struct.Struct("<I")
 _READ = 64 << 10  # bytes a system call

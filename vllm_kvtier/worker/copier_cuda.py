@@ -117,7 +117,7 @@ class _Lane:
             for _ in range(2)
         ]
         self._movers = [
-            p.movers(gather, c, scratch, checked, driver.launch)
+            p.movers(gather, c, scratch, checked, driver.launcher)
             for c, p in zip(self.choices, parts, strict=True)
         ]
         self.spare_events: list[int] = []

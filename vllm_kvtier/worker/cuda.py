@@ -7,10 +7,13 @@ milliseconds; those that may wait (pinning, synchronizing, batches) give it up.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from uuid import UUID
 
 import numpy as np
+
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 _SIZE, _PTR, _INT, _UINT = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
 _ADDRESS = ctypes.c_uint64
@@ -280,6 +283,12 @@ class Driver:
 
     def synchronize(self, event: int) -> None:
         self._check("cuEventSynchronize", self._cuda.cuEventSynchronize(event))
+
+    @property
+    def launcher(self) -> Callable[..., None] | None:
+        """:meth:`launch`, for kernels that Triton compiled; None where its launcher is to be used, since the installed
+        Triton hands a kernel other arguments than are known here."""
+        return self.launch if granted(Feature.LAUNCHER) else None
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: ctypes.Array) -> None:
         """Starts a kernel; ``arguments``: an array of addresses of its arguments."""

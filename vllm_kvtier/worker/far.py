@@ -9,7 +9,6 @@ used again when the agent that read has ended.
 On the reactor's thread, under a lock that keeps vLLM's sleep mode apart; the model runner's thread only hands over.
 """
 
-import logging
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ import torch
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.nodes.agent import Drive, Reader
 from vllm_kvtier.store.lower.nodes.reads import Job, Reads
 from vllm_kvtier.wire import messages as m
@@ -36,7 +36,7 @@ from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import FarSource, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.far")
+logger = get_logger("vllm.kvtier.far")
 
 MAX_STORES = 64  # remembered: requests name them
 FIRST_RATE = 6e9  # bytes a second, before any was measured
@@ -99,7 +99,6 @@ class FarWorker:
         self._ending: list[_Store] = []  # broken, and loads of theirs have not ended
         self._flights: set[_Flight] = set()
         self._rate = Rate(FIRST_RATE)
-        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._resting = False  # the cache has no memory until the next step
         self._off = ""  # why nothing is read any more
         self._said: set[str] = set()
@@ -115,17 +114,21 @@ class FarWorker:
         """As TierWorker's, which has stores."""
 
     def step(self, step: int, fence: Any) -> None:
-        """The forward of ``step`` was launched; ``fence`` marks its end."""
+        """The forward of ``step`` was launched."""
         if step >= 0:
             self._resting = False
-            self._latest = self._mark() if fence is None else fence
 
-    def load(self, loads: list[LoadOrder]) -> None:
-        """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
+    def load(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads; their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         self._resting = False
-        after = self._mark() if self._latest is None else self._latest
         self._ended.clear()
         self._reactor.call_soon(lambda: self._load(loads, after))
+
+    def under_way(self) -> set[str]:
+        """Requests whose loads have not ended. Any thread."""
+        with self._lock:
+            stores = [*self._stores.values(), *self._ending]
+            return {request_id for store in stores for request_id in store.queue.request_ids()}
 
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
@@ -156,14 +159,6 @@ class FarWorker:
         if idle and self._loading:
             self._ended.wait(IDLE_STRETCH)
             self._ended.clear()
-
-    def _mark(self) -> Any:
-        """Fence of what was launched so far; None without a device."""
-        if not self._on_device:
-            return None
-        fence = torch.cuda.Event()
-        fence.record()
-        return fence
 
     # -- reactor's thread: beginning and end -------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ Called from two threads, the reactor's and the model runner's; ``lock`` keeps th
 longer than it takes to map a source, or for a piece of a host's copies, but for ``start_now``, ``settle`` and ``stop``.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.worker import process_memory
 from vllm_kvtier.worker.cover import cover
@@ -29,7 +29,7 @@ from vllm_kvtier.worker.pulls import PullResult
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import MOST_LOCKED, FetchOrder
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 
 
@@ -88,6 +88,12 @@ class Fetches:
     @property
     def active(self) -> bool:
         return bool(self._running or self._ended)
+
+    def under_way(self) -> set[str]:
+        """Requests whose fetches have not ended, or whose results were not taken yet."""
+        with self.lock:
+            running = {order.request_id for fetch in self._running for order in fetch.orders}
+            return running | {result.request_id for result in self._ended}
 
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         self._introduced[instance] = ranks

@@ -5,14 +5,12 @@ The model runner's thread begins what needs no mapping and looks for the end its
 for pulls and loads; all else is the reactor's.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.fetches import Fetches, FetchResult, share_memory
@@ -20,7 +18,7 @@ from vllm_kvtier.worker.peer_memory import PeerMemory
 from vllm_kvtier.worker.source_watch import SourceWatch
 from vllm_kvtier.worker.work import FetchOrder
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 # An engine that only waits stays with its fetches for so long at a time: vLLM's empty steps cost a millisecond each.
 STAY = 3e-3
@@ -38,11 +36,14 @@ class FetchWorker:
         """``finish`` takes results, on any thread; ``drive_soon`` is called on the reactor's thread when something
         begins, and ``drive`` is to be called until nothing is ``active``."""
         self._fetches, self._call_soon, self._finish, self._drive_soon = fetches, call_soon, finish, drive_soon
-        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
 
     @property
     def active(self) -> bool:
         return self._fetches.active
+
+    def under_way(self) -> set[str]:
+        """Requests whose fetches have not ended."""
+        return self._fetches.under_way()
 
     @property
     def on_device(self) -> bool:
@@ -54,17 +55,15 @@ class FetchWorker:
         for instance, ranks in sources.items():
             self._fetches.introduce(instance, ranks)
 
-    def begin_now(self, orders: list[FetchOrder]) -> None:
-        """Before the forward is launched, which runs behind them."""
-        self._fetches.start_now(orders, self._mark())  # also behind what the step has launched already
+    def begin_now(self, orders: list[FetchOrder], after: Any) -> None:
+        """Before the forward is launched, which runs behind them. ``after``: as ``begin``'s."""
+        self._fetches.start_now(orders, after)
 
     def settle(self, seconds: float) -> None:
         self._report(self._fetches.settle(seconds))
 
-    def begin(self, orders: list[FetchOrder]) -> None:
-        """Their blocks may be written behind the steps before this one."""
-        # Steps from before this was set up may be running yet: then behind all that was launched.
-        after = self._mark() if self._latest is None else self._latest
+    def begin(self, orders: list[FetchOrder], after: Any) -> None:
+        """Their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         fetches, rest = self._fetches, orders
         if fetches.on_device and fetches.lock.acquire(blocking=False):
             try:
@@ -73,10 +72,6 @@ class FetchWorker:
             finally:
                 fetches.lock.release()
         self._call_soon(lambda: self._begin(rest, after))
-
-    def step(self, fence: Any) -> None:
-        """A forward was launched; ``fence`` marks its end, None on a CPU."""
-        self._latest = fence
 
     def collect(self, idle: bool) -> None:
         """Look what ended. ``idle``: the step computes nothing, so that this thread has nothing else to do: a host's
@@ -96,13 +91,6 @@ class FetchWorker:
     def stop(self, why: str) -> None:
         """The cache's memory is about to be taken away."""
         self._report(self._fetches.stop(why))
-
-    def _mark(self) -> Any:
-        if not self._fetches.on_device:
-            return None
-        fence = torch.cuda.Event()
-        fence.record()
-        return fence
 
     # -- reactor's thread ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ guards it. The model runner's thread takes that lock only if it is free: then it
 itself, which saves a pull the time its own thread would wait for the interpreter.
 """
 
-import logging
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
@@ -31,9 +33,12 @@ from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.tiering import TierWorker
 from vllm_kvtier.worker.transport import NixlTransport
 from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder, PullOrder, StepWork, SumBatch
 
-logger = logging.getLogger("vllm.kvtier.worker")
+logger = get_logger("vllm.kvtier.worker")
+
+Order = LoadOrder | FetchOrder | PullOrder | FailedOrder
+Result = PullResult | FetchResult | LoadResult
 
 # While a transfer runs, the reactor polls NIXL this often: finer than a decode step, coarse enough to leave the
 # interpreter to the model runner.
@@ -47,6 +52,9 @@ SERVE_POLL = 200e-6
 DEVICE_PAUSE = 2e-3
 # After an unforeseen error while polling.
 FAULT_PAUSE = 0.1
+# Between two looks at reads that did not end when the cache's memory was taken away.
+LEFT_PAUSE = 1.0
+ASLEEP = "the engine went to sleep"
 
 
 @dataclass
@@ -56,12 +64,27 @@ class StepResults:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
-    results: list[PullResult | FetchResult | LoadResult] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
 
 
 class WorkerHalf:
-    def __init__(self, rank: int, agent_name: str, link_path: str, backends: list[str]):
-        self._rank, self._agent_name, self._backends = rank, agent_name, backends
+    def __init__(
+        self,
+        rank: int,
+        agent_name: str,
+        link_path: str,
+        backends: list[str],
+        containment: Containment,
+        movable: bool = False,
+    ):
+        """``movable``: vLLM may take the cache's memory away, as in sleep mode."""
+        self._rank, self._agent_name, self._backends, self._movable = rank, agent_name, backends, movable
+        self._contain, self._errors = containment, 0  # seen so far
+        self._submitted: StepWork | None = None
+        self._outstanding: dict[str, Order] = {}  # by request: asynchronous orders whose end vLLM has not been told
+        self._lives = itertools.count(1)  # of the cache's memory
+        self._asleep = False
+        self._set_up: Callable[[], None] = lambda: None  # reactor's thread: what ``register`` was given
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
         self._met = False  # whether there is a scheduler half
@@ -71,19 +94,21 @@ class WorkerHalf:
         self._pulls: Pulls | None = None
         self._tier: TierWorker | FarWorker | None = None
         self._fetching: FetchWorker | None = None
+        self._sources: dict[str, list[m.RankInfo]] = {}  # engines that were introduced
         self._view: CacheView | None = None
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
         self._fences: Fences | None = None  # of the model runner's thread
+        self._before: torch.cuda.Event | None = None  # what was launched before the present step's forward
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
         self._summing: list[tuple[int, Pending]] = []
         self._urgent = -1  # checksums of steps up to this one are waited for
         self._hurried = Hurried()
-        self._done: list[PullResult | FetchResult | LoadResult] = []
+        self._done: list[Result] = []
         self._done_lock = threading.Lock()
-        self._nixl = threading.Lock()  # guards transport, pulls and memory once they are set up
+        self._nixl = threading.Lock()  # guards transport, pulls and memory
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
 
@@ -105,29 +130,53 @@ class WorkerHalf:
         holds (ranks with equal bytes name the same). ``heads``: by group, which KV heads; () if that is not known:
         then nothing is shared with other engines of the node, or fetched from them."""
         device = self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._reactor.call_soon(
-            lambda: self._when_met(lambda: self._register(describe, share, shards, heads, device))
-        )
+        self._set_up = lambda: self._register(describe, share, shards, heads, device)
+        self._reactor.call_soon(lambda: self._when_met(self._set_up))
 
     def sleep(self) -> None:
-        """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. The addresses
-        come back with other memory behind them: our kernels do not mind, but what NIXL registered, and peers mapped,
-        is gone for good."""
-        if self._tier is not None:
-            self._tier.rest()
-        fetching, self._fetching = self._fetching, None
-        if self._pulls is None and fetching is None:
-            return
-        self._unusable = "sleep mode moved this engine's KV cache; it serves no pulls until it is restarted"
-        if fetching is not None:
-            fetching.stop(self._unusable)
+        """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. Nothing touches
+        it when this returns. Idempotent.
+
+        The addresses come back with other memory behind them: copies to and from the store do not mind, but what NIXL
+        registered, and peers mapped, is gone for good."""
         with self._nixl:
-            self._pulls = None
-            if self._view.device.type == "cuda":
-                torch.cuda.synchronize(self._view.device)  # checksums, and what is encoded or decoded for pulls
-            if self._transport is not None:
-                self._transport.deregister()
-        self._reactor.call_soon(lambda: self._link.tell(m.Unusable(self._rank, self._unusable)))
+            if self._asleep:
+                return
+            self._asleep, self._unusable = True, ASLEEP
+            if self._tier is not None:
+                self._tier.rest()
+            if self._fetching is not None:
+                self._fetching.stop(ASLEEP)
+            if self._pulls is not None:
+                for result in self._pulls.stop(ASLEEP):
+                    self._finish(result)
+                if self._pulls.active:
+                    self._reactor.call_soon(lambda pulls=self._pulls: self._see_off(pulls))
+            if self._device is not None:
+                torch.cuda.synchronize(self._device)  # checksums, and what is encoded for peers
+            if self._memory is not None:
+                self._memory.close()
+            self._fetching = self._pulls = self._transport = self._memory = None
+        self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+
+    def wake(self) -> None:
+        """The KV cache has memory again, where it was before: peers may read it anew. Idempotent."""
+        with self._nixl:
+            if not self._asleep:
+                return
+            self._asleep, self._unusable = False, None
+        self._reactor.call_soon(lambda: self._when_met(self._set_up))
+
+    def begin(self, work: StepWork) -> None:
+        """Call when a step begins: of its forward nothing has been launched.
+
+        The blocks that its orders fill were given up by other requests a moment ago. What was launched before may
+        write them yet (the forward or the drafts of a request that was aborted or preempted; what zeroes new blocks),
+        or read them (a window's last blocks). So nothing is brought into them before that has ended on the device,
+        whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
+        """
+        self._before = self._fence() if work.pulls or work.loads or work.fetches else None
+        self._sources.update(work.sources)
 
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
@@ -137,48 +186,69 @@ class WorkerHalf:
             return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
-            self._hurried.begin(loads, self._tier.load_now)
+            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._before))
         fetches = [order for order in work.fetches if order.hurried]
         if fetches and self._fetching is not None:
             self._fetching.introduce(work.sources)
-            self._hurried.begin(fetches, self._fetching.begin_now)
+            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._before))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
         loads and fetches: nothing computed on them goes anywhere before they have been checked."""
-        tier, fetching = self._tier, self._fetching
+        if work is self._submitted:  # vLLM's call is repeated after an error
+            return
+        attempt, tier, fetching = self._contain.attempt, self._tier, self._fetching
         self._idle = work.idle
+        # Before anything else: from now on the end of each of these is reported, whatever happens.
+        for order in (*work.loads, *work.fetches, *work.failed):
+            if order.hurried:
+                self._hurried.due.append(order)
+            else:
+                self._outstanding[order.request_id] = order
+        for order in work.pulls:
+            self._outstanding[order.request_id] = order
+        self._submitted = work
+        if work.failed:
+            attempt("failed orders", self._fail, work.failed)
         if fetching is not None and work.sources:
-            fetching.introduce(work.sources)
+            attempt("sources", fetching.introduce, work.sources)
         if work.loads or work.fetches:
-            self._begin_loads(work)
+            attempt("loads", self._begin_loads, work)
         if work.aborted and tier is not None:
-            tier.cancel_loads(work.aborted)
-        fence = self._fence() if work.sums or tier is not None or fetching is not None else None
+            attempt("aborts", tier.cancel_loads, work.aborted)
+        attempt("step", self._launched, work, tier)
+
+    def _launched(self, work: StepWork, tier: TierWorker | FarWorker | None) -> None:
+        fence = self._fence() if work.sums or tier is not None else None
         if tier is not None:
-            tier.step(work.step, fence)
-        if fetching is not None:
-            fetching.step(fence)
+            self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
+        before, self._before = self._before, None
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
             try:
-                self._start(work, connect=False)
+                self._contain.attempt("pulls", self._start, work, before, False)
             finally:
                 self._nixl.release()
-        self._reactor.call_soon(lambda: self._work(work, fence))
+        self._reactor.call_soon(lambda: self._work(work, before, fence))
 
     def _begin_loads(self, work: StepWork) -> None:
         tier, fetching = self._tier, self._fetching
-        loads, fetches = self._hurried.take(work.loads), self._hurried.take(work.fetches)
+        loads, fetches = ([order for order in orders if not order.hurried] for orders in (work.loads, work.fetches))
         if tier is not None:
             self._hurried.settle(LoadOrder, tier)
         if fetching is not None:
             self._hurried.settle(FetchOrder, fetching)
         if loads:
-            self._load(loads)
+            self._contain.attempt("loads", self._load, loads)
         if fetches:
-            self._fetch(fetches)
+            self._contain.attempt("fetches", self._fetch, fetches)
+
+    def _fail(self, orders: list[FailedOrder]) -> None:
+        """The scheduler half could not order them."""
+        for order in orders:
+            if not order.hurried:
+                self._finish(_lost(order))
 
     def _fence(self) -> torch.cuda.Event | None:
         """Marks what was launched so far. While the cache is being set up too: by the time that this step's sums are
@@ -191,7 +261,7 @@ class WorkerHalf:
 
     def _load(self, loads: list[LoadOrder]) -> None:
         if self._tier is not None:
-            self._tier.load(loads)
+            self._tier.load(loads, self._before)
             return
         for order in loads:
             reason = "the node store's memory is not mapped here"
@@ -199,7 +269,7 @@ class WorkerHalf:
 
     def _fetch(self, orders: list[FetchOrder]) -> None:
         if self._fetching is not None:
-            self._fetching.begin(orders)
+            self._fetching.begin(orders, self._before)
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
@@ -208,29 +278,51 @@ class WorkerHalf:
 
     def collect(self) -> StepResults:
         """Everything that ended since the last call."""
+        attempt = self._contain.attempt
         if self._tier is not None:
-            self._tier.collect(self._idle)
+            attempt("copies", self._tier.collect, self._idle)
         if self._fetching is not None:
-            self._fetching.collect(self._idle)
+            attempt("fetches", self._fetching.collect, self._idle)
         # Not on a CPU, where checking what arrived takes the calling thread as long as copying it.
         look = self._pulls is not None and self._pulls.active and self._memory.on_device
         if look and self._nixl.acquire(blocking=False):
             try:
-                results = self._pulls.drive(quick=True)
+                for result in attempt("pulls", self._pulls.drive, True) or ():
+                    self._finish(result)
             finally:
                 self._nixl.release()
-            for result in results:
-                self._finish(result)
+        if self._outstanding:
+            attempt("lost orders", self._look_for_lost)
+        return attempt("results", self._results, repair=self._results) or StepResults()
+
+    def _results(self) -> StepResults:
+        """Nothing is taken from where it waits before all is put together."""
         with self._done_lock:
-            done, self._done = self._done, []
-        done, hurried = self._hurried.judge(done)
-        out = StepResults(results=done + hurried)
-        out.finished.update(result.request_id for result in done)
+            done = list(self._done)
+        others, hurried = self._hurried.judge(done)
+        # One that was given up here may be heard of later.
+        ended = [result for result in others if result.request_id in self._outstanding]
+        out = StepResults(results=ended + hurried)
+        out.finished.update(result.request_id for result in ended)
         for result in out.results:
             if result.failed:
                 out.failed.add(result.request_id)
                 out.bad_blocks |= result.bad_blocks
+        self._hurried.forget_due()
+        for request_id in out.finished:
+            del self._outstanding[request_id]
+        with self._done_lock:
+            del self._done[: len(done)]
         return out
+
+    def _look_for_lost(self) -> None:
+        """After an error: a load of which no part of this half knows any more would never be reported. All that is
+        queued on the reactor by now is run before the look."""
+        errors = self._contain.errors + self._reactor.errors
+        if errors != self._errors:
+            self._errors = errors
+            orders = list(self._outstanding.values())
+            self._reactor.call_soon(lambda: self._give_up_lost(orders))
 
     def shutdown(self) -> None:
         self._reactor.stop()
@@ -241,6 +333,21 @@ class WorkerHalf:
             self._memory.close()
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
+
+    def _give_up_lost(self, orders: list[Order]) -> None:
+        known = set()
+        if self._tier is not None:
+            known |= self._tier.under_way()
+        if self._fetching is not None:
+            known |= self._fetching.under_way()
+        with self._nixl:
+            if self._pulls is not None:
+                known |= self._pulls.under_way()
+        with self._done_lock:
+            known.update(result.request_id for result in self._done)
+        for order in orders:
+            if order.request_id not in known:
+                self._finish(_lost(order))
 
     def _when_met(self, begin: Callable[[], None]) -> None:
         if self._met:
@@ -255,6 +362,11 @@ class WorkerHalf:
             begin()
 
     def _register(self, describe, share, shards, heads, device: int | None) -> None:
+        with self._nixl:  # sleep mode may want the memory just now
+            if not self._asleep and self._memory is None:
+                self._register_now(describe, share, shards, heads, device)
+
+    def _register_now(self, describe, share, shards, heads, device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
@@ -267,10 +379,12 @@ class WorkerHalf:
                 self._fetching, shared = open_node(
                     memory, held, self._rank, self._reactor, self._finish, self._drive_soon
                 )
+                if self._fetching is not None:
+                    self._fetching.introduce(self._sources)
             transport = self._open_nixl(memory, needed=shared is None)
             info = m.RankInfo(
                 rank=self._rank,
-                agent="" if transport is None else self._agent_name,
+                agent="" if transport is None else transport.name,
                 agent_metadata=b"" if transport is None else transport.metadata(),
                 memory=memory.memory_type,
                 device=memory.device_id,
@@ -290,12 +404,16 @@ class WorkerHalf:
         if transport is not None:
             self._transport = transport
             self._pulls = Pulls(transport, memory, self._rank)
+            for instance, ranks in self._sources.items():
+                self._pulls.introduce(instance, ranks)
         self._link.tell(m.Register(info, memory.wire_codec))
 
     def _open_nixl(self, memory: PeerMemory, needed: bool) -> NixlTransport | None:
         """None if NIXL is of no use here; raises whatever is wrong if it is ``needed``."""
         try:
-            transport = NixlTransport(self._agent_name, self._backends)
+            life = next(self._lives)
+            name = self._agent_name if life == 1 else f"{self._agent_name}.{life}"
+            transport = NixlTransport(name, self._backends, self._movable)
             memory.register(transport)
             return transport
         except Exception as error:
@@ -323,11 +441,11 @@ class WorkerHalf:
             case m.CancelStores() if self._tier is not None:
                 self._tier.cancel(message)
 
-    def _work(self, work: StepWork, fence) -> None:
+    def _work(self, work: StepWork, before, fence) -> None:
         with self._nixl:
             # Looked at under the lock: sleep mode takes the cache's memory away.
             if self._pulls is not None:
-                self._start(work, connect=True)
+                self._start(work, before, connect=True)
             if work.sums and (self._pulls is not None or self._fetching is not None):
                 if work.urgent:
                     self._urgent = work.step
@@ -336,8 +454,9 @@ class WorkerHalf:
         for order in work.pulls:
             self._finish(self._impossible(order))
 
-    def _start(self, work: StepWork, connect: bool) -> None:
-        """Under the lock: begin the step's pulls; without ``connect`` only from peers we are connected to."""
+    def _start(self, work: StepWork, before, connect: bool) -> None:
+        """Under the lock: begin the step's pulls, behind ``before``; without ``connect`` only from peers we are
+        connected to."""
         for instance, ranks in work.sources.items():
             self._pulls.introduce(instance, ranks)
         work.sources = {}
@@ -347,7 +466,7 @@ class WorkerHalf:
             now = list(work.pulls)
         for order in now:
             work.pulls.remove(order)
-            result = self._pulls.start(order)
+            result = self._pulls.start(order, before)
             if result is not None:
                 self._finish(result)
 
@@ -363,9 +482,18 @@ class WorkerHalf:
         blocks = {int(i) for g in order.groups for i in g.local}
         return PullResult(order.request_id, blocks, True, self._unusable or "not set up yet", 0, 0.0)
 
-    def _finish(self, result: PullResult | FetchResult | LoadResult) -> None:
+    def _finish(self, result: Result) -> None:
         with self._done_lock:
             self._done.append(result)
+
+    def _see_off(self, pulls: Pulls) -> None:
+        """Reads of a memory that was taken away, whose agent did not end: reported when it has."""
+        with self._nixl:
+            results = pulls.drive()
+        for result in results:
+            self._finish(result)
+        if pulls.active:
+            self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
 
     def _drive_soon(self) -> None:
         if not self._driving and self._busy():
@@ -419,3 +547,14 @@ class WorkerHalf:
             if time.monotonic() >= end:
                 return 0.0
             time.sleep(POLL if soon else SERVE_POLL)
+
+
+def _lost(order: Order) -> Result:
+    """Of an order that was not begun, or of whose end nothing was heard; nothing writes its blocks."""
+    blocks = {block for group in order.groups for block in group.blocks.tolist()}
+    reason = "an internal error; see the log"
+    if isinstance(order, PullOrder):
+        return PullResult(order.request_id, blocks, True, reason, 0, 0.0)
+    if isinstance(order, FetchOrder):
+        return FetchResult(order.request_id, blocks, True, reason, 0, 0.0)
+    return LoadResult(order.request_id, blocks, reason, 0, 0.0, 0.0)

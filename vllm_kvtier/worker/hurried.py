@@ -11,26 +11,26 @@ only ends this thread's wait. On a host all loads end in ``begin``, and of a cop
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker.fetches import FetchResult
 from vllm_kvtier.worker.queues import LoadResult
-from vllm_kvtier.worker.work import FetchOrder, LoadOrder
+from vllm_kvtier.worker.work import FailedOrder, FetchOrder, LoadOrder
 
-logger = logging.getLogger("vllm.kvtier.worker")
+logger = get_logger("vllm.kvtier.worker")
 
-Order = LoadOrder | FetchOrder
+Order = LoadOrder | FetchOrder | FailedOrder
 
 
 class Hurried:
     """On the model runner's thread only."""
 
     def __init__(self) -> None:
-        self._due: list[Order] = []  # of the step whose output is being made
+        self.due: list[Order] = []  # of the step whose output is being made
         self._begun: dict[int, float] = {}  # by ticket: those that the forward waits for, and when they were begun
         self._tickets = itertools.count(1)
 
@@ -49,15 +49,10 @@ class Hurried:
             return
         self._begun.update((order.ticket, now) for order in orders)
 
-    def take(self, orders: list[Any]) -> list[Any]:
-        """The step's orders: hurried ones are due from now on, the others are returned."""
-        self._due += [order for order in orders if order.hurried]
-        return [order for order in orders if not order.hurried]
-
     def settle(self, kind: type, worker: Any) -> None:
         """When the forward was launched: wait, by what ``worker.settle`` does for so many seconds at most, until those
         of a kind that are due have ended. A worker of which nothing is hurried need not have it."""
-        timeouts = [order.timeout for order in self._due if isinstance(order, kind)]
+        timeouts = [order.timeout for order in self.due if isinstance(order, kind)]
         if not timeouts:
             return
         try:
@@ -66,17 +61,20 @@ class Hurried:
             logger.exception("kvtier: waiting for a load failed")
 
     def judge(self, results: list[Any]) -> tuple[list[Any], list[LoadResult | FetchResult]]:
-        """Splits the results that came: (those of others, one for each order that is due)."""
-        if not self._due:
-            return [result for result in results if not _ticket(result)], []
-        due, self._due = self._due, []
+        """Splits the results that came: (those of others, one for each order that is due). ``forget_due`` follows."""
         found = {_ticket(result): result for result in results}
         judged = []
-        for order in due:
-            began = self._begun.pop(order.ticket, None)
+        for order in self.due:
+            began = self._begun.get(order.ticket)
             result = found.get(order.ticket) if began is not None else None
             judged.append(_failed(order, began) if result is None else result)
         return [result for result in results if not _ticket(result)], judged
+
+    def forget_due(self) -> None:
+        """What was judged is on its way."""
+        for order in self.due:
+            self._begun.pop(order.ticket, None)
+        self.due = []
 
 
 def _ticket(result: Any) -> int:
@@ -85,9 +83,9 @@ def _ticket(result: Any) -> int:
 
 
 def _failed(order: Order, began: float | None) -> LoadResult | FetchResult:
-    what = "load" if isinstance(order, LoadOrder) else "copy"
+    what = "copy" if isinstance(order, FetchOrder) else "load"
     reason = f"the {what} {'was not begun before' if began is None else 'did not end within'} its step"
     seconds = 0.0 if began is None else time.monotonic() - began
-    if isinstance(order, LoadOrder):
-        return LoadResult(order.request_id, order.all_blocks, reason, 0, seconds, 0.0)
-    return FetchResult(order.request_id, order.all_blocks, True, reason, 0, seconds)
+    if isinstance(order, FetchOrder):
+        return FetchResult(order.request_id, order.all_blocks, True, reason, 0, seconds)
+    return LoadResult(order.request_id, order.all_blocks, reason, 0, seconds, 0.0)

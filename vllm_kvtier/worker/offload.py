@@ -9,35 +9,34 @@ In use::
     offload.step_launched(step, fence)     # each step that has orders, behind its forward; before or after them
     offload.submit_store(order)            # copied once the forward of order.after_step was launched
     offload.submit_load(order, fence)      # blocks may be written once the fence has passed
-    offload.cancel(ids); offload.cancel_loads(request_ids)
+    offload.cancel(orders); offload.cancel_loads(request_ids)
     offload.load_now()                     # all that was submitted; the caller's stream goes on behind it
-    ended = offload.drive()                # never waits for a copy; Ended(loads, stored, dropped)
+    ended = offload.drive()                # never waits for a copy; Ended(loads, stored, cut)
     pause = offload.next_poll()            # seconds after which to call drive again; None: nothing to wait for
     if offload.active: ...                 # copies run: pauses are short, up to a few ms; else a timer will do
 
-Each order submitted comes back from ``drive`` exactly once: a load as a LoadResult, a store's id in ``stored`` or in
-``dropped``; from then on nothing of ours reads or writes its blocks and slots. A store that is dropped has written
-nothing that anybody may rely on.
+Each order submitted comes back from ``drive`` exactly once: a load as a LoadResult, a store's id in ``stored`` or, with
+how many of its first blocks are stored, in ``cut``; from then on nothing of ours reads or writes its blocks and slots.
 
 Loads and stores are two lanes that do not wait for each other. Each gives the copier a few milliseconds of work ahead,
 so that the link is busy while this thread waits for the interpreter, and no more, so that a short load is not stuck
 behind a long one that has gone out already.
 """
 
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker.copier import Copy
 from vllm_kvtier.worker.pool import Backing, Pool
 from vllm_kvtier.worker.queues import ABORTED, LoadQueue, LoadResult, Piece, StoreQueue
 from vllm_kvtier.worker.work import LoadOrder, StoreOrder
 
-logger = logging.getLogger("vllm.kvtier.offload")
+logger = get_logger("vllm.kvtier.offload")
 
 # Work given to the copier ahead, in seconds of its rate: at least, and at most while the copier has run out of work
 # before this thread came by (CPython hands the interpreter over every 5 ms at the earliest when somebody computes).
@@ -71,7 +70,7 @@ class Ended(NamedTuple):
 
     loads: list[LoadResult]
     stored: list[int]  # ids of store orders
-    dropped: list[int]
+    cut: list[tuple[int, int]]  # of those that were not stored whole: id, and how many of the first blocks were
 
 
 class Rate:
@@ -159,20 +158,18 @@ class Offload:
         pool: Pool,
         block_bytes: Sequence[int],
         *,
-        store_limit: int = 4 << 30,
-        store_timeout: float = 30.0,
+        store_timeout: float = 90.0,
         first_rate: float = FIRST_RATE,
         pieces: tuple[int, int] = (2, 2),
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``store_limit``: most bytes of stores that have not ended; beyond it the newest is dropped.
-        ``store_timeout``: seconds after which a store that has not begun is dropped; less than the store's
-        reserve_seconds, or its slots may be somebody else's by then. ``first_rate``: bytes a second of either
+        """``store_timeout``: seconds after which what has not begun of a store is left out; less than the node store's
+        reserve_seconds, or its slots may be another block's by then. ``first_rate``: bytes a second of either
         direction before any was measured. ``pieces``: at least so many of loads, of stores given ahead: what a
         store waits for (the forward that writes its blocks) is no sign of a slow link."""
         self._pool, self._clock = pool, clock
         self._loads = LoadQueue(block_bytes)
-        self._stores = StoreQueue(block_bytes, store_limit, STORES_LINGER, store_timeout)
+        self._stores = StoreQueue(block_bytes, STORES_LINGER, store_timeout)
         self._loading = _Lane(LOADS_AHEAD, pieces[0], LOADS_PAUSE, first_rate)
         self._storing = _Lane(STORES_AHEAD, pieces[1], STORES_PAUSE, first_rate)
         self._backing: Backing | None = None  # that of the orders in the queues
@@ -197,7 +194,7 @@ class Offload:
         self._follow(now)
         self._stores.add(order, now)
         if self._unusable(order.instance) is not None:
-            self._stores.cancel([order.id])
+            self._stores.cancel([(order.id, 0)])
 
     def submit_load(self, order: LoadOrder, after: Any | None) -> None:
         """``after``: behind it the blocks may be written (what read them before has been launched ahead of it)."""
@@ -208,10 +205,10 @@ class Offload:
         if reason is not None:
             self._loads.cancel(lambda other: other is order, reason, now)
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        """Drop these stores as far as they have not begun. One that has been given to the copier wholly ends as
-        stored; each of them is still reported."""
-        self._stores.cancel(ids)
+    def cancel(self, orders: Iterable[tuple[int, int]]) -> None:
+        """Of these stores (id, blocks) copy no more than so many of the first blocks, or than were given to the copier
+        already; each of them is still reported."""
+        self._stores.cancel(orders)
 
     def cancel_loads(self, request_ids: Sequence[str]) -> None:
         """Load no more for these requests; their results come when nothing writes their blocks any more."""
@@ -280,6 +277,10 @@ class Offload:
     def loading(self) -> bool:
         """Whether any request waits for a load."""
         return len(self._loads) > 0
+
+    def loads_under_way(self) -> set[str]:
+        """Requests whose loads have not ended, or whose results were not taken yet."""
+        return self._loads.request_ids()
 
     @property
     def queued_load_bytes(self) -> int:

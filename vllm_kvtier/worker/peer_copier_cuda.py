@@ -5,7 +5,6 @@ it is told is checked here: nothing outside of what the source shares is ever to
 by itself, also when the source's process dies: a mapping keeps its memory.
 """
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.kernels import peer, peer_plan
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker import copier_sheets
 from vllm_kvtier.worker.cover import Part, PartGroup, PartRegion
 from vllm_kvtier.worker.cuda import Driver
@@ -23,7 +23,7 @@ from vllm_kvtier.worker.peer_copier import CopyJob
 from vllm_kvtier.worker.peer_tables import Batch, GroupTable, most_words, pack, padded, room
 from vllm_kvtier.worker.views import CacheView
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 # Rows of one launch at most; the scratch on the device is made for so many (2 MiB).
 MAX_ROWS = 16384
@@ -138,7 +138,7 @@ class CudaPeerCopier:
                     torch.empty(room(max_rows, shape), dtype=torch.int64, device=self._device),
                     torch.empty(max_rows, dtype=torch.int64, device=self._device),
                 )
-        self._mover = peer.PeerMover(scratch, shape, checked, self.driver.launch)
+        self._mover = peer.PeerMover(scratch, shape, checked, self.driver.launcher)
         self._sources: dict[str, _Source] = {}
         self._leaving: list[_Source] = []
         self._under_way: list[CudaPeerCopy] = []

@@ -6,18 +6,18 @@ the old backing ends there, only then is it closed, and then the new memory is m
 backing stays for a while: pinning it again would take seconds.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE, PIECE
 from vllm_kvtier.worker.copier import Copier
 
-logger = logging.getLogger("vllm.kvtier.pool")
+logger = get_logger("vllm.kvtier.pool")
 
 # Registering a piece keeps this thread for some 20 ms (the driver pins its pages). While requests wait for loads the
 # next one is put off, but never longer than PATIENCE, or a busy engine would never get to its memory.

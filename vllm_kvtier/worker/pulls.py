@@ -7,7 +7,6 @@ nothing new begins with it, reads under way may end within a while, and what did
 """
 
 import enum
-import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import RankInfo
 from vllm_kvtier.worker.descriptors import PageRows
 from vllm_kvtier.worker.memory import CacheMemory, Check
 from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.work import PullOrder
 
-logger = logging.getLogger("vllm.kvtier.pulls")
+logger = get_logger("vllm.kvtier.pulls")
 
 # A source makes the checksums of a hand-off before it offers it, unless it is busy; then some moments later.
 REREAD_AFTER = (0.02, 0.06, 0.2, 0.6)
@@ -33,7 +33,7 @@ LOOK_AGAIN = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read: once more, or with another agent
+    WAITING = "waiting"  # to read: behind its fence, once more, or with another agent
     READING = "reading"
     VERIFYING = "verifying"
     FAILED = "failed"  # its blocks may still be written into, by the agent that reads
@@ -63,6 +63,7 @@ class _Pull:
     bytes: int = 0
     blocks: set[int] = field(default_factory=set)
     moves: list = field(default_factory=list)
+    after: torch.cuda.Event | None = None  # its blocks are another's until then
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
     rereads: int = 0
@@ -89,11 +90,17 @@ class Pulls:
     def active(self) -> bool:
         return bool(self._pulls)
 
+    def under_way(self) -> set[str]:
+        """Requests whose pulls have not ended."""
+        return {pull.order.request_id for pull in self._pulls}
+
     @property
     def resting(self) -> bool:
-        """Whether all of them wait for a time to read again."""
+        """Whether all of them wait for a time to read again, or for the device."""
         now = time.monotonic()
-        return all(pull.stage is Stage.WAITING and now < pull.not_before for pull in self._pulls)
+        return all(
+            pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls
+        )
 
     def introduce(self, instance: str, ranks: list[RankInfo]) -> None:
         for info in ranks:
@@ -106,12 +113,13 @@ class Pulls:
         known = info is not None and info.agent in self._peers and self._transport.knows(info.agent)
         return known and self._condemned is None
 
-    def start(self, order: PullOrder) -> PullResult | None:
-        """Begin reading; a result at once if that is impossible."""
+    def start(self, order: PullOrder, after: torch.cuda.Event | None = None) -> PullResult | None:
+        """Begin reading; a result at once if that is impossible. ``after``: behind which our blocks may be written;
+        NIXL knows no stream, so that it is not told to read before."""
         now = time.monotonic()
-        pull = _Pull(order, now, now + order.timeout)
+        pull = _Pull(order, now, now + order.timeout, after=after)
         pull.blocks = {int(i) for g in order.groups for i in g.local}
-        if self._condemned is not None:
+        if self._condemned is not None or not _free(pull):
             pull.stage = Stage.WAITING
         else:
             try:
@@ -145,6 +153,21 @@ class Pulls:
             logger.exception("kvtier: the memory of failed reads is not free yet")
             self._look_at = time.monotonic() + LOOK_AGAIN
         return results
+
+    def stop(self, why: str) -> list[PullResult]:
+        """The cache's memory is about to be taken away: ends the transport, and with it all that is under way, which
+        has failed. A read whose agent does not end is not among the results; ``drive`` until nothing is ``active``."""
+        for pull in self._pulls:
+            if pull.stage is Stage.READING:
+                pull.stage, pull.reason = Stage.FAILED, why
+        self._end_agent(time.monotonic())
+        self._transport.close()
+        if self._memory.view.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.view.device)  # checks, and what is decoded
+        over = [pull for pull in self._pulls if pull.stage is not Stage.LEAVING]
+        self._pulls = [pull for pull in self._pulls if pull.stage is Stage.LEAVING]
+        results = [self._fail_now(pull, why) for pull in over]
+        return results + self._left() if self._pulls else results
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -187,7 +210,7 @@ class Pulls:
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
                 return self._fail_now(pull, f"the read from {pull.order.source} could not begin in time")
-            if now < pull.not_before or self._condemned is not None:
+            if now < pull.not_before or self._condemned is not None or not _free(pull):
                 return None
             if quick and not self.connected(pull.order.source):
                 return None
@@ -297,3 +320,10 @@ class Pulls:
         if source not in self._logged:
             self._logged.add(source)
             logger.warning("kvtier: %s; these blocks are computed (said once for this source)", reason)
+
+
+def _free(pull: _Pull) -> bool:
+    """Whether its blocks may be written."""
+    if pull.after is not None and pull.after.query():
+        pull.after = None  # it marks a later step some time
+    return pull.after is None

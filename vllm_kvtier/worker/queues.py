@@ -14,7 +14,7 @@ stays until its last piece has ended, because until then its blocks and slots ar
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StoreOrder
 
 @dataclass(eq=False)
 class Piece:
-    """``spans`` says whose blocks these are, in turn: (entry of a queue, index in its groups, how many blocks)."""
+    """``spans`` says whose blocks these are, in turn: (entry of a queue, for a load the index in its groups and for a
+    store its first block here, how many blocks)."""
 
     group: int
     blocks: np.ndarray  # int64[n]
@@ -39,7 +40,7 @@ class Piece:
 
 
 def _piece(group: int, block_bytes: int, parts: list[tuple[Any, int, Any, int, int]]) -> Piece:
-    """``parts``: (entry, index in its groups, the arrays there, first block, one past the last)."""
+    """``parts``: (entry, as in ``spans``, its arrays, first block, one past the last)."""
 
     def joined(name: str) -> np.ndarray:
         cut = [getattr(arrays, name)[start:stop] for _, _, arrays, start, stop in parts]
@@ -56,27 +57,29 @@ class _Store:
     number: int  # in order of arrival
     nbytes: int
     since: float
+    stop: int  # so many of its first blocks are to be given to pieces
+    kept: int  # so many are stored when its pieces have ended, as far as is known
     issued: int = 0  # blocks given to pieces
     running: int = 0  # pieces
-    dropped: bool = False
 
     @property
     def waits(self) -> bool:
-        return not self.dropped and self.issued < len(self.order.blocks)
+        return self.issued < self.stop
 
 
 class StoreQueue:
-    def __init__(self, block_bytes: Sequence[int], limit: int, linger: float, timeout: float):
-        """``block_bytes``: of one block, by group. ``limit``: most bytes of orders that have not ended; a single
-        order may be larger, so that a small limit slows storing and does not end it. ``linger``: seconds for which
-        less than a piece waits for more. ``timeout``: seconds after which what has not begun is dropped."""
-        self._block_bytes, self._limit, self._linger, self._timeout = list(block_bytes), limit, linger, timeout
+    """What waits is bounded by whoever orders: its blocks are held for as long."""
+
+    def __init__(self, block_bytes: Sequence[int], linger: float, timeout: float):
+        """``block_bytes``: of one block, by group. ``linger``: seconds for which less than a piece waits for more.
+        ``timeout``: seconds after which what has not begun is left out."""
+        self._block_bytes, self._linger, self._timeout = list(block_bytes), linger, timeout
         self._stores: dict[int, _Store] = {}
         self._waiting: list[deque[_Store]] = [deque() for _ in block_bytes]
         self._waiting_bytes = [0 for _ in block_bytes]
         self._arrivals = 0
         self._done: list[int] = []
-        self._dropped: list[int] = []
+        self._cut: list[tuple[int, int]] = []
         self.nbytes = 0  # of orders that have not ended
 
     def __len__(self) -> int:
@@ -84,14 +87,12 @@ class StoreQueue:
         return len(self._stores)
 
     def add(self, order: StoreOrder, now: float) -> None:
-        """Queue; dropped at once if there is no room for it. Raises ValueError for an id that has not ended."""
+        """Queue. Raises ValueError for an id that has not ended."""
         if order.id in self._stores:
             raise ValueError(f"store order {order.id} has not ended yet; ids are never used twice")
-        nbytes = len(order.blocks) * self._block_bytes[order.group]
-        if self._stores and self.nbytes + nbytes > self._limit:
-            self._dropped.append(order.id)
-            return
-        store = _Store(order, self._arrivals, nbytes, now)
+        count = len(order.blocks)
+        nbytes = count * self._block_bytes[order.group]
+        store = _Store(order, self._arrivals, nbytes, now, count, count)
         self._arrivals += 1
         self._stores[order.id] = store
         self.nbytes += nbytes
@@ -122,13 +123,13 @@ class StoreQueue:
         step, final = -1, False
         while waiting and room and waiting[0].order.after_step <= launched:
             store = waiting[0]
-            start, total = store.issued, len(store.order.blocks)
-            store.issued = min(total, start + room)
+            start = store.issued
+            store.issued = min(store.stop, start + room)
             room -= store.issued - start
             store.running += 1
-            parts.append((store, 0, store.order, start, store.issued))
+            parts.append((store, start, store.order, start, store.issued))
             step = max(step, store.order.after_step)
-            if store.issued == total:
+            if store.issued == store.stop:
                 final = True
                 waiting.popleft()
         piece = _piece(group, size, parts)
@@ -137,30 +138,30 @@ class StoreQueue:
         return piece
 
     def ended(self, piece: Piece, ok: bool) -> None:
-        """A piece ran. If it went wrong, its orders are dropped."""
-        for store, _, _ in piece.spans:
+        """A piece ran. If it went wrong, what its orders have from there on is not stored."""
+        for store, start, _ in piece.spans:
             store.running -= 1
             if ok:
                 self._settle(store)
             else:
-                self._drop(store)
+                self._stop(store, store.issued, start)
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        """Drop what has not gone to a piece yet; orders all of which has gone end as if never cancelled."""
-        for id in ids:
+    def cancel(self, orders: Iterable[tuple[int, int]]) -> None:
+        """Of these orders store only so many of their first blocks, or those that have gone to a piece already."""
+        for id, count in orders:
             store = self._stores.get(id)
-            if store is not None and store.waits:
-                self._drop(store)
+            if store is not None:
+                self._stop(store, max(store.issued, count))
 
     def drop(self, which: Callable[[StoreOrder], bool]) -> None:
         """Drop these orders, even those whose last piece runs."""
         for store in [s for s in self._stores.values() if which(s.order)]:
-            self._drop(store)
+            self._stop(store, store.issued, 0)
 
     def expire(self, now: float) -> None:
         for waiting in self._waiting:
             while waiting and waiting[0].since + self._timeout <= now:
-                self._drop(waiting[0])
+                self._stop(waiting[0], waiting[0].issued)
 
     def next_deadline(self) -> float:
         """When ``expire`` may have something to do; infinity for never."""
@@ -168,12 +169,13 @@ class StoreQueue:
 
     @property
     def has_results(self) -> bool:
-        return bool(self._done or self._dropped)
+        return bool(self._done or self._cut)
 
-    def take_results(self) -> tuple[list[int], list[int]]:
-        """Ids of the orders that were stored since the last call, and of those that were dropped."""
-        results = self._done, self._dropped
-        self._done, self._dropped = [], []
+    def take_results(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of the orders that were stored since the last call; of those that were not stored whole also how many of
+        their first blocks were."""
+        results = self._done, self._cut
+        self._done, self._cut = [], []
         return results
 
     def _ready_times(self, launched: int, nbytes: int) -> list[tuple[float, int]]:
@@ -185,12 +187,15 @@ class StoreQueue:
                 times.append((-math.inf if enough else waiting[0].since + self._linger, group))
         return times
 
-    def _drop(self, store: _Store) -> None:
-        if store.waits:
+    def _stop(self, store: _Store, stop: int, kept: int | None = None) -> None:
+        """Give no block from ``stop`` on to a piece; count none from ``kept`` on as stored."""
+        if stop < store.stop:
             group = store.order.group
-            self._waiting[group].remove(store)
-            self._waiting_bytes[group] -= (len(store.order.blocks) - store.issued) * self._block_bytes[group]
-        store.dropped = True
+            self._waiting_bytes[group] -= (store.stop - stop) * self._block_bytes[group]
+            store.stop = stop
+            if not store.waits:
+                self._waiting[group].remove(store)
+        store.kept = min(store.kept, store.stop if kept is None else kept)
         self._settle(store)
 
     def _settle(self, store: _Store) -> None:
@@ -198,7 +203,10 @@ class StoreQueue:
             return
         del self._stores[store.order.id]
         self.nbytes -= store.nbytes
-        (self._dropped if store.dropped else self._done).append(store.order.id)
+        if store.kept == len(store.order.blocks):
+            self._done.append(store.order.id)
+        else:
+            self._cut.append((store.order.id, store.kept))
 
 
 ABORTED = "the request was aborted"  # reason of a load that was stopped because nobody waits for it any more
@@ -261,6 +269,10 @@ class LoadQueue:
     def __len__(self) -> int:
         """Loads that have not ended."""
         return len(self._loads)
+
+    def request_ids(self) -> set[str]:
+        """Of loads that have not ended, or whose results were not taken yet."""
+        return {load.order.request_id for load in self._loads} | {result.request_id for result in self._results}
 
     def add(self, order: LoadOrder, after: Any, now: float) -> None:
         left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)

@@ -1,16 +1,16 @@
 """Tells when a process ends whose memory we have mapped: a GPU's memory is free only when nobody maps it any more."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import Shared
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import process_memory
 
-logger = logging.getLogger("vllm.kvtier.fetches")
+logger = get_logger("vllm.kvtier.fetches")
 
 # Where the system gives no descriptor of a process: how often it is looked at.
 LOOK_AGAIN = 2.0

@@ -5,7 +5,6 @@ two threads: the reactor's, and the model runner's where the device copies by it
 the interpreter while a request does. ``_lock`` keeps them apart; the model runner only takes it if it is free.
 """
 
-import logging
 import math
 import os
 import threading
@@ -20,6 +19,7 @@ import torch
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.messages import Hello
 from vllm_kvtier.wire import messages as m
@@ -32,7 +32,7 @@ from vllm_kvtier.worker.queues import LoadResult
 from vllm_kvtier.worker.views import CacheView
 from vllm_kvtier.worker.work import MOST_LOCKED, LoadOrder, StoreOrder
 
-logger = logging.getLogger("vllm.kvtier.tiering")
+logger = get_logger("vllm.kvtier.tiering")
 
 FENCES = 64  # steps whose fence is kept until somebody looks
 # A step that was launched lets stores begin; unless they are looked after within this anyway, it asks for that.
@@ -80,7 +80,6 @@ class TierWorker:
         self._fault = False  # the last drive failed
         self._lock = threading.RLock()
         self._fences: deque[tuple[int, Any]] = deque(maxlen=FENCES)
-        self._latest: Any = None  # fence of the last step; only the model runner's thread uses it
         self._hurried: set[tuple[str, int]] = set()  # loads that somebody waits for in ``settle``: request, ticket
         self._timer: Timer | None = None
         self._due = math.inf  # when the timer is
@@ -105,7 +104,6 @@ class TierWorker:
         self._offload = Offload(
             self._pool,
             [layout.nbytes for layout in layouts],
-            store_limit=setup.queue,
             **({"first_rate": DEVICE_RATE, "pieces": DEVICE_PIECES} if self.on_device else {}),
         )
         self._pool.start()
@@ -119,24 +117,18 @@ class TierWorker:
         self._launched_by = time.monotonic() + MOST_LAUNCHING
 
     def step(self, step: int, fence: Any) -> None:
-        """The forward of ``step`` was launched; ``fence`` marks its end."""
+        """The forward of ``step`` was launched; ``fence`` marks its end, None without a device."""
         self._launched_by = -math.inf
         if step < 0:  # a call of vLLM without a step of the scheduler's
             return
         self._resting = False
-        if fence is None:
-            # Nobody made one (checksums for pulls could not be set up): copies must not begin before their time.
-            fence = self._mark()
-        self._latest = fence
         self._fences.append((step, fence))
         if not self.on_device and self._offload.queued_store_bytes and self._due > time.monotonic() + SOON:
             self._reactor.call_soon(self._drive)
 
-    def load(self, loads: list[LoadOrder]) -> None:
-        """Begin loads; their blocks may be written behind the steps before this one, whose fence came last."""
+    def load(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads; their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         self._resting = False
-        # Steps from before there was a store may be running yet: then behind all that was launched.
-        after = self._mark() if self._latest is None else self._latest
         if self.on_device and self._lock.acquire(timeout=PATIENCE):
             try:
                 self._start(loads, after)
@@ -148,11 +140,10 @@ class TierWorker:
         else:
             self._reactor.call_soon(lambda: self._load(loads, after))
 
-    def load_now(self, loads: list[LoadOrder]) -> None:
-        """Begin loads, all of them: what this thread launches on its stream from now on runs behind them. On a host
-        they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other thread is at the
-        memory for too long; then nothing was begun."""
-        after = self._mark()  # also behind what the step has launched already, which may write to new blocks
+    def load_now(self, loads: list[LoadOrder], after: Any) -> None:
+        """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind
+        them. On a host they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other
+        thread is at the memory for too long; then nothing was begun."""
         if not self._lock.acquire(timeout=MOST_LOCKED):
             raise KVTierError("another thread is at the node store's memory for too long")
         try:
@@ -181,6 +172,11 @@ class TierWorker:
         self._hurried.clear()
         self._reactor.call_soon(self._schedule)
 
+    def under_way(self) -> set[str]:
+        """Requests whose loads have not ended. Any thread."""
+        with self._lock:
+            return self._offload.loads_under_way()
+
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. They end, as loads do, when nothing writes their blocks any more."""
 
@@ -190,14 +186,6 @@ class TierWorker:
             self._drive()
 
         self._reactor.call_soon(cancel)  # behind the loads that went this way
-
-    def _mark(self) -> Any:
-        """Fence of what was launched so far; None without a device."""
-        if not self.on_device:
-            return None
-        fence = torch.cuda.Event()
-        fence.record()
-        return fence
 
     def rest(self) -> None:
         """The cache's memory is about to be taken away: nothing touches it until the next step."""
@@ -270,7 +258,7 @@ class TierWorker:
             self._offload.submit_store(order)
             self._stores_at = -math.inf
             if self._resting:
-                self._offload.cancel([order.id])
+                self._offload.cancel([(order.id, 0)])
         self._drive_unless_stepping()
 
     def cancel(self, message: m.CancelStores) -> None:
@@ -347,14 +335,14 @@ class TierWorker:
         for result in ended.loads:
             self._finish(result)
             self._hurried.discard((result.request_id, result.ticket))
-        if ended.stored or ended.dropped:
+        if ended.stored or ended.cut:
             self._reactor.call_soon(lambda: self._tell_stored(ended))
 
     def _tell_stored(self, ended: Ended) -> None:
         total = self._offload.totals[1]
         rate = self._offload.rates[1]
         nbytes, self._nbytes = total - self._nbytes, total
-        self._tell(m.Stored(self._rank, ended.stored, ended.dropped, nbytes, nbytes / rate))
+        self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / rate))
 
     def _pool_changed(self) -> None:
         state = (self._pool.instance, self._pool.registered_pages * PAGE)

@@ -14,7 +14,6 @@ import enum
 import gc
 import importlib
 import itertools
-import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 
-logger = logging.getLogger("vllm.kvtier.transport")
+logger = get_logger("vllm.kvtier.transport")
 
 
 class TransferState(enum.Enum):
@@ -54,15 +54,23 @@ def nixl_api() -> Any:
     raise KVTierError(f"NIXL cannot be imported ({problems[0]}); `pip install nixl` to pull KV between engines")
 
 
+# Of UCX, for memory that sleep mode takes away and gives back: a mapping by which a peer's UCX reads it (CUDA IPC)
+# would keep it from being freed, and so would a cached registration. vLLM's NixlConnector does the same.
+MOVABLE = {"engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"}
+
+
 class _Agent:
     """A NIXL agent and what is registered with it. Raises KVTierError without NIXL or any of ``backends``."""
 
-    def __init__(self, name: str, backends: list[str]):
+    def __init__(self, name: str, backends: list[str], movable: bool = False):
         api = nixl_api()
         # A retired agent leaves reads behind, and UCX would write a line about each.
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
-        config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=list(backends))
+        plain = [backend for backend in backends if not (movable and backend == "UCX")]
+        config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=plain)
         self.nixl = api.nixl_agent(name, config)
+        if plain != backends:
+            self.nixl.create_backend("UCX", MOVABLE)
         missing = [b for b in backends if b not in self.nixl.backends]
         if len(missing) == len(backends):
             raise KVTierError(
@@ -82,10 +90,12 @@ class _Agent:
 
 
 class NixlTransport:
-    def __init__(self, name: str, backends: list[str]):
-        """``name``: no other engine's. Raises KVTierError if NIXL is missing or none of ``backends`` can be created."""
+    def __init__(self, name: str, backends: list[str], movable: bool = False):
+        """``name``: no other agent's, also of those that have ended. ``movable``: the memory may be taken away
+        (``close``) while peers know it. Raises KVTierError if NIXL is missing or none of ``backends`` can be created.
+        """
         self.name, self._backends = name, list(backends)
-        self._server = _Agent(name, self._backends)
+        self._server: _Agent | None = _Agent(name, self._backends, movable)
         self._reader: _Agent | None = None
         self._numbers = itertools.count(1)
         self._spans: list[tuple[list[tuple[int, int]], str, int]] = []
@@ -100,11 +110,17 @@ class NixlTransport:
         self._spans.append((spans, memory, device))
         reader.register(spans, memory, device)
 
-    def deregister(self) -> None:
-        """Give up every span; what is being read ends. Peers that still read get errors."""
+    def close(self) -> bool:
+        """The memory is about to be taken away: both agents end, for good. Peers that still read get errors; an agent
+        that answered one of them later (where reads are emulated) would end this process. False: one lives on
+        (``retired`` looks again)."""
         self._spans.clear()
-        self.retire()
-        self._server.deregister()
+        server, self._server = self._server, None
+        if server is not None:
+            _try(server.deregister)
+            self._retiring.append(weakref.ref(server.nixl.agent))
+            del server
+        return self.retire()
 
     def metadata(self) -> bytes:
         """What a peer needs for ``add_peer``; made after everything is registered."""

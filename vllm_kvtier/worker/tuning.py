@@ -5,14 +5,15 @@ defaults here.
 """
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-logger = logging.getLogger("vllm.kvtier.tuning")
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.tuning")
 
 Way = Literal["direct", "staged", "mixed"]
 

@@ -1,5 +1,6 @@
 """What the scheduler half tells the worker half in a step (vLLM carries it as connector metadata)."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,6 +114,17 @@ class LoadOrder(_Filled):
     ticket: int = 0  # as FetchOrder's
 
 
+@dataclass(eq=False)
+class FailedOrder(_Filled):
+    """A load that vLLM counts on and that could not be ordered: the workers report it as failed."""
+
+    request_id: str
+    groups: list[GroupLoad]
+    hurried: bool = False  # the step's forward computes on its blocks
+    timeout: float = math.inf
+    ticket: int = 0
+
+
 @dataclass
 class StepWork:
     """One step's work. ``sources`` introduces the engines named in ``pulls`` or ``fetches`` for the first time:
@@ -127,4 +139,5 @@ class StepWork:
     aborted: list[str] = field(default_factory=list)  # requests whose loads, ordered before, nobody waits for any more
     idle: bool = False  # nothing is computed in this step
     urgent: bool = False  # a peer waits for the checksums of this step
+    failed: list[FailedOrder] = field(default_factory=list)
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL = 250_000  # nanoseconds between looks; the reactor's own timers are of whole milliseconds
 _CLOCK_MONOTONIC = 1

@@ -5,7 +5,6 @@ began may still read or write slots of the pool: only then are its requests answ
 each time, a new one is started. Everything here belongs to the reactor's thread, and nothing waits but ``stop``.
 """
 
-import logging
 import select
 import socket
 import time
@@ -15,13 +14,14 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.child import Child, spawn_mover
 from vllm_kvtier.store.lower.durations import Durations
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OPENING, READY, SET_ASIDE, STOPPED = "opening", "ready", "set aside", "stopped"
 

@@ -7,12 +7,12 @@ its beginning is still there when its end arrives. Several aheads may want the s
 it, and the others are over no sooner than he. Nobody is needed to wait: an ahead goes on when its request is gone.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.entries import Shape
 from vllm_kvtier.store.fates import Fate
 from vllm_kvtier.store.index import Index
@@ -21,7 +21,7 @@ from vllm_kvtier.store.messages import Below, GroupShape
 from vllm_kvtier.store.records import EXISTS, HASH, NO_ROOM, ZERO, BadRequest
 from vllm_kvtier.wire.slots import PAGE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Large enough for a disk's or a network's full rate, small enough that short chains come in between and that what a
 # request gets before its patience ends is most of what was read by then.

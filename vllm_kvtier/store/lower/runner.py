@@ -24,11 +24,12 @@ from typing import Protocol
 import msgspec
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import LIMIT, get_logger
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KINDS = {
     "disk": "vllm_kvtier.store.lower.disk.mover:DiskMover",
@@ -183,9 +184,12 @@ def main() -> int:
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--log-level", default="warning")
     arguments = parser.parse_args()
+    handler = logging.StreamHandler()
+    handler.addFilter(LIMIT)
     logging.basicConfig(
         level=arguments.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {arguments.kind} mover: %(message)s",
+        handlers=[handler],
     )
     # Ctrl-C in a terminal is for the server, which ends us by closing the socket when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -13,7 +13,6 @@ So at every instant a block that the journal names lies whole in its place. Step
 waits for the disk at the same time shares a sync. Syncs are on threads: reads go on meanwhile.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.agent import StorageAgent
 from vllm_kvtier.store.lower.disk import journal as j
@@ -32,7 +32,7 @@ from vllm_kvtier.store.lower.disk.table import pack, parents_first, unpack
 from vllm_kvtier.store.lower.runner import MAX_SENTENCE, Host
 from vllm_kvtier.store.messages import PAGE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KEPT = 8192  # moves of one Kept
 QUEUE = "1024"  # blocks that the kernel has under way; NIXL submits 64 each time it is looked at

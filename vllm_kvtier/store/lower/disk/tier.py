@@ -6,12 +6,12 @@ Options that the mover gets (``moving.Open``): ``path`` (directory), ``size`` (b
 """
 
 import gc
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower import mover as mv
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.base import Block, Find, Tier, TierCounts, Want
@@ -23,7 +23,7 @@ from vllm_kvtier.store.records import EXISTS, NO_PARENT_STORED, NO_ROOM
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.slots import PAGE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A read or write is late after so many seconds, and one for each so many bytes in front of and in it: a slow disk,
 # or one that many share, is not a hung one.

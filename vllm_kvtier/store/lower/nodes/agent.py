@@ -12,7 +12,6 @@ under way.
 
 import ctypes
 import gc
-import logging
 import os
 import time
 import weakref
@@ -23,11 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.agent import load_nixl
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL = 50e-6  # seconds between two looks: sockets hold more than a fast network brings in that time
 STRETCH = 2e-3  # seconds of looking, before messages and timers get their turn

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.nodes import wire as w
 from vllm_kvtier.store.lower.nodes.options import Address, NodeOptions
 from vllm_kvtier.store.records import HASH
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 64  # kept at a time; requests name addresses, so what is remembered about them is bounded
 MAX_REMEMBERED = 1024

@@ -6,7 +6,6 @@ others are reading may end within a while, then it is closed, the failed reads a
 """
 
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.nodes.agent import Pool, Reader, runs
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRANSFER_BYTES = 8 << 20  # of one transfer: where copying it takes the processor, 2 ms of that
 IN_FLIGHT = 4  # transfers of one source

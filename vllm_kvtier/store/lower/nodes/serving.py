@@ -5,7 +5,6 @@ what no asker says, is forgotten, and what it was lent goes back.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,13 +15,14 @@ import numpy as np
 import zmq
 
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.nodes import wire as w
 from vllm_kvtier.store.lower.nodes.agent import Server, pieces_of
 from vllm_kvtier.store.lower.nodes.options import Address, NodeOptions
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 256
 MAX_ASKS = 64  # of a connection, not answered yet

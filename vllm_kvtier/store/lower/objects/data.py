@@ -7,7 +7,6 @@ failed. Both find the credentials by themselves, in the usual places.
 import abc
 import ctypes
 import glob
-import logging
 import os
 import secrets
 import ssl
@@ -18,12 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower.agent import StorageAgent
 from vllm_kvtier.store.lower.objects.clients import ATTEMPTS, Bucket, Kind, Trouble
 from vllm_kvtier.store.lower.objects.jobs import Done, Hands
 from vllm_kvtier.store.lower.runner import Host
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OBJ_THREADS = 16
 SENTINEL = 16  # bytes

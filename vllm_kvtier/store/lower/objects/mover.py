@@ -13,11 +13,11 @@ Options of Open: ``url`` (s3://bucket/prefix), ``endpoint``, ``region``, ``backe
 ``timeout`` (a server that says nothing), ``look_seconds`` (of a Look), ``read_seconds`` (of one object).
 """
 
-import logging
 import time
 from collections.abc import Callable
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.lower import moving as m
 from vllm_kvtier.store.lower.objects.clients import Bucket, Kind, Trouble
 from vllm_kvtier.store.lower.objects.data import BucketData, Data, nixl_data
@@ -27,7 +27,7 @@ from vllm_kvtier.store.lower.objects.search import Chain, Name, search
 from vllm_kvtier.store.lower.runner import Host
 from vllm_kvtier.wire.slots import PAGE
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A request waits tens of milliseconds for the server and its bytes take less: many at once. Fewer are written than
 # read, which somebody waits for.

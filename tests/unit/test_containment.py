@@ -1,0 +1,445 @@
+"""Containment: what vLLM is answered when our code raises, how it is counted, and that nothing is held or lost."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matcher_world import ONE, World, offered, params
+from support import Clock, FakePool, Uncontained, make_request
+from test_hurried import fetch, order, result
+from test_worker_half import half as worker  # noqa: F401
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import MOST, WINDOW, Containment, contained
+from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.hurry import Hurry
+from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.turns import Turns
+from vllm_kvtier.worker.work import FailedOrder, GroupLoad, PullOrder, StepWork
+
+
+def fail(*_, **__):
+    raise RuntimeError("on purpose")
+
+
+def once(function):
+    """``function``, that raises when it is first called."""
+    left = [fail]
+
+    def call(*args, **kwargs):
+        return (left.pop() if left else function)(*args, **kwargs)
+
+    return call
+
+
+@pytest.fixture
+def contain():
+    return Containment(Counters())
+
+
+# -- the mechanism -----------------------------------------------------------------------------------------------------
+
+
+class Called:
+    def __init__(self, contain):
+        self.containment, self.half, self.calls = contain, object(), 0
+
+    @contained("half", lambda: "otherwise", lambda self, x: f"repaired {x}")
+    def repaired(self, x):
+        fail()
+
+    @contained(otherwise=list, repair=fail)
+    def twice_wrong(self):
+        fail()
+
+    @contained(again=True)
+    def second_time(self):
+        self.calls += 1
+        return 1 // (self.calls - 1)
+
+    @contained(passes=KeyError)
+    def passing(self, error):
+        raise error
+
+
+def test_contained_method_raises_vllm_gets_the_repairs_answer(contain):
+    called = Called(contain)
+    assert called.repaired(3) == "repaired 3" and called.twice_wrong() == [] and called.second_time() == 1
+    called.half = None
+    assert called.repaired(3) == "otherwise"
+    counted = contain._counters.take()
+    assert counted == {
+        "internal_errors|repaired": 1, "internal_errors|twice_wrong": 1, "internal_errors|twice_wrong (repair)": 1,
+        "internal_errors|second_time": 1,
+    }  # fmt: skip
+
+
+def test_contained_method_errors_meant_for_vllm_pass(contain):
+    with pytest.raises(KeyError):
+        Called(contain).passing(KeyError("option"))
+    assert Called(contain).passing(ValueError()) is None and contain.errors == 1
+
+
+def test_containment_same_place_fails_again_traceback_is_logged_once(contain, caplog):
+    for _ in range(5):
+        contain.attempt("here", fail)
+    assert caplog.text.count("Traceback") == 1 and contain._counters.take() == {"internal_errors|here": 5}
+    contain.attempt("here", lambda: {}["another place"])
+    assert caplog.text.count("Traceback") == 2
+
+
+@pytest.mark.parametrize("apart, times", [(WINDOW / MOST / 2, 1), (WINDOW / MOST * 1.1, 0)], ids=["often", "seldom"])
+def test_containment_many_errors_the_half_becomes_passive(apart, times, caplog):
+    clock = Clock()
+    contain, passive = Containment(Counters(), clock), []
+    contain.on_limit = lambda: passive.append(1)
+    for _ in range(MOST + 4):
+        contain.attempt("here", fail)
+        clock.now += apart
+    assert len(passive) == times == caplog.text.count("from now on this engine neither loads nor keeps KV")
+
+
+def test_containment_insist_fails_twice_the_half_becomes_passive(contain):
+    passive, done = [], []
+    contain.on_limit = lambda: passive.append(1)
+    contain.insist("needed", once(lambda: done.append(1)))
+    assert done and not passive
+    contain.insist("needed", fail)
+    assert passive
+
+
+def test_connector_every_method_that_vllm_calls_is_contained():
+    """But those that call a contained one, or nothing of ours."""
+    bare = {"request_finished", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown", "__init__"}
+    base = {name for name, _ in inspect.getmembers(KVConnectorBase_V1, inspect.isfunction)}
+    mine = {name for name, each in vars(KVTierConnector).items() if inspect.isfunction(each)}
+    called = mine & (base | {"request_finished_all_groups"})
+    open_ = {name for name in called if not hasattr(getattr(KVTierConnector, name), "__wrapped__")}
+    assert open_ <= bare, open_ - bare
+
+
+@pytest.fixture
+def connector(contain):
+    made = KVTierConnector.__new__(KVTierConnector)
+    made.containment, made.counters, made._worker = contain, contain._counters, None
+    made._facts = SimpleNamespace(fails_by_request=False)
+    names = [name for name, _ in inspect.getmembers(SchedulerHalf, inspect.isfunction) if name[0] != "_"]
+    made._scheduler = SimpleNamespace(**dict.fromkeys(names, fail))
+    return made
+
+
+def test_connector_everything_raises_vllm_gets_answers_it_can_go_on_with(connector):
+    request, blocks = SimpleNamespace(request_id="r"), SimpleNamespace(get_block_ids=lambda: ([1],))
+    assert connector.on_new_request(request) is None
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert connector.update_state_after_alloc(request, blocks, 32) is None
+    assert isinstance(connector.build_connector_meta(None).work, StepWork)
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"r"})
+    assert connector.update_connector_output(output) is None
+    assert connector.take_events() == [] and connector.request_finished(request, [1]) == (False, None)
+    assert connector.has_pending_block_frees() is False and connector.reset_cache() is None
+    assert connector.get_kv_connector_stats() is None
+    connector.shutdown()
+    assert connector.containment.errors > 10
+
+
+def test_connector_without_a_scheduler_half_is_passive(connector, contain):
+    connector._scheduler = None
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert connector.request_finished(None, []) == (False, None) and connector.take_events() == []
+    assert isinstance(connector.build_connector_meta(None).work, StepWork) and not contain.errors
+
+
+# -- hooks into vLLM ---------------------------------------------------------------------------------------------------
+
+
+def test_turn_our_end_of_it_raises_vllms_method_ran_once_and_its_errors_pass(contain):
+    turns, ran = Turns(contain), []
+    turns._run = fail
+    assert turns.turn(lambda x: ran.append(x) or x)(5) == 5 and ran == [5]
+
+    def own():
+        ran.append("own")
+        raise ValueError("vLLM's own")
+
+    with pytest.raises(ValueError, match="vLLM's own"):
+        turns.turn(own)()
+    assert ran == [5, "own"] and contain.errors == 2 and not turns._depth
+
+
+def test_reset_our_part_of_it_raises_vllms_reset_ran_once(contain):
+    resets = []
+    pool = SimpleNamespace(
+        hash_block_size=4, num_gpu_blocks=9, reset_prefix_cache=lambda *args: resets.append(args) or True
+    )
+    BlockPool(pool).around_reset(fail, fail, contain)
+    assert pool.reset_prefix_cache("now") is True and resets == [("now",)] and contain.errors == 4
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def let_go(world, name, **how):
+    for give_back in world.matcher.let_go(name, **how):
+        give_back()
+
+
+def request_of(world, **fields):
+    request = make_request("r", list(range(40)), 4)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize("state", ["new", "asking", "answered", "offered", "asking a peer", "offered by a peer"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_matcher_let_go_gives_back_what_the_request_held(state, gone):
+    world = World(ONE)
+    peer = "peer" in state
+    request = request_of(world, kv_transfer_params=params("a") if peer else None)
+    if not peer:
+        world.store(request)
+    if state != "new":
+        world.matcher.match(request, 0)
+        [pending] = world.client.open
+        if state != "asking":
+            world.answer(pending)
+        if state in ("offered", "asking a peer", "offered by a peer"):
+            world.matcher.match(request, 0)
+    if peer:
+        [ask] = world.peers.open
+        if state == "offered by a peer":
+            world.peers.answer(ask, world.peers.offer(ask, 40))
+            world.matcher.match(request, 0)
+            assert world.matcher.get("r").life.state is State.OFFERED and world.peers.held
+    let_go(world, "r", gone=gone)
+    for pending in list(world.client.open):
+        world.answer(pending)
+    assert not world.client.held and not world.peers.held and not world.matcher.take_orders()[0]
+    for ask in world.peers.open:
+        assert ask.cancelled
+    t = world.matcher.get("r")
+    assert t is None or not gone
+    if t is not None:
+        assert t.life.state is State.LOCAL and world.matcher.match(request, 0) == (0, False)
+    world.balanced()
+
+
+PLACES = ["_order", "_asker.forget_ahead", "_planner.started", "nothing"]
+
+
+@pytest.mark.parametrize(
+    "where, hurried", [("_hurry.begin", True), *[(where, hurried) for where in PLACES for hurried in (False, True)]]
+)
+def test_matcher_fail_load_whatever_raised_the_workers_report_it_failed(where, hurried, monkeypatch):
+    pool = FakePool(64, 4)
+    scheduler = SimpleNamespace(
+        connector="ours", get_request_counts=lambda: (0, 1), requests={}, running=[], prev_step_scheduled_req_ids=set()
+    )
+    make = (lambda planner: Hurry(1000.0, 60.0, BlockPool(pool), lambda: scheduler, "ours", planner)) if hurried else (
+        lambda planner: None
+    )  # fmt: skip
+    world = World(ONE, make_hurry=make)
+    request = request_of(world)
+    world.store(request)
+    tokens, asynchronous = offered(world, request)
+    assert tokens and asynchronous is not hurried
+    ids = [block.block_id for block in pool.blocks[1:11]]
+    tables, free = (ids,), pool.get_num_free_blocks()
+    owner, _, name = where.rpartition(".")
+    if where != "nothing":
+        target = getattr(world.matcher, owner) if owner else world.matcher
+        monkeypatch.setattr(target, name, once(getattr(target, name)))
+        with pytest.raises(RuntimeError):
+            world.matcher.allocated(request, tables, tokens)
+    else:  # what raised came later
+        world.matcher.allocated(request, tables, tokens)
+    world.matcher.fail_load(request, tables, tokens)
+    [failed], _ = world.matcher.take_orders()
+    assert isinstance(failed, FailedOrder) and failed.block_list == ids[: -(-tokens // 4)] and failed.hurried is hurried
+    t = world.matcher.get("r")
+    assert t.life.state is (State.VERIFYING if hurried else State.LOADING)
+    if hurried:
+        assert world.hurry.awaits_verdict and pool.get_num_free_blocks() == free - len(failed.block_list)
+        scheduler.running = []
+        world.hurry.settle("r", [result("r", *failed.block_list)])
+        assert not world.hurry.awaits_verdict and pool.get_num_free_blocks() == free
+    world.matcher.loaded("r", True)
+    assert t.life.state is State.LOCAL and not world.client.held and not world.planner.open
+    world.balanced()
+
+
+@pytest.mark.parametrize("part", ["_heard", "_count", "_succeeded", "_matcher.loaded", "_asker.act"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_outcomes_one_result_raises_the_others_are_taken_in(part, failed, contain, monkeypatch):
+    world = World(ONE)
+    for name, start in (("a", 0), ("b", 1000)):
+        request = make_request(name, list(range(start, start + 40)), 4)
+        world.store(request)
+        tokens, _ = offered(world, request)
+        world.matcher.allocated(request, world.tables(0, tokens), tokens)
+    world.matcher.take_orders()
+    hurry = SimpleNamespace(judged=lambda results: set())
+    world.planner.observe_load = world.planner.observe_handover = lambda *_: None
+    outcomes = Outcomes(world.matcher, hurry, world.planner, world.counters, contain)
+    target = {"_matcher.loaded": world.matcher, "_asker.act": world.matcher._asker}.get(part, outcomes)
+    name = part.rpartition(".")[2]
+    monkeypatch.setattr(target, name, once(getattr(target, name)))
+    bad = [1] if failed else []
+    outcomes.arrived([result("a", *bad), result("b", *bad)], {"a", "b"})
+    assert contain.errors == (0 if part == "_succeeded" and failed else 1)
+    assert {world.matcher.get(name).life.state for name in "ab"} <= {State.LOCAL, State.LOADED}
+    assert not world.client.held and not world.planner.open and not world.matcher._inbound
+
+
+def test_step_work_raises_midway_orders_stay_for_the_next_try(monkeypatch):
+    world = World(ONE)
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._matcher, half._exporter = world.matcher, SimpleNamespace(step=3, urgent=False)
+    request = request_of(world)
+    world.store(request)
+    tokens, _ = offered(world, request)
+    world.matcher.allocated(request, world.tables(0, tokens), tokens)
+    monkeypatch.setattr(world.matcher, "take_aborted", once(world.matcher.take_aborted))
+    with pytest.raises(RuntimeError):
+        half.step_work()
+    [load] = half.step_work().loads
+    assert load.request_id == "r" and half.step_work().loads == []
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def export_of(pool, ids, kind=Kind.RETAINED):
+    return Export("e", kind, 8, [b"1" * 32, b"2" * 32], b"", b"", [GroupBlocks(4, ids)], pool.pin(ids), 0, 1e18)
+
+
+@pytest.mark.parametrize("lease", [False, True])
+def test_exports_freeing_raises_an_end_is_tried_again(lease, monkeypatch):
+    fake = FakePool(16, 4)
+    pool, table = BlockPool(fake), ExportTable(4, dict.fromkeys(Kind, 16))
+    free = fake.get_num_free_blocks()
+    table.mark_summed(5)
+    table.add(export_of(pool, [1, 2]))
+    if lease:
+        granted = table.lease_export("e", b"", b"", 0, "connection", 60.0)
+        table.drop("e")
+    monkeypatch.setattr(table, "_free", once(table._free))
+    end = (lambda: table.release(granted.id, "connection", True)) if lease else (lambda: table.drop("e"))
+    with pytest.raises(RuntimeError):
+        end()
+    assert end() is True and sum(table.take_freed(), []) == [1, 2]
+    pool.free([1, 2])
+    assert fake.get_num_free_blocks() == free and not any(table.counts().values())
+
+
+# -- the worker half ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank(worker, contain):  # noqa: F811
+    worker._contain = contain
+    return worker
+
+
+def turn(rank):
+    """What waits for the reactor's thread."""
+    queued, rank.queued[:] = list(rank.queued), []
+    for job in queued:
+        job()
+
+
+def failed_order(name, hurried=False):
+    return FailedOrder(name, [GroupLoad(0, np.array([3, 4]), np.zeros(2, np.uint64), np.zeros(2, np.int64))], hurried)
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_worker_failed_order_is_reported_with_its_step(rank, hurried):
+    work = StepWork(7, failed=[failed_order("r", hurried)])
+    rank.hurry(work)
+    rank.submit(work)
+    out = rank.collect()
+    assert out.failed == {"r"} and out.bad_blocks == {3, 4} and out.finished == (set() if hurried else {"r"})
+    assert rank.collect().results == [] and not rank._outstanding
+
+
+def pull(name):
+    blocks = np.array([3, 4])
+    return PullOrder(name, "s/1", [SimpleNamespace(blocks=blocks, local=blocks)], 1.0)
+
+
+@pytest.mark.parametrize("kind", ["load", "fetch", "pull", "collected"])
+def test_worker_a_part_raises_with_an_order_its_failure_is_reported_once(rank, kind):
+    """Whatever it had done with it: what is heard of it later is nobody's."""
+    rank._tier = SimpleNamespace(
+        load=fail, step=lambda *_: None, under_way=set, cancel_loads=fail, collect=lambda idle: None, launching=fail
+    )
+    rank._fetching = SimpleNamespace(
+        begin=fail, step=lambda *_: None, under_way=set, introduce=fail, collect=lambda idle: None, active=False
+    )
+    rank._pulls = SimpleNamespace(connected=lambda source: True, start=fail, under_way=set, active=False)
+    rank._memory = SimpleNamespace(on_device=False)
+    work = {
+        "load": StepWork(7, loads=[order("r", False)]), "fetch": StepWork(7, fetches=[fetch("r", False)]),
+        "pull": StepWork(7, pulls=[pull("r")]), "collected": StepWork(7, loads=[order("r", False)]),
+    }[kind]  # fmt: skip
+    if kind == "collected":
+        rank._tier.load, rank._tier.collect = lambda loads: None, fail
+    rank.submit(work)
+    first = rank.collect()
+    turn(rank)
+    second = rank.collect()
+    assert not first.results and second.finished == second.failed == {"r"}
+    rank._finish(result("r"))
+    assert not rank.collect().results
+    assert rank._contain.errors == 1 + (kind == "collected") * 2
+
+
+def test_worker_an_error_elsewhere_leaves_orders_that_are_under_way(rank, contain):
+    rank._tier = SimpleNamespace(
+        load=lambda loads: None, step=lambda *_: None, under_way=lambda: {"r"}, collect=lambda idle: None
+    )
+    rank.submit(StepWork(7, loads=[order("r", False)]))
+    contain.attempt("elsewhere", fail)
+    assert not rank.collect().results
+    turn(rank)
+    assert not rank.collect().results
+    rank._finish(result("r"))
+    assert rank.collect().finished == {"r"}
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_worker_collecting_raises_no_result_is_lost(rank, hurried, monkeypatch):
+    tier = rank._tier = SimpleNamespace(
+        load=lambda loads: None, load_now=lambda loads: None, step=lambda *_: None, settle=lambda seconds: None,
+        collect=lambda idle: None, launching=lambda: None, under_way=lambda: {"r"},
+    )  # fmt: skip
+    load = order("r", hurried)
+    work = StepWork(7, loads=[load])
+    rank.hurry(work)
+    rank.submit(work)
+    rank._finish(result("r", 4, ticket=load.ticket))
+    monkeypatch.setattr(rank._hurried, "judge", once(rank._hurried.judge))
+    out = rank.collect()
+    assert tier and [each.bad_blocks for each in out.results] == [{4}] and out.bad_blocks == {4}
+    assert not rank.collect().results
+
+
+def test_worker_vllms_call_is_repeated_nothing_is_ordered_twice(rank):
+    loads = []
+    rank._tier = SimpleNamespace(load=loads.extend, step=lambda *_: None)
+    work = StepWork(7, loads=[order("r", False)])
+    rank.submit(work)
+    rank.submit(work)
+    assert len(loads) == 1
+
+
+def test_uncontained_of_tests_lets_errors_pass():
+    with pytest.raises(RuntimeError):
+        Uncontained().attempt("here", fail)

@@ -1,0 +1,118 @@
+"""What an engine can and must not do, read from vLLM's own configurations."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, PoolerConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.vllm_compat.facts import _whole_prompts, engine_facts
+
+BLOCK = 32
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SHAPE = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def cache(*specs) -> KVCacheConfig:
+    return KVCacheConfig(40, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
+
+
+@pytest.fixture
+def configure(root):
+    """Makes vLLM's configuration of an engine with the demo model."""
+
+    def make(caching=True, chunked=True, pooling=None, role="kv_both", policy="fail", extra=None):
+        pooler = None if pooling is None else PoolerConfig(seq_pooling_type=pooling)
+        runner = {} if pooling is None else {"runner": "pooling", "convert": "embed", "pooler_config": pooler}
+        model = str(root / "models" / "recall-6m")
+        return VllmConfig(
+            model_config=ModelConfig(
+                model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=1024, **runner
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=1024, is_encoder_decoder=False,
+                enable_chunked_prefill=chunked,
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVTierConnector", kv_connector_module_path="vllm_kvtier.connector", kv_role=role,
+                kv_load_failure_policy=policy, kv_connector_extra_config=extra or {},
+            ),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("options", "works"),
+    [
+        ({}, True),
+        ({"pooling": "LAST"}, True),
+        ({"pooling": "LAST", "caching": False}, False),
+        ({"pooling": "MEAN", "caching": False, "chunked": False}, False),
+        ({"pooling": "CLS", "caching": False, "chunked": False}, False),
+        ({"pooling": "MEAN", "caching": True}, False),  # by a user who insists
+        ({"caching": False, "chunked": False}, False),  # as vLLM sets it for attention that is not causal
+    ],
+)
+def test_engine_facts_where_prompts_are_computed_whole_nothing_is_supported(configure, options, works):
+    unsupported = engine_facts(configure(**options), cache(FULL)).unsupported
+    assert (unsupported is None) == works, unsupported
+
+
+def test_engine_facts_without_prefix_caching_only_hand_offs_are_left(configure):
+    facts = engine_facts(configure(caching=False), cache(FULL))
+    assert facts.unsupported is None and not facts.prefix_caching
+    left = KVTierConfig(bidirectional=True, store_nodes="127.0.0.1:9").without_prefixes()
+    assert (left.store, left.store_nodes, left.bidirectional) == ("off", "", False)
+    assert engine_facts(configure(), cache(FULL)).prefix_caching
+
+
+def test_engine_facts_of_mla_on_cpus_leave_hand_offs(configure):
+    """vLLM turns both off there because its CPU backend cannot go on from a prefix; a whole prompt can be read."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=True, runner_type="generate", is_prefix_caching_supported=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
+    assert _whole_prompts(config) is None
+
+
+def test_engine_facts_of_windows_kept_as_full_attention_have_no_window(configure):
+    """As without vLLM's hybrid manager: the spec names the window, and all blocks are kept."""
+    unified = FullAttentionSpec(**SHAPE, sliding_window=80)
+    facts = engine_facts(configure(), cache(unified, SlidingWindowSpec(**SHAPE, sliding_window=80)))
+    assert facts.groups == [(BLOCK, None), (BLOCK, 80)] and facts.full_groups == [0] and not facts.unsupported
+
+
+class UnknownSpec(FullAttentionSpec):
+    """Of a vLLM yet to come: its bytes may mean anything."""
+
+
+@pytest.mark.parametrize("specs", [(), (UnknownSpec(**SHAPE),), (FULL, UnknownSpec(**SHAPE))])
+def test_engine_facts_of_unknown_caches_support_nothing(configure, specs):
+    assert engine_facts(configure(), cache(*specs)).unsupported
+
+
+@pytest.mark.parametrize(("role", "required"), [("kv_both", False), ("kv_consumer", False), ("kv_producer", True)])
+def test_connector_requires_delivery_only_of_an_engine_that_only_prefills(configure, role, required):
+    connector = KVTierConnector(configure(role=role), KVConnectorRole.WORKER, cache(FULL))
+    assert connector.requires_kv_delivery is required
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"), [("fail", "recompute", 1), ("fail", "fail", 0), ("recompute", "recompute", 0)]
+)
+def test_connector_that_sets_the_failure_policy_says_so(configure, caplog, monkeypatch, theirs, ours, said):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = configure(policy=theirs, extra={"kv_load_failure_policy": ours})
+    with caplog.at_level("INFO", "vllm.kvtier"):
+        KVTierConnector(config, KVConnectorRole.SCHEDULER, cache(FULL))
+    assert config.kv_transfer_config.kv_load_failure_policy == ours
+    lines = [record.getMessage() for record in caplog.records if "kv_load_failure_policy" in record.getMessage()]
+    assert len(lines) == said and all("kv_connector_extra_config" in line for line in lines)

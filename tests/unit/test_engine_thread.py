@@ -1,0 +1,135 @@
+"""Which of vLLM's schedulers is ours: in engines with a loop, without one, and within a MultiConnector."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_kvtier import connector as ours
+from vllm_kvtier.vllm_compat.engine import EngineThread
+from vllm_kvtier.vllm_compat.types import WorkerReport
+from vllm_kvtier.worker.queues import LoadResult
+
+BLOCK = 32
+KVTIER = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "vllm_kvtier.connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"store": "off"},
+}
+OTHER = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+
+
+@pytest.fixture
+def engine(root, monkeypatch):
+    """Makes engine cores without processes: vLLM's scheduler of an engine with these connectors and KV cache groups.
+    Whatever is patched into vLLM's classes for them is taken out again."""
+    monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
+    monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    made = []
+
+    def make(*connectors, groups=1):
+        transfer = dict(connectors[0])
+        if len(connectors) > 1:
+            children = {"connectors": list(connectors)}
+            transfer = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": children
+            }  # fmt: skip
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=1024, is_encoder_decoder=False
+            ),
+            kv_transfer_config=KVTransferConfig(**transfer),
+        )
+        config.cache_config.num_gpu_blocks = 40
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(40, [], [KVCacheGroupSpec([f"layer {g}"], spec) for g in range(groups)])
+        core = EngineCore.__new__(EngineCore)
+        core.scheduler = Scheduler(
+            vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
+        )  # fmt: skip
+        made.append(core)
+        return core
+
+    init_none_hash(sha256)
+    yield make
+    for core in made:
+        core.scheduler.connector.shutdown()
+
+
+def kvtier(core):
+    """Our connector in it."""
+    outer = core.scheduler.connector
+    return next(each for each in getattr(outer, "_connectors", [outer]) if isinstance(each, ours.KVTierConnector))
+
+
+def come(core):
+    """A request comes, which vLLM refuses."""
+    with pytest.raises(TypeError, match="request_id must be a string"):
+        core.add_request(SimpleNamespace(request_id=7))
+
+
+def test_engine_thread_without_a_loop_knows_the_scheduler_before_the_first_request(engine):
+    cores = [engine(KVTIER), engine(KVTIER)]
+    for core in cores:
+        assert kvtier(core)._scheduler.engine_scheduler is None
+    for core in cores:
+        come(core)
+        come(core)
+        half = kvtier(core)._scheduler
+        assert half.engine_scheduler is core.scheduler and half._engine.turns.known
+        half._engine.wake()  # there is no loop, and no queue
+
+
+def test_engine_thread_with_a_loop_knows_the_scheduler_when_it_is_idle(engine):
+    core = engine(KVTIER)
+    proc = EngineCoreProc.__new__(EngineCoreProc)
+    proc.scheduler, proc._idle_state_callbacks = core.scheduler, []
+    proc._notify_idle_state_callbacks()
+    assert kvtier(core)._scheduler.engine_scheduler is core.scheduler
+
+
+def test_engine_thread_that_fails_costs_no_request(engine, monkeypatch):
+    core = engine(KVTIER)
+    thread = kvtier(core)._scheduler._engine
+    asked = []
+    monkeypatch.setattr(EngineThread, "look_at", lambda self, engine: asked.append(self) or 1 / 0)
+    come(core)
+    come(core)
+    assert asked.count(thread) == 1, "it is not tried again"
+
+
+@pytest.mark.parametrize(("policy", "recomputes"), [("recompute", True), ("fail", False)])
+def test_failure_policy_within_a_multi_connector_reaches_the_scheduler(engine, policy, recomputes):
+    """The connector's own configuration is a copy there: until a request comes the scheduler goes by vLLM's default."""
+    extra = {"kv_connector_extra_config": {"store": "off", "kv_load_failure_policy": policy}}
+    core = engine({**KVTIER, **extra}, OTHER)
+    assert not core.scheduler.recompute_kv_load_failures
+    come(core)
+    assert core.scheduler.recompute_kv_load_failures is recomputes
+
+
+def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(engine, monkeypatch):
+    """Before 0.30, of models with several groups: we mark the request in vLLM's scheduler ourselves."""
+    monkeypatch.setattr(ours, "TransferResults", None)
+    core = engine(KVTIER, groups=2)
+    connector, scheduler = kvtier(core), core.scheduler
+    request = SimpleNamespace(request_id="r", is_finished=lambda: False, num_computed_tokens=64)
+    scheduler.requests["r"] = request
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "a failure could not be told: no load"
+    come(core)
+    report = WorkerReport([LoadResult("r", {1}, "bad", 1, 0.1, 0.0)])
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set()))
+    assert request.num_computed_tokens == 0 and scheduler.failed_recving_kv_req_ids == {"r"}

@@ -1,0 +1,365 @@
+"""The probe's table against vLLMs that differ in one thing: its row fails, its feature is off, and nothing else is."""
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import subprocess
+import sys
+import types
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.vllm_compat import probe, probe_checks, version
+from vllm_kvtier.vllm_compat.engine import EngineThread
+from vllm_kvtier.vllm_compat.probe import NEEDS, Absence, Feature, Side, State
+
+ROWS = {row.name: row for row in probe.rows()}
+HASHES = "vllm.v1.core.kv_cache_utils"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+POOL = "vllm.v1.core.block_pool:BlockPool"
+REQUEST = "vllm.v1.request:Request"
+CORE = "vllm.v1.engine.core:EngineCoreProc"
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch):
+    """Nothing is remembered from before, nor afterwards of what a test did to vLLM."""
+    for row in ROWS.values():  # as vLLM is; also imports all that is patched
+        probe.result(row)
+    monkeypatch.setattr(probe, "_results", {})
+    monkeypatch.setattr(probe, "_logged", set())
+    probe_checks.forget()
+    yield
+    probe_checks.forget()
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("WARNING")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier.probe"]
+
+
+def off(features) -> set[Feature]:
+    """These, and what needs them."""
+    return {each for each in Feature if each in features or set(NEEDS.get(each, ())) & set(features)}
+
+
+ABSENT = {row.feature for row in ROWS.values() if probe.result(row).state is State.ABSENT}  # from this very version
+
+
+class Vllm:
+    """Changes to the vLLM of this process; a path is as in the table."""
+
+    def __init__(self, monkeypatch):
+        self.patch = monkeypatch
+
+    def owner(self, path):
+        module, _, name = path.partition(":")
+        outer, _, name = name.rpartition(".")
+        return probe_checks.find(f"{module}:{outer}"), name
+
+    def put(self, path, value):
+        owner, name = self.owner(path)
+        self.patch.setattr(owner, name, value, raising=False)
+
+    def remove(self, path):
+        owner, name = self.owner(path)
+        if isinstance(owner, type) and name in getattr(owner, "__members__", ()):
+            rest = {each: owner[each] for each in owner.__members__ if each != name}
+            self.put(path.rpartition(".")[0], SimpleNamespace(**rest))
+        elif isinstance(owner, type):
+            for each in owner.__mro__:
+                if name in vars(each):
+                    self.patch.delattr(each, name)
+        else:
+            self.patch.delattr(owner, name)
+
+    def remove_field(self, path):
+        owner, name = self.owner(path)
+        if issubclass(owner, msgspec.Struct):
+            rest = [each for each in owner.__struct_fields__ if each != name]
+            self.put(path.rpartition(".")[0], msgspec.defstruct(owner.__name__, rest))
+            return
+        if dataclasses.is_dataclass(owner) and name in owner.__dataclass_fields__:
+            self.patch.delitem(owner.__dataclass_fields__, name)
+        self.remove(path)
+        self.rename_in_init(path)
+
+    def rename_in_init(self, path):
+        """``__init__`` sets another attribute instead."""
+        owner, name = self.owner(path)
+        for each in owner.__mro__:
+            init = inspect.unwrap(vars(each).get("__init__", object.__init__))
+            if name in getattr(getattr(init, "__code__", None), "co_names", ()):
+                names = tuple("_gone_" if known == name else known for known in init.__code__.co_names)
+                code = init.__code__.replace(co_names=names)
+                changed = types.FunctionType(code, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
+                changed.__kwdefaults__ = init.__kwdefaults__
+                self.patch.setattr(each, "__init__", changed)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    return Vllm(monkeypatch)
+
+
+def cases():
+    """(row, what, path) of every single name, call and field in the table that this vLLM has."""
+    for row in ROWS.values():
+        if probe.result(row).state is State.ABSENT:
+            continue
+        yield from ((row.name, "remove", path) for path in row.names)
+        yield from ((row.name, "call", path) for path, *_ in row.calls)
+        for of, what in ((row.fields, "field"), (row.sets, "init")):
+            yield from ((row.name, what, f"{owner}.{name}") for owner, names in of.items() for name in names.split())
+        for path, absence in row.optional.items():
+            if not absence.fits(probe.release()):
+                yield row.name, "field", path
+
+
+def assert_only(row: probe.Row) -> None:
+    """Just this row's feature is off, with what needs it; or nothing starts."""
+    found = probe.result(row)
+    assert found.state is State.FAILED and found.reason
+    if row.feature is Feature.ALL:
+        with pytest.raises(UnsupportedVLLM, match="vllm-kvtier cannot work with vLLM"):
+            probe.start(row.side if row.side is not Side.BOTH else Side.SCHEDULER)
+    else:
+        assert {each for each in Feature if not probe.granted(each)} == off({row.feature} | ABSENT)
+
+
+@pytest.mark.parametrize(("name", "what", "path"), list(cases()), ids=lambda value: value.rpartition(":")[2])
+def test_row_of_a_changed_name_signature_or_field_fails(vllm, name, what, path):
+    if what == "remove":
+        vllm.remove(path)
+    elif what == "call":
+        vllm.put(path, lambda a, b, c, d, e, f, g, h, *, only_this: None)
+    elif what == "field":
+        vllm.remove_field(path)
+    else:
+        vllm.rename_in_init(path)
+    assert_only(ROWS[name])
+
+
+def new_abstract_method(vllm):
+    vllm.put(f"{BASE}:KVConnectorBase_V1.__abstractmethods__", frozenset({"a_new_method"}))
+
+
+def another_parameter(vllm):
+    vllm.put(f"{BASE}:KVConnectorBase_V1.reset_cache", lambda self, hard: None)
+
+
+def abstract_metadata(vllm):
+    vllm.put(f"{BASE}:KVConnectorMetadata.a_new_method", abc.abstractmethod(lambda self: None))
+    vllm.put(f"{BASE}:KVConnectorMetadata.__abstractmethods__", frozenset({"a_new_method"}))
+
+
+def partial_blocks_without_keys(vllm):
+    real = probe_checks.find(f"{HASHES}:generate_block_hash_extra_keys")
+
+    def generate(request, start, end, medium):
+        keys, medium = real(request, start, end, medium)
+        return (keys if (end - start) % 4 == 0 else None), medium
+
+    vllm.put(f"{HASHES}:generate_block_hash_extra_keys", generate)
+
+
+def deeper_hashes(vllm):
+    real = probe_checks.find(f"{HASHES}:get_request_block_hasher")
+    changed = lambda hash_block_size, caching_hash_fn, depth=0: real(hash_block_size, caching_hash_fn)  # noqa: E731
+    vllm.put(f"{HASHES}:get_request_block_hasher", changed)
+
+
+def other_hashes(vllm):
+    real = probe_checks.find(f"{HASHES}:get_request_block_hasher")
+
+    @functools.wraps(real)
+    def hasher(*args, **options):
+        return lambda request: [hashlib.sha256(each).digest() for each in real(*args, **options)(request)]
+
+    vllm.put(f"{HASHES}:get_request_block_hasher", hasher)
+
+
+def no_way_for_failures(vllm):
+    if hasattr(importlib.import_module(BASE), "KVConnectorTransferResults"):
+        vllm.remove(f"{BASE}:KVConnectorTransferResults")
+    vllm.rename_in_init("vllm.v1.core.sched.scheduler:Scheduler.failed_recving_kv_req_ids")
+
+
+def events_of_another_form(vllm):
+    vllm.put(f"{HASHES}:to_event_extra_keys", lambda keys: [("something else",)])
+
+
+def evicts_more(vllm):
+    vllm.put(f"{POOL}.evict_blocks", lambda self, ids: self.cached_block_hash_to_block._cache.clear())
+
+
+BEHAVIOUR = [
+    ("connector interface", new_abstract_method),
+    ("connector interface", another_parameter),
+    ("connector interface", lambda vllm: vllm.remove(f"{BASE}:KVConnectorBase_V1.bind_gpu_block_pool")),
+    ("connector metadata", abstract_metadata),
+    ("request", lambda vllm: vllm.put(f"{REQUEST}.num_tokens", property(lambda self: 0))),
+    ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.num_output_placeholders")),
+    ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.resumable")),
+    ("block hashes", lambda vllm: vllm.put(f"{HASHES}:hash_block_tokens", lambda *a, **k: bytes(32))),
+    ("block pool", lambda vllm: vllm.put(f"{POOL}.touch", lambda self, blocks: None)),
+    ("block pool", lambda vllm: vllm.put(f"{POOL}.free_blocks", lambda self, blocks: None)),
+    ("block pool", lambda vllm: vllm.put(f"{POOL}.get_cached_block", lambda self, block_hash, groups: None)),
+    ("block pool", lambda vllm: vllm.put(f"{POOL}.get_num_free_blocks", lambda self: 3)),
+    ("reset of the prefix cache", lambda vllm: vllm.put(f"{POOL}.reset_prefix_cache", lambda self: True)),
+    ("eviction of single blocks", lambda vllm: vllm.put(f"{POOL}.evict_blocks", lambda self, ids: None)),
+    ("eviction of single blocks", evicts_more),
+    ("KV cache groups", lambda vllm: vllm.put("vllm.v1.kv_cache_interface:KVCacheTensor", object)),
+    ("what is hashed beside tokens", partial_blocks_without_keys),
+    ("hashes that look ahead", deeper_hashes),
+    ("failed loads by request", no_way_for_failures),
+    ("idle hook", lambda vllm: vllm.put(f"{CORE}._process_input_queue", lambda self: self.input_queue.get())),
+    ("wake-up of the engine", lambda vllm: vllm.put(f"{CORE}._handle_client_request", lambda self, kind, request: 0)),
+    ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
+    ("KV events", events_of_another_form),
+    ("hashes of a plain prompt", other_hashes),
+    ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), BEHAVIOUR, ids=lambda value: value if isinstance(value, str) else "")
+def test_row_of_a_changed_behaviour_fails(vllm, name, change):
+    if probe.result(ROWS[name]).state is State.ABSENT:
+        pytest.skip("not in this version")
+    probe.forget()
+    change(vllm)
+    assert_only(ROWS[name])
+
+
+def test_every_trial_has_a_vllm_on_which_it_fails():
+    assert {row.name for row in ROWS.values() if row.trial} == {name for name, _ in BEHAVIOUR}
+
+
+def test_the_installed_vllm_has_all_that_its_version_should_have():
+    assert not [found for found in probe.table() if found.state is State.FAILED]
+
+
+def test_trials_leave_no_seed_of_hashes_behind():
+    """vLLM makes its own later in an engine's start: one of ours would separate engines."""
+    code = """
+import vllm.v1.core.kv_cache_utils as hashes
+from vllm_kvtier.vllm_compat import probe
+probe.start(probe.Side.SCHEDULER)
+assert not hasattr(hashes, "NONE_HASH")
+hashes.NONE_HASH = hashes.BlockHash(b"7" * 32)
+probe.forget()
+probe.start(probe.Side.SCHEDULER)
+assert hashes.NONE_HASH == b"7" * 32
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what becomes of a result ------------------------------------------------------------------------------------------
+
+
+def test_start_logs_a_switched_off_feature_once(vllm, warnings):
+    vllm.remove(f"{CORE}._notify_idle_state_callbacks")
+    probe.start(Side.SCHEDULER)
+    probe.start(Side.SCHEDULER)
+    (line,) = warnings()
+    assert "idle hook" in line and "_notify_idle_state_callbacks is missing" in line
+    assert "peer fetch" in line and "synchronous loads" in line
+
+
+def test_start_on_a_newer_vllm_warns_and_does_not_refuse(monkeypatch, warnings):
+    monkeypatch.setattr(version, "installed_version", lambda: "0.41.0")
+    monkeypatch.setattr(probe, "installed_version", lambda: "0.41.0")
+    probe.start(Side.WORKER)
+    assert not [line for line in warnings() if "newer" in line]  # one process says it
+    probe.start(Side.SCHEDULER)
+    assert len([line for line in warnings() if "vLLM 0.41.0 is newer than the releases" in line]) == 1
+
+
+@pytest.mark.parametrize("release", ["0.1.dev1+gdeadbee", "unknown", "0.41.0"])
+def test_start_on_an_unknown_vllm_that_lacks_something_switches_it_off(vllm, monkeypatch, warnings, release):
+    """What an old release may lack, a build without a number may not."""
+    monkeypatch.setattr(version, "installed_version", lambda: release)
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    probe.start(Side.SCHEDULER)
+    assert not probe.granted(Feature.HIT_SOURCES)
+    assert [line for line in warnings() if "sources of cache hits" in line]
+
+
+def test_start_on_an_old_vllm_says_nothing_of_what_it_cannot_have(monkeypatch, warnings):
+    monkeypatch.setattr(version, "installed_version", lambda: "0.31.0")
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    probe.start(Side.SCHEDULER)
+    assert not probe.granted(Feature.HIT_SOURCES) and not warnings()
+    assert probe.result(ROWS["sources of cache hits"]).state is State.ABSENT
+
+
+def test_value_of_a_missing_field_is_what_its_absence_means_or_raises(monkeypatch):
+    old, path = SimpleNamespace(), "KVCacheGroupSpec.enable_kv_transfer"
+    assert probe.value(SimpleNamespace(enable_kv_transfer=False), path) is False
+    monkeypatch.setattr(version, "installed_version", lambda: "0.29.0")
+    assert probe.value(old, path) is True
+    for release in ("0.30.0", "0.41.0", "unknown"):
+        monkeypatch.setattr(version, "installed_version", lambda release=release: release)
+        with pytest.raises(UnsupportedVLLM, match="no enable_kv_transfer"):
+            probe.value(old, path)
+
+
+def test_absence_fits_only_the_versions_it_names():
+    since, until = Absence(None, since=(0, 30, 0)), Absence(None, until=(0, 28, 0))
+    assert [since.fits(each) for each in ((0, 29, 9), (0, 30, 0), version.UNKNOWN)] == [True, False, False]
+    assert [until.fits(each) for each in ((0, 27, 1), (0, 28, 0), version.UNKNOWN)] == [False, True, True]
+
+
+def refuse(monkeypatch, feature: Feature) -> None:
+    row = next(row for row in ROWS.values() if row.feature is feature)
+    monkeypatch.setitem(probe._results, row.name, probe.Result(row, State.FAILED, "it is gone"))
+
+
+def test_engine_thread_without_the_idle_hook_wraps_nothing(monkeypatch):
+    from vllm.v1.engine.core import EngineCoreProc
+
+    before = EngineCoreProc._notify_idle_state_callbacks
+    refuse(monkeypatch, Feature.IDLE)
+    thread = EngineThread(lambda: None)
+    thread.wake()
+    assert EngineCoreProc._notify_idle_state_callbacks is before and thread.scheduler is None
+    assert not thread.turns.known
+
+
+def test_tail_hash_and_prompt_hashes_that_are_not_granted_match_nothing(monkeypatch):
+    from support import make_request
+
+    from vllm_kvtier.vllm_compat import requests
+
+    request = make_request("r", list(range(11)), 4)
+    assert requests.tail_hash(request, 11, 4) == requests.tail_hash(request, 11, 4)
+    refuse(monkeypatch, Feature.HANDOFFS)
+    refuse(monkeypatch, Feature.PROMPTS)
+    assert requests.tail_hash(request, 11, 4) != requests.tail_hash(request, 11, 4)
+    assert requests.hash_prompt(list(range(11)), "", None, 4) == []
+
+
+def test_hit_sources_that_are_not_granted_are_left_to_vllm(monkeypatch):
+    from vllm_kvtier.vllm_compat.types import hit_sources
+
+    refuse(monkeypatch, Feature.HIT_SOURCES)
+    assert hit_sources({"host": 32}) == {}
+
+
+def test_launcher_that_is_not_granted_is_tritons(monkeypatch):
+    from vllm_kvtier.worker.cuda import Driver
+
+    driver = object.__new__(Driver)
+    assert driver.launcher == driver.launch
+    refuse(monkeypatch, Feature.LAUNCHER)
+    assert driver.launcher is None

@@ -1,0 +1,216 @@
+"""Weights that are changed while the engine runs: who is told, and which requests' KV goes nowhere from then on."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from matcher_world import World
+from support import make_request
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool as VllmPool
+from vllm.v1.engine import core
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.scheduler import provenance as provenance_module
+from vllm_kvtier.scheduler.half import SchedulerHalf
+from vllm_kvtier.scheduler.provenance import Provenance
+from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat import weights
+from vllm_kvtier.vllm_compat.adapters import Adapters
+from vllm_kvtier.vllm_compat.blocks import BlockPool
+
+UNIT = 4
+
+
+class Listener:
+    def __init__(self):
+        self.heard: list[str] = []
+
+    def weights_changed(self, how: str) -> None:
+        self.heard.append(how)
+
+
+@pytest.fixture
+def listener(monkeypatch) -> Listener:
+    """Of a stand-in for vLLM's engine core."""
+
+    class EngineCore:
+        def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+            if method == "fails":
+                raise ValueError
+            return [method]
+
+        def sleep(self, level=1, mode="abort"):
+            return level, mode
+
+        def add_lora(self, lora_request):
+            return lora_request
+
+    monkeypatch.setattr(core, "EngineCore", EngineCore)
+    listener = Listener()
+    weights.watch(listener)
+    weights.watch(listener)  # another half in this process: nothing is wrapped twice
+    return listener
+
+
+def test_weights_pushed_by_any_method_are_told_of(listener):
+    engine = core.EngineCore()
+    assert engine.collective_rpc("update_weights", kwargs={}) == ["update_weights"]
+    engine.collective_rpc("any name that a worker extension has", None, (1,))
+    engine.collective_rpc(method="reload_weights")
+    engine.collective_rpc(print)
+    with pytest.raises(ValueError):
+        engine.collective_rpc("fails")
+    assert len(listener.heard) == 5 and listener.heard[0] == "update_weights"
+
+
+def test_weights_left_alone_are_not_told_of(listener):
+    engine = core.EngineCore()
+    for method in weights.HARMLESS:
+        engine.collective_rpc(method)
+    assert engine.sleep() == (1, "abort") and engine.sleep(level=1, mode="wait") == (1, "wait")
+    assert not listener.heard
+    assert engine.sleep(2) == (2, "abort") and engine.sleep(level=2) == (2, "abort")
+    assert len(listener.heard) == 2
+
+
+def test_weights_a_listener_that_fails_costs_the_engine_nothing(listener, monkeypatch, caplog):
+    monkeypatch.setattr(listener, "weights_changed", lambda how: 1 / 0)
+    assert core.EngineCore().collective_rpc("update_weights") == ["update_weights"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_path):
+    monkeypatch.setattr(weights, "ADAPTERS", adapters := Adapters())
+    request = LoRARequest("style", 1, str(tmp_path))
+    assert core.EngineCore().add_lora(request) is request and adapters._known
+
+
+def test_weights_vllm_has_the_methods_that_are_watched():
+    """As they are called here, positional and by name."""
+    found = {name: list(inspect.signature(getattr(core.EngineCore, name)).parameters) for name in
+             ("collective_rpc", "sleep", "add_lora")}  # fmt: skip
+    assert found["collective_rpc"][:2] == ["self", "method"]
+    assert found["sleep"][:2] == ["self", "level"] and found["add_lora"] == ["self", "lora_request"]
+
+
+def test_weights_a_vllm_that_does_not_tell_is_refused(monkeypatch):
+    monkeypatch.setattr(core, "EngineCore", type("EngineCore", (), {"collective_rpc": lambda self, method: None}))
+    with pytest.raises(UnsupportedVLLM, match="sleep"):
+        weights.watch(Listener())
+
+
+# -- what becomes of requests ------------------------------------------------------------------------------------------
+
+
+class Running:
+    """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
+
+    def __init__(self, **options):
+        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=UNIT)
+        self.world = World([(UNIT, None)])
+        self.half = half = SchedulerHalf.__new__(SchedulerHalf)
+        pool = BlockPool(self.pool)
+        half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
+        half._provenance = Provenance(self.world.matcher, pool)
+        half._facts = SimpleNamespace(unsupported=None)
+        half._settle_namespace = half._run_jobs = lambda: None
+        half._relieve = lambda needed: None
+        half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
+        half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
+        half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
+        half._ledger = half._tables = SimpleNamespace(clear=lambda: None)
+        half._hurry = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, awaits_verdict=False)
+        half._engine = SimpleNamespace(turns=SimpleNamespace(taken=pytest.MonkeyPatch.context))
+        self.spaces = Spaces()
+        self.spaces.base = b"base"
+        half._tier = SimpleNamespace(renew=self.spaces.renew)
+        self.told = []
+        half._reactor = SimpleNamespace(call_soon=lambda job: job())
+        half._heard = self.told.append
+        pool.around_reset(half._before_reset, half._after_reset)
+
+    def request(self, name: str, lora: LoRARequest | None = None):
+        request = make_request(name, list(range(16)), UNIT)
+        request.lora_request = lora
+        return request
+
+    def admitted(self, request) -> bool:
+        self.half.match(request, 0)
+        return self.half._provenance.shares(SimpleNamespace(request=request))
+
+
+def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused():
+    running = Running()
+    before = running.spaces.of(b"")
+    assert running.admitted(running.request("before"))
+    running.half.weights_changed("update_weights")
+    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0].reason
+    assert running.admitted(running.request("after")), "vLLM's cache was empty"
+    assert not running.admitted(running.request("before")), "it has KV of both"
+    running.half._provenance.forget("before")
+    named = Running(model_fingerprint="mine")
+    named.half.weights_changed("update_weights")
+    assert not named.told and named.spaces.of(b"") != before
+
+
+def test_weights_changed_under_a_cache_that_is_not_empty_nothing_is_shared_until_its_reset():
+    running = Running()
+    blocks = running.pool.get_new_blocks(1)
+    running.half.weights_changed("update_weights")
+    assert not running.admitted(running.request("one"))
+    assert not running.half._provenance.foresees(running.request("one"))
+    assert not running.pool.reset_prefix_cache(), "a request holds a block"
+    assert not running.admitted(running.request("two"))
+    running.pool.free_blocks(blocks)
+    assert running.pool.reset_prefix_cache()
+    assert running.admitted(running.request("three"))
+    assert not running.admitted(running.request("two")), "for life"
+
+
+def test_weights_changed_and_the_rest_fails_nothing_is_shared():
+    running = Running()
+    running.half.reset = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        running.half.weights_changed("update_weights")
+    assert not running.admitted(running.request("one"))
+
+
+def test_weights_not_named_yet_a_request_is_computed_alone():
+    running = Running()
+    running.half._namespace = None
+    request = running.request("early")
+    assert not running.admitted(request)
+    running.half._namespace = object()
+    assert not running.admitted(request) and running.admitted(running.request("late"))
+    running.half._hurry.awaits_verdict = True
+    assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
+    assert running.half._provenance.forget("early") is False
+    assert running.half._provenance.forget("late") is True and not running.half._provenance._private
+
+
+def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, monkeypatch):
+    adapters = Adapters()
+    for module in (vr, provenance_module):
+        monkeypatch.setattr(module, "ADAPTERS", adapters)
+    running = Running()
+    folder, loras = tmp_path, {}
+    for number, name in enumerate(("one", "two"), 1):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.bin").write_bytes(name.encode())
+        loras[name] = LoRARequest(name, number, str(folder))
+        adapters.load(loras[name], lambda: None)
+    while running.half.match(running.request("r1", loras["one"]), 0)[0] is None:
+        continue  # its files are being read
+    assert running.admitted(running.request("r1", loras["one"]))
+    while running.half.match(running.request("r2", loras["two"]), 0)[0] is None:
+        continue
+    (tmp_path / "one" / "adapter_model.bin").write_bytes(b"new")
+    again = LoRARequest("one", 1, loras["one"].lora_path, load_inplace=True)
+    adapters.load(again, lambda: None)
+    shares = running.half._provenance.shares
+    assert [shares(SimpleNamespace(request=running.request(name))) for name in ("r1", "r2")] == [False, True]
+    assert not running.admitted(running.request("r3", again)), "vLLM's cache may have the old one's KV"
