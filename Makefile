@@ -1,6 +1,7 @@
 # make demo [MODEL=directory or hub name]   a conversation whose KV moves both ways, a cache that outlives its engine,
 #                                           a library of documents served from disk; all checked
 # make test [LEVELS="unit property"]        lint and all tests, quick levels first
+# make dist                                 source archive and wheel in dist/, tried in an empty environment
 # make docs                                 docs/options.md anew, from where the options are defined
 # make venv                                 only the set-up, in .venv
 #
@@ -10,6 +11,7 @@ PYTHON ?= python3
 MODEL ?= models/recall-6m
 LEVELS ?= unit property kernels engines chaos
 PYTEST_ARGS ?=
+DIST ?= dist
 
 ifdef VLLM_PYTHON
 PY := $(VLLM_PYTHON)
@@ -20,7 +22,7 @@ SETUP := .venv/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test lint clean
+.PHONY: help venv demo dist docs test lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -39,6 +41,9 @@ demo: $(SETUP)
 	@$(PY) examples/multiturn_demo.py --model "$(MODEL)"
 	@$(PY) examples/host_cache_demo.py --model "$(MODEL)"
 	@$(PY) examples/document_library.py --model "$(MODEL)"
+
+dist: $(SETUP)
+	@$(PY) tools/dist.py $(DIST)
 
 docs: $(SETUP)
 	@$(PY) tools/docs_options.py

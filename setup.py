@@ -12,12 +12,31 @@ README = ROOT / "README.md"
 setup(
     name="vllm-kvtier",
     version=VERSION,
-    description="A vLLM KV connector that brings the KV of a prompt from wherever it already exists",
+    description="A vLLM KV connector: loads the KV cache of a prompt from prefill and decode engines, other GPUs, host "
+    "memory, disk or an object store",
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    author="The vllm-kvtier authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["vllm", "kv cache", "llm inference", "prefix caching", "disaggregated prefill"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: System Administrators",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=[*find_packages(include=["vllm_kvtier", "vllm_kvtier.*"]), "vllm_kvtier.kernels"],
     package_dir={"vllm_kvtier.kernels": "csrc_triton"},
+    package_data={"vllm_kvtier": ["py.typed"]},
     install_requires=["msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.18"],
     extras_require={
         # NIXL for the CUDA that torch was built for; the meta package brings both and picks one.

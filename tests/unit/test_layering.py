@@ -7,12 +7,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Part -> other parts of ``vllm_kvtier`` that it may import, at any time and for type checkers too. ``errors`` and
-# ``fingerprint`` are free for all.
+# Part -> other parts of ``vllm_kvtier`` that it may import, at any time and for type checkers too. All may import those
+# of ``FREE``.
 ALLOWED = {
     "kernels": set(),
     "errors": set(),
+    "logs": set(),
+    "file_digests": set(),
     "fingerprint": set(),
+    "containment": {"telemetry"},
     "config": set(),
     "wire": set(),
     "jobs": {"wire"},
@@ -21,10 +24,14 @@ ALLOWED = {
     "remote_store": {"wire", "store"},
     "store": {"wire", "remote_store"},
     "telemetry": {"store", "proxy"},  # the table of all metrics
-    "worker": {"wire", "codecs", "kernels", "jobs", "store", "remote_store"},
-    "vllm_compat": {"wire", "jobs", "worker", "telemetry"},
-    "scheduler": {"wire", "codecs", "config", "jobs", "store", "remote_store", "telemetry", "vllm_compat"},
-    "connector": {"wire", "codecs", "config", "jobs", "scheduler", "worker", "vllm_compat"},
+    "worker": {"wire", "codecs", "kernels", "jobs", "store", "remote_store", "vllm_compat", "containment"},
+    "vllm_compat": {"wire", "jobs", "worker", "telemetry", "containment"},
+    "scheduler": {
+        "wire", "codecs", "config", "containment", "jobs", "store", "remote_store", "telemetry", "vllm_compat",
+    },
+    "connector": {
+        "wire", "codecs", "config", "containment", "jobs", "scheduler", "worker", "vllm_compat", "telemetry",
+    },
     "plugin": {"vllm_compat"},
     "proxy": {"wire", "cli"},  # ``python -m vllm_kvtier.proxy`` runs the command
     "plan": {"wire", "codecs", "store"},
@@ -33,7 +40,7 @@ ALLOWED = {
     "cli": {"wire", "store", "bench", "doctor", "plan", "proxy", "quality"},
     "devtools": {"wire", "store", "scheduler", "worker", "connector", "plugin"},
 }
-FREE = {"", "errors", "fingerprint"}
+FREE = {"", "errors", "logs", "fingerprint", "file_digests"}
 
 # (importer, imported): packages or modules, without what is below ``vllm_kvtier``, that must not meet.
 FORBIDDEN = [
@@ -59,6 +66,9 @@ FORBIDDEN = [
     )),
     ("worker.store", "worker.peer_fetch"),
     ("worker.store", "worker.nixl_pull"),
+    *(("worker", f"vllm_compat.{part}") for part in (  # what the probe grants is all that it asks there
+        "hooks", "layout", "engine_info", "connector_types", "namespace", "requests",
+    )),
     ("vllm_compat", "worker.connector_worker"),
     ("scheduler", "store.server"),
     ("scheduler", "store.index"),
@@ -95,7 +105,10 @@ FOREIGN = {
 # before the move
 # The flat layout: jobs and results are in ``worker``, and most of the packages above do not exist yet.
 ALLOWED["scheduler"].add("worker")
-PEER_COPIERS = ["worker.peer_copier", "worker.peer_copier_cuda", "worker.peer_copier_host"]
+KNOWN_CYCLES = [
+    ["worker.peer_copier", "worker.peer_copier_cuda", "worker.peer_copier_host"],
+    ["vllm_compat.probe", "vllm_compat.probe_rows"],
+]
 FORBIDDEN = [("scheduler", "store.server"), ("scheduler", "store.index"), ("worker", "store.server")]
 for missing in ("jobs", "remote_store"):
     del FOREIGN[missing]
@@ -227,6 +240,6 @@ def test_cycles_are_found_in_a_graph_that_has_one():
 def test_the_import_graph_has_no_cycle():
     found = _cycles(EDGES)
     # before the move
-    found = [cycle for cycle in found if cycle != PEER_COPIERS]
+    found = [cycle for cycle in found if cycle not in KNOWN_CYCLES]
     # end of before the move
     assert found == []

@@ -69,6 +69,8 @@ def test_wheel_has_the_package_and_the_kernels_and_nothing_else(wheel, root):
         assert f"vllm_kvtier/kernels/{path.relative_to(root / 'csrc_triton')}" in names
     for path in (root / "vllm_kvtier").rglob("*.py"):
         assert str(path.relative_to(root)) in names, "a package without __init__.py?"
+    assert "vllm_kvtier/py.typed" in names
+    assert [name for name in names if name.endswith("/LICENSE")]
 
 
 def test_wheel_works(wheel, tmp_path):
@@ -97,6 +99,8 @@ def test_metadata(wheel):
     info = f"vllm_kvtier-{vllm_kvtier.__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert re.search(r"^Name: vllm[-_]kvtier$", metadata, re.M)
+    assert "\nAuthor: The vllm-kvtier authors\n" in metadata
+    assert re.search(r"^License(-Expression)?: Apache-2\.0$", metadata, re.M)
     assert f"\nVersion: {vllm_kvtier.__version__}\n" in metadata
     requires = re.findall(r"^Requires-Dist: (.+)$", metadata, re.M)
     hard = {re.match(r"[\w-]+", line)[0] for line in requires if "extra ==" not in line}
@@ -110,7 +114,8 @@ def test_metadata(wheel):
 def test_source_archive_builds_the_same_wheel(build, wheel, tmp_path):
     with tarfile.open(build("sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for needed in ("setup.py", "Makefile", "csrc_triton/__init__.py", "models/recall-6m/config.json"):
+    papers = ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/options.md")
+    for needed in ("setup.py", "Makefile", "csrc_triton/__init__.py", "models/recall-6m/config.json", *papers):
         assert needed in names
     kernels = {n.replace("vllm_kvtier/kernels", "csrc_triton") for n in wheel.namelist() if "/kernels/" in n}
     assert kernels <= names

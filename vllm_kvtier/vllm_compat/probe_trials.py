@@ -17,6 +17,9 @@ from vllm_kvtier.vllm_compat.probe_checks import NotHere, Unmet, declared, expec
 _HASHES = "vllm.v1.core.kv_cache_utils"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CORE = "vllm.v1.engine.core:EngineCoreProc"
+# Found as they run: they ask the probe for what vLLM has, so that importing them here would be a cycle.
+_REQUESTS = "vllm_kvtier.vllm_compat.requests"
+_POOL = "vllm_kvtier.vllm_compat.blocks:BlockPool"
 _UNIT = 4  # tokens a block
 _TOKENS = list(range(100, 111))  # two whole blocks and a rest
 _LORA = SimpleNamespace(lora_name="adapter", lora_path="/adapter", adapter_id=1)
@@ -203,7 +206,7 @@ def stale_output() -> None:
 
 
 def event_keys() -> None:
-    from vllm_kvtier.vllm_compat import requests
+    requests = find(_REQUESTS)
 
     for salt, lora in (("", None), ("salt", None), ("salt", _LORA)):
         blocks = [(0, _UNIT), (_UNIT, 2 * _UNIT)]
@@ -215,7 +218,7 @@ def event_keys() -> None:
 
 
 def prompt_hashes() -> None:
-    from vllm_kvtier.vllm_compat import requests
+    requests = find(_REQUESTS)
 
     with _none_hash():
         for salt, lora in (("", None), ("salt", None), ("salt", _LORA)):
@@ -270,7 +273,7 @@ def _request(salt: str | None = None, lora: Any = None, params: dict[str, Any] |
 
 def _pool() -> tuple[Any, Any, list[Any]]:
     """vLLM's pool of five blocks, ours around it, and the two blocks of a request that are in the prefix cache."""
-    from vllm_kvtier.vllm_compat.blocks import BlockPool
+    BlockPool = find(_POOL)
 
     vllm = find("vllm.v1.core.block_pool:BlockPool")(5, True, _UNIT)
     made = _request()
