@@ -250,8 +250,10 @@ def test_copies_give_way_from_the_ends_of_the_newest():
     assert stored(engine, first) == stored(engine, second) == list(range(10)) and lost(engine) == {}
 
 
-def test_what_a_rank_leaves_out_is_stored_later_and_nothing_behind_it_before():
-    """It fails in the middle of the first of two orders, both of which the other rank copies whole."""
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_rank_leaves_out_is_stored_later_and_nothing_behind_it_before(first):
+    """It fails in the middle of the first of two orders, both of which the other rank copies whole; that is known
+    ``first``, or when the second has ended."""
     engine = Engine(GROUPS["full"], 5, 0)
     r = engine.new_request([i % 7 for i in range(60)], 60)
     for tokens in (20, 40):
@@ -266,8 +268,10 @@ def test_what_a_rank_leaves_out_is_stored_later_and_nothing_behind_it_before():
     for order in orders:
         engine.copy(1, order)
     engine.copy(0, orders[0], 2)
+    for order in orders[1:] if first else ():
+        engine.copy(0, order)
     engine.fail(0, orders[0])
-    for order in orders[1:]:
+    for order in () if first else orders[1:]:
         engine.copy(0, order)
     engine.reactor.run()
     had = stored(engine, r)
@@ -277,6 +281,36 @@ def test_what_a_rank_leaves_out_is_stored_later_and_nothing_behind_it_before():
     engine.finish(r, True)
     engine.settle_down()
     assert stored(engine, r) == list(range(15)) and lost(engine) == {}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("times", [1, 9])
+def test_what_a_full_store_refuses_is_offered_a_few_times(ends, times):
+    """While its request runs and when it has ended; what is not offered again is counted."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    r = engine.new_request([i % 7 for i in range(60)], 40)
+    while r.request.num_computed_tokens < 40:
+        engine.step(every=1.1)
+    if ends:
+        engine.finish(r, True)
+    for _ in range(times):
+        flush(engine, r)
+        while engine.tier.asked:
+            engine.tier.answer(0, engine.full, lambda: len(engine.tier.entries) < 6)
+        engine.reactor.run()
+        for rank in (0, 1):
+            for order in list(engine.orders[rank]):
+                engine.copy(rank, order)
+        engine.reactor.run()
+        engine.offloader.idle()
+        engine.step(every=1.1)
+    if not ends:
+        run(engine, r)
+        engine.finish(r, True)
+    engine.settle_down()
+    full = 10 if ends else 15
+    assert stored(engine, r) == list(range(full if times == 1 else 6))
+    assert sum(lost(engine).values()) == (0 if times == 1 else full - 6)
 
 
 def test_a_copy_that_always_fails_is_not_ordered_for_ever():

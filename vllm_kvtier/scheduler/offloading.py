@@ -56,10 +56,9 @@ PRUNED = 8
 
 # What becomes of a block. After the last three it is offered again however often that happens, after those before
 # ``REWINDS`` times: there may be too little memory for it, or a fault.
-STORED, STORED_ALREADY, STORE_FULL, NO_BEGINNING = "", "stored already", "store full", "beginning not stored"
-TOO_SLOW = "copies too slow"
+STORED, STORED_ALREADY, NO_BEGINNING, TOO_SLOW = "", "stored already", "beginning not stored", "copies too slow"
 NO_STORE, FOR_REQUESTS, TOO_MANY = "no store", "room for requests", "too many copies under way"
-_REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: STORE_FULL, NO_PARENT_STORED: NO_BEGINNING}
+_REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store full", NO_PARENT_STORED: NO_BEGINNING}
 
 
 @dataclass(eq=False, slots=True)
@@ -399,7 +398,7 @@ class Offloader:
     def _again(self, table: Table, why: str) -> bool:
         """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
         that keeps losing or refusing them is too small for them."""
-        if table.ended == 0 or (why == STORE_FULL and table.ended is not None):
+        if table.ended == 0:  # it did not end well
             return False
         if why not in (NO_STORE, FOR_REQUESTS):
             table.rewinds += 1
