@@ -189,29 +189,35 @@ async def test_engines_that_fall_asleep_while_one_pulls_and_loads_answer_right_a
         await both.handed_off(random_tokens(rng, 400))
 
 
-async def test_requests_that_are_aborted_while_a_producer_pulls_and_loads_leave_the_others_right(both):
+async def test_requests_that_are_aborted_while_a_producer_computes_pulls_and_loads_leave_the_others_right(both):
     """Their blocks are given to others at once: vLLM holds blocks back for consumers only."""
-    p, rng = both.pair.prefill, seeded("aborted")
+    p, d, rng = both.pair.prefill, both.pair.decode, seeded("aborted")
     both.node = both.pair.nodes[p.name]
     answered = []
-    for _ in range(4):
+    for _ in range(3):
         prompt = random_tokens(rng, 500)
-        answered.append((prompt, await both.handed_off(prompt, 100)))
+        answered.append([*prompt, *(await both.handed_off(prompt, 100)).tokens])
     loaded = [random_tokens(rng, 600) for _ in range(2)]
     for prompt in loaded:
         await both.asked_right(p, prompt)
         await both.stored(p, prompt, len(prompt) // BLOCK * BLOCK)
     await both.reset(p)
-    leaving = [
-        asyncio.create_task(both.disconnect(p, random_tokens(rng, 900), 0.01 * rng.randrange(1, 30))) for _ in range(8)
-    ]
-    back = [
-        [*prompt, *reply.tokens, *random_tokens(rng, 20)] for prompt, reply in answered
-    ]
-    pulls = [asyncio.create_task(both.prefill(p, prompt, with_sources(both.pair.decode))) for prompt in back]
-    pulls += [asyncio.create_task(both.prefill(p, prompt, PREFILL)) for prompt in loaded]
-    replies = await asyncio.gather(*pulls)
+
+    def longer(prompt: list[int]) -> list[int]:
+        return [*prompt, *random_tokens(rng, 20)]
+
+    def leaves(prompt: list[int], params: dict) -> asyncio.Task:
+        return asyncio.create_task(both.disconnect(p, prompt, 0.005 * rng.randrange(1, 40), params))
+
+    leaving = [leaves(longer(prompt), with_sources(d)) for prompt in answered]
+    leaving += [leaves(longer(prompt), PREFILL) for prompt in loaded]
+    leaving += [leaves(random_tokens(rng, 900), PREFILL) for _ in range(4)]
+    stay = [longer(prompt) for prompt in (*answered, *loaded)] + [random_tokens(rng, 700) for _ in range(2)]
+    asked = [asyncio.create_task(both.prefill(p, prompt, with_sources(d))) for prompt in stay]
+    replies = await asyncio.gather(*asked)
     await asyncio.gather(*leaving)
-    for prompt, reply in zip([*back, *loaded], replies, strict=True):
+    for prompt, reply in zip(stay, replies, strict=True):
         await both.right(reply, prompt)
-    assert sum(reply.pulled > 0 for reply in replies) == len(replies), [reply.report for reply in replies]
+    # What a request that left had brought is in P's own cache.
+    brought = [reply.pulled + reply.report["local_tokens"] for reply in replies]
+    assert all(count > 0 for count in brought[:5]), [reply.report for reply in replies]
