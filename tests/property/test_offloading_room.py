@@ -11,7 +11,7 @@ from offloading_world import BLOCKS, GROUPS, UNIT, Engine, flush, run, stored
 from support import WITHOUT_SHRINKING
 
 from vllm_kvtier.scheduler import offloading
-from vllm_kvtier.store.messages import HASH
+from vllm_kvtier.store.messages import HASH, Reserved
 
 
 def test_pins_are_bounded_and_the_rest_follows():
@@ -329,6 +329,21 @@ def test_a_copy_that_always_fails_is_not_ordered_for_ever():
         engine.offloader.idle()
     assert not engine.offloader.pinned and len(engine.tier.items) == 10 * (1 + offloading.REWINDS)
     assert lost(engine) == {"copies too slow": 10}
+
+
+def test_a_store_that_answers_nonsense_is_not_asked_for_ever():
+    engine = Engine(GROUPS["full"], 5, 0)
+    r, = computed(engine, 1, 10 * UNIT + 1)
+    engine.finish(r, True)
+    asked = 0
+    for _ in range(20):
+        while engine.tier.asked:
+            engine.tier.asked.pop()[0].resolve(Reserved(1, [5]))
+            asked += 1
+        engine.reactor.run()
+        engine.offloader.idle()
+    assert asked == 1 + offloading.REWINDS and not engine.offloader.pinned
+    assert lost(engine) == {"malformed answer": 10}
 
 
 def test_what_another_request_was_to_store_is_stored_though_that_one_fails():

@@ -57,6 +57,7 @@ PRUNED = 8
 # What becomes of a block. After the last three it is offered again however often that happens, after those before
 # ``REWINDS`` times: there may be too little memory for it, or a fault.
 STORED, STORED_ALREADY, NO_BEGINNING, TOO_SLOW = "", "stored already", "beginning not stored", "copies too slow"
+MALFORMED = "malformed answer"
 NO_STORE, FOR_REQUESTS, TOO_MANY = "no store", "room for requests", "too many copies under way"
 _REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store full", NO_PARENT_STORED: NO_BEGINNING}
 
@@ -400,8 +401,9 @@ class Offloader:
         that keeps losing or refusing them is too small for them."""
         if table.ended == 0:  # it did not end well
             return False
-        if why not in (NO_STORE, FOR_REQUESTS):
-            table.rewinds += 1
+        if why in (NO_STORE, FOR_REQUESTS):
+            return True
+        table.rewinds += 1
         return table.rewinds <= REWINDS
 
     def _rewind(self, table: Table) -> None:
@@ -490,7 +492,7 @@ class Offloader:
         refused: defaultdict[str, list[Item]] = defaultdict(list)
         granted: list[list[Item]] = [[] for _ in self._groups]
         if len(slots) != len(items):
-            refused[NO_STORE] = items
+            refused[MALFORMED if isinstance(reserved, Reserved) else NO_STORE] = items
         else:
             for item, slot in zip(items, slots, strict=True):
                 if slot == EXISTS and (same := self._flying.get(item.name)) is not None:
@@ -500,7 +502,7 @@ class Offloader:
                         same.same = [*(same.same or ()), item]
                     continue
                 if slot <= 0:
-                    refused[_REFUSALS.get(slot, NO_STORE)].append(item)
+                    refused[_REFUSALS.get(slot, MALFORMED)].append(item)
                     continue
                 item.slot = slot
                 if self._groups[item.group][1] is None:
