@@ -24,6 +24,7 @@ from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, st
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
+from vllm_kvtier.scheduler.peers import DOWN_PAUSE
 
 BLOCK = 16 if GPUS else 32
 NUM_BLOCKS = 4480 // BLOCK
@@ -122,6 +123,7 @@ class PairDriver(NodeDriver):
             return await self.lives(engine) > before
 
         await self.until(back, 20, f"{engine.name} is set up again")
+        await asyncio.sleep(DOWN_PAUSE)  # for so long it is not asked by whoever found it asleep
 
 
 @pytest.fixture
