@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import logging
 import subprocess
 import sys
@@ -94,16 +95,17 @@ class Vllm:
         self.rename_in_init(path)
 
     def rename_in_init(self, path):
-        """``__init__`` sets another attribute instead."""
+        """``__init__`` and ``__post_init__`` set another attribute instead."""
         owner, name = self.owner(path)
-        for each in owner.__mro__:
-            init = inspect.unwrap(vars(each).get("__init__", object.__init__))
-            if name in getattr(getattr(init, "__code__", None), "co_names", ()):
-                names = tuple("_gone_" if known == name else known for known in init.__code__.co_names)
-                code = init.__code__.replace(co_names=names)
-                changed = types.FunctionType(code, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
-                changed.__kwdefaults__ = init.__kwdefaults__
-                self.patch.setattr(each, "__init__", changed)
+        for each, maker in itertools.product(owner.__mro__, ("__init__", "__post_init__")):
+            old = inspect.unwrap(vars(each).get(maker, object.__init__))
+            if name in getattr(getattr(old, "__code__", None), "co_names", ()):
+                names = tuple("_gone_" if known == name else known for known in old.__code__.co_names)
+                code = old.__code__.replace(co_names=names)
+                changed = types.FunctionType(code, old.__globals__, maker, old.__defaults__, old.__closure__)
+                changed.__kwdefaults__ = old.__kwdefaults__
+                self.patch.setattr(each, maker, changed)
+
 
 
 @pytest.fixture
