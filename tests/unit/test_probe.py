@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import logging
 import subprocess
 import sys
@@ -95,18 +96,17 @@ class Vllm:
         self.rename_in_init(path)
 
     def rename_in_init(self, path):
-        """``__init__`` sets another attribute instead."""
+        """``__init__`` and ``__post_init__`` set another attribute instead."""
         owner, name = self.owner(path)
-        for each in owner.__mro__:
-            for maker in ("__init__", "__post_init__"):
-                made = inspect.unwrap(vars(each).get(maker, object.__init__))
-                if name not in getattr(getattr(made, "__code__", None), "co_names", ()):
-                    continue
-                names = tuple("_gone_" if known == name else known for known in made.__code__.co_names)
-                code = made.__code__.replace(co_names=names)
-                changed = types.FunctionType(code, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
-                changed.__kwdefaults__ = made.__kwdefaults__
+        for each, maker in itertools.product(owner.__mro__, ("__init__", "__post_init__")):
+            old = inspect.unwrap(vars(each).get(maker, object.__init__))
+            if name in getattr(getattr(old, "__code__", None), "co_names", ()):
+                names = tuple("_gone_" if known == name else known for known in old.__code__.co_names)
+                code = old.__code__.replace(co_names=names)
+                changed = types.FunctionType(code, old.__globals__, maker, old.__defaults__, old.__closure__)
+                changed.__kwdefaults__ = old.__kwdefaults__
                 self.patch.setattr(each, maker, changed)
+
 
 
 @pytest.fixture
