@@ -41,7 +41,9 @@ KNOWN = {
     "vllm_compat/blocks.py:BlockPool.pin", "vllm_compat/turns.py:Turns._run", "scheduler/orders.py:pull_order",
     "scheduler/orders.py:load_order", "scheduler/orders.py:fetch_order",
 }  # fmt: skip
-FLOOR = 250  # functions
+# Whatever a copier or NIXL raises is the end of a load: it is counted as such, and logged once for all.
+LOADS = ("worker/copier", "worker/peer_copier", "worker/pulls.py", "worker/transport.py", "worker/fetches.py")
+FLOOR = 400  # functions
 QUICK = 4  # one in so many is made to raise in each run; all with -m slow
 
 
@@ -219,13 +221,16 @@ class Load(NodeDriver):
         await self.reset(self.raising)
 
         async def clean() -> bool:
-            i = await self.inspect(self.raising)
+            try:
+                i = await self.inspect(self.raising)
+            except TimeoutError:  # it was this question that failed
+                return False
             self.last = i
             held = i.exports + i.leases + i.exported_blocks + i.held_leases + i.requests + i.copying_blocks
             return i.free_blocks == i.blocks - 1 and not held
 
         try:
-            await self.until(clean, 5, "nothing is held")
+            await self.until(clean, 15, "nothing is held")
         except AssertionError:
             raise AssertionError(f"held: {self.last}") from None
         assert not self.last.violations, self.last
@@ -294,7 +299,8 @@ async def raises(load: Load, control: Control, name: str, part: str) -> tuple[bo
     if not await load.lives():
         return True, f"it has ended the engine ({wrong})"
     report = control("disarm")
-    if report["fired"] and not (report["errors"] or report["logged"]):
+    elsewhere = name.startswith(LOADS)
+    if report["fired"] and not (report["errors"] or report["logged"] or elsewhere):
         wrong = wrong or "it was neither counted nor logged"
     return bool(report["fired"]), wrong
 
