@@ -195,7 +195,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "failed loads by request", Feature.GROUPS, "a request whose load failed is computed, whatever its groups",
         Side.BOTH, trial=trials.failures_by_request,
-        tried=(f"{_BASE}:KVConnectorTransferResults", f"{_SCHEDULER}.failed_recving_kv_req_ids"),
+        tried=(f"{_BASE}:KVConnectorTransferResults", *_all(_SCHEDULER, "failed_recving_kv_req_ids requests")),
     ),
     Row(
         "idle hook", Feature.IDLE, "the engine's loop calls it each time before it sleeps",
