@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from pull_fakes import Pair, batch_of, pull_of
+from support import Uncontained
 from test_worker_half import half  # noqa: F401
 
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.vllm_compat.types import StepMetadata
 from vllm_kvtier.worker import fences
-from vllm_kvtier.worker.half import DEVICE_PAUSE
+from vllm_kvtier.worker.half import DEVICE_PAUSE, StepResults
 from vllm_kvtier.worker.work import FetchOrder, GroupLoad, LoadOrder, StepWork
 
 
@@ -69,7 +70,8 @@ class Engine:
         half._reactor.call_later = lambda seconds, job: self.later.append((seconds, job))
         half._device, half._pulls, half._memory = 0, self.pair.pulls, self.pair.here
         self.half, self.connector = half, object.__new__(KVTierConnector)
-        self.connector._worker = half
+        self.connector._worker, self.connector.containment = half, Uncontained()
+        self.connector._step, self.connector._collected = StepResults(), None
 
     def with_store_and_peers(self):
         """They only take orders: "begun" has the names, and how much had been launched before their fence."""
