@@ -350,14 +350,14 @@ class Offloader:
         with self._quiet:
             self._sent += 1
         del batch.items[: len(items)]
-        answered = functools.partial(self._answered, batch, items, instance)
+        answered = functools.partial(self._on_answer, batch, items, instance)
         try:
             pending.then(answered)
         except Exception:  # else the blocks would stay pinned for ever
             pending.then(answered)
             raise
 
-    def _answered(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
+    def _on_answer(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
         self._reactor.call_soon(lambda: self._reserved(batch, items, pending, instance))
 
     def drain(self) -> None:
