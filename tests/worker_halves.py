@@ -2,7 +2,7 @@
 
 import torch
 from pull_fakes import batch_of, pull_of
-from support import eventually
+from support import Uncontained, eventually
 
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
@@ -21,7 +21,7 @@ class Half:
         path = str(folder / f"{number}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
-        self.made, self.steps = WorkerHalf(0, f"agent{number}", path, ["UCX"], movable=True), 0
+        self.made, self.steps = WorkerHalf(0, f"agent{number}", path, ["UCX"], Uncontained(), movable=True), 0
         self.made.register(lambda: self.view, memory, lambda view: (0,))
 
     def info(self, count=1):

@@ -28,7 +28,7 @@ from vllm_kvtier.scheduler.tables import BlockTables
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
-from vllm_kvtier.vllm_compat.turns import Turns
+from vllm_kvtier.vllm_compat.turns import METHODS, Turns
 from vllm_kvtier.wire import messages as m
 
 UNIT = 4
@@ -98,7 +98,7 @@ class Engine:
         )
         self.tables = BlockTables(groups, UNIT, self.ledger.forget, self.exporter.sums)
         turns = Turns(Uncontained())
-        turns.watch(SimpleNamespace())
+        turns.watch(SimpleNamespace(**dict.fromkeys(METHODS, lambda: None)))
         self.lender = Lender(
             turns, self.pool, self.ledger, self.table, lambda: self.keys, groups, UNIT, self.align // UNIT, counters
         )

@@ -21,6 +21,7 @@ from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.types import WorkerReport
 from vllm_kvtier.worker.queues import LoadResult
@@ -84,6 +85,7 @@ class RaisingLife(Life):
         half._matcher, half._hurry, half._contain, half._passive = self.matcher, self.hurry, self.contain, False
         half._facts, half._offloader, half._tier = SimpleNamespace(unsupported=None), None, self.tier
         facts = SimpleNamespace(fails_by_request=False)
+        half._namespace, half._provenance = object(), Provenance(self.matcher, None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda blocks: None
         half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
@@ -93,6 +95,7 @@ class RaisingLife(Life):
         half._outcomes = Outcomes(self.matcher, self.hurry, self.planner, self.counters, self.contain)
         made = KVTierConnector.__new__(KVTierConnector)
         made.containment, made._scheduler, made._worker, made._facts = self.contain, half, None, facts
+        made._marks_failures = False
         run, real = self.raiser.run, self.matcher
 
         def finished(request):
@@ -173,7 +176,7 @@ def watched(name):
 
 
 class ContainedConnector(Connector):
-    _worker = None
+    _worker, _marks_failures = None, False
     on_new_request = watched("on_new_request")
     get_num_new_matched_tokens = watched("get_num_new_matched_tokens")
     update_state_after_alloc = watched("update_state_after_alloc")

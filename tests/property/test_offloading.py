@@ -13,6 +13,7 @@ from offloading_world import GROUPS, UNIT, Engine, flush, run, stored
 from support import WITHOUT_SHRINKING, make_request, step_output
 
 from vllm_kvtier.scheduler import offloading
+from vllm_kvtier.vllm_compat import requests as vr
 
 
 @pytest.mark.parametrize("lag", [0, 1], ids=["", "asynchronous"])
@@ -50,6 +51,7 @@ def test_an_adapter_has_a_space_of_its_own():
     engine = Engine(GROUPS["full"], 0, 0)
     r = engine.new_request([i % 7 for i in range(12)], 12)
     r.request.lora_request = SimpleNamespace(lora_name="a", lora_path="")
+    setattr(r.request, vr._VARIANT, b"its files")
     run(engine, r)
     engine.new_request([i % 7 for i in range(12)], 12)
     engine.step(every=1.1)

@@ -127,7 +127,7 @@ def test_containment_what_keeps_answers_right_fails_twice_the_engine_ends(contai
 
 def test_connector_every_method_that_vllm_calls_is_contained():
     """But those that call a contained one, or nothing of ours."""
-    bare = {"request_finished", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown", "__init__"}
+    bare = {"request_finished", "bind_connector_metadata", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown", "__init__"}
     base = {name for name, _ in inspect.getmembers(KVConnectorBase_V1, inspect.isfunction)}
     mine = {name for name, each in vars(KVTierConnector).items() if inspect.isfunction(each)}
     called = mine & (base | {"request_finished_all_groups"})
@@ -139,7 +139,7 @@ def test_connector_every_method_that_vllm_calls_is_contained():
 def connector(contain):
     made = KVTierConnector.__new__(KVTierConnector)
     made.containment, made.counters, made._worker = contain, contain._counters, None
-    made._facts = SimpleNamespace(fails_by_request=False)
+    made._facts, made._marks_failures = SimpleNamespace(fails_by_request=False), False
     names = [name for name, _ in inspect.getmembers(SchedulerHalf, inspect.isfunction) if name[0] != "_"]
     made._scheduler = SimpleNamespace(**dict.fromkeys(names, fail))
     return made
@@ -401,7 +401,7 @@ def test_worker_a_part_raises_with_an_order_its_failure_is_reported_once(rank, k
         "pull": StepWork(7, pulls=[pull("r")]), "collected": StepWork(7, loads=[order("r", False)]),
     }[kind]  # fmt: skip
     if kind == "collected":
-        rank._tier.load, rank._tier.collect = lambda loads: None, fail
+        rank._tier.load, rank._tier.collect = lambda loads, after: None, fail
     rank.submit(work)
     first = rank.collect()
     turn(rank)
@@ -414,7 +414,7 @@ def test_worker_a_part_raises_with_an_order_its_failure_is_reported_once(rank, k
 
 def test_worker_an_error_elsewhere_leaves_orders_that_are_under_way(rank, contain):
     rank._tier = SimpleNamespace(
-        load=lambda loads: None, step=lambda *_: None, under_way=lambda: {"r"}, collect=lambda idle: None
+        load=lambda loads, after: None, step=lambda *_: None, under_way=lambda: {"r"}, collect=lambda idle: None
     )
     rank.submit(StepWork(7, loads=[order("r", False)]))
     contain.attempt("elsewhere", fail)
@@ -428,8 +428,8 @@ def test_worker_an_error_elsewhere_leaves_orders_that_are_under_way(rank, contai
 @pytest.mark.parametrize("hurried", [False, True])
 def test_worker_collecting_raises_no_result_is_lost(rank, hurried, monkeypatch):
     tier = rank._tier = SimpleNamespace(
-        load=lambda loads: None, load_now=lambda loads: None, step=lambda *_: None, settle=lambda seconds: None,
-        collect=lambda idle: None, launching=lambda: None, under_way=lambda: {"r"},
+        load=lambda loads, after: None, load_now=lambda loads, after: None, step=lambda *_: None,
+        settle=lambda seconds: None, collect=lambda idle: None, launching=lambda: None, under_way=lambda: {"r"},
     )  # fmt: skip
     load = order("r", hurried)
     work = StepWork(7, loads=[load])
@@ -444,7 +444,7 @@ def test_worker_collecting_raises_no_result_is_lost(rank, hurried, monkeypatch):
 
 def test_worker_vllms_call_is_repeated_nothing_is_ordered_twice(rank):
     loads = []
-    rank._tier = SimpleNamespace(load=loads.extend, step=lambda *_: None)
+    rank._tier = SimpleNamespace(load=lambda orders, after: loads.extend(orders), step=lambda *_: None)
     work = StepWork(7, loads=[order("r", False)])
     rank.submit(work)
     rank.submit(work)

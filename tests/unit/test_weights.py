@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from matcher_world import World
-from support import make_request
+from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
@@ -103,19 +103,20 @@ class Running:
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
+        half._contain, half._passive = Uncontained(), False
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
         half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
         half._ledger = half._tables = SimpleNamespace(clear=lambda: None)
         half._hurry = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, awaits_verdict=False)
-        half._engine = SimpleNamespace(turns=SimpleNamespace(taken=pytest.MonkeyPatch.context))
+        half._engine = SimpleNamespace(turns=SimpleNamespace(turn=lambda method: method))
         self.spaces = Spaces()
         self.spaces.base = b"base"
         half._tier = SimpleNamespace(renew=self.spaces.renew)
         self.told = []
         half._reactor = SimpleNamespace(call_soon=lambda job: job())
         half._heard = self.told.append
-        pool.around_reset(half._before_reset, half._after_reset)
+        pool.around_reset(half._before_reset, half._after_reset, half._contain)
 
     def request(self, name: str, lora: LoRARequest | None = None):
         request = make_request(name, list(range(16)), UNIT)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from pull_fakes import Pair, batch_of, cache, cache_of_numbers, pull_of
-from support import eventually
+from support import Uncontained, eventually
 from worker_halves import Half, same
 
 from vllm_kvtier import codecs
@@ -165,7 +165,7 @@ def test_sleep_while_the_cache_is_set_up_waits_and_it_is_set_up_when_awake(tmp_p
 def test_half_that_sleeps_before_it_is_set_up_is_set_up_once_when_it_wakes(tmp_path):
     pytest.importorskip("nixl")
     path, heard, reactor = str(tmp_path / "l.sock"), [], Reactor("s")
-    half = WorkerHalf(0, "agent", path, ["UCX"])
+    half = WorkerHalf(0, "agent", path, ["UCX"], Uncontained())
     try:
         half.register(lambda: cache(12, 0), lambda view: CacheMemory(view, False), lambda view: (0,))
         half.sleep()

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_kvtier.containment import Containment
 
 # All of the scheduler's methods in which blocks are handed out, freed or forgotten (0.25.1 to 0.33).
-_METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")
+METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")
 
 
 class Turns:
@@ -35,9 +35,9 @@ class Turns:
         """Engine's thread, outside any turn: from now on this scheduler's methods are turns. Idempotent.
 
         Of a scheduler that lacks one of them, as one of the user's own may, it is not known when it is at work."""
-        if scheduler is self._scheduler or not all(hasattr(scheduler, name) for name in _METHODS):
+        if scheduler is self._scheduler or not all(hasattr(scheduler, name) for name in METHODS):
             return
-        for name in _METHODS:
+        for name in METHODS:
             setattr(scheduler, name, self.turn(getattr(scheduler, name)))
         self._scheduler = scheduler
 
