@@ -38,8 +38,9 @@ ANSWER = 8  # tokens
 SETTLE_SECONDS = 30.0
 OPTIONS = {"store_size": "256MiB", "store_idle_seconds": 60, "load_policy": "always", "retain_seconds": 1.0}
 # Random weights and short windows: rounding moves a logprob by less than this.
-TOLERANCE = {"recall": LOGPROB_TOLERANCE}
+TOLERANCE = {"recall": 1e-2 if GPUS else LOGPROB_TOLERANCE}  # float32 kernels of GPUs differ with the batch
 WINDOWS_TOLERANCE = 2e-3
+NEARLY_GREEDY_TIE = 0.2  # at a temperature of 0.01 the second is taken once in 5e8
 ADAPTERS = ("one", "two")
 
 ROWS = covering(AXES, excluded)
@@ -75,8 +76,8 @@ def requests(row: Row, seed: object) -> list[Request]:
         Request("plain", shared, {}),
         Request("long", random_tokens(rng, 1300), {}),
         Request("salted", shared, {"cache_salt": f"salt {seed}"}),
-        # vLLM refuses several greedy answers; and on CPUs a seed ends the engine, if a prompt is computed in pieces.
-        Request("several", random_tokens(rng, 300), {"n": 3, "temperature": 1.0, "top_k": 1}),
+        # Nearly greedy, which no seed and no top_k make certain: see ``taken_by_vllm``.
+        Request("several", random_tokens(rng, 300), {"n": 3, "temperature": 0.01}),
         Request("prompt logprobs", random_tokens(rng, 300), {"prompt_logprobs": 1}, due=False),
         Request("grammar", random_tokens(rng, 300), {"structured_outputs": {"regex": "[0-9]{5}"}, "ignore_eos": False}),
         Request("biased", random_tokens(rng, 300), {"logit_bias": {"500": 100.0}, "max_tokens": 3}),
@@ -198,14 +199,15 @@ def _answer(choices: list[Choice], of_prompt: list | None, report: dict[str, Any
     return Answer(choices, of_prompt, pulled + report.get("local_tokens", 0), pulled)
 
 
-def assert_same(got: Answer, want: Answer, tolerance: float, what: str) -> None:
+def assert_same(got: Answer, want: Answer, tolerance: float, tie: float, what: str) -> None:
+    """Tokens are the same up to one whose best two candidates are closer than ``tie``."""
     assert len(got.choices) == len(want.choices), what
     for a, b in zip(got.choices, want.choices, strict=True):
         assert len(a.tokens) == len(b.tokens), what
         for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)):
             if x != y:
                 best, second = b.top[i]
-                assert best - second < 2 * tolerance, f"{what}: token {i} is {x} instead of {y} by {best - second:.4f}"
+                assert best - second < tie, f"{what}: token {i} is {x} instead of {y} by {best - second:.4f}"
                 break
             off = abs(a.logprobs[i] - b.logprobs[i])
             assert off < tolerance, f"{what}: the logprob of token {i} is off by {off:.5f}"
@@ -312,7 +314,8 @@ class Running(NamedTuple):
         got, want = await asyncio.gather(self.engine.ask(asked), self.truth.ask(asked))
         tolerance = TOLERANCE.get(self.row["model"], WINDOWS_TOLERANCE)
         for request, a, b in zip(asked, got, want, strict=True):
-            assert_same(a, b, tolerance, f"{what}, {request.name}, {a.found} tokens found")
+            tie = NEARLY_GREEDY_TIE if request.name == "several" else 2 * tolerance
+            assert_same(a, b, tolerance, tie, f"{what}, {request.name}, {a.found} tokens found")
         return got
 
     async def settled(self) -> None:
@@ -375,7 +378,7 @@ PARAMS += [pytest.param(row, id=in_words(row), marks=pytest.mark.slow) for row i
 @pytest.mark.parametrize("running", PARAMS, indirect=True)
 async def test_configuration_answers_are_right_and_hits_are_found(running: Running):
     row = running.row
-    asked = allowed(row, requests(row, in_words(row)))
+    asked = taken_by_vllm(row, requests(row, in_words(row)))
     first = await running.right(asked, "computed")
     for request, answer in zip(asked, first, strict=True):
         if request.name != "several":  # which share their prompt
@@ -386,13 +389,20 @@ async def test_configuration_answers_are_right_and_hits_are_found(running: Runni
         await reset_while_it_generates(running)
         if row["lora"]:
             await adapter_is_updated(running, next(r for r in asked if r.name == "adapter one"))
-    await running.right(allowed(row, requests(row, "afterwards")), "afterwards")
+    await running.right(taken_by_vllm(row, requests(row, "afterwards")), "afterwards")
     await nothing_left(running)
 
 
-def allowed(row: Row, asked: list[Request]) -> list[Request]:
-    """vLLM takes no bias of logits while it speculates."""
-    return [request for request in asked if request.name != "biased" or not row["speculation"]]
+def taken_by_vllm(row: Row, asked: list[Request]) -> list[Request]:
+    """vLLM takes no bias of logits while it speculates, and several answers only if they are not greedy.
+
+    Some requests end vLLM 0.32's engines on CPUs, with us or without: prompt logprobs beside adapters; ``top_k`` while
+    it speculates; a seed, where the prompt is computed in pieces.
+    """
+    refused = {"biased"} if row["speculation"] else set()
+    if row["lora"] and not GPUS:
+        refused.add("prompt logprobs")
+    return [request for request in asked if request.name not in refused]
 
 
 async def hits_are_found(running: Running, asked: list[Request]) -> None:

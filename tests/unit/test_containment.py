@@ -127,7 +127,10 @@ def test_containment_what_keeps_answers_right_fails_twice_the_engine_ends(contai
 
 def test_connector_every_method_that_vllm_calls_is_contained():
     """But those that call a contained one, or nothing of ours."""
-    bare = {"request_finished", "bind_connector_metadata", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown", "__init__"}
+    bare = {
+        "request_finished", "bind_connector_metadata", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
+        "shutdown", "__init__",
+    }  # fmt: skip
     base = {name for name, _ in inspect.getmembers(KVConnectorBase_V1, inspect.isfunction)}
     mine = {name for name, each in vars(KVTierConnector).items() if inspect.isfunction(each)}
     called = mine & (base | {"request_finished_all_groups"})

@@ -101,7 +101,7 @@ class Matcher:
         self._asker.drop_held(t)
         self._asker.forget_ahead(t)
         if t.life.state in (State.NEW, State.ASKING, State.OFFERED):
-            self._asker.act(t, t.life.fire(Event.DECLINE))
+            self._asker.advance(t, Event.DECLINE)
 
     def track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
