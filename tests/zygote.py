@@ -163,7 +163,7 @@ def _run(request: dict[str, Any]) -> None:
     _set_environ(request["env"])
     _fork_instead_of_spawning()
     more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path)]
+    sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path[1:])]
     sys.argv = request["argv"]
     sys.modules.pop(sys.argv[0], None)  # it is run as a script, and what it imports is there
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

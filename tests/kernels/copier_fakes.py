@@ -129,6 +129,8 @@ class FakeDriver:
     def launch(self, *_):
         raise AssertionError("the interpreter compiles nothing")
 
+    launcher = launch
+
     def _enqueue(self, handle, work):
         World.current.enqueue(World.current.streams[handle - 1], ("work", work))
 

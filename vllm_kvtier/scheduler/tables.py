@@ -128,7 +128,9 @@ class BlockTables:
             offered = [computed // size for size, _ in self._groups]  # whoever computed what was hit offered it
             table = Table([list(ids) for ids in blocks], t.request, offered=offered)
             preempted = self._tables.get(request_id)
-            if preempted is not None:  # what it has offered it need not offer again; what it has not may lack still
+            if preempted is not None:
+                # What it has not offered yet may lack still. What it computes again may have been damaged in the store.
+                preempted.offered = [min(pair) for pair in zip(preempted.offered, offered, strict=True)]
                 preempted.groups, preempted.summed, preempted.tailed = table.groups, table.summed, False
                 preempted.due, table = 0, preempted
             self._tables[request_id] = table
