@@ -386,7 +386,9 @@ async def test_configuration_answers_are_right_and_hits_are_found(running: Runni
     await hits_are_found(running, asked)
     if isinstance(running.engine, Server):
         await pause_and_resume(running)
-        await reset_while_it_generates(running)
+        if not GPUS or row["role"] == "kv_producer":
+            # vLLM keeps what a step in flight writes from consumers, whatever connector they have, and then refuses.
+            await reset_while_it_generates(running)
         if row["lora"]:
             await adapter_is_updated(running, next(r for r in asked if r.name == "adapter one"))
     await running.right(taken_by_vllm(row, requests(row, "afterwards")), "afterwards")
@@ -397,12 +399,12 @@ def taken_by_vllm(row: Row, asked: list[Request]) -> list[Request]:
     """vLLM takes no bias of logits while it speculates, and several answers only if they are not greedy.
 
     Some requests end vLLM 0.32's engines on CPUs, with us or without: prompt logprobs beside adapters; ``top_k`` while
-    it speculates; a seed, where the prompt is computed in pieces.
+    it speculates; a seed, where the prompt is computed in pieces. And where they serve adapters, two engines without us
+    answer requests without an adapter differently, by up to 2.7 in a logprob.
     """
-    refused = {"biased"} if row["speculation"] else set()
     if row["lora"] and not GPUS:
-        refused.add("prompt logprobs")
-    return [request for request in asked if request.name not in refused]
+        return [request for request in asked if request.name.startswith("adapter")]
+    return [request for request in asked if request.name != "biased" or not row["speculation"]]
 
 
 async def hits_are_found(running: Running, asked: list[Request]) -> None:
@@ -467,6 +469,7 @@ async def load_adapter(running: Running, seed: int) -> None:
     for server in (running.engine, running.truth):
         body = {"lora_name": "one", "lora_path": str(folder), "load_inplace": True}
         await server.post("/v1/load_lora_adapter", json=body)
+        await server.reset()  # vLLM's own prefix cache would serve KV of the earlier ones
 
 
 async def nothing_left(running: Running) -> None:
