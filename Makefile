@@ -3,6 +3,7 @@
 # make test [LEVELS="unit property"]        lint and all tests, quick levels first
 # make dist                                 source archive and wheel in dist/, tried in an empty environment
 # make docs                                 docs/options.md anew, from where the options are defined
+# make site                                 the documentation as a web site in site/
 # make venv                                 only the set-up, in .venv
 #
 # PYTHON       the python3 that .venv is made with (3.11 or later)
@@ -22,7 +23,7 @@ SETUP := .venv/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo dist docs test lint clean
+.PHONY: help venv demo dist docs site test lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -48,6 +49,10 @@ dist: $(SETUP)
 docs: $(SETUP)
 	@$(PY) tools/docs_options.py
 
+site: $(SETUP)
+	@$(PY) -m mkdocs build --strict
+	@echo "The documentation is in site/index.html"
+
 lint: $(SETUP)
 	@$(PY) -m ruff check .
 
@@ -69,4 +74,4 @@ test: lint
 	exit $$status
 
 clean:
-	rm -rf .venv .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .cache build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache

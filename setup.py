@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_kvtier/__init__.py").read_text("utf-8"), re.M)[1]
 README = ROOT / "README.md"
+DOCS = ["mkdocs-material>=9.5,<10"]  # the site of docs/; pure Python
 
 setup(
     name="vllm-kvtier",
@@ -49,7 +50,9 @@ setup(
         # An S3 bucket as a tier of the node store. NIXL's OBJ moves the bytes where it can be loaded, else boto3 does.
         "object": ["boto3>=1.36"],
         "proxy": ["aiohttp>=3.10", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
+        "docs": DOCS,
         "test": [
+            *DOCS,
             "pytest>=8",
             "pytest-asyncio>=0.24",
             "pytest-timeout>=2.2",

@@ -26,7 +26,8 @@ class Block(NamedTuple):
 
 def pages(root: Path = ROOT) -> list[Path]:
     """All that users read."""
-    return [root / "README.md", *sorted(root.glob("docs/**/*.md")), *sorted(root.glob("examples/**/README.md"))]
+    papers = [root / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+    return [*papers, *sorted(root.glob("docs/**/*.md")), *sorted(root.glob("examples/**/README.md"))]
 
 
 def blocks_of(page: Path, root: Path = ROOT) -> list[Block]:

@@ -13,8 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "examples/grafana/README.md")
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]+)?\)")
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "examples/grafana/README.md")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]+)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -28,11 +28,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = posixpath.dirname(here if here in PAGES else f"docs/{here}")
 
     def relink(match: re.Match) -> str:
-        text, target, anchor = match[1], posixpath.normpath(posixpath.join(folder, match[2])), match[3] or ""
-        name = target.removeprefix("docs/")
-        if (ROOT / target).exists() and target not in PAGES and name == target:
+        image, text, anchor = match[1], match[2], match[4] or ""
+        target = posixpath.normpath(posixpath.join(folder, match[3]))
+        if (ROOT / target).exists() and target not in PAGES and not target.startswith("docs/"):
             return text
-        return f"[{text}]({posixpath.relpath(name, posixpath.dirname(here) or '.')}{anchor})"
+        name = posixpath.relpath(target.removeprefix("docs/"), posixpath.dirname(here) or ".")
+        return f"{image}[{text}]({name}{anchor})"
 
     # A word behind the language says what the tests do with a block.
     return re.sub(r"^(```\w+) \w+$", r"\1", LINK.sub(relink, markdown), flags=re.M)

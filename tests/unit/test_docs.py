@@ -24,7 +24,6 @@ SAMPLES = {"text", "promql", "mermaid"}  # shown, not copied
 FIRST_WORDS = {"curl", "kvtier", "make", "pip", "python", "vllm"} | PLAIN | PREFIXES
 # Paragraphs of blocks without a word behind the fence that are output or pictures: their first words.
 SHOWN = {
-    "README.md": ("(bidirectional pulls on;", "computed from the tokens", "vllm_kvtier/ connector.py"),
     "docs/kvtier-command.md": (
         "ok endpoint 127.0.0.1:7100:", "Qwen/Qwen3-8B: 36 layers", "Tokens that fit", "Loading beats computing",
         "mooncake_conversation_trace.jsonl.xz: 12,031", "x86_64, 2 cores",
