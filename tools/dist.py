@@ -38,7 +38,9 @@ def main() -> None:
         work = Path(folder)
         tree = work / "tree"
         # setuptools leaves files behind where it builds.
-        unwanted = shutil.ignore_patterns(".git", ".venv", ".cache", "__pycache__", "*.egg-info", "build", "dist", "site")
+        unwanted = shutil.ignore_patterns(
+            ".git", ".venv", ".cache", "__pycache__", "*.egg-info", "build", "dist", "site"
+        )
         shutil.copytree(ROOT, tree, ignore=unwanted)
         sdist = _build("sdist", tree, out)
         with tarfile.open(sdist) as archive:

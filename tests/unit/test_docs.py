@@ -150,6 +150,44 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{page.name}: {target}"
 
 
+# -- how pages are written --------------------------------------------------------------------------------------------
+
+
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
+
+
+# Made from texts in the code, or written before these words were chosen.
+OTHER_WORDS = {"metrics.md", "options.md", "vllm-versions.md", "weights.md", "block-ownership.md"}
+BANNED = re.compile(
+    r"\b(hurr(?:y|ied)|patience|whereabouts|nearby|fates?|undo|loans?|lend|lends|lent|risen|whom|whoever|somebody|nobody"
+    r"|told|heard|said|luck|teller|ledger|linger\w*|br(?:ing|ings|ought) up|c[oa]mes? up|below memory|set aside"
+    r"|in words|all the same)\b",
+    re.I,
+)
+ROLES = re.compile(r"\b[PD]s?\b(?!/D)")  # a prefill engine, a decode engine
+
+
+def prose(page: Path) -> str:
+    """What it says itself, line by line: without code, and without what links lead to."""
+    blank = lambda match: "\n" * match[0].count("\n")  # noqa: E731
+    text = re.sub(r"^```.*?^```$|^    .*$|`[^`]*`", blank, page.read_text("utf-8"), flags=re.M | re.S)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page.name not in OTHER_WORDS], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_prose_has_the_words_of_the_field(page):
+    found = []
+    for number, line in enumerate(prose(page).splitlines(), 1):
+        words = BANNED.findall(line)
+        if (ROOT / "docs") in page.parents and page.name != "performance.md":  # its tables have the short names
+            words += ROLES.findall(line)
+        found += [f"{page.relative_to(ROOT)}:{number}: {word}" for word in words]
+    assert not found, "\n".join(found)
+
+
 # -- what pages say of options and messages ---------------------------------------------------------------------------
 
 

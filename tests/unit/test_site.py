@@ -62,7 +62,7 @@ def test_site_links_lead_to_files_of_the_site(site):
 
 
 FAULTS = {
-    "docs/limits.md": ("\n[gone](nothing.md), [gone](security.md#no-such-heading)\n", ["nothing.md", "no-such-heading"]),
+    "docs/limits.md": ("\n[gone](nothing.md), [gone](security.md#not-there)\n", ["nothing.md", "not-there"]),
     "examples/README.md": ("\n![gone](../docs/nothing.png)\n", ["nothing.png"]),
     "docs/forgotten.md": ("# A page that is not in the navigation\n", ["forgotten.md"]),
 }
