@@ -188,6 +188,25 @@ def test_prose_has_the_words_of_the_field(page):
     assert not found, "\n".join(found)
 
 
+FOLDERS = ("", "vllm_kvtier/", "vllm_kvtier/store/", "vllm_kvtier/store/eviction/", "vllm_kvtier/scheduler/", "tests/")
+
+
+def test_files_that_pages_name_are_there():
+    """``NAME`` stands for a name that the reader chooses."""
+    missing, checked = [], 0
+    for page in pages():
+        if page.name == "CONTRIBUTING.md":  # names files as they are after the move that is under way
+            continue
+        for span in re.findall(r"`([\w./-]+(?:\.py|\.md|\.yml|\.json|/))`", page.read_text("utf-8")):
+            if "/" in span.rstrip("/") and "NAME" not in span and not span.startswith(("/", ".", "tests/v1/")):  # vLLM's
+                checked += 1
+                results = (f"benchmarks/{span}", f"benchmarks/results/{span}")
+                if not any((ROOT / name).exists() for name in (*(folder + span for folder in FOLDERS), *results)):
+                    missing.append(f"{page.relative_to(ROOT)}: {span}")
+    assert not missing, "\n".join(missing)
+    assert checked > 50
+
+
 # -- what pages say of options and messages ---------------------------------------------------------------------------
 
 
