@@ -188,6 +188,7 @@ def test_prose_has_the_words_of_the_field(page):
     assert not found, "\n".join(found)
 
 
+VLLMS = ("/", ".", "tests/v1/")  # no files of this repository
 FOLDERS = ("", "vllm_kvtier/", "vllm_kvtier/store/", "vllm_kvtier/store/eviction/", "vllm_kvtier/scheduler/", "tests/")
 
 
@@ -198,7 +199,7 @@ def test_files_that_pages_name_are_there():
         if page.name == "CONTRIBUTING.md":  # names files as they are after the move that is under way
             continue
         for span in re.findall(r"`([\w./-]+(?:\.py|\.md|\.yml|\.json|/))`", page.read_text("utf-8")):
-            if "/" in span.rstrip("/") and "NAME" not in span and not span.startswith(("/", ".", "tests/v1/")):  # vLLM's
+            if "/" in span.rstrip("/") and "NAME" not in span and not span.startswith(VLLMS):
                 checked += 1
                 results = (f"benchmarks/{span}", f"benchmarks/results/{span}")
                 if not any((ROOT / name).exists() for name in (*(folder + span for folder in FOLDERS), *results)):
