@@ -193,13 +193,13 @@ FOLDERS = ("", "vllm_kvtier/", "vllm_kvtier/store/", "vllm_kvtier/store/eviction
 
 
 def test_files_that_pages_name_are_there():
-    """``NAME`` stands for a name that the reader chooses."""
+    """In ``test_dist.py``: CONTRIBUTING's."""
     missing, checked = [], 0
     for page in pages():
-        if page.name == "CONTRIBUTING.md":  # names files as they are after the move that is under way
+        if page.name == "CONTRIBUTING.md":
             continue
         for span in re.findall(r"`([\w./-]+(?:\.py|\.md|\.yml|\.json|/))`", page.read_text("utf-8")):
-            if "/" in span.rstrip("/") and "NAME" not in span and not span.startswith(VLLMS):
+            if "/" in span.rstrip("/") and not span.startswith(VLLMS):
                 checked += 1
                 results = (f"benchmarks/{span}", f"benchmarks/results/{span}")
                 if not any((ROOT / name).exists() for name in (*(folder + span for folder in FOLDERS), *results)):
