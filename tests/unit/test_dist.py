@@ -21,8 +21,9 @@ def test_license_is_apache_2(root):
 
 
 def test_files_that_contributing_names_exist(root):
-    """Paths in backticks, from the root, from ``vllm_kvtier`` or from ``store``; or a file's name alone. ``NAME`` is the
-    reader's."""
+    """Paths in backticks, from the root, from ``vllm_kvtier`` or from ``store``; or a file's name alone.
+
+    ``NAME`` is the reader's to choose."""
     text = (root / "CONTRIBUTING.md").read_text("utf-8")
     named = {path for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]*|\w+\.(?:py|md))`", text) if "NAME" not in path}
     assert len(named) > 30
