@@ -50,7 +50,7 @@ docs: $(SETUP)
 	@$(PY) tools/docs_options.py
 
 site: $(SETUP)
-	@$(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "The documentation is in site/index.html"
 
 lint: $(SETUP)
