@@ -170,7 +170,10 @@ ROLES = re.compile(r"\b[PD]s?\b(?!/D)")  # a prefill engine, a decode engine
 
 def prose(page: Path) -> str:
     """What it says itself, line by line: without code, and without what links lead to."""
-    blank = lambda match: "\n" * match[0].count("\n")  # noqa: E731
+
+    def blank(match: re.Match) -> str:
+        return "\n" * match[0].count("\n")
+
     text = re.sub(r"^```.*?^```$|^    .*$|`[^`]*`", blank, page.read_text("utf-8"), flags=re.M | re.S)
     return re.sub(r"\]\([^)]*\)", "]", text)
 
