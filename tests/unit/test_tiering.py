@@ -90,6 +90,13 @@ def store(worker, order, step):
     assert done.wait(5)
 
 
+class Before(str):
+    """An event that has passed when somebody looks."""
+
+    def query(self):
+        return True
+
+
 def load(name):
     group = GroupLoad(0, blocks(3, 4), blocks(7, 8).astype(np.uint64), blocks(5, 6))
     return LoadOrder(name, [group], 60.0, "life")
@@ -121,7 +128,7 @@ def test_load_with_a_fence_is_copied_behind_it(worker):
         worker.tier.step(number, f"fence {number}")
         if number % 3 == 0:
             store(worker, number, step=number)
-        worker.tier.load([load(f"r{number}")], f"before {number + 1}")
+        worker.tier.load([load(f"r{number}")], Before(f"before {number + 1}"))
     eventually(lambda: len(worker.finished) == 20, 5.0)
     loads = [after for way, _, after in worker.copier.calls if way == "load"]
     assert loads == [f"before {number + 1}" for number in range(20)]
@@ -283,7 +290,7 @@ def test_a_load_that_its_step_waits_for(worker, on_device):
     many = np.arange(100, 1100)
     long = LoadOrder("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
     worker.tier.step(1, "fence 1")
-    worker.tier.load_now([long, load("s")], "fence 2")
+    worker.tier.load_now([long, load("s")], Before("fence 2"))
     assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
     assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
     assert worker.copier.calls[0][2] == "fence 2"
@@ -365,7 +372,7 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     worker.tier.rest()
     assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
     store(worker, 7, step=1)
-    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], "fence 1"))  # was on its way to the reactor
+    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))  # was on its way to the reactor
     eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
     assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1

@@ -329,6 +329,16 @@ def test_a_late_load_fails_then_and_is_reported_when_its_copies_ended(link, cloc
     assert result.seconds > 1.0 and not result.failed and result.reason == ""
 
 
+def test_load_behind_a_step_says_how_long_it_waited_for_that(link, clock):
+    offload = engine(link, clock)
+    stuck = clock.now + 0.5
+    offload.submit_load(load("behind", 1000), stuck, lambda: clock.now >= stuck)
+    offload.submit_load(load("free", 10), None)
+    results = {result.request_id: result for result in run(offload, clock, 10).loads}
+    assert 0.5 <= results["behind"].fenced < 0.6 and results["behind"].seconds > results["behind"].fenced
+    assert results["free"].fenced == 0.0
+
+
 def test_one_late_load_does_not_keep_the_thread_awake(link, clock):
     offload = engine(link, clock)
     stuck = clock.now + 5.0

@@ -196,11 +196,12 @@ class Offload:
         if self._unusable(order.instance) is not None:
             self._stores.cancel([(order.id, 0)])
 
-    def submit_load(self, order: LoadOrder, after: Any | None) -> None:
-        """``after``: behind it the blocks may be written (what read them before has been launched ahead of it)."""
+    def submit_load(self, order: LoadOrder, after: Any | None, passed: Callable[[], bool] | None = None) -> None:
+        """``after``: behind it the blocks may be written (what read them before has been launched ahead of it);
+        ``passed``: whether it has passed."""
         now = self._clock()
         self._follow(now)
-        self._loads.add(order, after, now)
+        self._loads.add(order, after, now, passed)
         reason = self._unusable(order.instance)
         if reason is not None:
             self._loads.cancel(lambda other: other is order, reason, now)
@@ -238,6 +239,7 @@ class Offload:
         """See what ended, give the copier more; never waits for a copy. ``stores``: whether to begin such."""
         now = self._clock()
         self._follow(now)
+        self._loads.look(now)
         self._reap(self._loading, self._loading.calls)
         loads = self._loads.take_results()
         for result in loads if self._unwatched else ():

@@ -274,7 +274,7 @@ class TierWorker:
 
     def _start(self, loads: list[LoadOrder], after: Any) -> None:
         for order in loads:
-            self._offload.submit_load(order, after)
+            self._offload.submit_load(order, after, None if after is None else after.query)
         if self._resting:
             self._offload.cancel_all("the engine went to sleep")
 
