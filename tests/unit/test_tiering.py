@@ -391,3 +391,15 @@ def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monke
     eventually(lambda: worker.finished, 5.0, "loaded")
     assert not worker.finished[0].failed
     assert caplog.text.count("looking after copies failed") == 1
+    assert worker.reactor.errors == 3, "the worker half looks for what was lost by it"
+
+
+def test_collect_raises_after_a_load_ended_its_result_is_told(worker, monkeypatch):
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("r")], None)
+    worker.copier.end()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:
+        patch.setattr(worker.tier._offload, "next_poll", lambda: 1 / 0)
+        worker.tier.collect()
+    assert [result.request_id for result in worker.finished] == ["r"]

@@ -177,6 +177,15 @@ def test_shutdown_a_part_raises_the_rest_goes_on(half, monkeypatch, faulty):
     assert ended == (["memory"] if faulty == "fetches" else ["fetches", "memory"])
 
 
+def test_poll_raises_what_a_pull_ended_with_is_told_and_the_fault_is_counted(half):
+    ready(half)
+    half._serving, half._transport = True, SimpleNamespace(progress=lambda: 1 / 0)
+    half._pulls = SimpleNamespace(active=True, resting=False, drive=lambda: ["its result"])
+    half._reactor.call_later = lambda pause, callback: None
+    half._drive()
+    assert half._done == ["its result"] and half._reactor.errors == 1
+
+
 def test_nothing_is_set_up_before_the_scheduler_half_is_there(run_dir):
     """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
     allocates, pins or loads on the device ends the capture and the engine."""

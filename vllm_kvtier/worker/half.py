@@ -535,6 +535,7 @@ class WorkerHalf:
             pause = self._poll()
         except Exception:
             logger.exception("kvtier: polling failed; trying again")
+            self._reactor.errors += 1
             pause = FAULT_PAUSE
         self._driving = pause is not None
         if pause:
@@ -550,13 +551,12 @@ class WorkerHalf:
                 self._link.tell(m.Summed(self._rank, self._summing.pop(0)[0]))
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
-                results = self._pulls.drive() if pulling else ()
+                for result in self._pulls.drive() if pulling else ():
+                    self._finish(result)
                 pulling = pulling and not self._pulls.resting
                 serving = self._serving and self._transport is not None
                 if serving:
                     self._transport.progress()
-            for result in results:
-                self._finish(result)
             fetching = self._fetching
             if fetching is not None:
                 fetching.drive()

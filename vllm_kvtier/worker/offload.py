@@ -239,10 +239,9 @@ class Offload:
         now = self._clock()
         self._follow(now)
         self._reap(self._loading, self._loading.calls)
-        loads = self._loads.take_results()
-        for result in loads if self._unwatched else ():
-            result.timed = False
-        self._unwatched = False
+        if self._unwatched:
+            self._loads.untime_results()
+            self._unwatched = False
         self._reap(self._storing, self._storing.calls)
         self._loads.expire(now)
         self._stores.expire(now)
@@ -250,7 +249,8 @@ class Offload:
         while self._issue_load() | (stores and self._issue_store()):
             if self._clock() >= now + STRETCH:
                 break
-        return Ended(loads + self._loads.take_results(), *self._stores.take_results())
+        # Here, where nothing can raise any more: what is taken is known to nobody else.
+        return Ended(self._loads.take_results(), *self._stores.take_results())
 
     @property
     def active(self) -> bool:
@@ -369,24 +369,24 @@ class Offload:
 
     def _reap(self, lane: _Lane, calls: Sequence[_Call]) -> None:
         """Which of these have ended."""
-        ended, errors = [], []
+        ended, outcomes = [], []  # of each call: which of its blocks are wrong, why it failed
         for call in calls:
             try:
                 if not call.copy.done():
                     continue
-                errors.append(None)
+                outcomes.append((call.copy.bad if lane is self._loading else None, None))
             except Exception as error:  # the device failed: no copy will ever end, nor any forward
-                errors.append(error)
+                outcomes.append((None, error))
             ended.append(call)
         if not ended:
             return
         now = self._clock()
         lane.remove(ended, self._work_at(lane) <= now, now, not (self._unwatched and lane is self._loading))
-        for call, error in zip(ended, errors, strict=True):
+        for call, (bad, error) in zip(ended, outcomes, strict=True):
             if error is not None:
                 self._failed(lane, call.piece, error)
             elif lane is self._loading:
-                self._loads.ended(call.piece, call.copy.bad, now)
+                self._loads.ended(call.piece, bad, now)
             else:
                 self._stores.ended(call.piece, ok=True)
             call.backing.give()

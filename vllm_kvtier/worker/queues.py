@@ -352,6 +352,11 @@ class LoadQueue:
     def has_results(self) -> bool:
         return bool(self._results)
 
+    def untime_results(self) -> None:
+        """Nobody looked when these loads ended."""
+        for result in self._results:
+            result.timed = False
+
     def take_results(self) -> list[LoadResult]:
         results, self._results = self._results, []
         return results

@@ -213,12 +213,11 @@ class TierWorker:
         self._stepped = now = time.monotonic()
         if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
-                ended = self._advance()
+                self._ended(self._advance())
                 pause = None if self._fault or self._offload.awaits_step else self._offload.next_poll()
                 self._stores_at = -math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
-            self._ended(ended)
         if self._due > now + 2 * STEPPING[1]:
             # This may have been the last step for long; the timer was set when its orders could not begin yet.
             self._reactor.call_soon(lambda: self._look_again(STEPPING[1]))
@@ -287,6 +286,7 @@ class TierWorker:
         except Exception:
             if not self._fault:
                 logger.exception("kvtier: looking after copies failed; it is tried again")
+            self._reactor.errors += 1  # what may be lost by it is looked for
             ended, self._fault = Ended([], [], []), True
         return ended
 
