@@ -1,5 +1,6 @@
 """TierWorker: when it looks after copies, and behind which step they are begun."""
 
+import functools
 import itertools
 import threading
 import time
@@ -294,6 +295,46 @@ def test_a_load_that_its_step_waits_for(worker, on_device):
     assert "store" not in ways or not on_device, "the reactor may have begun it, this thread has not"
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("faulty", "at"),
+    [
+        ("_offload.submit_load", 1), ("_offload.submit_load", 2), ("_offload._loads._settle", 1),
+        ("_offload._loads._settle", 2), ("_offload._loads.next_piece", 1), ("_offload.load_now", 1),
+        ("_offload._reap", 1),
+    ],
+)  # fmt: skip
+def test_load_now_raises_nothing_is_copied_after_the_failure_was_told(worker, monkeypatch, faulty, at, on_device):
+    """By then the blocks may be another request's. What was begun is waited for."""
+    tier, copier, hurried, calls = worker.tier, worker.copier, Hurried(), []
+    tier.on_device, copier.piece_bytes, copier.polls = on_device, BLOCK_BYTES, 20 if on_device else 0
+    *path, name = faulty.split(".")
+    owner = functools.reduce(getattr, path, tier)
+    real = getattr(owner, name)
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise RuntimeError("on purpose")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    orders = [load("r"), load("s")]
+    hurried.begin(orders, lambda orders: tier.load_now(orders, "fence"))
+    assert len(calls) >= at
+    monkeypatch.setattr(owner, name, real)
+    hurried.due += orders
+    hurried.settle(LoadOrder, tier)
+    assert not tier._hurried and not tier.under_way(), "it waited for the end, and not for more"
+    others, judged = hurried.judge(worker.finished)
+    assert not others and all(result.bad_blocks == {3, 4} for result in judged) and len(judged) == 2
+    told = list(copier.calls)
+    for _ in range(5):
+        with tier._lock:
+            assert not tier._advance().loads
+    assert copier.calls == told and len(told) == (name == "_reap"), "only what had been begun"
 
 
 def test_nobody_waits_for_ever_for_such_a_load(worker):

@@ -215,6 +215,10 @@ class Offload:
         gone = set(request_ids)
         self._loads.cancel(lambda order: order.request_id in gone, ABORTED, self._clock())
 
+    def cancel_orders(self, orders: Sequence[LoadOrder]) -> None:
+        """The same for these orders, whatever of them was submitted."""
+        self._loads.cancel(lambda order: any(order is each for each in orders), ABORTED, self._clock())
+
     def cancel_all(self, reason: str) -> None:
         """Begin nothing of what waits; stores that run count as dropped."""
         self._stores.drop(lambda order: True)
@@ -281,6 +285,10 @@ class Offload:
     def loads_under_way(self) -> set[str]:
         """Requests whose loads have not ended, or whose results were not taken yet."""
         return self._loads.request_ids()
+
+    def load_names(self) -> set[tuple[str, int]]:
+        """The same: request and ticket of each."""
+        return self._loads.names()
 
     @property
     def queued_load_bytes(self) -> int:

@@ -272,7 +272,12 @@ class LoadQueue:
 
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
-        return {load.order.request_id for load in self._loads} | {result.request_id for result in self._results}
+        return {request_id for request_id, _ in self.names()}
+
+    def names(self) -> set[tuple[str, int]]:
+        """The same: request and ticket of each."""
+        each = [*(load.order for load in self._loads), *self._results]
+        return {(one.request_id, one.ticket) for one in each}
 
     def add(self, order: LoadOrder, after: Any, now: float) -> None:
         left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)

@@ -143,15 +143,20 @@ class TierWorker:
     def load_now(self, loads: list[LoadOrder], after: Any) -> None:
         """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind
         them. On a host they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other
-        thread is at the memory for too long; then nothing was begun."""
+        thread is at the memory for too long; then nothing was begun. If it raises anything else, no more of them is
+        begun: they are reported failed, and their blocks are others' then. ``settle`` waits for what was."""
         if not self._lock.acquire(timeout=MOST_LOCKED):
             raise KVTierError("another thread is at the node store's memory for too long")
         try:
             self._resting = False
             self._stepped = time.monotonic()
-            self._start(loads, after)
             self._hurried.update((order.request_id, order.ticket) for order in loads)
+            self._start(loads, after)
             self._offload.load_now()
+        except Exception:
+            self._offload.cancel_orders(loads)
+            self._hurried &= self._offload.load_names()  # the others have not got so far
+            raise
         finally:
             self._lock.release()
 
