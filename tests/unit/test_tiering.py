@@ -444,3 +444,36 @@ def test_collect_raises_after_a_load_ended_its_result_is_told(worker, monkeypatc
         patch.setattr(worker.tier._offload, "next_poll", lambda: 1 / 0)
         worker.tier.collect()
     assert [result.request_id for result in worker.finished] == ["r"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_store_order_that_cannot_be_queued_is_reported_as_not_stored(worker, monkeypatch, late):
+    """Its blocks would be held for ever. ``late``: the fault comes when the order is queued already."""
+    submit = worker.tier._offload.submit_store
+
+    def fails(order):
+        if late:
+            submit(order)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(worker.tier._offload, "submit_store", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([], [(1, 0)])] and not worker.copier.calls
+
+
+def test_stores_that_ended_are_told_again_where_telling_failed(worker, monkeypatch):
+    tell, left = worker.tier._tell, [RuntimeError("on purpose")]
+
+    def fails(message):
+        if left:
+            raise left.pop()
+        tell(message)
+
+    monkeypatch.setattr(worker.tier, "_tell", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([1], [])] and not left
+    assert worker.told[0].nbytes > 0, "and what was copied counts"

@@ -1,6 +1,7 @@
 """vLLM's GPU block pool: pinning, freeing, asking. Only on the engine's thread; the pool has no lock."""
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,9 +22,10 @@ class BlockPool:
         self._pool.touch([self._pool.blocks[i] for i in held])
         return held
 
-    def held_once(self, ids: Iterable[int]) -> int:
-        """How many of these blocks have a single reference: giving that back frees them."""
-        return sum(1 for i in ids if self._pool.blocks[i].ref_cnt == 1)
+    def held_once(self, ids: Iterable[int], most: int | None = None) -> int:
+        """How many of these blocks have a single reference: giving that back frees them. Counts to ``most``."""
+        blocks = self._pool.blocks
+        return sum(1 for _ in itertools.islice((i for i in ids if blocks[i].ref_cnt == 1), most))
 
     def unheld(self, ids: Iterable[int]) -> int:
         """How many of these blocks are free: pinning them takes them from whoever needs new ones."""

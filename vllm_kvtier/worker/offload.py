@@ -26,7 +26,7 @@ behind a long one that has gone out already.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -285,6 +285,10 @@ class Offload:
     def loads_under_way(self) -> set[str]:
         """Requests whose loads have not ended, or whose results were not taken yet."""
         return self._loads.request_ids()
+
+    def stores_under_way(self) -> Collection[int]:
+        """Ids of stores that have not ended."""
+        return self._stores.ids()
 
     def load_names(self) -> set[tuple[str, int]]:
         """The same: request and ticket of each."""

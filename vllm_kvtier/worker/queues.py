@@ -14,7 +14,7 @@ stays until its last piece has ended, because until then its blocks and slots ar
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,10 @@ class StoreQueue:
     def __len__(self) -> int:
         """Orders that have not ended."""
         return len(self._stores)
+
+    def ids(self) -> Collection[int]:
+        """Of these."""
+        return self._stores.keys()
 
     def add(self, order: StoreOrder, now: float) -> None:
         """Queue. Raises ValueError for an id that has not ended."""

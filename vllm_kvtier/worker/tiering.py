@@ -87,6 +87,7 @@ class TierWorker:
         self._stores_at = -math.inf  # when it is to look after the copies again, while there are only stores
         self._launched_by = -math.inf  # when the forward that it launches just now is taken to have been launched
         self._nbytes = 0
+        self._untold: deque[Ended] = deque()  # stores that ended, of which the scheduler half has not heard
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
 
@@ -249,21 +250,32 @@ class TierWorker:
     def store(self, message: m.StoreBlocks) -> None:
         if not self._writes[message.group]:
             return
-        order = StoreOrder(
-            message.order,
-            message.group,
-            np.frombuffer(message.blocks, np.int64),
-            np.frombuffer(message.keys, np.uint64),
-            np.frombuffer(message.slots, np.int64),
-            message.step,
-            message.instance,
-        )
         with self._lock:
-            self._offload.submit_store(order)
+            try:
+                self._submit(message)
+            except Exception:
+                logger.exception("kvtier: an order to store blocks could not be begun; they are offered again")
+                if message.order in self._offload.stores_under_way():
+                    self._offload.cancel([(message.order, 0)])
+                else:
+                    self._ended(Ended([], [], [(message.order, 0)]))
             self._stores_at = -math.inf
             if self._resting:
-                self._offload.cancel([(order.id, 0)])
+                self._offload.cancel([(message.order, 0)])
         self._drive_unless_stepping()
+
+    def _submit(self, message: m.StoreBlocks) -> None:
+        self._offload.submit_store(
+            StoreOrder(
+                message.order,
+                message.group,
+                np.frombuffer(message.blocks, np.int64),
+                np.frombuffer(message.keys, np.uint64),
+                np.frombuffer(message.slots, np.int64),
+                message.step,
+                message.instance,
+            )
+        )
 
     def cancel(self, message: m.CancelStores) -> None:
         with self._lock:
@@ -341,13 +353,21 @@ class TierWorker:
             self._finish(result)
             self._hurried.discard((result.request_id, result.ticket))
         if ended.stored or ended.cut:
-            self._reactor.call_soon(lambda: self._tell_stored(ended))
+            self._untold.append(ended)
+            self._reactor.call_soon(self._tell_stored)
 
-    def _tell_stored(self, ended: Ended) -> None:
-        total = self._offload.totals[1]
-        rate = self._offload.rates[1]
-        nbytes, self._nbytes = total - self._nbytes, total
-        self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / rate))
+    def _tell_stored(self) -> None:
+        """Blocks are held until the scheduler half has heard of it."""
+        try:
+            while self._untold:
+                ended, total = self._untold[0], self._offload.totals[1]
+                nbytes = total - self._nbytes
+                self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / self._offload.rates[1]))
+                self._nbytes = total
+                self._untold.popleft()
+        except Exception:
+            self._reactor.call_later(FAULT_PAUSE, self._tell_stored)
+            raise
 
     def _pool_changed(self) -> None:
         state = (self._pool.instance, self._pool.registered_pages * PAGE)
