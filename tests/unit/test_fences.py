@@ -11,8 +11,6 @@ from support import Uncontained
 from test_worker_half import half  # noqa: F401
 
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.containment import Containment
-from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.types import StepMetadata
 from vllm_kvtier.worker import fences
 from vllm_kvtier.worker.half import DEVICE_PAUSE, StepResults
@@ -154,31 +152,6 @@ def test_orders_of_each_kind_are_begun_behind_all_that_was_launched_before_their
         engine.step(StepWork(number, loads=[load], fetches=[fetch]))
         assert engine.begun == [("load", 3 * number + 1), ("fetch", 3 * number + 1)]
         engine.begun.clear()
-
-
-@pytest.mark.parametrize("kind", ["load", "fetch", "pull"])
-def test_begin_raises_the_orders_are_begun_behind_a_later_fence(engine, monkeypatch, kind):
-    """And not behind none, or behind that of a step before: other requests' forwards may write these blocks yet."""
-    engine.connector.containment = engine.half._contain = Containment(Counters())
-    engine.with_store_and_peers()
-    blocks = np.array([3])
-    load = LoadOrder("load", [GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)], 60.0, "life")
-    fetch = FetchOrder("fetch", "s/1", [pull_of([5], [3])], 60.0)
-    pull = engine.pair.order(pull_of([5], [3]))
-    monkeypatch.setattr(engine.half, "_start", lambda work, before, *_: engine.begun.append(("pull", before.place)))
-    engine.half._before = SimpleNamespace(place=0)  # of a step that was not launched whole
-    mark, left = engine.half._fence, [RuntimeError("on purpose")]
-
-    def fails():
-        if left:
-            raise left.pop()
-        return mark()
-
-    monkeypatch.setattr(engine.half, "_fence", fails)
-    engine.device.launch()
-    orders = {"load": {"loads": [load]}, "fetch": {"fetches": [fetch]}, "pull": {"pulls": [pull]}}[kind]
-    engine.step(StepWork(1, **orders))
-    assert not left and [(name, place >= 2) for name, place in engine.begun] == [(kind, True)]
 
 
 def test_orders_that_the_forward_waits_for_are_begun_behind_the_same_fence(engine):

@@ -1,7 +1,6 @@
 """vLLM's GPU block pool: pinning, freeing, asking. Only on the engine's thread; the pool has no lock."""
 
 import bisect
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,8 +23,12 @@ class BlockPool:
 
     def held_once(self, ids: Iterable[int], most: int | None = None) -> int:
         """How many of these blocks have a single reference: giving that back frees them. Counts to ``most``."""
-        blocks = self._pool.blocks
-        return sum(1 for _ in itertools.islice((i for i in ids if blocks[i].ref_cnt == 1), most))
+        blocks, count = self._pool.blocks, 0
+        for i in ids:
+            if count == most:
+                break
+            count += blocks[i].ref_cnt == 1
+        return count
 
     def unheld(self, ids: Iterable[int]) -> int:
         """How many of these blocks are free: pinning them takes them from whoever needs new ones."""

@@ -197,17 +197,8 @@ class WorkerHalf:
         or read them (a window's last blocks). So nothing is brought into them before that has ended on the device,
         whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self._before = None
+        self._before = self._fence() if work.pulls or work.loads or work.fetches else None
         self._sources.update(work.sources)
-        if work.pulls or work.loads or work.fetches:
-            self._behind()
-
-    def _behind(self) -> torch.cuda.Event | None:
-        """What the step's orders wait for; marked here and now where ``begin`` failed to: a later mark serves as well,
-        none does not."""
-        if self._before is None:
-            self._before = self._fence()
-        return self._before
 
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
@@ -217,11 +208,11 @@ class WorkerHalf:
             return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
-            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._behind()))
+            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._before))
         fetches = [order for order in work.fetches if order.hurried]
         if fetches and self._fetching is not None:
             self._fetching.introduce(work.sources)
-            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._behind()))
+            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._before))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
@@ -253,8 +244,7 @@ class WorkerHalf:
         fence = self._fence() if work.sums or tier is not None else None
         if tier is not None:
             self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
-        before = self._behind() if work.pulls else None
-        self._before = None
+        before, self._before = self._before, None
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
@@ -293,7 +283,7 @@ class WorkerHalf:
 
     def _load(self, loads: list[LoadOrder]) -> None:
         if self._tier is not None:
-            self._tier.load(loads, self._behind())
+            self._tier.load(loads, self._before)
             return
         for order in loads:
             reason = "the node store's memory is not mapped here"
@@ -301,7 +291,7 @@ class WorkerHalf:
 
     def _fetch(self, orders: list[FetchOrder]) -> None:
         if self._fetching is not None:
-            self._fetching.begin(orders, self._behind())
+            self._fetching.begin(orders, self._before)
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
