@@ -1,7 +1,6 @@
 """What raises on the reactor's thread costs blocks their place in the store at most: no pin or answer is lost."""
 
 import functools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -56,9 +55,8 @@ def test_reactor_a_part_raises_once_all_is_stored_in_the_end_and_a_reset_finds_n
             else:
                 engine.copy(rank, order)
     turn(engine)
-    began = time.monotonic()
-    engine.offloader.settle(30.0)
-    assert engine.offloader.pinned == 0 and time.monotonic() - began < 20
+    engine.offloader.settle(1.0)
+    assert engine.offloader.pinned == 0
     run(engine, r)
     engine.read_outputs()
     engine.finish(r, True)
