@@ -1,5 +1,6 @@
 """TierWorker: when it looks after copies, and behind which step they are begun."""
 
+import functools
 import itertools
 import threading
 import time
@@ -303,6 +304,46 @@ def test_a_load_that_its_step_waits_for(worker, on_device):
     eventually(lambda: worker.told, 5.0, "stored")
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("faulty", "at"),
+    [
+        ("_offload.submit_load", 1), ("_offload.submit_load", 2), ("_offload._loads._settle", 1),
+        ("_offload._loads._settle", 2), ("_offload._loads.next_piece", 1), ("_offload.load_now", 1),
+        ("_offload._reap", 1),
+    ],
+)  # fmt: skip
+def test_load_now_raises_nothing_is_copied_after_the_failure_was_told(worker, monkeypatch, faulty, at, on_device):
+    """By then the blocks may be another request's. What was begun is waited for."""
+    tier, copier, hurried, calls = worker.tier, worker.copier, Hurried(), []
+    tier.on_device, copier.piece_bytes, copier.polls = on_device, BLOCK_BYTES, 20 if on_device else 0
+    *path, name = faulty.split(".")
+    owner = functools.reduce(getattr, path, tier)
+    real = getattr(owner, name)
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise RuntimeError("on purpose")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    orders = [load("r"), load("s")]
+    hurried.begin(orders, lambda orders: tier.load_now(orders, "fence"))
+    assert len(calls) >= at
+    monkeypatch.setattr(owner, name, real)
+    hurried.due += orders
+    hurried.settle(LoadOrder, tier)
+    assert not tier._hurried and not tier.under_way(), "it waited for the end, and not for more"
+    others, judged = hurried.judge(worker.finished)
+    assert not others and all(result.bad_blocks == {3, 4} for result in judged) and len(judged) == 2
+    told = list(copier.calls)
+    for _ in range(5):
+        with tier._lock:
+            assert not tier._advance().loads
+    assert copier.calls == told and len(told) == (name == "_reap"), "only what had been begun"
+
+
 def test_nobody_waits_for_ever_for_such_a_load(worker):
     worker.copier.polls = 1 << 60
     worker.tier.load_now([load("r")], None)
@@ -398,3 +439,48 @@ def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monke
     eventually(lambda: worker.finished, 5.0, "loaded")
     assert not worker.finished[0].failed
     assert caplog.text.count("looking after copies failed") == 1
+    assert worker.reactor.errors == 3, "the worker half looks for what was lost by it"
+
+
+def test_collect_raises_after_a_load_ended_its_result_is_told(worker, monkeypatch):
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("r")], None)
+    worker.copier.end()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:
+        patch.setattr(worker.tier._offload, "next_poll", lambda: 1 / 0)
+        worker.tier.collect()
+    assert [result.request_id for result in worker.finished] == ["r"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_store_order_that_cannot_be_queued_is_reported_as_not_stored(worker, monkeypatch, late):
+    """Its blocks would be held for ever. ``late``: the fault comes when the order is queued already."""
+    submit = worker.tier._offload.submit_store
+
+    def fails(order):
+        if late:
+            submit(order)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(worker.tier._offload, "submit_store", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([], [(1, 0)])] and not worker.copier.calls
+
+
+def test_stores_that_ended_are_told_again_where_telling_failed(worker, monkeypatch):
+    tell, left = worker.tier._tell, [RuntimeError("on purpose")]
+
+    def fails(message):
+        if left:
+            raise left.pop()
+        tell(message)
+
+    monkeypatch.setattr(worker.tier, "_tell", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([1], [])] and not left
+    assert worker.told[0].nbytes > 0, "and what was copied counts"

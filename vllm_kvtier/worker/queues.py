@@ -14,7 +14,7 @@ stays until its last piece has ended, because until then its blocks and slots ar
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,10 @@ class StoreQueue:
     def __len__(self) -> int:
         """Orders that have not ended."""
         return len(self._stores)
+
+    def ids(self) -> Collection[int]:
+        """Of these."""
+        return self._stores.keys()
 
     def add(self, order: StoreOrder, now: float) -> None:
         """Queue. Raises ValueError for an id that has not ended."""
@@ -275,7 +279,12 @@ class LoadQueue:
 
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
-        return {load.order.request_id for load in self._loads} | {result.request_id for result in self._results}
+        return {request_id for request_id, _ in self.names()}
+
+    def names(self) -> set[tuple[str, int]]:
+        """The same: request and ticket of each."""
+        each = [*(load.order for load in self._loads), *self._results]
+        return {(one.request_id, one.ticket) for one in each}
 
     def add(self, order: LoadOrder, after: Any, now: float, passed: Callable[[], bool] | None = None) -> None:
         """``passed``: whether ``after`` has, so that the blocks may be written; None: it has."""
@@ -361,6 +370,11 @@ class LoadQueue:
     @property
     def has_results(self) -> bool:
         return bool(self._results)
+
+    def untime_results(self) -> None:
+        """Nobody looked when these loads ended."""
+        for result in self._results:
+            result.timed = False
 
     def take_results(self) -> list[LoadResult]:
         results, self._results = self._results, []
