@@ -175,7 +175,7 @@ class Life:
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), contain, False
-        half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
+        half._matcher, half._hurry, half._pool, half._refused = world.matcher, world.hurry, pool, None
         half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, contain)
         half._settle_namespace = half._run_jobs = lambda: None
         half._namespace, half._provenance = object(), Provenance(world.matcher, pool)

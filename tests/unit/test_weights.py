@@ -103,7 +103,7 @@ class Running:
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
-        half._contain, half._passive = Uncontained(), False
+        half._contain, half._passive, half._refused = Uncontained(), False, None
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
         half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
@@ -115,7 +115,7 @@ class Running:
         half._tier = SimpleNamespace(renew=self.spaces.renew)
         self.told = []
         half._reactor = SimpleNamespace(call_soon=lambda job: job())
-        half._heard = self.told.append
+        half._endpoint = SimpleNamespace(close=self.told.append)
         pool.around_reset(half._before_reset, half._after_reset, half._contain)
 
     def request(self, name: str, lora: LoRARequest | None = None):
@@ -133,7 +133,7 @@ def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused
     before = running.spaces.of(b"")
     assert running.admitted(running.request("before"))
     running.half.weights_changed("update_weights")
-    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0].reason
+    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
     running.half._provenance.forget("before")
