@@ -178,7 +178,7 @@ class Life:
         half._matcher, half._hurry, half._pool, half._refused = world.matcher, world.hurry, pool, None
         half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, contain)
         half._settle_namespace = half._run_jobs = lambda: None
-        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
+        half._namespace, half._provenance = object(), Provenance(pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,

@@ -10,10 +10,13 @@ from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler import provenance as provenance_module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
@@ -93,13 +96,13 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
 class Running:
     """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
-    def __init__(self, **options):
-        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=UNIT)
+    def __init__(self, prefix_caching=True, **options):
+        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=UNIT)
         self.world = World([(UNIT, None)])
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
-        half._provenance = Provenance(self.world.matcher, pool)
+        half._provenance = Provenance(pool, prefix_caching)
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
@@ -174,7 +177,49 @@ def test_weights_not_named_yet_a_request_is_computed_alone():
     running.half._hurry.awaits_verdict = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
     assert running.half._provenance.forget("early") is False
-    assert running.half._provenance.forget("late") is True and not running.half._provenance._private
+    assert running.half._provenance.forget("late") is True and not running.half._provenance._admitted
+
+
+def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_shared():
+    """No reset ever comes there, and no request gets what another one has computed."""
+    running = Running(prefix_caching=False)
+    running.pool.get_new_blocks(1)
+    assert running.admitted(running.request("before"))
+    running.half.weights_changed("update_weights")
+    assert not running.admitted(running.request("before")) and running.admitted(running.request("after"))
+
+
+@pytest.mark.parametrize("part", ["_run_jobs", "_settle_namespace", "matcher", "admits", "scheduler not found"])
+def test_weights_changed_a_request_whose_matching_fails_is_not_shared(part):
+    """It was computed on what vLLM's cache had of the old ones, and stored as the new ones'."""
+    running = Running()
+    half, connector = running.half, KVTierConnector.__new__(KVTierConnector)
+    half._engine.scheduler = None
+    connector.containment, connector._scheduler = Containment(Counters()), half
+    connector._marks_failures = part == "scheduler not found"
+    request = running.request("one")
+    if part == "admits":
+        half._provenance.admits = lambda *_: 1 / 0
+    elif part == "matcher":
+        half._matcher.match = lambda *_: 1 / 0
+    elif not connector._marks_failures:
+        setattr(half, part, lambda *_: 1 / 0)
+    shares, t = half._provenance.shares, SimpleNamespace(request=request)
+    assert not shares(t), "it was not looked at yet"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not shares(t)
+    assert bool(connector.containment.errors) != connector._marks_failures
+
+
+def test_weights_of_a_request_that_ended_nothing_is_remembered():
+    """Neither if its end failed, nor if it ended while the workers still load for it."""
+    running = Running()
+    half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
+    assert all(running.admitted(request) for request in requests)
+    half._tables.forget = half._exports.drop = lambda name: None
+    assert half._provenance.forget("ends") and half._provenance.forget("abandoned")
+    half.drop(requests[1])
+    half.weights_changed("update_weights")
+    assert not half._provenance._admitted
 
 
 def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, monkeypatch):

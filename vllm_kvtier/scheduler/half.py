@@ -184,7 +184,7 @@ class SchedulerHalf:
             facts.groups, unit, ledger.forget,
             lambda t: self._provenance.shares(t) and (offload or self._exporter.sums(t)),
         )
-        self._provenance = Provenance(self._matcher, pool)
+        self._provenance = Provenance(pool, facts.prefix_caching)
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
             lambda on_engine: Explainer(
@@ -237,6 +237,7 @@ class SchedulerHalf:
 
     def compute(self, request: Any) -> tuple[int | None, bool]:
         """What ``match`` says of a request for which something of ours failed: it holds nothing any more."""
+        self._provenance.refuse(request)
         self._let_go(request.request_id)
         # vLLM's prefix cache has blocks that are not verified yet: nobody else may use them.
         return (None, False) if self._hurry.awaits_verdict else (0, False)
@@ -395,6 +396,7 @@ class SchedulerHalf:
         attempt("dropping a request", self._let_go, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.drop, request_id)
+        self._provenance.forget(request_id)
 
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())

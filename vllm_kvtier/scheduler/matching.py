@@ -90,9 +90,6 @@ class Matcher:
         """Of all requests that are there."""
         return (t.life.state for t in self._tracked.values())
 
-    def requests(self) -> Iterator[Tracked]:
-        return iter(self._tracked.values())
-
     def forgo(self, request: Any) -> None:
         """It is computed here, whatever was asked or offered for it."""
         t = self.track(request)
