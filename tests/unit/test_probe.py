@@ -235,6 +235,7 @@ BEHAVIOUR = [
     ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
     ("KV events", events_of_another_form),
     ("hashes of a plain prompt", other_hashes),
+    ("adapters in block hashes", lambda vllm: vllm.put(f"{HASHES}:_gen_lora_extra_hash_keys", lambda request: [1])),
     ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
 ]
 

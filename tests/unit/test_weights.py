@@ -1,5 +1,6 @@
 """Weights that are changed while the engine runs: who is told, and which requests' KV goes nowhere from then on."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
@@ -222,27 +224,94 @@ def test_weights_of_a_request_that_ended_nothing_is_remembered():
     assert not half._provenance._admitted
 
 
-def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, monkeypatch):
+@pytest.fixture
+def adapters(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
-    monkeypatch.setattr(adapters_module, "READ_SECONDS", 60.0)  # however slow this machine is
-    running = Running()
-    folder, loras = tmp_path, {}
-    for number, name in enumerate(("one", "two"), 1):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "adapter_model.bin").write_bytes(name.encode())
-        loras[name] = LoRARequest(name, number, str(folder))
-        adapters.load(loras[name], lambda: None)
-    while running.half.match(running.request("r1", loras["one"]), 0)[0] is None:
+    for limit in ("READ_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
+    return adapters
+
+
+def adapter_files(folder: Path, weights: bytes = b"weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.bin").write_bytes(weights)
+    return folder
+
+
+def matched(running, request):
+    while running.half.match(request, 0)[0] is None:
         continue  # its files are being read
-    assert running.admitted(running.request("r1", loras["one"]))
-    while running.half.match(running.request("r2", loras["two"]), 0)[0] is None:
-        continue
-    (tmp_path / "one" / "adapter_model.bin").write_bytes(b"new")
+    return request
+
+
+def ended(running, request) -> bool:
+    """Whether what it wrote may leave this engine."""
+    request.status = RequestStatus.FINISHED_STOPPED
+    return running.half._provenance.forget(request.request_id)
+
+
+def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, adapters):
+    running = Running()
+    loras = {}
+    for number, name in enumerate(("one", "two"), 1):
+        loras[name] = LoRARequest(name, number, str(adapter_files(tmp_path / name, name.encode())))
+        adapters.load(loras[name], lambda: None)
+    one, two = (matched(running, running.request(f"of {name}", loras[name])) for name in loras)
+    adapter_files(tmp_path / "one", b"new")
     again = LoRARequest("one", 1, loras["one"].lora_path, load_inplace=True)
     adapters.load(again, lambda: None)
-    shares = running.half._provenance.shares
-    assert [shares(SimpleNamespace(request=running.request(name))) for name in ("r1", "r2")] == [False, True]
-    assert not running.admitted(running.request("r3", again)), "vLLM's cache may have the old one's KV"
+    assert not ended(running, one) and ended(running, two)
+    later = matched(running, running.request("later", again))
+    assert not ended(running, later), "vLLM's cache may have the old one's KV"
+
+
+def test_weights_of_an_adapter_whose_files_change_while_a_request_runs_are_not_known(tmp_path, adapters):
+    """Nothing tells the engine that its workers have read them anew."""
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    requests = [matched(running, running.request(name, lora)) for name in ("ends before", "runs")]
+    t = SimpleNamespace(request=requests[1])
+    assert running.half._provenance.admitted(t) and not running.half._provenance.shares(t), "not before its end"
+    assert ended(running, requests[0])
+    adapter_files(tmp_path / "one", b"others")
+    assert not ended(running, requests[1])
+
+
+def test_weights_of_an_adapter_replaced_while_a_request_waits_are_those_it_is_computed_with(tmp_path, adapters):
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    request = running.request("waits", lora)
+    running.half._provenance.foresees(request)
+    adapter_files(tmp_path / "one", b"others")
+    assert ended(running, matched(running, request))
+    assert vr.variant(request) == adapters.current(lora).digest
+
+
+@pytest.mark.parametrize("cause", ["stale", "not named", "failed"])
+def test_weights_of_an_adapter_that_a_private_request_loaded_are_not_those_of_later_files(tmp_path, adapters, cause):
+    """Its workers have read them for it, whatever it is private for."""
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    blocks = running.pool.get_new_blocks(1)
+    request = running.request("private", lora)
+    if cause == "stale":
+        running.half.weights_changed("update_weights")
+    if cause == "failed":
+        running.half.compute(request)
+    running.half._namespace = None if cause == "not named" else object()
+    assert not ended(running, matched(running, request))
+    running.half._namespace = object()
+    adapter_files(tmp_path / "one", b"others")
+    running.pool.free_blocks(blocks)
+    assert running.pool.reset_prefix_cache()
+    assert not ended(running, matched(running, running.request("later", lora)))
+
+
+def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not_shared(tmp_path, adapters):
+    engines, lora = [Running(), Running()], LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    for engine, shared in ((engines[1], False), (engines[0], True)):
+        assert engine.pool.reset_prefix_cache()
+        assert ended(engines[0], matched(engines[0], engines[0].request(f"after {shared}", lora))) is shared

@@ -182,7 +182,7 @@ class SchedulerHalf:
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
             facts.groups, unit, ledger.forget,
-            lambda t: self._provenance.shares(t) and (offload or self._exporter.sums(t)),
+            lambda t: self._provenance.admitted(t) and (offload or self._exporter.sums(t)),
         )
         self._provenance = Provenance(pool, facts.prefix_caching)
         self._questions = Questions(

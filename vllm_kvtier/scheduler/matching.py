@@ -110,8 +110,8 @@ class Matcher:
     def warm(self, request: Any) -> None:
         """It will be matched later; nobody else's KV is asked for until then."""
         hints = read(request.kv_transfer_params)
-        chain = vr.chain(request, request.num_tokens, self._unit)
-        if chain and not hints.handoff and self._tier.warm(chain, vr.variant(request), hints.stores):
+        chain, variant = vr.chain(request, request.num_tokens, self._unit), vr.variant(request)
+        if variant is not None and chain and not hints.handoff and self._tier.warm(chain, variant, hints.stores):
             self._counters.count("warmed")
 
     def ask_ahead(self, request: Any) -> None:
