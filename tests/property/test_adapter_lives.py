@@ -109,6 +109,14 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99))
+    def load_other_files_in_the_middle(self, which):
+        lora, path, _, _ = self.running[which % len(self.running)]
+        self.write(path)
+        self.workers_forget(lora.lora_int_id)
+        self.step(which)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
     def end(self, which):
         lora, _, adapter, versions = self.running.pop(which % len(self.running))
         if adapter is not None and self.adapters.confirm(lora, adapter):

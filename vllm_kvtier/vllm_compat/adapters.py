@@ -290,7 +290,7 @@ class Adapters:
             self._known[key] = _Adapter(lora, folder, signature)
         return self._known.get(key)
 
-    def cache_is_empty(self, cache: Any) -> None:
+    def cache_is_empty(self, cache: object) -> None:
         """This one of ``caches`` holds nothing, and no request of its engine has any KV."""
         for key, caches in list(self._replaced.items()):
             caches.discard(cache)
