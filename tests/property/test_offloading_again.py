@@ -165,15 +165,3 @@ def test_blocks_of_an_adapter_that_its_request_hit_are_offered_with_its_own():
     engine.finish(r, True)
     [(_, items)] = engine.tier.asked
     assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]
-
-
-def test_blocks_of_an_adapter_behind_a_window_are_not_looked_for():
-    """Its own are gone; others that vLLM has under their hashes may be another step's."""
-    engine = Engine(GROUPS["windows"], 1, 0)
-    r = of_adapter(engine)
-    engine.slide(r)
-    [gone] = [i for i, block in enumerate(r.tables[1]) if not block][-1:]
-    h = bytes(r.request.block_hashes[gone])
-    engine.fake.cached[h, 1] = engine.fake.take(engine.fake.free_ids()[0])
-    engine.finish(r, True)
-    assert h[:HASH] not in {item.hash for _, items in engine.tier.asked for item in items if item.group == 1}
