@@ -192,8 +192,6 @@ class Offloader:
             if self._tier.limit() and self.wanted() and vr.ended_well(request):
                 table.ended = self._full(request, vr.written_tokens(request))
                 table.space = self._tier.space(vr.variant(request))
-                if request.lora_request is not None:  # whoever computed what was hit may not have offered it
-                    table.offered = [0] * len(self._groups)
                 self._collect(table, table.ended, leaving=True)
                 if self._left(table):
                     if request.lora_request is None:
@@ -242,6 +240,8 @@ class Offloader:
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Blocks of the first ``full`` tokens not offered yet, as far as there is room. ``leaving``: the request ends,
         and its table has exactly what it holds still."""
+        if leaving and table.request.lora_request is not None:  # whoever computed what was hit may not have offered it
+            table.offered = [0] * len(self._groups)
         self._follow_store(table, leaving)
         if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
             return
