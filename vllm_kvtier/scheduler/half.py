@@ -170,7 +170,8 @@ class SchedulerHalf:
             None if is_far(config) else lambda chain: pool.cached_about(chain, facts.full_groups, unit),
         )
         self._outcomes = Outcomes(
-            self._matcher, self._hurry, self._planner, self.counters, containment, self._form
+            self._matcher, self._hurry, self._planner, self.counters, containment, self._form,
+            self._pace.prompts_since,
         )
         self._gauges = Gauges(
             self.counters, self._matcher, self._planner, self._exports, self._peers, self._tier, self._offloader

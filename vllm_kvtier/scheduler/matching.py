@@ -143,7 +143,7 @@ class Matcher:
                         return None, False
                     if not self._asker.ask_next(t, computed, len(self._tracked) == 1):
                         t.life.fire(Event.DECLINE)
-                        return 0, False
+                        return self._compute(t, computed)
                 case State.ASKING:
                     if t.waits_since:
                         self._asker.linger(t, len(self._tracked) == 1)
@@ -161,9 +161,14 @@ class Matcher:
                     if gain:
                         return gain, True
                     self._asker.decline(t)
-                    return 0, False
+                    return self._compute(t, computed)
                 case _:
                     return 0, False
+
+    def _compute(self, t: Tracked, computed: int) -> tuple[int, bool]:
+        if self._planner is not None:
+            self._planner.will_compute(computed, t.request.num_tokens)
+        return 0, False
 
     def _notice_preemption(self, t: Tracked) -> None:
         """A request that lost its blocks may have them back from the node store: it is matched like a new one."""

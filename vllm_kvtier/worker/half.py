@@ -84,6 +84,8 @@ class WorkerHalf:
         self._outstanding: dict[str, Order] = {}  # by request: asynchronous orders whose end vLLM has not been told
         self._lives = itertools.count(1)  # of the cache's memory
         self._asleep = False
+        self._to_end: list[tuple[str, Callable[[], object]]] = []  # what ``sleep`` could not end yet, with its name
+        self._leaving: list[Pulls] = []  # of memory that was taken away; their agents may not have ended
         self._set_up: Callable[[], None] = lambda: None  # reactor's thread: what ``register`` was given
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
@@ -136,29 +138,49 @@ class WorkerHalf:
 
     def sleep(self) -> None:
         """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. Nothing touches
-        it when this returns. Idempotent.
+        it when this returns. Idempotent; a call that is repeated completes what failed.
 
         The addresses come back with other memory behind them: copies to and from the store do not mind, but what NIXL
         registered, and peers mapped, is gone for good."""
         with self._nixl:
-            if self._asleep:
-                return
-            self._asleep, self._unusable = True, ASLEEP
-            if self._tier is not None:
-                self._tier.rest()
-            if self._fetching is not None:
-                self._fetching.stop(ASLEEP)
-            if self._pulls is not None:
-                for result in self._pulls.stop(ASLEEP):
-                    self._finish(result)
-                if self._pulls.active:
-                    self._reactor.call_soon(lambda pulls=self._pulls: self._see_off(pulls))
-            if self._device is not None:
-                torch.cuda.synchronize(self._device)  # checksums, and what is encoded for peers
-            if self._memory is not None:
-                self._memory.close()
-            self._fetching = self._pulls = self._transport = self._memory = None
-        self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+            slept, self._asleep, self._unusable = self._asleep, True, ASLEEP
+            try:
+                # NIXL first: reads that it answers for peers would end this process when the memory is gone.
+                if not slept:
+                    self._to_end += self._parts_to_end()
+                self._to_end = [part for part in self._to_end if not self._ended(*part)]
+            finally:
+                if not slept:
+                    self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+
+    def _parts_to_end(self) -> list[tuple[str, Callable[[], object]]]:
+        """What touches the cache's memory, with its name; each may be called again where it failed. But for ``_tier``
+        nothing of this half knows of them any more."""
+        pulls, tier, fetching, memory, device = self._pulls, self._tier, self._fetching, self._memory, self._device
+        self._fetching = self._pulls = self._transport = self._memory = None
+        parts: list[tuple[str, Callable[[], object]]] = []
+        if pulls is not None:
+            self._leaving.append(pulls)
+            parts.append(("ending NIXL", lambda: self._end_pulls(pulls)))
+        if tier is not None:
+            parts.append(("ending the store's copies", tier.rest))
+        if fetching is not None:
+            parts.append(("ending fetches", lambda: fetching.stop(ASLEEP)))
+        if device is not None:  # checksums, and what is encoded for peers
+            parts.append(("waiting for the device", lambda: torch.cuda.synchronize(device)))
+        if memory is not None:
+            parts.append(("closing the memory", memory.close))
+        return parts
+
+    def _ended(self, where: str, part: Callable[[], object]) -> bool:
+        """Whether ``part`` went well: tried twice, and again by the next ``sleep``."""
+        ended = lambda: part() or True  # noqa: E731
+        return bool(self._contain.attempt(where, ended, repair=ended))
+
+    def _end_pulls(self, pulls: Pulls) -> None:
+        for result in pulls.stop(ASLEEP):
+            self._finish(result)
+        self._reactor.call_soon(lambda: self._see_off(pulls))
 
     def wake(self) -> None:
         """The KV cache has memory again, where it was before: peers may read it anew. Idempotent."""
@@ -332,12 +354,13 @@ class WorkerHalf:
             self._reactor.call_soon(lambda: self._give_up_lost(orders))
 
     def shutdown(self) -> None:
-        self._reactor.stop()
+        attempt = self._contain.attempt
+        attempt("ending the reactor", self._reactor.stop)
         fetching, self._fetching = self._fetching, None
         if fetching is not None:
-            fetching.stop("the engine ends")
+            attempt("ending fetches", fetching.stop, "the engine ends")
         if self._memory is not None:
-            self._memory.close()
+            attempt("closing the memory", self._memory.close)
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
@@ -348,8 +371,8 @@ class WorkerHalf:
         if self._fetching is not None:
             known |= self._fetching.under_way()
         with self._nixl:
-            if self._pulls is not None:
-                known |= self._pulls.under_way()
+            for pulls in (*self._leaving, *filter(None, [self._pulls])):
+                known |= pulls.under_way()
         with self._done_lock:
             known.update(result.request_id for result in self._done)
         for order in orders:
@@ -496,11 +519,12 @@ class WorkerHalf:
     def _see_off(self, pulls: Pulls) -> None:
         """Reads of a memory that was taken away, whose agent did not end: reported when it has."""
         with self._nixl:
-            results = pulls.drive()
-        for result in results:
-            self._finish(result)
-        if pulls.active:
-            self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
+            for result in pulls.drive() if pulls.active else ():
+                self._finish(result)
+            if not pulls.active:
+                self._leaving.remove(pulls)
+                return
+        self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
 
     def _drive_soon(self) -> None:
         if not self._driving and self._busy():
@@ -518,6 +542,7 @@ class WorkerHalf:
             pause = self._poll()
         except Exception:
             logger.exception("kvtier: polling failed; trying again")
+            self._reactor.errors += 1
             pause = FAULT_PAUSE
         self._driving = pause is not None
         if pause:
@@ -533,13 +558,12 @@ class WorkerHalf:
                 self._link.tell(m.Summed(self._rank, self._summing.pop(0)[0]))
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
-                results = self._pulls.drive() if pulling else ()
+                for result in self._pulls.drive() if pulling else ():
+                    self._finish(result)
                 pulling = pulling and not self._pulls.resting
                 serving = self._serving and self._transport is not None
                 if serving:
                     self._transport.progress()
-            for result in results:
-                self._finish(result)
             fetching = self._fetching
             if fetching is not None:
                 fetching.drive()
