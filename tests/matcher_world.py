@@ -271,7 +271,7 @@ class World:
                     host.append(SimpleNamespace(lease=answer.lease, session=t.pending._pending.session))
             elif t.pending is not None and t.life.state is State.ASKING and isinstance(t.pending.outcome, Offer):
                 peers.append(t.pending.outcome)
-        for ask, _ in self.matcher._asker.ahead._asks.values():
+        for ask, *_ in self.matcher._asker.ahead._asks.values():
             answer = ask._pending.outcome
             if isinstance(answer, Found) and answer.lease:
                 host.append(SimpleNamespace(lease=answer.lease, session=ask._pending.session))

@@ -90,9 +90,6 @@ class Matcher:
         """Of all requests that are there."""
         return (t.life.state for t in self._tracked.values())
 
-    def requests(self) -> Iterator[Tracked]:
-        return iter(self._tracked.values())
-
     def forgo(self, request: Any) -> None:
         """It is computed here, whatever was asked or offered for it."""
         t = self.track(request)
@@ -113,8 +110,8 @@ class Matcher:
     def warm(self, request: Any) -> None:
         """It will be matched later; nobody else's KV is asked for until then."""
         hints = read(request.kv_transfer_params)
-        chain = vr.chain(request, request.num_tokens, self._unit)
-        if chain and not hints.handoff and self._tier.warm(chain, vr.variant(request), hints.stores):
+        chain, variant = vr.chain(request, request.num_tokens, self._unit), vr.variant(request)
+        if variant is not None and chain and not hints.handoff and self._tier.warm(chain, variant, hints.stores):
             self._counters.count("warmed")
 
     def ask_ahead(self, request: Any) -> None:

@@ -7,6 +7,9 @@ the second stage. Pins are the one bound of what is under way: beyond it, and wh
 blocks are *taken back*, from the end of their chains, and are offered again: with the next block that their request
 fills, and when it has ended well for as long as vLLM's prefix cache still has them.
 
+Blocks of a LoRA adapter go when their request has ended (see ``provenance``), and are not offered again: what vLLM's
+prefix cache has under their hashes later may be a step's that just loads other weights.
+
 What is stored of a chain has no gap: a block is committed behind its parent, or not at all. Orders of a group are
 copied in their order and end in it, and where one was cut short, so is all that depends on what it lacks.
 
@@ -211,7 +214,10 @@ class Offloader:
                 if self._tier.limit():
                     self._collect(table, table.ended, leaving=True)
                 if self._left(table):
-                    self._ended[table] = None
+                    if request.lora_request is None:
+                        self._ended[table] = None
+                    else:
+                        self._give_up_ended(table)
         self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
@@ -255,6 +261,8 @@ class Offloader:
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Blocks of the first ``full`` tokens not offered yet, as far as there is room. ``leaving``: the request ends,
         and its table has exactly what it holds still."""
+        if leaving and table.request.lora_request is not None:  # whoever computed what was hit may not have offered it
+            table.offered = [0] * len(self._groups)
         self._follow_store(table, leaving)
         if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
             return
@@ -298,7 +306,7 @@ class Offloader:
             own = self._still_held(table.request.num_computed_tokens, size, window)
         for i in range(table.offered[g], last):
             block = ids[i] if i >= own else 0
-            if not block and self._verified():
+            if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
             if block and not room:
                 table.why = TOO_MANY if self._tier.limit() else NO_STORE
@@ -424,7 +432,7 @@ class Offloader:
     def _again(self, table: Table, why: str) -> bool:
         """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
         that keeps losing or refusing them is too small for them."""
-        if table.ended == 0:  # it did not end well
+        if table.ended == 0 or table.request.lora_request is not None:  # it did not end well, or must not be
             return False
         if why in (NO_STORE, FOR_REQUESTS):
             return True

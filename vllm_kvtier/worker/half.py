@@ -101,7 +101,8 @@ class WorkerHalf:
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
         self._fences: Fences | None = None  # of the model runner's thread
-        self._before: torch.cuda.Event | None = None  # what was launched before the present step's forward
+        # A step, and what was launched before its forward.
+        self._before: tuple[StepWork, torch.cuda.Event | None] | None = None
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
@@ -197,8 +198,14 @@ class WorkerHalf:
         or read them (a window's last blocks). So nothing is brought into them before that has ended on the device,
         whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self._before = self._fence() if work.pulls or work.loads or work.fetches else None
+        self._before = work, self._fence() if work.pulls or work.loads or work.fetches else None
         self._sources.update(work.sources)
+
+    def _begun(self, work: StepWork) -> torch.cuda.Event | None:
+        """What ``begin`` marked; if it failed, what has been launched by now, which is more."""
+        if self._before is None or self._before[0] is not work:
+            self.begin(work)
+        return self._before[1]
 
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
@@ -208,11 +215,11 @@ class WorkerHalf:
             return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
-            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._before))
+            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._begun(work)))
         fetches = [order for order in work.fetches if order.hurried]
         if fetches and self._fetching is not None:
             self._fetching.introduce(work.sources)
-            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._before))
+            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._begun(work)))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
@@ -244,7 +251,7 @@ class WorkerHalf:
         fence = self._fence() if work.sums or tier is not None else None
         if tier is not None:
             self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
-        before, self._before = self._before, None
+        before, self._before = self._begun(work), None
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
@@ -262,9 +269,9 @@ class WorkerHalf:
         if fetching is not None:
             self._hurried.settle(FetchOrder, fetching)
         if loads:
-            self._contain.attempt("loads", self._load, loads)
+            self._contain.attempt("loads", self._load, loads, work)
         if fetches:
-            self._contain.attempt("fetches", self._fetch, fetches)
+            self._contain.attempt("fetches", self._fetch, fetches, work)
 
     def _fail(self, orders: list[FailedOrder]) -> None:
         """The scheduler half could not order them."""
@@ -281,17 +288,17 @@ class WorkerHalf:
             self._fences = Fences(self._device)
         return self._fences.mark()
 
-    def _load(self, loads: list[LoadOrder]) -> None:
+    def _load(self, loads: list[LoadOrder], work: StepWork) -> None:
         if self._tier is not None:
-            self._tier.load(loads, self._before)
+            self._tier.load(loads, self._begun(work))
             return
         for order in loads:
             reason = "the node store's memory is not mapped here"
             self._finish(LoadResult(order.request_id, order.all_blocks, reason, 0, 0.0, 0.0))
 
-    def _fetch(self, orders: list[FetchOrder]) -> None:
+    def _fetch(self, orders: list[FetchOrder], work: StepWork) -> None:
         if self._fetching is not None:
-            self._fetching.begin(orders, self._before)
+            self._fetching.begin(orders, self._begun(work))
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
