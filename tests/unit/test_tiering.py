@@ -413,7 +413,8 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     worker.tier.rest()
     assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
     store(worker, 7, step=1)
-    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))  # was on its way to the reactor
+    # It was on its way to the reactor.
+    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))
     eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
     assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1
