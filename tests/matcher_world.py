@@ -128,6 +128,9 @@ class FakePlanner:
         assert source in ("host", "gpu") and 0 <= start < end <= prompt and nbytes > 0
         return Decision(self.load, 0.1, 0.2, "faster" if self.load else "slower")
 
+    def will_compute(self, start, prompt):
+        assert 0 <= start < prompt
+
     def load_seconds(self, source, nbytes):
         return 0.1 if (source == "gpu") is self.near else 0.2
 
