@@ -116,9 +116,6 @@ class FakePlanner:
     def handover_seconds(self):
         return 0.01
 
-    def will_compute(self, start, prompt):
-        assert 0 <= start < prompt
-
     def hopeless(self, start, end, prompt, trial=True, least=0.0):
         assert 0 <= start < end < prompt
         return self.vain

@@ -329,7 +329,7 @@ def test_load_now_raises_nothing_is_copied_after_the_failure_was_told(worker, mo
 
     monkeypatch.setattr(owner, name, fails)
     orders = [load("r"), load("s")]
-    hurried.begin(orders, lambda orders: tier.load_now(orders, "fence"))
+    hurried.begin(orders, lambda orders: tier.load_now(orders, Before("fence")))
     assert len(calls) >= at
     monkeypatch.setattr(owner, name, real)
     hurried.due += orders
@@ -384,7 +384,7 @@ def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
     half._device, half._before, half._contain, half._submitted, half._outstanding = None, None, Uncontained(), None, {}
-    half._memory, half._fetching, half._hurried = None, None, Hurried()
+    half._memory, half._fetching, half._hurried, half._sources = None, None, Hurried(), {}
     half._tier = SimpleNamespace(
         load=lambda loads, after: done.extend(loads),
         cancel_loads=done.extend,
