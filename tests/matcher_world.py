@@ -125,6 +125,9 @@ class FakePlanner:
         assert source in ("host", "gpu") and 0 <= start < end <= prompt and nbytes > 0
         return Decision(self.load, 0.1, 0.2, "faster" if self.load else "slower")
 
+    def will_compute(self, start, prompt):
+        assert 0 <= start < prompt
+
     def load_seconds(self, source, nbytes):
         return 0.1 if (source == "gpu") is self.near else 0.2
 
@@ -271,7 +274,7 @@ class World:
                     host.append(SimpleNamespace(lease=answer.lease, session=t.pending._pending.session))
             elif t.pending is not None and t.life.state is State.ASKING and isinstance(t.pending.outcome, Offer):
                 peers.append(t.pending.outcome)
-        for ask, _ in self.matcher._asker.ahead._asks.values():
+        for ask, *_ in self.matcher._asker.ahead._asks.values():
             answer = ask._pending.outcome
             if isinstance(answer, Found) and answer.lease:
                 host.append(SimpleNamespace(lease=answer.lease, session=ask._pending.session))

@@ -65,6 +65,7 @@ class NodeProcess:
         mover = self.ask("stat")["mover"]
         self.process.kill()
         os.kill(mover, signal.SIGKILL)
+        self.process.wait()  # or it is taken for one that lives
 
     def __enter__(self) -> "NodeProcess":
         return self

@@ -26,7 +26,7 @@ class FakeTier:
     """A store that answers when told to; it remembers of each slot what it was given for."""
 
     def __init__(self, writers, full=()):
-        self.writers, self.instance, self.session = writers, "s1", 1
+        self.writers, self.instance, self._session = writers, "s1", 1
         self.codecs, self.logical = [SimpleNamespace(name="none") for _ in writers], [100 for _ in writers]
         self.up, self.full = True, full
         self.asked = []  # (pending, items, limit)
@@ -34,6 +34,11 @@ class FakeTier:
         self.items = {}  # slot -> SimpleNamespace
         self.next_slot = 0
         self.forgotten = set()  # (space, group, hash) that were stored once
+        self.violations = []  # raised once already, where it may have been caught
+
+    @property
+    def session(self):
+        return self._session if self.up else 0
 
     def limit(self):
         return 1 << 30 if self.up else 0
@@ -44,11 +49,11 @@ class FakeTier:
     def reserve(self, space, tenant, groups, hashes, parents):
         assert len(groups) * HASH == len(hashes) == len(parents) and groups
         assert len(groups) <= MAX_ITEMS
-        pending = FakePending(self.session)
+        pending = FakePending(self._session)
         items = [
             SimpleNamespace(
                 space=space, tenant=tenant, group=g, hash=hashes[i * HASH : (i + 1) * HASH],
-                parent=parents[i * HASH : (i + 1) * HASH], session=self.session, fate=None, copied=set(),
+                parent=parents[i * HASH : (i + 1) * HASH], session=self._session, fate=None, copied=set(),
             )
             for i, g in enumerate(groups)
         ]  # fmt: skip
@@ -86,6 +91,10 @@ class FakeTier:
     def die(self, instance):
         """All connections end; what was asked fails."""
         self.up = False
+        reserved = [slot for slot, item in self.items.items() if item.fate is None]
+        for slot in reserved:
+            self.items[slot].fate = "died"
+        self._drop(reserved)
         asked, self.asked = self.asked, []
         for pending, _ in asked:
             pending.resolve(Failed("gone"))
@@ -95,13 +104,23 @@ class FakeTier:
         self.next_instance = instance
 
     def live(self):
-        self.up, self.instance, self.session = True, self.next_instance, self.session + 1
+        self.up, self.instance, self._session = True, self.next_instance, self._session + 1
 
     def end(self, slots, session, fate):
+        try:
+            self._end(slots, session, fate)
+        except AssertionError as error:
+            self.violations.append(error)
+            raise
+
+    def _end(self, slots, session, fate):
         for slot in slots:
             item = self.items[slot]
-            assert item.fate is None, f"slot {slot} ends twice"
             assert item.session == session, "a slot is only of use on the connection that reserved it"
+            if session != self.session:
+                assert fate == "aborted", "nobody hears it, and it would count as stored"
+                continue
+            assert item.fate is None, f"slot {slot} ends twice"
             item.fate = fate
             if fate == "committed":
                 assert item.copied == self.writers[item.group], "committed before every part was written"
@@ -114,6 +133,10 @@ class FakeTier:
 
     def abort(self, slots, session):
         self.end(slots, session, "aborted")
+        self._drop(slots)
+
+    def _drop(self, slots):
+        """They were never stored."""
         forgotten = set(self.forgotten)
         self.forget(set(slots))
-        self.forgotten = forgotten  # they were never stored
+        self.forgotten = forgotten

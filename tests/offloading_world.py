@@ -15,6 +15,7 @@ from support import FakePool, make_request, step_output
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.exporting import RUNNING_RESERVE
 from vllm_kvtier.scheduler.ledger import Keys
 from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.tables import BlockTables
@@ -77,7 +78,6 @@ class Engine:
     def told(self, message):
         """To all workers."""
         if isinstance(message, m.StoreBlocks):
-            assert m.decode_link(m.encode(message)) == message
             for rank in self.orders:
                 if rank in self.tier.writers[message.group]:
                     self.orders[rank].append(message)
@@ -124,11 +124,8 @@ class Engine:
         """Blocks for ``tokens``; None if there are not enough."""
         sizes = [size for size, _ in self.groups]
         lacking = sum(max(0, -(-tokens // n) - len(ids)) for n, ids in zip(sizes, r.tables, strict=True))
-        free = len(self.fake.free_ids())
-        if lacking > free:
-            self.offloader.relieve(lacking - free)
-            if lacking > len(self.fake.free_ids()):
-                return None
+        if lacking > len(self.fake.free_ids()):
+            return None
         new = []
         for g, (size, _) in enumerate(self.groups):
             fresh = []
@@ -138,6 +135,12 @@ class Engine:
                 r.tables[g].append(fresh[-1])
             new.append(fresh)
         return tuple(new)
+
+    def relieve(self, needed):
+        """As ``SchedulerHalf`` does."""
+        short = needed - len(self.fake.free_ids())
+        if short > 0:
+            self.offloader.relieve(short)
 
     def hit(self, r):
         """Blocks of another request with the same beginning, as a prefix cache finds them."""
@@ -173,6 +176,8 @@ class Engine:
                 for ids in tables:
                     self.fake.touch([self.fake.blocks[i] for i in ids if i])
                 r.tables = [list(ids) for ids in tables]
+                left = request.num_tokens - request.num_computed_tokens
+                self.relieve(sum(-(-left // size) for size, _ in self.groups))
             known = min(len(r.plan), request.num_tokens + r.unread)
             chunk = min(known - request.num_computed_tokens, rng.randint(1, 5 * UNIT))
             if chunk <= 0:
@@ -193,6 +198,7 @@ class Engine:
                 new.append((name, whole, before))
             r.status, scheduled[name] = "running", chunk
         self.step_number += 1
+        self.relieve(RUNNING_RESERVE * len(scheduled) * len(self.groups))
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
@@ -325,6 +331,7 @@ class Engine:
         """So many more of its blocks."""
         self.copies += 1
         size = self.groups[order.group][0]
+        assert m.decode_link(m.encode(order)) == order
         blocks, slots = np.frombuffer(order.blocks, np.int64).tolist(), np.frombuffer(order.slots, np.int64).tolist()
         keys = np.frombuffer(order.keys, np.uint64).tolist()
         assert len(blocks) == len(keys) == len(slots) == len(set(slots)) > 0
@@ -351,6 +358,7 @@ class Engine:
     # -- what always holds -------------------------------------------------------------------------------------------
 
     def bounds(self):
+        assert not self.tier.violations
         assert 0 <= self.offloader.pinned <= self.most
         held = sum(b.ref_cnt for b in self.fake.blocks)
         ours = sum(1 for r in self.requests.values() for ids in r.tables for i in ids if i)

@@ -99,6 +99,15 @@ class TierDriver(NodeDriver):
 
         return await self.until(ready, seconds, "the store's disk is ready")
 
+    async def is_open_again(self, before: TierCounts) -> TierCounts:
+        """The same after its process was killed: for a moment the store does not know, and says that it is ready."""
+
+        async def noticed() -> bool:
+            return (await self.disk()).restarts > before.restarts
+
+        await self.until(noticed, 30.0, "the store starts the disk's process anew")
+        return await self.is_open()
+
     async def quiet(self) -> m.Counts:
         """When everything is written that will be."""
         return await asyncio.to_thread(settled, self.node.store.path, 0.1)

@@ -138,14 +138,14 @@ class Forked:
 
 def _serve(link: socket.socket) -> dict[str, Any]:
     """Fork and reap for the session until it ends. Returns in a child, with what that is to run."""
+    codes: dict[int, int] = {}  # of children that were reaped
     while True:
         message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 1)
         if not message:
             sys.exit()
         request = json.loads(message)
         if isinstance(request, int):
-            pid, status = os.waitpid(request, os.WNOHANG)
-            link.send(json.dumps(os.waitstatus_to_exitcode(status) if pid else None).encode())
+            link.send(json.dumps(_exit_code(request, codes)).encode())
         elif os.fork():
             os.close(fds[0])
         else:
@@ -156,6 +156,16 @@ def _serve(link: socket.socket) -> dict[str, Any]:
             with link:
                 link.send(json.dumps(os.getpid()).encode())
             return request
+
+
+def _exit_code(pid: int, codes: dict[int, int]) -> int | None:
+    """None while it runs. Two threads of the session may ask about one child."""
+    if pid not in codes:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return None
+        codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes[pid]
 
 
 def _run(request: dict[str, Any]) -> None:

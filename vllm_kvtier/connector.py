@@ -113,7 +113,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_SCHEDULER, lambda: (0, False), lambda self, request, computed: self._scheduler.compute(request))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._marks_failures and self._scheduler.engine_scheduler is None:
-            return 0, False  # vLLM would take a load that failed for one that did not
+            return self._scheduler.compute(request)  # vLLM would take a load that failed for one that did not
         return self._scheduler.match(request, num_computed_tokens)
 
     def _fail_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

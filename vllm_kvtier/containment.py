@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvtier.logs import get_logger
+from vllm_kvtier.logs import get_logger, unlimited
 from vllm_kvtier.telemetry.stats import Counters
 
 logger = get_logger("vllm.kvtier.containment")
@@ -73,7 +73,8 @@ class Containment:
         place = trace.tb_frame.f_code.co_filename, trace.tb_lineno
         if place not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(place)
-            logger.exception("kvtier: internal error in %s; the request is computed (logged once a place)", where)
+            words = "kvtier: internal error in %s; the request is computed (logged once a place)"
+            logger.exception(words, where, extra=unlimited())  # all are logged on one line of this file
         now = self._clock()
         self.recent.append(now)
         if len(self.recent) > MOST and now - self.recent[0] <= WINDOW:

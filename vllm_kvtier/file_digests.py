@@ -35,7 +35,8 @@ THREADS = 8
 CHUNK = 1 << 20  # bytes a read, at most
 MAX_HEADER = 100 << 20  # safetensors' own limit
 MOST_REMEMBERED = 8192  # files
-# A file system's clock ticks every few milliseconds: a second change within a tick leaves the times as they are.
+# A file system's clock ticks every few milliseconds: a second change within a tick leaves the times as they are. Where
+# the change time has whole seconds only, nothing is remembered.
 SETTLED_NS = 2_000_000_000
 _VERSION = 1  # of what a digest is made of, and of the file that remembers them
 
@@ -66,7 +67,8 @@ def file_digests(files: Sequence[Path]) -> list[str]:
         if _key(os.stat(files[i])) != keys[i]:
             raise Changed(f"{files[i]} was written to while it was read")
     old = time.time_ns() - SETTLED_NS
-    settled = {keys[i]: d for i, d in made.items() if max(before[i].st_mtime_ns, before[i].st_ctime_ns) < old}
+    times = {i: (before[i].st_mtime_ns, before[i].st_ctime_ns) for i in made}
+    settled = {keys[i]: d for i, d in made.items() if max(times[i]) < old and times[i][1] % 1_000_000_000}
     if settled:
         _remember(_memory(), settled)
     return [made[i] if i in made else remembered[key] for i, key in enumerate(keys)]

@@ -80,5 +80,6 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def unlimited() -> dict[str, bool]:
-    """``extra`` of a line that is written for each request that was served: it is what an access log is for."""
+    """``extra`` of a line whose number is bounded elsewhere, or that is written for each request that was served: it is
+    what an access log is for."""
     return {"kvtier_passed": True}

@@ -152,6 +152,7 @@ def test_the_reading_node_dies(nodes):
     asker.tell("read", units=120, name="d")
     asker.hear()
     asker.process.kill()
+    asker.process.wait()  # or it is taken for one that lives
     eventually(lambda: server.ask("stat")["leases"] == 0, 10)
     # Somebody else is served.
     server, other = nodes.both()

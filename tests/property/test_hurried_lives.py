@@ -175,10 +175,10 @@ class Life:
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._facts, half._contain, half._passive = SimpleNamespace(unsupported=None), contain, False
-        half._matcher, half._hurry, half._pool = world.matcher, world.hurry, pool
+        half._matcher, half._hurry, half._pool, half._refused = world.matcher, world.hurry, pool, None
         half._outcomes = Outcomes(world.matcher, world.hurry, world.planner, world.counters, contain)
         half._settle_namespace = half._run_jobs = lambda: None
-        half._namespace, half._provenance = object(), Provenance(world.matcher, pool)
+        half._namespace, half._provenance = object(), Provenance(pool)
         half._offloader = half._sharing = half._events = half._tier = None
         half._exporter = SimpleNamespace(
             needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,

@@ -84,8 +84,9 @@ class RaisingLife(Life):
         half = SchedulerHalf.__new__(SchedulerHalf)
         half._matcher, half._hurry, half._contain, half._passive = self.matcher, self.hurry, self.contain, False
         half._facts, half._offloader, half._tier = SimpleNamespace(unsupported=None), None, self.tier
+        half._refused = None
         facts = SimpleNamespace(fails_by_request=False)
-        half._namespace, half._provenance = object(), Provenance(self.matcher, None)
+        half._namespace, half._provenance = object(), Provenance(None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda blocks: None
         half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)

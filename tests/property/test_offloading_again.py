@@ -1,9 +1,14 @@
 """What the store lost, never heard of or came too late for is offered again: what is of use, and not for ever."""
 
+from types import SimpleNamespace
+
 import pytest
 from offloading_world import GROUPS, UNIT, Engine, flush, run, stored
 
 from vllm_kvtier.scheduler import offloading
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.messages import HASH
+from vllm_kvtier.vllm_compat import requests as vr
 
 
 def test_what_the_store_lost_the_beginning_of_is_offered_again():
@@ -121,3 +126,42 @@ def test_a_store_that_comes_late_gets_no_block_of_a_window_that_has_passed(windo
         engine.settle_down()  # each copy compares the block with its hash
     assert stored(engine, r, 0) == list(range(15)) and stored(engine, r, 1)[-1] == 14
     assert engine.copies and other.request.num_computed_tokens
+
+
+def of_adapter(engine):
+    """A request of an adapter, which the offloader hears of when it ends."""
+    r = engine.new_request([i % 7 for i in range(8 * UNIT)], 8 * UNIT - 1)
+    r.request.lora_request = SimpleNamespace(lora_name="a", lora_path="")
+    setattr(r.request, vr._VARIANT, b"its files")
+    begin = engine.offloader.begin_step
+    engine.offloader.begin_step = lambda step, growth: begin(step, [])
+    run(engine, r)
+    assert not engine.tier.asked
+    return r
+
+
+@pytest.mark.parametrize("why", ["store gone", "too many"])
+def test_blocks_of_an_adapter_are_offered_once(why):
+    """What vLLM's prefix cache has under their hashes later may have been computed with its new weights."""
+    engine = Engine(GROUPS["full"], 1, 0, share=0.04 if why == "too many" else 0.5)
+    r = of_adapter(engine)
+    engine.finish(r, True)
+    [(pending, items)] = engine.tier.asked
+    assert len(items) == (4 if why == "too many" else 8) - (why != "too many")
+    engine.tier.asked.clear()
+    pending.resolve(Failed("gone"))
+    for _ in range(3):
+        engine.reactor.run()
+        engine.offloader.idle()
+    assert not engine.tier.asked and engine.offloader.pinned == 0 and not engine.offloader._ended
+    assert sum(amount for name, amount in engine.counters.take().items() if name.startswith("not_stored")) == 7
+
+
+def test_blocks_of_an_adapter_that_its_request_hit_are_offered_with_its_own():
+    """The request that computed them may have been aborted, or still run: then nothing of them is stored."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = of_adapter(engine)
+    engine.tables._tables[r.request.request_id].offered = [3]
+    engine.finish(r, True)
+    [(_, items)] = engine.tier.asked
+    assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]

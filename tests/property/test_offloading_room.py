@@ -218,6 +218,7 @@ def test_relieve_gives_up_no_more_than_is_needed():
     assert engine.offloader.pinned == 6, "their requests use these blocks: letting go of them frees none"
     for r in list(engine.requests.values()):
         engine.release(r)
+    engine.offloader._step += offloading.LOOK_AFTER
     engine.offloader.relieve(7)
     assert engine.offloader.pinned == 6, "not enough, whatever is given up"
     for pinned in (5, 4, 3, 2):
@@ -405,3 +406,44 @@ def test_settle_is_bounded():
     engine.offloader.settle(0.05)
     assert time.monotonic() - began < 2 and engine.offloader.pinned == 10, "the copies may still run"
     engine.end()
+
+
+def test_prompt_that_goes_on_copies_leave_it_the_blocks_of_a_step():
+    """vLLM would preempt it: two blocks a running request are less than the next part of a prompt may need."""
+    engine = Engine(GROUPS["full"], 5, 0, share=0.9, step_tokens=30 * UNIT)
+    done = engine.new_request([1000 + i for i in range(40 * UNIT + 1)], 40 * UNIT + 1)
+    run(engine, done)
+    flush(engine, done)
+    while engine.tier.asked:
+        engine.tier.answer(0, engine.full)
+    engine.reactor.run()
+    engine.new_request([2000 + i for i in range(45 * UNIT)], 45 * UNIT)
+    engine.rng.randint = lambda low, high: high  # tokens of a step: 5 * UNIT
+    engine.step(every=1.1)
+    engine.finish(done, False)
+    taken = [engine.fake.take(i) for i in engine.fake.free_ids()[10:]]
+    to_copy = lambda: sum(engine.given[0, order.order][1] for order in engine.orders[0])  # noqa: E731
+    assert engine.offloader.pinned == 45 and to_copy() == 40
+    engine.step(every=1.1)
+    engine.reactor.run()
+    engine.offloader.drain()
+    free = len(engine.fake.free_ids())
+    assert free < 30 and to_copy() == 15, "the others make it 30, and no more are given up"
+    engine.give_back(taken)
+    engine.end()
+
+
+def test_relieve_in_vain_is_not_looked_into_again_until_something_may_have_changed():
+    engine = Engine(GROUPS["full"], 5, 0, share=0.5)
+    requests = computed(engine, 2, 8 * UNIT + 1)
+    looks = []
+    pool = engine.offloader._pool
+    real = pool.held_once
+    pool.held_once = lambda ids, *most: looks.append(len(ids)) or real(ids, *most)
+    assert engine.offloader.pinned == 16
+    for _ in range(5):
+        engine.offloader.relieve(3)
+    assert looks == [16], "running requests hold them all"
+    engine.finish(requests[0], False)
+    engine.offloader.relieve(3)
+    assert len(looks) > 1 and engine.offloader.pinned <= 16

@@ -174,3 +174,23 @@ def test_nobody_is_asked_for_behind_those_whom_vllm_does_not_come_to(world, monk
     answer_all(world)
     arrive(world, [third])
     assert len(world.client.open) == 1, "vLLM has come to all of them"
+
+
+def test_what_was_asked_for_an_adapter_that_was_replaced_since_is_not_taken(world, monkeypatch):
+    """It was asked for while the request waited; its workers may have loaded other weights when it comes."""
+    [request] = requests(1)
+    now = [b"before"]
+    monkeypatch.setattr(ahead.vr, "variant", lambda request: now[0])
+    arrive(world, [request])
+    [asked] = world.client.open
+    answer_all(world)
+    now[0] = b"after"
+    assert world.matcher.match(request, 0) == (None, False)
+    [again] = world.client.open
+    assert again.asked.space != asked.asked.space
+    now[0] = None
+    [other] = requests(2)[1:]
+    arrive(world, [other])
+    assert [again] == world.client.open, "it is not known what to ask for"
+    answer_all(world)
+    world.matcher.match(request, 0)

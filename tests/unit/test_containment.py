@@ -94,6 +94,15 @@ def test_containment_same_place_fails_again_traceback_is_logged_once(contain, ca
     assert caplog.text.count("Traceback") == 2
 
 
+def test_containment_many_places_fail_each_traceback_is_logged(contain, caplog):
+    """The lines of one place of a file are limited; all tracebacks are written by one."""
+    source, places = "\n".join(f"def f{i}():\n    raise ValueError({i})" for i in range(MOST)), {}
+    exec(compile(source, "places.py", "exec"), places)
+    for i in range(MOST):
+        contain.attempt(f"place {i}", places[f"f{i}"])
+    assert caplog.text.count("Traceback") == MOST
+
+
 @pytest.mark.parametrize("apart, times", [(WINDOW / MOST / 2, 1), (WINDOW / MOST * 1.1, 0)], ids=["often", "seldom"])
 def test_containment_many_errors_the_half_becomes_passive(apart, times, caplog):
     clock = Clock()

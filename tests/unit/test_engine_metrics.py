@@ -1,6 +1,7 @@
 """What engines count: from the event to vLLM's log line and its Prometheus endpoint, of all steps, ranks, engines."""
 
 import ast
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,6 +197,32 @@ def test_one_rank_that_fails_fails_the_load():
     counts = counters.take()
     assert counts["loads|failed"] == 1 and "loads|ok" not in counts and counts["load_seconds|failed"] == [0.3]
     assert counts["integrity_failures|host"] == 1
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_load_that_waited_for_steps_teaches_the_planner_the_link_and_not_the_steps(prompts):
+    """0.3 of its 0.4 s the blocks were another request's. And whoever computes waits for a step with prompts too."""
+    plan = SimpleNamespace(load_seconds=0.05, queued_bytes=7)
+    offer = SimpleNamespace(place="host", nbytes=1000)
+    life = SimpleNamespace(state=State.LOADING)
+    now = time.monotonic()
+    tracked = SimpleNamespace(
+        life=life, offer=offer, plan=plan, source="host", pulled=16, among=True, hurried=False, ordered_at=now - 0.5,
+        begun_at=now - 1.0, offered_at=now - 0.6,
+    )
+    matcher = SimpleNamespace(get=lambda name: tracked, loaded=lambda name, failed: None, discard=lambda *_: None)
+    hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
+    seen = []
+    planner = SimpleNamespace(
+        observe_load=lambda *numbers: seen.append(numbers), observe_handover=lambda seconds: seen.append(seconds)
+    )
+    heard = Outcomes(
+        matcher, hurry, planner, Counters(), Uncontained(), prompts_since=lambda moment: prompts and moment < now
+    )
+    heard.arrived([LoadResult("r", set(), "", 10, 0.4, 0.0, fenced=0.3)], {"r"})
+    [*_, seconds] = seen[0]
+    assert seen[0][:3] == ("host", 1000, 7) and seconds == pytest.approx(0.1)
+    assert len(seen) == 1 if prompts else 0.09 < seen[1] < 5.0
 
 
 @pytest.mark.parametrize("life", [State.LOCAL, State.LOADED, None], ids=str)

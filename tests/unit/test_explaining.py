@@ -144,6 +144,7 @@ def test_salts_and_adapters_make_other_names(monkeypatch, tmp_path):
     unknown = World()
     assert "no request to this engine has used an adapter 'style'" in unknown.explain(adapter="style").problem
     assert not unknown.asked, "what it does not know it cannot ask for"
+    adapters.load(lora, lambda: None)
     variant = eventually(lambda: vr.variant(SimpleNamespace(lora_request=lora)))
     for salt in ("", "tenant"):
         request = make_request("r", TOKENS, UNIT, salt=salt or None)
@@ -184,7 +185,7 @@ def test_an_identity_in_words(monkeypatch, tmp_path):
                 served_model_name="m", hf_config=SimpleNamespace(to_dict=dict),
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
-            load_config=SimpleNamespace(load_format="auto", download_dir=None),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None), lora_config=None,
         )  # fmt: skip
         (monkeypatch.delenv if seed is None else monkeypatch.setenv)(
             "PYTHONHASHSEED", *([] if seed is None else [seed])

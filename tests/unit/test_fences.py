@@ -11,6 +11,8 @@ from support import Uncontained
 from test_worker_half import half  # noqa: F401
 
 from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.types import StepMetadata
 from vllm_kvtier.worker import fences
 from vllm_kvtier.worker.half import DEVICE_PAUSE, StepResults
@@ -152,6 +154,33 @@ def test_orders_of_each_kind_are_begun_behind_all_that_was_launched_before_their
         engine.step(StepWork(number, loads=[load], fetches=[fetch]))
         assert engine.begun == [("load", 3 * number + 1), ("fetch", 3 * number + 1)]
         engine.begun.clear()
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_orders_of_a_step_whose_begin_raised_are_begun_behind_a_fence_that_is_made_late(engine, hurried, monkeypatch):
+    """Without one, a step in flight could still write what they bring."""
+    begun, mark = [], fences.Fences.mark
+    engine.connector.containment = engine.half._contain = Containment(Counters())
+    engine.with_store_and_peers()
+    for tier in (engine.half._tier, engine.half._fetching):
+        tier.load = tier.begin = tier.load_now = tier.begin_now = lambda orders, after: begun.append(after)
+        tier.settle = lambda seconds: None
+    blocks = np.array([3])
+    group = GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)
+    load = LoadOrder("load", [group], 60.0, "life", hurried=hurried)
+    fetch = FetchOrder("fetch", "s/1", [pull_of([5], [3])], 60.0, hurried=hurried)
+    pull = engine.pair.order(pull_of([5], [3]))
+    monkeypatch.setattr(fences.Fences, "mark", lambda ring: 1 / 0)
+    work = StepWork(1, loads=[load], fetches=[fetch], pulls=[pull])
+    engine.connector.bind_connector_metadata(StepMetadata(work))
+    monkeypatch.setattr(fences.Fences, "mark", mark)
+    for _ in range(2):
+        engine.device.launch()
+    engine.connector.start_load_kv(None)
+    if not hurried:
+        engine.half.submit(work)
+        assert engine.drive() == [] and not engine.pair.transport.running, "the pull waits too"
+    assert [after.place for after in begun] == [2, 2]
 
 
 def test_orders_that_the_forward_waits_for_are_begun_behind_the_same_fence(engine):

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,23 @@ def test_file_digests_of_a_file_that_was_just_written_is_not_remembered(tmp_path
     path = tmp_path / "a.safetensors"
     safetensors(path, {"w": MIB})
     digests_of([path])
+    assert not cache.exists()
+
+
+def test_file_digests_where_change_times_have_whole_seconds_only_are_not_remembered(tmp_path, cache, monkeypatch):
+    """A file that is written to twice in one second looks the same."""
+    stat = os.stat
+
+    def coarse(file):
+        state = stat(file)
+        times = {name: state.st_ctime_ns // 10**9 * 10**9 for name in ("st_mtime_ns", "st_ctime_ns")}
+        return SimpleNamespace(**{name: getattr(state, name) for name in ("st_dev", "st_ino", "st_size")}, **times)
+
+    file = tmp_path / "w.bin"
+    file.write_bytes(b"w" * 5000)
+    monkeypatch.setattr(file_digests.os, "stat", coarse)
+    age(file)
+    monkeypatch.undo()
     assert not cache.exists()
 
 

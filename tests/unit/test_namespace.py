@@ -1,21 +1,26 @@
 """What two engines must have in common to share KV, as read from vLLM's configuration."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tier_fakes import NAMESPACE, described
+from vllm.config.lora import LoRAConfig
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.scheduler.slots import plan_slots
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.wire import messages as m
 
 
-def of(**cache):
+def of(lora=None, **cache):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="fp8", prefix_caching_hash_algo="sha256", **cache),
-        model_config=SimpleNamespace(dtype="torch.bfloat16"),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        lora_config=lora,
     )
     return ns.namespace(config, 16, "model")
 
@@ -32,6 +37,19 @@ def test_engines_of_equal_configuration_share():
 def test_scales_made_from_an_engine_s_first_batch_are_its_own():
     """The same bytes stand for other numbers in the next engine, and no checksum would tell."""
     assert of(calculate_kv_scales=True).mismatch(of(calculate_kv_scales=True))
+
+
+def test_adapters_that_are_applied_otherwise_are_not_shared():
+    """The same files make other KV."""
+    usual = LoRAConfig(lora_dtype=torch.bfloat16)
+    assert of() == of(usual) == of(LoRAConfig(lora_dtype=torch.bfloat16, max_loras=7, max_lora_rank=64))
+    some, others = ["q_proj", "v_proj"], [f"layer{i}.q_proj" for i in range(99)]
+    found = [usual, LoRAConfig(lora_dtype=torch.float16), LoRAConfig(lora_dtype=torch.bfloat16, target_modules=some)]
+    found += [LoRAConfig(lora_dtype=torch.bfloat16, target_modules=others[i:]) for i in range(2)]
+    for a, b in itertools.combinations(found, 2):
+        assert "LoRA adapters" in of(a).mismatch(of(b))
+    assert of(found[2]) == of(LoRAConfig(lora_dtype=torch.bfloat16, target_modules=some[::-1]))
+    assert len(m.encode(of(found[3]))) < 512
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------

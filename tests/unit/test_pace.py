@@ -13,7 +13,7 @@ class Engine:
 
     def __init__(self):
         self.clock, self.seen = Clock(), []
-        planner = SimpleNamespace(observe_step=lambda *step: self.seen.append(step))
+        planner = SimpleNamespace(observe_step=lambda *step: self.seen.append(step), begins_step=lambda work: None)
         self.pace = Pace(planner, self.clock)
         self.requests = {}
         for _ in range(WARM_UP):

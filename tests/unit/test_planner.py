@@ -353,3 +353,50 @@ def test_what_was_asked_for_as_a_trial_is_tried():
             assert decision.load and decision.reason == p.TRIAL
             tried += 1
     assert tried == 4
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def burst(planner: Planner, count: int, tokens: int = 2048, bandwidth: float = 50 * GB) -> tuple[float, float]:
+    """Prompts that come at once and are all in the store: seconds that loading and computing will take."""
+    loading = computing = 0.0
+    for _ in range(count):
+        decision = planner.decide("store", 0, tokens, tokens * KV, tokens + 1, planner.handover_seconds())
+        if decision.load:
+            planner.started("store", tokens * KV)
+            loading += tokens * KV / bandwidth
+        else:
+            planner.will_compute(0, tokens + 1)
+            computing += h200_step([(tokens, 0)]) - h200_step([])
+    return loading, computing
+
+
+def test_decide_of_a_burst_divides_it_between_the_link_and_the_device():
+    """Not: as many as the link moves while one is computed, and then all others computed one behind the other."""
+    loading, computing = burst(taught(), 24)
+    alone = 24 * (h200_step([(2048, 0)]) - h200_step([]))
+    assert computing < alone / 6 and max(loading, computing) < 1.2 * 24 * 2048 * KV / (50 * GB)
+
+
+def test_decide_of_a_burst_with_a_slow_link_computes_most():
+    clock = Clock()
+    planner = taught(clock, known=1)
+    for _ in range(8):
+        load(planner, clock, 1 << 30, (1 << 30) / (2 * GB))
+    loading, computing = burst(planner, 24, bandwidth=2 * GB)
+    alone = 24 * (h200_step([(2048, 0)]) - h200_step([]))
+    assert 0.5 * alone < computing and loading < alone
+
+
+def test_begins_step_what_it_computes_waits_no_more():
+    planner, tokens = taught(), 64
+    ask = ("store", 0, tokens, 200 * tokens * KV, tokens + 1)  # 38 ms to load, 1.5 ms to compute
+    assert not planner.decide(*ask).load
+    planner.will_compute(0, 8192)
+    assert planner.decide(*ask).load, "it would be computed behind that"
+    planner.begins_step([(8192, 0)])
+    assert not planner.decide(*ask).load
+    planner.will_compute(0, 8192)
+    planner.begins_step([])
+    assert not planner.decide(*ask).load, "no prompt is in the step, so none waits"

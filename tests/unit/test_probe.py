@@ -18,7 +18,7 @@ import pytest
 from support import Uncontained
 
 from vllm_kvtier.errors import UnsupportedVLLM
-from vllm_kvtier.vllm_compat import probe, probe_checks, version
+from vllm_kvtier.vllm_compat import probe, probe_checks, probe_trials, version
 from vllm_kvtier.vllm_compat.engine import EngineThread
 from vllm_kvtier.vllm_compat.probe import NEEDS, Absence, Feature, Side, State
 
@@ -184,6 +184,16 @@ def deeper_hashes(vllm):
     vllm.put(f"{HASHES}:get_request_block_hasher", changed)
 
 
+def names_of_requests(vllm):
+    """What vLLM hashes of an adapter is not what it says without a request."""
+    keys, lora = probe_checks.find(f"{HASHES}:_gen_lora_extra_hash_keys"), probe_trials._LORA
+
+    def other(request):
+        return keys(SimpleNamespace(lora_request=lora) if type(request) is SimpleNamespace else request)
+
+    vllm.put(f"{HASHES}:_gen_lora_extra_hash_keys", other)
+
+
 def other_hashes(vllm):
     real = probe_checks.find(f"{HASHES}:get_request_block_hasher")
 
@@ -235,6 +245,7 @@ BEHAVIOUR = [
     ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
     ("KV events", events_of_another_form),
     ("hashes of a plain prompt", other_hashes),
+    ("adapters in block hashes", names_of_requests),
     ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
 ]
 

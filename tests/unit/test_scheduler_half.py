@@ -21,7 +21,7 @@ from vllm_kvtier.worker.queues import LoadResult
 def half():
     half = SchedulerHalf.__new__(SchedulerHalf)
     half.counters, half._sharing = Counters(), None
-    half._contain, half._passive = Uncontained(), False
+    half._contain, half._passive, half._refused = Uncontained(), False, None
     half._hurry = SimpleNamespace(judged=lambda results: set(), settle=lambda name, results: None)
     half.ended = []
     half._matcher = SimpleNamespace(
@@ -100,12 +100,13 @@ def test_vllm_is_told_where_hits_came_from(half, source, risen, below, sources):
 @pytest.mark.parametrize("theirs", ["int8", "raw"])
 def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs):
     """A quality record that is written while the engine starts makes "auto" mean two things."""
-    opened = []
+    opened, closed = [], []
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._tier, half._described, half._ranks, half._summed, half._wire_codecs = None, {}, {}, {}, {}
-    half._sharing = None
+    half._sharing = half._refused = None
     half._facts = SimpleNamespace(world_size=2, engine_id="engine")
-    half._endpoint = SimpleNamespace(open=lambda *_: opened.append(1), unusable=None, host="here", port=1)
+    half._reactor = SimpleNamespace(call_soon=lambda job: job())
+    half._endpoint = SimpleNamespace(open=lambda *_: opened.append(1), close=closed.append, host="here", port=1)
     half.instance, half._namespace, half._wire_codec = "engine/1", None, "raw"
 
     def settle():
@@ -120,7 +121,7 @@ def test_pulls_are_off_where_the_processes_disagree_about_the_codec(late, theirs
     if late:
         settle()
     assert bool(opened) == (theirs == "int8")
-    assert bool(half._endpoint.unusable) == (theirs != "int8")
+    assert bool(half._refused) == bool(closed) == (theirs != "int8")
 
 
 @pytest.mark.parametrize("shared", [(True, True), (True, False)])
@@ -129,7 +130,7 @@ def test_only_engines_whose_memory_can_be_read_are_known_to_the_node(shared):
     half = SchedulerHalf.__new__(SchedulerHalf)
     half._tier, half._described, half._ranks, half._summed, half._wire_codecs = None, {}, {}, {}, {}
     half._facts = SimpleNamespace(world_size=2, engine_id="engine")
-    half._endpoint = SimpleNamespace(open=lambda *_: None, unusable=None, host="here", port=1)
+    half._endpoint, half._refused = SimpleNamespace(open=lambda *_: None, host="here", port=1), None
     half.instance, half._namespace, half._wire_codec, known = "engine/1", object(), "raw", []
     half._sharing = SimpleNamespace(opened=known.append)
     for rank, can in enumerate(shared):

@@ -8,6 +8,7 @@ from test_scheduler_half import half  # noqa: F401
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.vllm_compat import sleep
 from vllm_kvtier.vllm_compat.facts import _unsupported
 from vllm_kvtier.wire import messages as m
@@ -120,6 +121,70 @@ def test_sleep_mode_of_a_worker_that_cannot_be_followed_is_refused(worker, model
     del worker.__mro__[1].wake_up
     reason = _unsupported(config_of(**model), caches)
     assert reason == otherwise if not possible else "FakeWorker has no wake_up(tags)" in reason
+
+
+@pytest.fixture
+def running(half):  # noqa: F811
+    """A scheduler half of one rank whose endpoint is not open yet; ``awake`` is what its worker says when it is up."""
+    nothing = SimpleNamespace(clear=lambda: None, drain=lambda: None)
+    half._facts, half._config = SimpleNamespace(world_size=1, engine_id="e", unsupported=None), KVTierConfig()
+    half._endpoint, half._sharing, half._tier, half._offloader = Endpoint([]), None, None, None
+    half._reactor = SimpleNamespace(call_soon=lambda job: job())
+    half._namespace, half._wire_codec, half.instance = NAMESPACE, "raw", "e/0"
+    half._ranks, half._summed, half._wire_codecs = {}, {}, {}
+    half._provenance = SimpleNamespace(weights_changing=lambda: None, weights_changed=lambda: None)
+    half._exports = half._exporter = half._tables = nothing
+    half._matcher.request_ids, half.reset = lambda: [], lambda: True
+    half.awake = m.Register(SimpleNamespace(rank=0, agent="a", shared=None), "raw")
+    return half
+
+
+NAMESPACE = m.Namespace("model", "bf16", "sha256", "seed", 16, 1, 1)
+
+
+def is_open(half) -> bool:  # noqa: F811
+    assert (half._hello() is None) == (half._endpoint.unusable is not None)
+    return half._endpoint.unusable is None
+
+
+@pytest.mark.parametrize("change", ["_follow_weights", "_become_passive"])
+@pytest.mark.parametrize("when", ["awake", "asleep", "before the workers are set up", "before the weights are known"])
+def test_scheduler_half_refuses_for_good_whatever_follows(running, change, when):
+    """A later sleep overwrote the reason, and waking up opened the endpoint again under the old weights' name."""
+    if when == "before the weights are known":
+        running._namespace = None
+    if when != "before the workers are set up":
+        running._heard(running.awake)
+        assert is_open(running) == (running._namespace is not None)
+    if when == "asleep":
+        running._heard(m.Asleep(0))
+    getattr(running, change)()
+    assert not is_open(running)
+    running._namespace = NAMESPACE
+    running._open_if_ready()
+    for message in (running.awake, m.Asleep(0), running.awake, m.Unusable(0, "no NIXL"), m.Asleep(0), running.awake):
+        running._heard(message)
+        assert not is_open(running) and running._endpoint.unusable == running._refused
+
+
+def test_scheduler_half_whose_weights_an_option_names_opens_after_they_were_changed(running):
+    running._config = KVTierConfig(model_fingerprint="mine")
+    running._heard(running.awake)
+    running._follow_weights()
+    running._heard(m.Asleep(0))
+    running._follow_weights()
+    assert not is_open(running)
+    running._heard(running.awake)
+    assert is_open(running)
+
+
+def test_scheduler_half_whose_worker_could_not_be_set_up_opens_when_it_can(running):
+    """As after a sleep, when there is memory for it."""
+    running._heard(m.Unusable(0, "no memory"))
+    assert not is_open(running)
+    running._heard(m.Asleep(0))
+    running._heard(running.awake)
+    assert is_open(running)
 
 
 def test_scheduler_half_opens_as_another_instance_when_every_rank_is_back(half):  # noqa: F811

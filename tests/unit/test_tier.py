@@ -300,3 +300,13 @@ def test_a_running_store_without_the_tiers_that_are_asked_for_is_mentioned_once(
 def test_a_store_that_an_engine_starts_lets_half_of_it_be_pinned():
     """What an engine holds of its own cache while that is copied is another option."""
     assert _store_options(KVTierConfig(store_hold_share=0.9)).pin_share == StoreOptions().pin_share == 0.5
+
+
+def test_session_is_the_present_connection_and_none_while_the_store_is_away():
+    """What was reserved on another one is nobody's."""
+    engine = make_tier([(4, None)])
+    assert engine.tier.session == 1
+    engine.client.lose()
+    assert engine.tier.session == 0
+    engine.client.connect("life 1")
+    assert engine.tier.session == 2

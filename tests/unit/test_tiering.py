@@ -1,5 +1,6 @@
 """TierWorker: when it looks after copies, and behind which step they are begun."""
 
+import functools
 import itertools
 import threading
 import time
@@ -90,6 +91,13 @@ def store(worker, order, step):
     assert done.wait(5)
 
 
+class Before(str):
+    """An event that has passed when somebody looks."""
+
+    def query(self):
+        return True
+
+
 def load(name):
     group = GroupLoad(0, blocks(3, 4), blocks(7, 8).astype(np.uint64), blocks(5, 6))
     return LoadOrder(name, [group], 60.0, "life")
@@ -121,7 +129,7 @@ def test_load_with_a_fence_is_copied_behind_it(worker):
         worker.tier.step(number, f"fence {number}")
         if number % 3 == 0:
             store(worker, number, step=number)
-        worker.tier.load([load(f"r{number}")], f"before {number + 1}")
+        worker.tier.load([load(f"r{number}")], Before(f"before {number + 1}"))
     eventually(lambda: len(worker.finished) == 20, 5.0)
     loads = [after for way, _, after in worker.copier.calls if way == "load"]
     assert loads == [f"before {number + 1}" for number in range(20)]
@@ -283,7 +291,7 @@ def test_a_load_that_its_step_waits_for(worker, on_device):
     many = np.arange(100, 1100)
     long = LoadOrder("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
     worker.tier.step(1, "fence 1")
-    worker.tier.load_now([long, load("s")], "fence 2")
+    worker.tier.load_now([long, load("s")], Before("fence 2"))
     assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
     assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
     assert worker.copier.calls[0][2] == "fence 2"
@@ -294,6 +302,46 @@ def test_a_load_that_its_step_waits_for(worker, on_device):
     assert "store" not in ways or not on_device, "the reactor may have begun it, this thread has not"
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("faulty", "at"),
+    [
+        ("_offload.submit_load", 1), ("_offload.submit_load", 2), ("_offload._loads._settle", 1),
+        ("_offload._loads._settle", 2), ("_offload._loads.next_piece", 1), ("_offload.load_now", 1),
+        ("_offload._reap", 1),
+    ],
+)  # fmt: skip
+def test_load_now_raises_nothing_is_copied_after_the_failure_was_told(worker, monkeypatch, faulty, at, on_device):
+    """By then the blocks may be another request's. What was begun is waited for."""
+    tier, copier, hurried, calls = worker.tier, worker.copier, Hurried(), []
+    tier.on_device, copier.piece_bytes, copier.polls = on_device, BLOCK_BYTES, 20 if on_device else 0
+    *path, name = faulty.split(".")
+    owner = functools.reduce(getattr, path, tier)
+    real = getattr(owner, name)
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise RuntimeError("on purpose")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    orders = [load("r"), load("s")]
+    hurried.begin(orders, lambda orders: tier.load_now(orders, Before("fence")))
+    assert len(calls) >= at
+    monkeypatch.setattr(owner, name, real)
+    hurried.due += orders
+    hurried.settle(LoadOrder, tier)
+    assert not tier._hurried and not tier.under_way(), "it waited for the end, and not for more"
+    others, judged = hurried.judge(worker.finished)
+    assert not others and all(result.bad_blocks == {3, 4} for result in judged) and len(judged) == 2
+    told = list(copier.calls)
+    for _ in range(5):
+        with tier._lock:
+            assert not tier._advance().loads
+    assert copier.calls == told and len(told) == (name == "_reap"), "only what had been begun"
 
 
 def test_nobody_waits_for_ever_for_such_a_load(worker):
@@ -336,7 +384,7 @@ def test_a_step_s_loads_are_known_before_what_it_cancels():
     done = []
     half = WorkerHalf.__new__(WorkerHalf)
     half._device, half._before, half._contain, half._submitted, half._outstanding = None, None, Uncontained(), None, {}
-    half._memory, half._fetching, half._hurried = None, None, Hurried()
+    half._memory, half._fetching, half._hurried, half._sources = None, None, Hurried(), {}
     half._tier = SimpleNamespace(
         load=lambda loads, after: done.extend(loads),
         cancel_loads=done.extend,
@@ -365,7 +413,8 @@ def test_nothing_touches_the_cache_while_the_engine_sleeps(worker, monkeypatch):
     worker.tier.rest()
     assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
     store(worker, 7, step=1)
-    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], "fence 1"))  # was on its way to the reactor
+    # It was on its way to the reactor.
+    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))
     eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
     assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1
@@ -391,3 +440,48 @@ def test_an_unforeseen_error_costs_neither_the_engine_nor_the_load(worker, monke
     eventually(lambda: worker.finished, 5.0, "loaded")
     assert not worker.finished[0].failed
     assert caplog.text.count("looking after copies failed") == 1
+    assert worker.reactor.errors == 3, "the worker half looks for what was lost by it"
+
+
+def test_collect_raises_after_a_load_ended_its_result_is_told(worker, monkeypatch):
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("r")], None)
+    worker.copier.end()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:
+        patch.setattr(worker.tier._offload, "next_poll", lambda: 1 / 0)
+        worker.tier.collect()
+    assert [result.request_id for result in worker.finished] == ["r"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_store_order_that_cannot_be_queued_is_reported_as_not_stored(worker, monkeypatch, late):
+    """Its blocks would be held for ever. ``late``: the fault comes when the order is queued already."""
+    submit = worker.tier._offload.submit_store
+
+    def fails(order):
+        if late:
+            submit(order)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(worker.tier._offload, "submit_store", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([], [(1, 0)])] and not worker.copier.calls
+
+
+def test_stores_that_ended_are_told_again_where_telling_failed(worker, monkeypatch):
+    tell, left = worker.tier._tell, [RuntimeError("on purpose")]
+
+    def fails(message):
+        if left:
+            raise left.pop()
+        tell(message)
+
+    monkeypatch.setattr(worker.tier, "_tell", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([1], [])] and not left
+    assert worker.told[0].nbytes > 0, "and what was copied counts"

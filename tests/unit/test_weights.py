@@ -1,5 +1,6 @@
 """Weights that are changed while the engine runs: who is told, and which requests' KV goes nowhere from then on."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,16 @@ from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.engine import core
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler import provenance as provenance_module
 from vllm_kvtier.scheduler.half import SchedulerHalf
 from vllm_kvtier.scheduler.provenance import Provenance
 from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
@@ -93,17 +98,17 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
 class Running:
     """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
-    def __init__(self, **options):
-        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=UNIT)
+    def __init__(self, prefix_caching=True, **options):
+        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=UNIT)
         self.world = World([(UNIT, None)])
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
-        half._provenance = Provenance(self.world.matcher, pool)
+        half._provenance = Provenance(pool, prefix_caching)
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
-        half._contain, half._passive = Uncontained(), False
+        half._contain, half._passive, half._refused = Uncontained(), False, None
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
         half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
         half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
@@ -115,7 +120,7 @@ class Running:
         half._tier = SimpleNamespace(renew=self.spaces.renew)
         self.told = []
         half._reactor = SimpleNamespace(call_soon=lambda job: job())
-        half._heard = self.told.append
+        half._endpoint = SimpleNamespace(close=self.told.append)
         pool.around_reset(half._before_reset, half._after_reset, half._contain)
 
     def request(self, name: str, lora: LoRARequest | None = None):
@@ -133,7 +138,7 @@ def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused
     before = running.spaces.of(b"")
     assert running.admitted(running.request("before"))
     running.half.weights_changed("update_weights")
-    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0].reason
+    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
     running.half._provenance.forget("before")
@@ -174,30 +179,139 @@ def test_weights_not_named_yet_a_request_is_computed_alone():
     running.half._hurry.awaits_verdict = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
     assert running.half._provenance.forget("early") is False
-    assert running.half._provenance.forget("late") is True and not running.half._provenance._private
+    assert running.half._provenance.forget("late") is True and not running.half._provenance._admitted
 
 
-def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, monkeypatch):
+def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_shared():
+    """No reset ever comes there, and no request gets what another one has computed."""
+    running = Running(prefix_caching=False)
+    running.pool.get_new_blocks(1)
+    assert running.admitted(running.request("before"))
+    running.half.weights_changed("update_weights")
+    assert not running.admitted(running.request("before")) and running.admitted(running.request("after"))
+
+
+@pytest.mark.parametrize("part", ["_run_jobs", "_settle_namespace", "matcher", "admits", "scheduler not found"])
+def test_weights_changed_a_request_whose_matching_fails_is_not_shared(part):
+    """It was computed on what vLLM's cache had of the old ones, and stored as the new ones'."""
+    running = Running()
+    half, connector = running.half, KVTierConnector.__new__(KVTierConnector)
+    half._engine.scheduler = None
+    connector.containment, connector._scheduler = Containment(Counters()), half
+    connector._marks_failures = part == "scheduler not found"
+    request = running.request("one")
+    if part == "admits":
+        half._provenance.admits = lambda *_: 1 / 0
+    elif part == "matcher":
+        half._matcher.match = lambda *_: 1 / 0
+    elif not connector._marks_failures:
+        setattr(half, part, lambda *_: 1 / 0)
+    shares, t = half._provenance.shares, SimpleNamespace(request=request)
+    assert not shares(t), "it was not looked at yet"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not shares(t)
+    assert bool(connector.containment.errors) != connector._marks_failures
+
+
+def test_weights_of_a_request_that_ended_nothing_is_remembered():
+    """Neither if its end failed, nor if it ended while the workers still load for it."""
+    running = Running()
+    half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
+    assert all(running.admitted(request) for request in requests)
+    half._tables.forget = half._exports.drop = lambda name: None
+    assert half._provenance.forget("ends") and half._provenance.forget("abandoned")
+    half.drop(requests[1])
+    half.weights_changed("update_weights")
+    assert not half._provenance._admitted
+
+
+@pytest.fixture
+def adapters(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
-    monkeypatch.setattr(adapters_module, "READ_SECONDS", 60.0)  # however slow this machine is
-    running = Running()
-    folder, loras = tmp_path, {}
-    for number, name in enumerate(("one", "two"), 1):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "adapter_model.bin").write_bytes(name.encode())
-        loras[name] = LoRARequest(name, number, str(folder))
-        adapters.load(loras[name], lambda: None)
-    while running.half.match(running.request("r1", loras["one"]), 0)[0] is None:
+    for limit in ("READ_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
+    return adapters
+
+
+def adapter_files(folder: Path, weights: bytes = b"weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.bin").write_bytes(weights)
+    return folder
+
+
+def matched(running, request):
+    while running.half.match(request, 0)[0] is None:
         continue  # its files are being read
-    assert running.admitted(running.request("r1", loras["one"]))
-    while running.half.match(running.request("r2", loras["two"]), 0)[0] is None:
-        continue
-    (tmp_path / "one" / "adapter_model.bin").write_bytes(b"new")
+    return request
+
+
+def ended(running, request) -> bool:
+    """Whether what it wrote may leave this engine."""
+    request.status = RequestStatus.FINISHED_STOPPED
+    return running.half._provenance.forget(request.request_id)
+
+
+def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, adapters):
+    running = Running()
+    loras = {}
+    for number, name in enumerate(("one", "two"), 1):
+        loras[name] = LoRARequest(name, number, str(adapter_files(tmp_path / name, name.encode())))
+        adapters.load(loras[name], lambda: None)
+    one, two = (matched(running, running.request(f"of {name}", loras[name])) for name in loras)
+    adapter_files(tmp_path / "one", b"new")
     again = LoRARequest("one", 1, loras["one"].lora_path, load_inplace=True)
     adapters.load(again, lambda: None)
-    shares = running.half._provenance.shares
-    assert [shares(SimpleNamespace(request=running.request(name))) for name in ("r1", "r2")] == [False, True]
-    assert not running.admitted(running.request("r3", again)), "vLLM's cache may have the old one's KV"
+    assert not ended(running, one) and ended(running, two)
+    later = matched(running, running.request("later", again))
+    assert not ended(running, later), "vLLM's cache may have the old one's KV"
+
+
+def test_weights_of_an_adapter_whose_files_change_while_a_request_runs_are_not_known(tmp_path, adapters):
+    """Nothing tells the engine that its workers have read them anew."""
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    requests = [matched(running, running.request(name, lora)) for name in ("ends before", "runs")]
+    t = SimpleNamespace(request=requests[1])
+    assert running.half._provenance.admitted(t) and not running.half._provenance.shares(t), "not before its end"
+    assert ended(running, requests[0])
+    adapter_files(tmp_path / "one", b"others")
+    assert not ended(running, requests[1])
+
+
+def test_weights_of_an_adapter_replaced_while_a_request_waits_are_those_it_is_computed_with(tmp_path, adapters):
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    request = running.request("waits", lora)
+    running.half._provenance.foresees(request)
+    adapter_files(tmp_path / "one", b"others")
+    assert ended(running, matched(running, request))
+    assert vr.variant(request) == adapters.current(lora).digest
+
+
+@pytest.mark.parametrize("cause", ["stale", "not named", "failed"])
+def test_weights_of_an_adapter_that_a_private_request_loaded_are_not_those_of_later_files(tmp_path, adapters, cause):
+    """Its workers have read them for it, whatever it is private for."""
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    blocks = running.pool.get_new_blocks(1)
+    request = running.request("private", lora)
+    if cause == "stale":
+        running.half.weights_changed("update_weights")
+    if cause == "failed":
+        running.half.compute(request)
+    running.half._namespace = None if cause == "not named" else object()
+    assert not ended(running, matched(running, request))
+    running.half._namespace = object()
+    adapter_files(tmp_path / "one", b"others")
+    running.pool.free_blocks(blocks)
+    assert running.pool.reset_prefix_cache()
+    assert not ended(running, matched(running, running.request("later", lora)))
+
+
+def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not_shared(tmp_path, adapters):
+    engines, lora = [Running(), Running()], LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    for engine, shared in ((engines[1], False), (engines[0], True)):
+        assert engine.pool.reset_prefix_cache()
+        assert ended(engines[0], matched(engines[0], engines[0].request(f"after {shared}", lora))) is shared

@@ -11,7 +11,9 @@ import torch
 from pull_fakes import batch_of, pull_of
 from support import Uncontained, eventually
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.engine import share_interpreter
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
@@ -33,7 +35,7 @@ def half():
     half._link = SimpleNamespace(tell=lambda message: None)
     half._memory = half._pulls = half._tier = half._fetching = half._view = half._transport = None
     half._serving = half._driving = half._idle = half._asleep = False
-    half._sources = {}
+    half._sources, half._to_end, half._leaving = {}, [], []
     half._summing, half._done, half._hurried = [], [], Hurried()
     half._done_lock, half._nixl = threading.Lock(), threading.Lock()
     return half
@@ -105,6 +107,83 @@ def test_what_comes_to_its_turn_in_sleep_mode_touches_no_cache(half, monkeypatch
     (result,) = half._done
     assert result.failed and result.bad_blocks == {1, 2} and "sleep" in result.reason
     assert np.array_equal(order.groups[0].local, [1, 2])
+
+
+PARTS = ["NIXL", "copies", "fetches", "device", "memory"]
+
+
+def parted(half, monkeypatch):
+    """Set up; returns (what was ended, in order; how often each part of sleep is to raise from now on)."""
+    ended, left = [], dict.fromkeys(PARTS, 0)
+
+    def part(name, *_):
+        if left[name]:
+            left[name] -= 1
+            raise RuntimeError(f"{name}, on purpose")
+        ended.append(name)
+        return []
+
+    half._contain, half._device, half._transport = Containment(Counters()), 0, object()
+    half._pulls = SimpleNamespace(active=False, stop=lambda why: part("NIXL"), under_way=lambda: {"r"})
+    half._tier = SimpleNamespace(rest=lambda: part("copies"), under_way=set)
+    half._fetching = SimpleNamespace(stop=lambda why: part("fetches"))
+    half._memory = SimpleNamespace(close=lambda: part("memory"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: part("device"))
+    return ended, left
+
+
+@pytest.mark.parametrize("faulty", [[name] for name in PARTS] + [PARTS])
+def test_sleep_a_part_raises_all_others_are_ended_and_a_repeated_call_ends_it(half, monkeypatch, faulty):
+    """vLLM unmaps the memory next, whatever we do: what NIXL has registered must not outlive it."""
+    told = []
+    half._link, half._when_met, half._set_up = SimpleNamespace(tell=told.append), lambda begin: None, None
+    ended, left = parted(half, monkeypatch)
+    left.update(dict.fromkeys(faulty, 1))
+    half.sleep()
+    assert ended == PARTS, "each is tried again at once, NIXL before all else"
+    half.sleep()
+    assert ended == PARTS and half._contain.errors == len(faulty)
+    half.wake()
+    ended, left = parted(half, monkeypatch)
+    left.update(dict.fromkeys(faulty, 2))
+    half.sleep()
+    assert ended == [name for name in PARTS if name not in faulty]
+    assert half._asleep and half._transport is half._pulls is half._memory is half._fetching is None
+    half.sleep()
+    assert sorted(ended) == sorted(PARTS)
+    for call in half.queued:
+        call()
+    assert told == [m.Asleep(0)] * 2 and not half._leaving
+
+
+def test_sleep_nixl_does_not_end_its_pulls_are_not_reported_as_lost(half, monkeypatch):
+    """Their blocks may be written yet: vLLM must not give them to others."""
+    _, left = parted(half, monkeypatch)
+    half._outstanding["r"] = PullOrder("r", "s/1", [pull_of([1, 2], [1, 2])], 1.0)
+    left["NIXL"] = 2
+    half.sleep()
+    half._look_for_lost()
+    for call in half.queued:
+        call()
+    assert not half._done
+
+
+@pytest.mark.parametrize("faulty", ["reactor", "fetches"])
+def test_shutdown_a_part_raises_the_rest_goes_on(half, monkeypatch, faulty):
+    ended, left = parted(half, monkeypatch)
+    half._reactor = SimpleNamespace(stop=lambda: 1 / 0 if faulty == "reactor" else None)
+    left["fetches"] = faulty == "fetches"
+    half.shutdown()
+    assert ended == (["memory"] if faulty == "fetches" else ["fetches", "memory"])
+
+
+def test_poll_raises_what_a_pull_ended_with_is_told_and_the_fault_is_counted(half):
+    ready(half)
+    half._serving, half._transport = True, SimpleNamespace(progress=lambda: 1 / 0)
+    half._pulls = SimpleNamespace(active=True, resting=False, drive=lambda: ["its result"])
+    half._reactor.call_later = lambda pause, callback: None
+    half._drive()
+    assert half._done == ["its result"] and half._reactor.errors == 1
 
 
 def test_nothing_is_set_up_before_the_scheduler_half_is_there(run_dir):

@@ -56,6 +56,53 @@ def test_on_a_host_such_a_load_has_ended_at_once(clock):
     assert now.timed and now.seconds > 0
 
 
+def once(function):
+    """``function``, but that its first call raises."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("on purpose")
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("faulty", ["_loads.expire", "_stores.expire", "_issue_load", "_issue_store"])
+def test_drive_raises_what_ended_is_returned_by_the_next_one(link, clock, monkeypatch, faulty):
+    """Its request would wait for ever: nothing else knows of it any more."""
+    offload = engine(link, clock)
+    offload.submit_load(load("r", 3), None)
+    offload.submit_store(order := store(3))
+    offload.step_launched(1, None)
+    for _ in range(2):
+        clock.now += 1.0
+        offload._issue_load(), offload._issue_store()
+    assert len(link.calls) == 2
+    clock.now += 1.0
+    *owner, name = faulty.split(".")
+    owner = getattr(offload, owner[0]) if owner else offload
+    monkeypatch.setattr(owner, name, once(getattr(owner, name)))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        offload.drive()
+    ended = offload.drive()
+    assert [result.request_id for result in ended.loads] == ["r"] and ended.stored == [order.id]
+    assert not offload.drive().loads and not link.users
+
+
+def test_load_whose_checks_cannot_be_read_ends_as_failed(link, clock):
+    """The device failed after the copy had ended."""
+    offload = engine(link, clock)
+    offload.submit_load(load("r", 3), None)
+    offload.drive()
+    [call] = link.calls
+    del call.bad
+    clock.now += 1.0
+    [result] = offload.drive().loads
+    assert result.bad_blocks == {1, 2, 3} and "failed" in result.reason and not link.users
+
+
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +374,16 @@ def test_a_late_load_fails_then_and_is_reported_when_its_copies_ended(link, cloc
     offload.submit_load(load("slow", 10, timeout=0.5), clock.now + 1.0)
     result, = run(offload, clock, 10).loads
     assert result.seconds > 1.0 and not result.failed and result.reason == ""
+
+
+def test_load_behind_a_step_says_how_long_it_waited_for_that(link, clock):
+    offload = engine(link, clock)
+    stuck = clock.now + 0.5
+    offload.submit_load(load("behind", 1000), stuck, lambda: clock.now >= stuck)
+    offload.submit_load(load("free", 10), None)
+    results = {result.request_id: result for result in run(offload, clock, 10).loads}
+    assert 0.5 <= results["behind"].fenced < 0.6 and results["behind"].seconds > results["behind"].fenced
+    assert results["free"].fenced == 0.0
 
 
 def test_one_late_load_does_not_keep_the_thread_awake(link, clock):

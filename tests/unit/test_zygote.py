@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import eventually
-from zygote import Zygote
+from zygote import Forked, Zygote
 
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members
 
@@ -119,3 +119,11 @@ def test_popen_of_what_was_not_imported_that_way_starts_a_new_interpreter(make, 
     other._process.wait()
     late = make("0", env={"XDG_RUNTIME_DIR": "/somewhere"}).start()
     assert forked(late) and late._process.wait() == 0
+
+
+def test_poll_by_two_threads_both_get_the_exit_code(make):
+    """The second question comes when the child has been reaped: it must not end the zygote."""
+    service = make("5").start()
+    process, other = service._process, Forked(service._process._zygote, service.pid)
+    assert process.wait() == other.wait() == 5
+    assert make("0").start()._process.wait() == 0

@@ -35,7 +35,7 @@ class Ahead:
         self._tier, self._unit, self._align, self._cached, self._worth = tier, unit, align, cached, worth
         self._queue: dict[str, Any] = {}  # requests that are not asked for, in the order that they came
         self._late: set[str] = set()  # requests that were asked for too early
-        self._asks: dict[str, tuple[HostAsk, float]] = {}  # oldest first, with the time
+        self._asks: dict[str, tuple[HostAsk, float, bytes]] = {}  # oldest first, with the time and the adapter
 
     def __len__(self) -> int:
         return len(self._asks)
@@ -56,10 +56,11 @@ class Ahead:
 
     def take(self, request: Any, chain: list[bytes], computed: int) -> HostAsk | None:
         """What was asked for it, if that is what is to be asked now."""
-        ask, _ = self._asks.get(request.request_id, (None, 0.0))
+        ask, _, variant = self._asks.get(request.request_id, (None, 0.0, b""))
         if ask is None:
             return None
-        if ask.start <= computed and ask.most == len(chain) * self._unit and ask.epoch == self._tier.epoch:
+        same = ask.epoch == self._tier.epoch and variant == vr.variant(request)
+        if same and ask.start <= computed and ask.most == len(chain) * self._unit:
             del self._asks[request.request_id]
             return ask
         self.forget(request.request_id)
@@ -76,7 +77,7 @@ class Ahead:
     def expire(self) -> None:
         """Give back what is held for those that vLLM does not come to."""
         while self._asks:
-            request_id, (_, since) = next(iter(self._asks.items()))
+            request_id, (_, since, _) = next(iter(self._asks.items()))
             if time.monotonic() - since < KEPT:
                 return
             self.forget(request_id)
@@ -85,12 +86,13 @@ class Ahead:
     def _fill(self, most: int) -> None:
         while self._queue and len(self._asks) < MOST and most > 0:
             request = self._queue.pop(next(iter(self._queue)))
-            ask = self._ask(request)
+            variant = vr.variant(request)
+            ask = self._ask(request, variant) if variant is not None else None
             if ask is not None:
-                self._asks[request.request_id] = ask, time.monotonic()
+                self._asks[request.request_id] = ask, time.monotonic(), variant
                 most -= 1
 
-    def _ask(self, request: Any) -> HostAsk | None:
+    def _ask(self, request: Any, variant: bytes) -> HostAsk | None:
         hints = read(request.kv_transfer_params)
         chain = vr.chain(request, request.num_tokens, self._unit)
         if hints.handoff or not chain or not self._tier.limit():
@@ -98,4 +100,4 @@ class Ahead:
         start = self._cached(chain) // self._align * self._align
         if len(chain) * self._unit <= start or not self._worth(request, start):
             return None
-        return self._tier.ask(start, chain, vr.variant(request), hints.stores)
+        return self._tier.ask(start, chain, variant, hints.stores)

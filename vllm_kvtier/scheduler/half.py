@@ -83,6 +83,7 @@ class SchedulerHalf:
         self.counters, self._contain = connector.counters, containment
         containment.on_limit = self._become_passive
         self._passive = False
+        self._refused: str | None = None  # why no other engine is asked or answered any more, whatever happens
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         budget = {
             Kind.HANDOFF: int(pool.num_blocks * config.handoff_share),
@@ -169,7 +170,8 @@ class SchedulerHalf:
             None if is_far(config) else lambda chain: pool.cached_about(chain, facts.full_groups, unit),
         )
         self._outcomes = Outcomes(
-            self._matcher, self._hurry, self._planner, self.counters, containment, self._form
+            self._matcher, self._hurry, self._planner, self.counters, containment, self._form,
+            self._pace.prompts_since,
         )
         self._gauges = Gauges(
             self.counters, self._matcher, self._planner, self._exports, self._peers, self._tier, self._offloader
@@ -181,9 +183,9 @@ class SchedulerHalf:
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
             facts.groups, unit, ledger.forget,
-            lambda t: self._provenance.shares(t) and (offload or self._exporter.sums(t)),
+            lambda t: self._provenance.admitted(t) and (offload or self._exporter.sums(t)),
         )
-        self._provenance = Provenance(self._matcher, pool)
+        self._provenance = Provenance(pool, facts.prefix_caching)
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
             lambda on_engine: Explainer(
@@ -236,6 +238,7 @@ class SchedulerHalf:
 
     def compute(self, request: Any) -> tuple[int | None, bool]:
         """What ``match`` says of a request for which something of ours failed: it holds nothing any more."""
+        self._provenance.refuse(request)
         self._let_go(request.request_id)
         # vLLM's prefix cache has blocks that are not verified yet: nobody else may use them.
         return (None, False) if self._hurry.awaits_verdict else (0, False)
@@ -360,7 +363,7 @@ class SchedulerHalf:
         if self._offloader is not None and not self._passive:
             table = table if shared else None
             self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
-        if self._facts.unsupported or self._endpoint.unusable or not shared:
+        if self._facts.unsupported or self._refused or self._endpoint.unusable or not shared:
             export = None  # nobody could ask for it: pin nothing
         else:
             export = self._exporter.finished(tracked, block_ids)
@@ -394,6 +397,7 @@ class SchedulerHalf:
         attempt("dropping a request", self._let_go, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.drop, request_id)
+        self._provenance.forget(request_id)
 
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
@@ -437,9 +441,7 @@ class SchedulerHalf:
         """Too much of our code failed: nothing is loaded or kept any more, and all that is held goes."""
         self._passive = True
         attempt = self._contain.attempt
-        self._endpoint.unusable = "internal errors; see this engine's log"
-        if self._sharing is not None:
-            attempt("leaving the node", self._sharing.leave)
+        attempt("refusing", self._refuse, "internal errors; see this engine's log")
         attempt("ending exports", self._exports.clear)
         attempt("giving blocks back", self._exporter.drain)
         if self._offloader is not None:
@@ -447,6 +449,11 @@ class SchedulerHalf:
         attempt("forgetting tables", self._tables.clear)
         for request_id in self._matcher.request_ids():
             attempt("giving back", self._let_go, request_id)
+
+    def _refuse(self, reason: str) -> None:
+        """For good: what the namespace names is not what this engine has."""
+        self._refused = reason  # from here on nothing opens, whatever waits for the reactor's thread
+        self._reactor.call_soon(self._close)
 
     def weights_changed(self, how: str) -> None:
         """They are no longer those that the namespace names. What is stored from here on is found by this engine alone,
@@ -457,10 +464,9 @@ class SchedulerHalf:
 
     def _follow_weights(self) -> None:
         self._provenance.weights_changing()
-        self.reset()
         if not self._config.model_fingerprint:
-            reason = "its weights were changed while it ran, and no option model_fingerprint names them"
-            self._reactor.call_soon(lambda: self._heard(m.Unusable(0, reason)))
+            self._refuse("its weights were changed while it ran, and no option model_fingerprint names them")
+        self.reset()
         self._provenance.weights_changed()
 
     def shutdown(self) -> None:
@@ -557,22 +563,26 @@ class SchedulerHalf:
                 self._summed.setdefault(message.info.rank, -1)
                 self._open_if_ready()
             case m.Unusable():
-                self._endpoint.unusable = message.reason
-                if self._sharing is not None:
-                    self._sharing.leave()
-                logger.warning("kvtier: this engine serves without pulls: %s", message.reason)
+                self._close(message.reason)
             case m.Asleep():
                 if self._endpoint.unusable is None:
                     self._ranks.clear()  # the others sleep too, though they have not said so yet
                 self._ranks.pop(message.rank, None)
                 self.instance = self._matcher.nearby.instance = self._new_instance()
-                self._endpoint.close("the engine sleeps")
+                self._endpoint.close(self._refused or "the engine sleeps")
                 if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
                     self._sharing.leave()
             case m.Summed():
                 self._summed[message.rank] = max(self._summed.get(message.rank, -1), message.step)
                 if len(self._summed) == self._facts.world_size:
                     self._endpoint.summed(min(self._summed.values()))
+
+    def _close(self, reason: str = "") -> None:
+        reason = self._refused or reason
+        self._endpoint.close(reason)
+        if self._sharing is not None:
+            self._sharing.leave()
+        logger.warning("kvtier: this engine serves without pulls: %s", reason)
 
     def _open_if_ready(self) -> None:
         if self._namespace is None:  # or if the engine is not supported, whatever its workers made of it
@@ -582,11 +592,11 @@ class SchedulerHalf:
                 self._tier.open(self._namespace, self._described, self._codec)
             except ValueError as error:
                 logger.warning("kvtier: serving without the node store: %s", error)
-        if len(self._ranks) == self._facts.world_size:
+        if len(self._ranks) == self._facts.world_size and not self._refused:
             if any(codec != self._wire_codec for codec in self._wire_codecs.values()):
                 # Each process looked for itself what "auto" means, and a record came in between. What it admits may
                 # lose something that the namespace, which others go by, does not tell.
-                self._heard(m.Unusable(0, "this model was measured while the engine started: restart it"))
+                self._refuse("this model was measured while the engine started: restart it")
                 return
             ranks = [self._ranks[r] for r in sorted(self._ranks)]
             self._endpoint.open(self._namespace, m.Welcome(m.PROTOCOL, self.instance, ranks))
@@ -600,7 +610,7 @@ class SchedulerHalf:
         self._offloader.lost()
 
     def _hello(self) -> m.Hello | None:
-        if self._endpoint.unusable or self._namespace is None:
+        if self._refused or self._endpoint.unusable or self._namespace is None:
             return None
         return m.Hello(m.PROTOCOL, self.instance, self._namespace)
 

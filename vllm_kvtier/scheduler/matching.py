@@ -90,9 +90,6 @@ class Matcher:
         """Of all requests that are there."""
         return (t.life.state for t in self._tracked.values())
 
-    def requests(self) -> Iterator[Tracked]:
-        return iter(self._tracked.values())
-
     def forgo(self, request: Any) -> None:
         """It is computed here, whatever was asked or offered for it."""
         t = self.track(request)
@@ -113,8 +110,8 @@ class Matcher:
     def warm(self, request: Any) -> None:
         """It will be matched later; nobody else's KV is asked for until then."""
         hints = read(request.kv_transfer_params)
-        chain = vr.chain(request, request.num_tokens, self._unit)
-        if chain and not hints.handoff and self._tier.warm(chain, vr.variant(request), hints.stores):
+        chain, variant = vr.chain(request, request.num_tokens, self._unit), vr.variant(request)
+        if variant is not None and chain and not hints.handoff and self._tier.warm(chain, variant, hints.stores):
             self._counters.count("warmed")
 
     def ask_ahead(self, request: Any) -> None:
@@ -146,7 +143,7 @@ class Matcher:
                         return None, False
                     if not self._asker.ask_next(t, computed, len(self._tracked) == 1):
                         t.life.fire(Event.DECLINE)
-                        return 0, False
+                        return self._compute(t, computed)
                 case State.ASKING:
                     if t.waits_since:
                         self._asker.linger(t, len(self._tracked) == 1)
@@ -164,9 +161,14 @@ class Matcher:
                     if gain:
                         return gain, True
                     self._asker.decline(t)
-                    return 0, False
+                    return self._compute(t, computed)
                 case _:
                     return 0, False
+
+    def _compute(self, t: Tracked, computed: int) -> tuple[int, bool]:
+        if self._planner is not None:
+            self._planner.will_compute(computed, t.request.num_tokens)
+        return 0, False
 
     def _notice_preemption(self, t: Tracked) -> None:
         """A request that lost its blocks may have them back from the node store: it is matched like a new one."""

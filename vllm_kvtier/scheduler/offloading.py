@@ -7,6 +7,9 @@ the second stage. Pins are the one bound of what is under way: beyond it, and wh
 blocks are *taken back*, from the end of their chains, and are offered again: with the next block that their request
 fills, and when it has ended well for as long as vLLM's prefix cache still has them.
 
+Blocks of a LoRA adapter go when their request has ended (see ``provenance``), and are not offered again: what vLLM's
+prefix cache has under their hashes later may be a step's that just loads other weights.
+
 What is stored of a chain has no gap: a block is committed behind its parent, or not at all. Orders of a group are
 copied in their order and end in it, and where one was cut short, so is all that depends on what it lacks.
 
@@ -51,13 +54,18 @@ ASK_AT = 32, 64  # blocks: where prompts are among them, and where not
 ASK_AFTER = 8, 32  # steps, the same
 REWINDS = 2
 # Ended requests with blocks to offer again of which one is looked for in the prefix cache each step, while there is no
-# room for them: those that vLLM has evicted are forgotten.
-PRUNED = 8
+# room for them: those that vLLM has evicted are forgotten. The share of all keeps their number bounded.
+PRUNED, PRUNED_SHARE = 8, 64
+
+# Steps after which it is looked again which of the pinned blocks no request holds, where these were too few: looking
+# takes a millisecond where tens of thousands are pinned, and vLLM may be short of blocks in every step.
+LOOK_AFTER = 8
 
 # What becomes of a block. After the last three it is offered again however often that happens, after those before
 # ``REWINDS`` times: there may be too little memory for it, or a fault.
 STORED, STORED_ALREADY, NO_BEGINNING, TOO_SLOW = "", "stored already", "beginning not stored", "copies too slow"
 MALFORMED = "malformed answer"
+FAULT = "internal error"
 NO_STORE, FOR_REQUESTS, TOO_MANY = "no store", "room for requests", "too many copies under way"
 _REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store full", NO_PARENT_STORED: NO_BEGINNING}
 
@@ -137,9 +145,13 @@ class Offloader:
         self._unit = pool.hash_block_tokens
         self._most = int(pool.num_blocks * config.store_hold_share)
         # Free blocks that are left to vLLM when those of ended requests are pinned again: what a step may need.
+        self._step_tokens = step_tokens
         step_blocks = sum(-(-step_tokens // size) for size, _ in groups)
         self._spare = min(step_blocks, pool.num_blocks // 4)
         self._pinned = 0
+        # Of the pinned blocks so many were held by no request at the last look that found too few; until this step, or
+        # until a request ends, it is not looked again.
+        self._alone, self._look_at = 0, 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
         self._ended: dict[Table, None] = {}  # of requests that ended well and have blocks to offer again
@@ -168,30 +180,44 @@ class Offloader:
     def begin_step(self, step: int, growth: list[Growth]) -> None:
         self._step = step
         self.drain()
-        if self._tier.limit() and self.wanted():  # tables may be followed for other engines' sake
+        if self.wanted():  # tables may be followed for other engines' sake
             self._offer_ended()  # first: what running requests hold is not evicted meanwhile
-            for tracked, table, computed in growth:
-                self._collect(table, self._full(tracked.request, computed))
+            if self._tier.limit():
+                for tracked, table, computed in growth:
+                    self._collect(table, self._full(tracked.request, computed))
         self._ask(False)
+        self._leave_room(growth)
 
     def idle(self) -> None:
         """No request is there: what ended ones left goes on."""
         self.drain()
-        if self._tier.limit():
-            self._offer_ended()
+        self._offer_ended()
         self._ask(True)
+
+    def _leave_room(self, growth: list[Growth]) -> None:
+        """vLLM preempts a request for whose next part of the prompt there are no free blocks."""
+        prompts = [(t.request.num_prompt_tokens, computed) for t, _, computed in growth]
+        left = min(self._step_tokens, sum(max(0, tokens - computed) for tokens, computed in prompts))
+        short = sum(-(-left // size) for size, _ in self._groups) - self._pool.free_count()
+        if short > 0:
+            self.relieve(short)
 
     def finished(self, t: Tracked, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
         """The request ended; what it filled last goes too, if it ended well."""
         request = t.request
+        self._look_at = 0  # what it held may be ours alone now
         if table is not None:
             table.ended, table.groups = 0, block_ids
-            if self._tier.limit() and self.wanted() and vr.ended_well(request):
+            if self.wanted() and vr.ended_well(request):
                 table.ended = self._full(request, vr.written_tokens(request))
                 table.space = self._tier.space(vr.variant(request))
-                self._collect(table, table.ended, leaving=True)
+                if self._tier.limit():
+                    self._collect(table, table.ended, leaving=True)
                 if self._left(table):
-                    self._ended[table] = None
+                    if request.lora_request is None:
+                        self._ended[table] = None
+                    else:
+                        self._give_up_ended(table)
         self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
@@ -210,8 +236,9 @@ class Offloader:
         """Blocks of ended requests that were taken back, as far as vLLM still has them and there is room."""
         if not self._verified():
             return
+        most = PRUNED + len(self._ended) // PRUNED_SHARE
         for checked in range(len(self._ended)):
-            if checked >= PRUNED and not self._room(ended=True):
+            if checked >= most and not self._room(ended=True):
                 return
             table = next(iter(self._ended))
             del self._ended[table]
@@ -228,12 +255,14 @@ class Offloader:
 
     def _room(self, ended: bool = False) -> int:
         """Blocks that may be pinned now. ``ended``: that no request holds, so that vLLM could hand them out."""
-        room = self._most - self._pinned
+        room = self._most - self._pinned if self._tier.limit() else 0
         return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
 
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Blocks of the first ``full`` tokens not offered yet, as far as there is room. ``leaving``: the request ends,
         and its table has exactly what it holds still."""
+        if leaving and table.request.lora_request is not None:  # whoever computed what was hit may not have offered it
+            table.offered = [0] * len(self._groups)
         self._follow_store(table, leaving)
         if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
             return
@@ -277,10 +306,10 @@ class Offloader:
             own = self._still_held(table.request.num_computed_tokens, size, window)
         for i in range(table.offered[g], last):
             block = ids[i] if i >= own else 0
-            if not block and self._verified():
+            if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
             if block and not room:
-                table.why = TOO_MANY
+                table.why = TOO_MANY if self._tier.limit() else NO_STORE
                 break
             if block:
                 found.append((i, block))
@@ -346,9 +375,13 @@ class Offloader:
         instance = self._tier.instance
         groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
         parents = b"".join([item.parent for item in items])
-        pending = self._tier.reserve(batch.space, batch.tenant, groups, hashes, parents)
-        with self._quiet:
+        with self._quiet:  # first: what is lost while it is being sent has to wait for its answer, see ``_gaps``
             self._sent += 1
+        try:
+            pending = self._tier.reserve(batch.space, batch.tenant, groups, hashes, parents)
+        except Exception:
+            self._reactor.call_soon(self._count_answer)
+            raise
         del batch.items[: len(items)]
         answered = functools.partial(self._on_answer, batch, items, instance)
         try:
@@ -399,7 +432,7 @@ class Offloader:
     def _again(self, table: Table, why: str) -> bool:
         """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
         that keeps losing or refusing them is too small for them."""
-        if table.ended == 0:  # it did not end well
+        if table.ended == 0 or table.request.lora_request is not None:  # it did not end well, or must not be
             return False
         if why in (NO_STORE, FOR_REQUESTS):
             return True
@@ -422,9 +455,13 @@ class Offloader:
         It mostly does not: what a request still uses is not freed by our letting go of it. And an engine under load
         always has a request that waits for more than all copies hold; nothing would ever be stored there.
         """
-        if short <= self._pinned and short <= self._pool.held_once(self._held):
-            short -= self._cut_batches(short)
-            self._cut_flights(short)
+        if short <= self._pinned and (short <= self._alone or self._step >= self._look_at):
+            self._alone = self._pool.held_once(self._held, short)
+            if short <= self._alone:
+                short -= self._cut_batches(short)
+                self._cut_flights(short)
+            else:
+                self._look_at = self._step + LOOK_AFTER
         self.drain()
 
     def _cut_batches(self, short: int) -> int:
@@ -463,10 +500,15 @@ class Offloader:
             for order, flight in reversed(self._flights.items()):
                 if short <= 0:
                     break
-                alone = [i for i, item in enumerate(flight.items) if self._pool.held_once([item.block])][-short:]
+                alone = []
+                for i in range(len(flight.items) - 1, -1, -1):
+                    if len(alone) == short:
+                        break
+                    if self._pool.held_once([flight.items[i].block]):
+                        alone.append(i)
                 short -= len(alone)
-                if alone and alone[0] < flight.stop:
-                    flight.stop, flight.why = alone[0], FOR_REQUESTS
+                if alone and alone[-1] < flight.stop:
+                    flight.stop, flight.why = alone[-1], FOR_REQUESTS
                     stops.append((order, flight.stop))
         if stops:
             self._reactor.call_soon(lambda: self._tell(m.CancelStores(stops)))
@@ -486,13 +528,24 @@ class Offloader:
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
+    def _attempt(self, part: Callable[..., object], *args: Any) -> bool:
+        """Whether ``part`` went well. Nothing here may keep blocks from being unpinned."""
+        try:
+            part(*args)
+        except Exception:
+            logger.exception("kvtier: storing blocks failed in part; they are offered again")
+            return False
+        return True
+
     def _reserved(self, batch: Batch, items: list[Item], pending: Pending, instance: str) -> None:
         reserved = pending.outcome
         slots = reserved.slots if isinstance(reserved, Reserved) else []
         refused: defaultdict[str, list[Item]] = defaultdict(list)
         granted: list[list[Item]] = [[] for _ in self._groups]
-        if len(slots) != len(items):
-            refused[MALFORMED if isinstance(reserved, Reserved) else NO_STORE] = items
+        if not isinstance(reserved, Reserved) or pending.session != self._tier.session:
+            refused[NO_STORE] = items
+        elif len(slots) != len(items):
+            refused[MALFORMED] = items
         else:
             for item, slot in zip(items, slots, strict=True):
                 if slot == EXISTS and (same := self._flying.get(item.name)) is not None:
@@ -511,29 +564,39 @@ class Offloader:
                 granted[item.group].append(item)
         for some in granted:
             if some:
-                self._order(batch.step, some, pending.session, instance)
+                self._begin(batch.step, some, pending.session, instance)
+        self._returned.extend((some, why) for why, some in refused.items())
+        self._count_answer()
+        self._land_all()
+        if self._returned:
+            self._on_free()
         if self.events is not None:
             labels = [(item.group, item.label) for some in granted for item in some if item.label is not None]
             self.events.tell_again(batch.space, labels)
-        self._returned.extend((some, why) for why, some in refused.items())
+
+    def _count_answer(self) -> None:
         with self._quiet:
             self._answered += 1
             self._quiet.notify_all()
         self._close_gaps()
-        if refused:
-            self._on_free()
 
-    def _order(self, step: int, items: list[Item], session: int, instance: str) -> None:
+    def _begin(self, step: int, items: list[Item], session: int, instance: str) -> None:
         order, group = next(self._orders), items[0].group
         flight = Flight(order, group, items, session, set(self._tier.writers[group]), len(items), len(items))
         with self._quiet:
             self._flights[order] = flight
         self._queues[group].append(flight)
+        if not self._attempt(self._order, flight, step, instance):  # no worker has heard of it
+            flight.waiting.clear()
+            flight.kept, flight.why = 0, FAULT
+
+    def _order(self, flight: Flight, step: int, instance: str) -> None:
+        items = flight.items
         self._tell(
             m.StoreBlocks(
-                order,
+                flight.order,
                 instance,
-                group,
+                flight.group,
                 step,
                 np.array([item.block for item in items], np.int64).tobytes(),
                 np.array([item.key for item in items], np.uint64).tobytes(),
@@ -548,38 +611,52 @@ class Offloader:
             if flight is not None:
                 flight.waiting.discard(message.rank)
                 flight.kept = flight.kept if kept is None else min(flight.kept, kept)
-        for queue in self._queues:
-            while queue and not queue[0].waiting:
-                self._land(queue.popleft())
+        self._land_all()
         if self._returned:
             self._on_free()
         if message.nbytes:
             self._counters.count("stored_bytes", choice.names(self._tier.codecs), message.nbytes)
             self._counters.count("store_seconds", amount=message.seconds)
 
+    def _land_all(self) -> None:
+        for queue in self._queues:
+            while queue and not queue[0].waiting:
+                self._land(queue.popleft())
+
     def _land(self, flight: Flight) -> None:
         """All ranks are through with it, and with those of its group before."""
+        if flight.session != self._tier.session:
+            flight.kept, flight.why = 0, NO_STORE  # the connection ended, and its reservations with it
         kept, lost, same = [], [], ([], [])
         for i, item in enumerate(flight.items):
             item.lost = i >= flight.kept or (item.after is not None and item.after.lost)
             item.after = None  # or each would keep all before it
             (lost if item.lost else kept).append(item)
             same[item.lost].extend(item.same or ())
+        if kept and not self._attempt(self._tier.commit, [item.slot for item in kept], flight.session):
+            flight.kept, flight.why = 0, FAULT
+            self._land(flight)
+            return
         if kept:
-            self._tier.commit([item.slot for item in kept], flight.session)
-            self._counters.count("stored_blocks", amount=len(kept))
-            logical = len(kept) * self._tier.logical[flight.group]
-            self._counters.count("stored_logical_bytes", self._tier.codecs[flight.group].name, logical)
             self._forget(kept)
             self._returned += [(kept, STORED), (same[False], STORED_ALREADY)]
         if lost:
-            self._tier.abort([item.slot for item in lost], flight.session)
+            slots = [item.slot for item in lost]
+            if not self._attempt(self._tier.abort, slots, flight.session):
+                self._attempt(self._tier.abort, slots, flight.session)  # or the store takes them back itself, but late
             self._gaps.append((self._sent, lost))  # behind the message: none of those sent later comes before it
             self._close_gaps()
             self._returned.append((lost + same[True], flight.why))
         with self._quiet:  # behind what it returned
             del self._flights[flight.order]
             self._quiet.notify_all()
+        if kept:
+            self._attempt(self._count_stored, flight.group, len(kept))
+
+    def _count_stored(self, group: int, blocks: int) -> None:
+        self._counters.count("stored_blocks", amount=blocks)
+        logical = blocks * self._tier.logical[group]
+        self._counters.count("stored_logical_bytes", self._tier.codecs[group].name, logical)
 
     def _close_gaps(self) -> None:
         while self._gaps and self._gaps[0][0] <= self._answered:

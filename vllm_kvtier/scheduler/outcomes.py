@@ -44,6 +44,7 @@ class Ended:
     failed: bool = False
     judged: bool = False
     seconds: float = 0.0
+    fenced: float = 0.0  # of ``seconds``, for which it waited for steps before it
     exact: bool = True
 
 
@@ -56,10 +57,11 @@ class Outcomes:
         counters: Counters,
         containment: Containment,
         codec: Callable[[str], str] = lambda kind: "raw",
+        prompts_since: Callable[[float], bool] = lambda moment: False,
     ):
-        """``codec``: in what form a load, fetch or pull brings KV."""
+        """``codec``: in what form a load, fetch or pull brings KV. ``prompts_since``: as ``Pace``'s."""
         self._matcher, self._hurry, self._planner, self._counters = matcher, hurry, planner, counters
-        self._codec, self._contain = codec, containment
+        self._codec, self._contain, self._prompts_since = codec, containment, prompts_since
         self._ended: dict[str, Ended] = {}
 
     def arrived(self, results: list[Result], finished: Iterable[str]) -> None:
@@ -111,6 +113,7 @@ class Outcomes:
         ended.outcome = max(ended.outcome, self._outcome(result, tracked), key=_WORSE.index)
         ended.judged |= judged
         ended.seconds = max(ended.seconds, result.seconds)
+        ended.fenced = max(ended.fenced, getattr(result, "fenced", 0.0))
         ended.exact &= getattr(result, "timed", True)
         count(f"{_PAST[kind]}_bytes", self._codec(kind), result.bytes)
         if not result.failed:
@@ -142,17 +145,20 @@ class Outcomes:
             self._hurry.mapped(t.offer.instance)
         if ended is None or t.plan is None or not t.offer.place:
             return
-        seconds, expected = ended.seconds, t.plan.load_seconds
+        # What it waited for others' steps says nothing about the link.
+        seconds, expected = ended.seconds - ended.fenced, t.plan.load_seconds
         # What a load took at most says something only where more was expected.
         if ended.exact or seconds < expected:
             self._planner.observe_load(t.offer.place, t.offer.nbytes, t.plan.queued_bytes, seconds)
             if expected > 0:
                 self._counters.observe("planned_ratio", t.offer.place, seconds / expected)
         if t.among and not t.hurried and ended.exact:
-            self._planner.observe_handover(max(0.0, time.monotonic() - t.ordered_at - seconds))
+            end = t.ordered_at + ended.seconds
+            if not self._prompts_since(end):  # whoever computes waits for such a step as well
+                self._planner.observe_handover(max(0.0, time.monotonic() - end))
         self._counters.count("planned_seconds", "expected", expected)
         self._counters.count("planned_seconds", "taken", seconds)
-        self._count_stages(t, seconds)
+        self._count_stages(t, ended.seconds)
 
     def _count_stages(self, t: Tracked, seconds: float) -> None:
         """Where the time of a hit went, until it could be scheduled or, if it was scheduled at once, verified."""

@@ -29,7 +29,7 @@ class Pace:
         self._planner, self._clock = planner, clock
         # begin, prefills as (new, before), decodes, and whether the planner is to hear of it
         self._ahead: deque[tuple[float, list[tuple[int, int]], int, bool]] = deque()
-        self._last_end = 0.0
+        self._last_end = self._prompts_end = 0.0
         self._decode_steps = self._prefill_steps = 0
 
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None], counts: bool = True) -> None:
@@ -47,6 +47,7 @@ class Pace:
                     work.append((tokens, t.request.num_computed_tokens))
             self._prefill_steps += bool(work)
             telling = bool(work) and self._prefill_steps > WARM_UP
+        self._planner.begins_step(work)
         if len(self._ahead) >= MOST_AHEAD:
             self._ahead.clear()
         self._ahead.append((self._clock(), work, len(scheduled) - len(work), telling))
@@ -60,3 +61,9 @@ class Pace:
         if telling:
             self._planner.observe_step(now - max(begin, self._last_end), work, decodes)
         self._last_end = now
+        if work:
+            self._prompts_end = now
+
+    def prompts_since(self, moment: float) -> bool:
+        """Whether a step that computed prompts was under way then, or later."""
+        return self._prompts_end > moment or any(work for _, work, _, _ in self._ahead)

@@ -7,6 +7,10 @@ All or nothing. vLLM continues a prompt from a prefix, so a partial load would b
 computed after it. A loaded token costs the same wherever it is, a computed one costs more the further back it is
 (attention), so the total as a function of m has no minimum between its ends: either m = start or m = end is best.
 
+Computing has a queue as well: prompts that are to be computed (``will_compute``) and are in no step yet
+(``begins_step``). Of many prompts that come at once some are loaded and some computed, so that both end at about the
+same time.
+
 What is not known is loaded: before the first prefills, and for steps far larger than any seen. The GPU is free for
 others meanwhile, and the engine learns both rates as it goes.
 
@@ -19,7 +23,7 @@ Not thread-safe: the scheduler half's thread owns it. No method takes more than 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_kvtier.scheduler.rates import Handover, LoadRate, StepCost
@@ -131,6 +135,7 @@ class Planner:
         self._steps, self._handover = StepCost(), Handover(half_life / 4)
         self._decodes = 0.0  # in a step, lately
         self._hopeless = 0  # times that nobody need have been asked
+        self._backlog = 0.0  # seconds of computing that are in no step yet
         self.decisions = dict.fromkeys(REASONS, 0)
         for name, bandwidth in prior.items():
             self._add(name, bandwidth)
@@ -145,6 +150,17 @@ class Planner:
             return
         self._decodes += (decodes - self._decodes) / 16
         self._steps.observe(seconds, work, decodes)
+
+    def will_compute(self, start: int, prompt: int) -> None:
+        """Tokens [start, prompt) of a prompt are not loaded."""
+        self._backlog += self.compute_seconds(start, prompt, prompt) or 0.0
+
+    def begins_step(self, work: Sequence[tuple[int, int]]) -> None:
+        """A step was scheduled; ``work`` as in ``observe_step``. What was to be computed is in it, as far as there was
+        room; if it computes no prompt, nothing is left."""
+        if self._backlog:
+            seconds = sum(self._steps.prefill_seconds(before, before + new, 0, 0.0) for new, before in work)
+            self._backlog = max(0.0, self._backlog - seconds) if work else 0.0
 
     def started(self, source: str, nbytes: int) -> None:
         """A load was ordered. Each must end, by ``ended`` with the same numbers, whatever became of it."""
@@ -222,14 +238,14 @@ class Planner:
         compute_seconds = self.compute_seconds(start_tokens, end_tokens, prompt_tokens)
         if compute_seconds is None or place.measured < self._known:
             reason = UNMEASURED
-        elif load_seconds <= compute_seconds:
+        elif load_seconds <= compute_seconds + self._backlog:
             reason = FASTER
         else:
-            reason = QUEUED if alone <= compute_seconds else SLOWER
+            reason = QUEUED if alone <= compute_seconds + self._backlog else SLOWER
         if compute_seconds is not None and reason in (FASTER, UNMEASURED):
             # Of a source that was not measured nothing is expected.
             soonest = least + (load_seconds if reason == FASTER else 0.0)
-            if soonest > compute_seconds:
+            if soonest > compute_seconds + self._backlog:
                 reason = SHORT
         return Decision(reason in (FASTER, UNMEASURED), load_seconds, compute_seconds, reason, queued)
 
@@ -285,7 +301,8 @@ class Planner:
         if seconds is None:
             return False
         now = self._clock()
-        if any(place.rate.latency(None if place.queue.loads else now) + least <= seconds for place in measured):
+        until = seconds + self._backlog
+        if any(place.rate.latency(None if place.queue.loads else now) + least <= until for place in measured):
             return False
         if not trial:
             return True

@@ -1,77 +1,93 @@
 """Which requests' KV is known to be what its name says: made from the first token on by weights that have a name.
 
-All others are *private*: computed by this engine alone; nothing is asked for them, and nothing that they wrote is
-stored, exported or shared. On the scheduler's thread only.
+These are *admitted*. All others are *private*: computed by this engine alone; nothing is asked for them, and nothing
+that they wrote is stored, exported or shared. What an admitted request with a LoRA adapter wrote is kept back until it
+has ended, when it is known whether its adapter's files were replaced meanwhile (see ``adapters``). On the scheduler's
+thread only.
 """
 
 from typing import Any
 
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.scheduler.matching import Matcher
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.vllm_compat.adapters import ADAPTERS
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS, AWAITED
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 
 logger = get_logger("vllm.kvtier.provenance")
 
 
 class Provenance:
-    def __init__(self, matcher: Matcher, pool: BlockPool):
-        self._matcher, self._pool = matcher, pool
-        self._private: set[str] = set()
+    def __init__(self, pool: BlockPool, prefix_caching: bool = True):
+        """``prefix_caching``: vLLM's own; without it no request gets what another one computed."""
+        self._pool, self._prefix_caching = pool, prefix_caching
+        # By id, of requests that have been matched and have not ended, with their adapter; None: private for life. What
+        # failed on the way here is not in it, and so not shared.
+        self._admitted: dict[str, tuple[Any, Any] | None] = {}
         # The weights were changed, and vLLM's prefix cache may still have KV of the old ones.
         self._stale = False
-        ADAPTERS.listeners.add(self)
+        if prefix_caching:
+            ADAPTERS.caches.add(self)
 
     def admits(self, request: Any, named: bool) -> bool | None:
         """Whether this request, which is to be matched, is not private. ``named``: whether the engine's weights have a
         name by now. None: it is known in a moment."""
-        if request.request_id in self._private:
-            return False
-        if named and not self._stale:
-            if vr.variant(request) is not None:
-                return True
-            if ADAPTERS.awaited(request.lora_request):
-                return None
-        self._private.add(request.request_id)
-        return False
+        request_id, lora = request.request_id, request.lora_request
+        if request_id in self._admitted:
+            before = self._admitted[request_id]
+            if before is None or (lora is not None and ADAPTERS.current(lora) is not before[1]):
+                self.refuse(request)
+            return self._admitted[request_id] is not None
+        # Whatever becomes of the request: its workers may load the adapter for it.
+        adapter = ADAPTERS.admit(lora) if lora is not None else None
+        if adapter is AWAITED:
+            return None
+        good = named and not self._stale and (lora is None or adapter is not None)
+        if good and lora is not None:
+            vr.keep_variant(request, adapter.digest)
+        self._admitted[request_id] = (request, adapter) if good else None
+        return good
+
+    def refuse(self, request: Any) -> None:
+        """It is computed here, whatever it was before."""
+        self._admitted[request.request_id] = None
+        if request.lora_request is not None:
+            ADAPTERS.unseen(request.lora_request)
 
     def foresees(self, request: Any) -> bool:
         """Whether this request, which waits to be matched, would be admitted now."""
         return not self._stale and vr.variant(request) is not None
 
+    def admitted(self, t: Tracked) -> bool:
+        return self._admitted.get(t.request.request_id) is not None
+
     def shares(self, t: Tracked) -> bool:
-        return t.request.request_id not in self._private
+        """Whether what this request, which runs, has written is what its name says."""
+        return self.admitted(t) and t.request.lora_request is None
 
     def forget(self, request_id: str) -> bool:
-        """The request ended; whether it was shared."""
-        shared = request_id not in self._private
-        self._private.discard(request_id)
-        return shared
+        """The request ended; whether what it wrote is what its name says."""
+        request, adapter = self._admitted.pop(request_id, None) or (None, None)
+        if request is None:
+            return False
+        return adapter is None or vr.ended_well(request) and ADAPTERS.confirm(request.lora_request, adapter)
 
     def weights_changing(self) -> None:
         """Until ``weights_changed`` everything is private, whatever happens in between."""
         self._stale = True
-        self._private.update(t.request.request_id for t in self._matcher.requests())
+        self._admitted = dict.fromkeys(self._admitted)
 
     def weights_changed(self) -> None:
         """The change is over, and what was shared is given up."""
-        self._stale = not self._pool.is_empty()
+        self._stale = self._prefix_caching and not self._pool.is_empty()
         if self._stale:
             logger.warning(
                 "kvtier: the weights were changed while vLLM's prefix cache holds KV of the old ones: KV is neither "
                 "loaded nor stored until it is reset"
             )
 
-    def adapter_replaced(self, int_id: int) -> None:
-        for t in self._matcher.requests():
-            lora = t.request.lora_request
-            if lora is not None and lora.lora_int_id == int_id:
-                self._private.add(t.request.request_id)
-
     def after_reset(self) -> None:
         """vLLM has reset its prefix cache, or has failed to."""
         if self._pool.is_empty():
             self._stale = False
-            ADAPTERS.cache_is_empty()
+            ADAPTERS.cache_is_empty(self)

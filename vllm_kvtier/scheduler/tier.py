@@ -225,6 +225,11 @@ class HostTier:
         return self._instance
 
     @property
+    def session(self) -> int:
+        """Number of the present connection: what is reserved on another one is of no use. 0: there is none."""
+        return self._client.session if self._client is not None and self._client.connected else 0
+
+    @property
     def below(self) -> tuple[str, ...]:
         """Names of the tiers below the store's memory."""
         return self._client.tiers if self._client is not None else ()

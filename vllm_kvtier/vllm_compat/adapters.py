@@ -2,20 +2,25 @@
 
 vLLM's block hash holds an adapter's name (since 0.31 its path, too): the files must tell adapters apart. What the
 engine computes with is what the files held when its workers read them, which they do when vLLM's ``add_lora`` is called
-(the server calls it before any request), when a request comes whose adapter is not loaded, when it says
-``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of. Hence:
+(the server calls it before any request), when a request comes whose adapter is not loaded, in each step of one that
+says ``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of.
+Hence:
 
-* Files count by what ``stat`` says of them, inode and change time included. As long as that is what it was when the
-  adapter was loaded, a worker that reads them again reads the same. If it is not, the engine may compute with the old
-  weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
+* Files count by what ``stat`` says of them, inode and change time included. A request is shared if a look at them that
+  begins when it has ended finds what they were when its adapter was loaded: then its workers have read nothing else.
+  What it asks other engines for goes by a look when it is admitted. If a look finds other files, the engine may compute
+  with the old weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
 * vLLM's own prefix cache keeps KV of an adapter that is replaced under its name, and finds it for the new one. So a
-  replaced adapter is not shared either until that cache is empty (``cache_is_empty``): it would be stored as the new
-  one's. Requests that run while their adapter is replaced have KV of both: ``listeners`` hear of it.
-* A hub's name counts only when the engine has just loaded it: which revision it loads is known afterwards.
+  replaced adapter is not shared either until the cache of each engine of this process was empty (``cache_is_empty``):
+  it would be stored as the new one's.
+* A hub's name counts only when the engine has just loaded it: which revision it loads is known afterwards. Which one
+  it would load again is looked up like a path's files.
 
-Files are read by a thread of this module; stat is all that the engine's thread does. Engine's thread only.
+Files are looked at, and read, on threads of their own: a file system that hangs stops no engine. All else is the
+engine's thread's only. What fails here switches the following of adapters off: then none is shared.
 """
 
+import enum
 import hashlib
 import os
 import threading
@@ -24,20 +29,29 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import model_folder
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 logger = get_logger("vllm.kvtier.adapters")
 
 READ_SECONDS = 1.0  # so long a request waits for its adapter's files to be read; then it is computed
+LOOK_SECONDS = 0.1  # so long the engine waits for a look, which takes less than 1 ms: then nothing is known
 MOST = 10_000  # adapters; those beyond are not shared
 # Fields of vLLM's LoRARequest that do not change what its weights are; whatever else a release has, counts.
 _NAMING = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
+
+
+class Answer(enum.Enum):
+    AWAITED = "known in a moment"
+
+
+AWAITED = Answer.AWAITED
 
 Signature = tuple[tuple[Any, ...], ...]
 
@@ -66,8 +80,53 @@ def _local(path: str) -> Path | None:
     if os.path.isabs(path):
         return Path(path)
     if path.startswith("~"):
-        return Path(path).expanduser()
+        return Path(os.path.expanduser(path))  # of a user that is not there: as it stands
     return Path(os.path.abspath(path)) if os.path.exists(path) else None
+
+
+class Found(NamedTuple):
+    """What a look at an adapter's path found. ``local``: no hub's name."""
+
+    folder: Path | None
+    signature: Signature | None
+    local: bool
+
+
+def _find(path: str) -> Found:
+    local = _local(path)
+    folder = local or model_folder(path)
+    return Found(folder, None if folder is None else _signature(folder), local is not None)
+
+
+class Looks:
+    """At adapters' files. Of a path whose file system hangs nothing is known, and nobody waits for it again."""
+
+    def __init__(self) -> None:
+        self._late: dict[str, threading.Thread] = {}  # engine's thread
+
+    def look(self, path: str) -> Found | None:
+        """What one that begins now finds; None: nothing in ``LOOK_SECONDS``."""
+        late = self._late.get(path)
+        if late is not None and late.is_alive():
+            return None
+        self._late.pop(path, None)
+        if len(self._late) >= MOST:
+            return None
+        seen: list[Found] = []
+        thread = threading.Thread(target=_see, args=(path, seen), name="kvtier-adapter-look", daemon=True)
+        thread.start()
+        thread.join(LOOK_SECONDS)
+        if thread.is_alive():
+            self._late[path] = thread
+            return None
+        return seen[0] if seen else None
+
+
+def _see(path: str, seen: list[Found]) -> None:
+    try:
+        seen.append(_find(path))
+    except Exception:
+        logger.exception("kvtier: looking at the LoRA adapter in %s failed", path)
 
 
 class _Adapter:
@@ -91,8 +150,12 @@ class _Adapter:
         threading.Thread(target=self._read, args=arguments, name="kvtier-adapter", daemon=True).start()
 
     def is_loaded_for(self, lora: Any) -> bool:
-        """Whether the workers load nothing for this one, as far as they have not forgotten what they loaded."""
-        return (self.number, self.path) == (lora.lora_int_id, lora.lora_path) and not lora.load_inplace
+        """Whether this is what the workers have for this one, as far as they have not forgotten it."""
+        return (self.number, self.path) == (lora.lora_int_id, lora.lora_path)
+
+    def is_awaited(self) -> bool:
+        """Whether its digest is expected in a moment."""
+        return self.reading and time.monotonic() - self.began < READ_SECONDS
 
     def _read(self, beginning: str, names: list[str]) -> None:
         try:
@@ -112,47 +175,100 @@ class Adapters:
         self._known: dict[tuple[Any, ...], _Adapter] = {}  # by what vLLM's hashes hold of it
         # vLLM's lora_int_id -> the path and files that the workers loaded under it; None: not known
         self._numbers: dict[int, tuple[str, Signature] | None] = {}
-        self._replaced: set[tuple[Any, ...]] = set()  # vLLM's prefix cache may have KV of what was loaded before
-        self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()  # their ``adapter_replaced`` hears of an id's requests
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()  # vLLM's prefix caches in this process
+        # -> those of them that may have KV of what was loaded before
+        self._replaced: dict[tuple[Any, ...], weakref.WeakSet[Any]] = {}
+        self._looks = Looks()
+        self._lost = False
 
-    def fingerprint(self, lora: Any) -> bytes | None:
-        """Equal for adapters with the same files, in all engines; None: not known, maybe not yet (``awaited``)."""
-        key = _identity(lora)
-        known = self._known.get(key)
-        if known is None or not known.is_loaded_for(lora):
+    def admit(self, lora: Any) -> "_Adapter | Answer | None":
+        """For a request that is to be computed now: its adapter, with its digest; AWAITED: known in a moment. None: not
+        known, and so is what its workers load for it."""
+        return self._contained(self._admit, lora)
+
+    def _admit(self, lora: Any) -> "_Adapter | Answer | None":
+        known = self._loaded(lora)
+        if known is not None and known.is_awaited():
+            return AWAITED
+        found = self._looks.look(lora.lora_path)
+        if known is None or lora.load_inplace:
             # Its workers load it for this request, or have done so unseen. What a hub has is known only afterwards.
-            folder = _local(lora.lora_path)
-            known = self._take(lora, folder, None if folder is None else _signature(folder))
-        if known is None or key in self._replaced or known.signature is None:
+            local = found is not None and found.local
+            known = self._take(lora, *((found.folder, found.signature) if local else (None, None)))
+        if known is None or not self._agrees(known, lora, found):
             return None
-        if _signature(known.folder) != known.signature:
+        return AWAITED if known.is_awaited() else self._current(lora)
+
+    def current(self, lora: Any) -> "_Adapter | None":
+        """What the workers were last seen to load for this one, with its digest; its files are not looked at."""
+        return self._contained(self._current, lora)
+
+    def _current(self, lora: Any) -> "_Adapter | None":
+        known = self._loaded(lora)
+        good = known is not None and known.signature is not None and known.digest is not None
+        return known if good and not self._replaced.get(_identity(lora)) else None
+
+    def confirm(self, lora: Any, adapter: "_Adapter") -> bool:
+        """Whether the workers have read nothing else for this one, whose ``admit`` answered ``adapter``, until now."""
+        return bool(self._contained(self._confirm, lora, adapter))
+
+    def _confirm(self, lora: Any, adapter: "_Adapter") -> bool:
+        return self._current(lora) is adapter and self._agrees(adapter, lora, self._looks.look(lora.lora_path))
+
+    def _loaded(self, lora: Any) -> "_Adapter | None":
+        known = self._known.get(_identity(lora))
+        return known if known is not None and known.is_loaded_for(lora) else None
+
+    def _agrees(self, known: "_Adapter", lora: Any, found: Found | None) -> bool:
+        if found is None or known.signature is None:
+            return False
+        if found.signature != known.signature:
+            # Whatever comes back there later: a worker may have read this meanwhile.
+            known.signature = None
             logger.warning(
                 "kvtier: KV of LoRA adapter %s is neither shared nor stored any more: its files in %s have changed, "
                 "and this engine may have the old ones or the new; load it again (load_inplace)",
                 lora.lora_name, known.folder,
             )
-            return None
-        return known.digest
+            return False
+        return True
 
-    def awaited(self, lora: Any) -> bool:
-        """Whether its fingerprint is expected in a moment."""
-        key = _identity(lora)
-        known = self._known.get(key) if key not in self._replaced else None
-        return known is not None and known.reading and time.monotonic() - known.began < READ_SECONDS
+    def unseen(self, lora: Any) -> None:
+        """A request is computed without ``admit``: what its workers load for it is not known."""
+        self._contained(self._unseen, lora)
+
+    def _unseen(self, lora: Any) -> None:
+        if self._loaded(lora) is None or lora.load_inplace:
+            self._take(lora, None, None)
 
     def load(self, lora: Any, work: Callable[[], Any]) -> Any:
-        """``work`` is vLLM's, and loads it into the workers, unless they have it."""
-        known = self._known.get(_identity(lora))
-        if known is not None and known.is_loaded_for(lora):
-            return work()
-        before = _folder_and_signature(lora)
+        """``work`` is vLLM's, and loads it into the workers, unless they have it. It runs once, and what it returns or
+        raises passes unchanged."""
+        before = self._contained(self._before, lora)
         try:
             return work()
         finally:
-            folder, signature = _folder_and_signature(lora)
-            # A hub's may just have been downloaded.
-            same = (folder, signature) == before or _local(lora.lora_path) is None
-            self._take(lora, folder, signature if same else None)
+            if before is not None:
+                self._contained(self._after, lora, before)
+
+    def _before(self, lora: Any) -> Found | None:
+        known = self._loaded(lora)
+        return _find(lora.lora_path) if known is None or lora.load_inplace else None
+
+    def _after(self, lora: Any, before: Found) -> None:
+        found = _find(lora.lora_path)
+        # A hub's may just have been downloaded.
+        self._take(lora, found.folder, found.signature if found == before or not found.local else None)
+
+    def _contained(self, work: Callable[..., Any], *args: Any) -> Any:
+        if self._lost or not granted(Feature.ADAPTERS):
+            return None
+        try:
+            return work(*args)
+        except Exception:
+            self._lost = True  # what the workers have is not known any more
+            logger.exception("kvtier: KV of LoRA adapters is neither shared nor stored any more")
+            return None
 
     def _take(self, lora: Any, folder: Path | None, signature: Signature | None) -> _Adapter | None:
         key, number = _identity(lora), lora.lora_int_id
@@ -161,27 +277,25 @@ class Adapters:
         had = self._numbers.get(number)
         if number in self._numbers and not lora.load_inplace and had != (lora.lora_path, signature):
             signature = None  # the workers go by the number, and load this only if they have forgotten what they had
-        have = None if signature is None else (lora.lora_path, signature)
-        gone = {number} if number in self._numbers and had != have else set()
-        self._numbers[number] = have
+        self._numbers[number] = None if signature is None else (lora.lora_path, signature)
         for other, adapter in list(self._known.items()):
             if other == key or adapter.number == number:
                 if signature is None or adapter.signature != signature:
-                    self._replaced.add(other)
-                    gone.add(adapter.number)
+                    if self.caches:
+                        self._replaced[other] = weakref.WeakSet(self.caches)
                     del self._known[other]
-        for each in gone:
-            for listener in list(self.listeners):
-                listener.adapter_replaced(each)
         if key in self._known:
             self._known[key].number, self._known[key].path = number, lora.lora_path
         elif len(self._known) + len(self._replaced) < MOST:
             self._known[key] = _Adapter(lora, folder, signature)
         return self._known.get(key)
 
-    def cache_is_empty(self) -> None:
-        """vLLM's prefix cache holds nothing, and no request has any KV."""
-        self._replaced.clear()
+    def cache_is_empty(self, cache: object) -> None:
+        """This one of ``caches`` holds nothing, and no request of its engine has any KV."""
+        for key, caches in list(self._replaced.items()):
+            caches.discard(cache)
+            if not caches:
+                del self._replaced[key]
 
     def named(self, name: str) -> tuple[Any, bytes] | None:
         """(what to give ``hash_prompt``, fingerprint) of the adapter of this name that was loaded last; None: none
@@ -190,11 +304,6 @@ class Adapters:
             if _name(key) == name and adapter.digest is not None:
                 return SimpleNamespace(lora_name=name, lora_path=adapter.path), adapter.digest
         return None
-
-
-def _folder_and_signature(lora: Any) -> tuple[Path | None, Signature | None]:
-    folder = _local(lora.lora_path) or model_folder(lora.lora_path)
-    return folder, None if folder is None else _signature(folder)
 
 
 def _identity(lora: Any) -> tuple[Any, ...]:
@@ -207,4 +316,4 @@ def _name(identity: tuple[Any, ...]) -> str:
     return identity[0] if isinstance(identity[0], str) else identity[0][1]
 
 
-ADAPTERS = Adapters()  # of this process's engine
+ADAPTERS = Adapters()  # of this process's engines

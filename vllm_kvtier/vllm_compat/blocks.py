@@ -21,9 +21,14 @@ class BlockPool:
         self._pool.touch([self._pool.blocks[i] for i in held])
         return held
 
-    def held_once(self, ids: Iterable[int]) -> int:
-        """How many of these blocks have a single reference: giving that back frees them."""
-        return sum(1 for i in ids if self._pool.blocks[i].ref_cnt == 1)
+    def held_once(self, ids: Iterable[int], most: int | None = None) -> int:
+        """How many of these blocks have a single reference: giving that back frees them. Counts to ``most``."""
+        blocks, count = self._pool.blocks, 0
+        for i in ids:
+            if count == most:
+                break
+            count += blocks[i].ref_cnt == 1
+        return count
 
     def unheld(self, ids: Iterable[int]) -> int:
         """How many of these blocks are free: pinning them takes them from whoever needs new ones."""

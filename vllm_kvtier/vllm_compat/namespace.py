@@ -1,5 +1,6 @@
 """The namespace of an engine: everything that its block hashes leave out but that its KV depends on."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.vllm_compat.probe import value
+from vllm_kvtier.vllm_compat.probe import Feature, granted, value
 from vllm_kvtier.wire.messages import Namespace
 
 logger = get_logger("vllm.kvtier.namespace")
@@ -64,7 +65,30 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Nam
         hash_block_tokens=hash_block_tokens,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        adapters=adapters(vllm_config),
     )
+
+
+# Fields of vLLM's LoRAConfig that do not change what an adapter computes; whatever else a release has, counts.
+_ROOM = {
+    "default_mm_loras", "fully_sharded_loras", "max_cpu_loras", "max_lora_cls_labels", "max_lora_rank", "max_loras",
+    "specialize_active_lora",
+}  # fmt: skip
+
+
+def adapters(vllm_config: Any) -> str:
+    """How the engine applies LoRA adapters, as far as it is told to do otherwise than as their files say. Without
+    ``Feature.ADAPTERS`` their KV is not shared."""
+    if not granted(Feature.ADAPTERS) or vllm_config.lora_config is None:
+        return ""
+    lora = vllm_config.lora_config
+    options = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora) if f.name not in _ROOM}
+    usual = {f.name: f.default for f in dataclasses.fields(lora)} | {"lora_dtype": vllm_config.model_config.dtype}
+    found = {name: option for name, option in options.items() if option != usual[name]}
+    if found.get("target_modules"):
+        found["target_modules"] = sorted(found["target_modules"])
+    words = ", ".join(f"{name}={option}" for name, option in sorted(found.items())).replace("torch.", "")
+    return words if len(words) <= 80 else hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
 
 
 def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
@@ -80,6 +104,7 @@ def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) ->
     parts += [
         ("weight quantization", str(model.quantization or "none")),
         ("KV cache dtype", namespace.cache_dtype),
+        ("LoRA options", namespace.adapters or "the defaults"),
         ("block size", f"{namespace.hash_block_tokens} tokens a hash"),
         ("hash algorithm", namespace.hash_algorithm),
         ("hash seed", f"{namespace.hash_seed}, {_seed_in_words(namespace.hash_algorithm)}"),

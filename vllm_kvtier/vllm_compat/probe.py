@@ -34,6 +34,7 @@ class Feature(enum.Enum):
     EVENTS = "KV events"
     HIT_SOURCES = "vLLM's metrics of cache hits by source"
     PROMPTS = "questions about prompts (kvtier doctor --prompt, pin, warm)"
+    ADAPTERS = "sharing of LoRA adapters' KV"
     CODECS = "codecs"
     CPU_CACHE = "KV caches of CPUs"
     CPU_CODECS = "codecs on CPUs"

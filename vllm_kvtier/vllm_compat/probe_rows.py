@@ -281,6 +281,17 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "adapters in block hashes", Feature.ADAPTERS, "by which names vLLM tells adapters apart",
+        trial=trials.adapter_names, tried=(f"{_HASHES}:_gen_lora_extra_hash_keys",),
+    ),
+    Row(
+        "options of adapters", Feature.ADAPTERS, "adapters that are applied otherwise have KV of their own",
+        fields={
+            "vllm.config:VllmConfig": "lora_config",
+            "vllm.config.lora:LoRAConfig": "lora_dtype target_modules __dataclass_fields__",
+        },
+    ),
+    Row(
         "numbers in a page", Feature.CODECS, "formats are told in which a page holds more than K and V", Side.WORKER,
         fields={f"{_CACHE}:FullAttentionSpec": "head_size_v", f"{_CACHE}:SlidingWindowSpec": "head_size_v"},
         optional={

@@ -227,6 +227,16 @@ def prompt_hashes() -> None:
             expect(ours == theirs, f"a prompt (salt: {bool(salt)}, adapter: {lora is not None}) has other hashes")
 
 
+def adapter_names() -> None:
+    identity, name = (find(f"vllm_kvtier.vllm_compat.adapters:{each}") for each in ("_identity", "_name"))
+    other, moved = (SimpleNamespace(**vars(_LORA) | each) for each in ({"lora_name": "other"}, {"lora_path": "/other"}))
+    expect(name(identity(_LORA)) == _LORA.lora_name, "what is hashed of an adapter does not begin with its name")
+    with _none_hash():
+        for lora in (other, moved):
+            same = _request(lora=lora).block_hashes == _request(lora=_LORA).block_hashes
+            expect(same == (identity(lora) == identity(_LORA)), "adapters with the same names have other hashes")
+
+
 def triton_kernels() -> None:
     if importlib.util.find_spec("triton") is None:
         raise NotHere("Triton is not installed")

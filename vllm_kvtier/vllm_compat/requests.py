@@ -14,16 +14,21 @@ from vllm_kvtier.vllm_compat.probe import Feature, granted
 
 _VARIANT = "_kvtier_variant"
 
+
 def variant(request: Any) -> bytes | None:
-    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds its name, not its files.
-    None: not known (see ``adapters``). Once known it is the request's for life."""
+    """Fingerprint of the request's LoRA adapter, b"" without one: vLLM's block hash holds its name, not its files. Of a
+    request that was admitted, what ``keep_variant`` was given; of another one that of now, None: not known."""
     lora = request.lora_request
     if lora is None:
         return b""
-    known = vars(request).get(_VARIANT)
-    if known is None and (known := ADAPTERS.fingerprint(lora)) is not None:
-        setattr(request, _VARIANT, known)
-    return known
+    kept = vars(request).get(_VARIANT)
+    adapter = ADAPTERS.current(lora) if kept is None else None
+    return adapter.digest if adapter is not None else kept
+
+
+def keep_variant(request: Any, found: bytes) -> None:
+    """It is the request's for life: its chain, its leases and its checksums go by it."""
+    setattr(request, _VARIANT, found)
 
 
 def written_tokens(request: Any) -> int:

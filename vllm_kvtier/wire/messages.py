@@ -33,6 +33,7 @@ class Namespace(msgspec.Struct, frozen=True):
     tensor_parallel: Count
     pipeline_parallel: Count
     codecs: Name = ""  # that this engine's KV may have gone through, in words; "": none that loses anything
+    adapters: Name = ""  # how it applies LoRA adapters, where that is not as their files and vLLM's defaults say
 
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
@@ -46,6 +47,7 @@ class Namespace(msgspec.Struct, frozen=True):
             "hash_seed": "the prefix-cache hash seed (set the same PYTHONHASHSEED on both engines)",
             "hash_block_tokens": "the block size",
             "codecs": "how KV may have been encoded (codec and wire_codec)",
+            "adapters": "how LoRA adapters are applied (lora_dtype, target_modules and the like)",
         }
         for field, text in words.items():
             mine, theirs = getattr(self, field), getattr(other, field)

@@ -52,7 +52,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
-        self.errors = 0  # events that were dropped because a callback raised
+        self.errors = 0  # events dropped because a callback raised; faults that were caught elsewhere
         self._on_stop: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

@@ -84,6 +84,8 @@ class WorkerHalf:
         self._outstanding: dict[str, Order] = {}  # by request: asynchronous orders whose end vLLM has not been told
         self._lives = itertools.count(1)  # of the cache's memory
         self._asleep = False
+        self._to_end: list[tuple[str, Callable[[], object]]] = []  # what ``sleep`` could not end yet, with its name
+        self._leaving: list[Pulls] = []  # of memory that was taken away; their agents may not have ended
         self._set_up: Callable[[], None] = lambda: None  # reactor's thread: what ``register`` was given
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link_path, self._heard, self._meet)
@@ -99,7 +101,8 @@ class WorkerHalf:
         self._unusable: str | None = None
         self._device: int | None = None  # of CUDA
         self._fences: Fences | None = None  # of the model runner's thread
-        self._before: torch.cuda.Event | None = None  # what was launched before the present step's forward
+        # A step, and what was launched before its forward.
+        self._before: tuple[StepWork, torch.cuda.Event | None] | None = None
         self._serving = False
         self._driving = False
         self._idle = False  # whether the last step computes nothing
@@ -135,29 +138,49 @@ class WorkerHalf:
 
     def sleep(self) -> None:
         """vLLM is about to take the KV cache's memory away; loads of aborted requests may be under way. Nothing touches
-        it when this returns. Idempotent.
+        it when this returns. Idempotent; a call that is repeated completes what failed.
 
         The addresses come back with other memory behind them: copies to and from the store do not mind, but what NIXL
         registered, and peers mapped, is gone for good."""
         with self._nixl:
-            if self._asleep:
-                return
-            self._asleep, self._unusable = True, ASLEEP
-            if self._tier is not None:
-                self._tier.rest()
-            if self._fetching is not None:
-                self._fetching.stop(ASLEEP)
-            if self._pulls is not None:
-                for result in self._pulls.stop(ASLEEP):
-                    self._finish(result)
-                if self._pulls.active:
-                    self._reactor.call_soon(lambda pulls=self._pulls: self._see_off(pulls))
-            if self._device is not None:
-                torch.cuda.synchronize(self._device)  # checksums, and what is encoded for peers
-            if self._memory is not None:
-                self._memory.close()
-            self._fetching = self._pulls = self._transport = self._memory = None
-        self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+            slept, self._asleep, self._unusable = self._asleep, True, ASLEEP
+            try:
+                # NIXL first: reads that it answers for peers would end this process when the memory is gone.
+                if not slept:
+                    self._to_end += self._parts_to_end()
+                self._to_end = [part for part in self._to_end if not self._ended(*part)]
+            finally:
+                if not slept:
+                    self._reactor.call_soon(lambda: self._link.tell(m.Asleep(self._rank)))
+
+    def _parts_to_end(self) -> list[tuple[str, Callable[[], object]]]:
+        """What touches the cache's memory, with its name; each may be called again where it failed. But for ``_tier``
+        nothing of this half knows of them any more."""
+        pulls, tier, fetching, memory, device = self._pulls, self._tier, self._fetching, self._memory, self._device
+        self._fetching = self._pulls = self._transport = self._memory = None
+        parts: list[tuple[str, Callable[[], object]]] = []
+        if pulls is not None:
+            self._leaving.append(pulls)
+            parts.append(("ending NIXL", lambda: self._end_pulls(pulls)))
+        if tier is not None:
+            parts.append(("ending the store's copies", tier.rest))
+        if fetching is not None:
+            parts.append(("ending fetches", lambda: fetching.stop(ASLEEP)))
+        if device is not None:  # checksums, and what is encoded for peers
+            parts.append(("waiting for the device", lambda: torch.cuda.synchronize(device)))
+        if memory is not None:
+            parts.append(("closing the memory", memory.close))
+        return parts
+
+    def _ended(self, where: str, part: Callable[[], object]) -> bool:
+        """Whether ``part`` went well: tried twice, and again by the next ``sleep``."""
+        ended = lambda: part() or True  # noqa: E731
+        return bool(self._contain.attempt(where, ended, repair=ended))
+
+    def _end_pulls(self, pulls: Pulls) -> None:
+        for result in pulls.stop(ASLEEP):
+            self._finish(result)
+        self._reactor.call_soon(lambda: self._see_off(pulls))
 
     def wake(self) -> None:
         """The KV cache has memory again, where it was before: peers may read it anew. Idempotent."""
@@ -175,8 +198,14 @@ class WorkerHalf:
         or read them (a window's last blocks). So nothing is brought into them before that has ended on the device,
         whatever the engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self._before = self._fence() if work.pulls or work.loads or work.fetches else None
+        self._before = work, self._fence() if work.pulls or work.loads or work.fetches else None
         self._sources.update(work.sources)
+
+    def _begun(self, work: StepWork) -> torch.cuda.Event | None:
+        """What ``begin`` marked; if it failed, what has been launched by now, which is more."""
+        if self._before is None or self._before[0] is not work:
+            self.begin(work)
+        return self._before[1]
 
     def hurry(self, work: StepWork) -> None:
         """Call before a step's forward is launched: it runs behind the step's hurried loads and fetches."""
@@ -186,11 +215,11 @@ class WorkerHalf:
             return
         loads = [order for order in work.loads if order.hurried]
         if loads and self._tier is not None:
-            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._before))
+            self._hurried.begin(loads, lambda orders: self._tier.load_now(orders, self._begun(work)))
         fetches = [order for order in work.fetches if order.hurried]
         if fetches and self._fetching is not None:
             self._fetching.introduce(work.sources)
-            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._before))
+            self._hurried.begin(fetches, lambda orders: self._fetching.begin_now(orders, self._begun(work)))
 
     def submit(self, work: StepWork) -> None:
         """A step's work; call when the step's forward has been launched (sums are made behind it). Waits for hurried
@@ -222,7 +251,7 @@ class WorkerHalf:
         fence = self._fence() if work.sums or tier is not None else None
         if tier is not None:
             self._contain.attempt("step of the store's copies", tier.step, work.step, fence)
-        before, self._before = self._before, None
+        before, self._before = self._begun(work), None
         if not (work.sums or work.pulls or work.sources):
             return
         if work.pulls and self._pulls is not None and self._nixl.acquire(blocking=False):
@@ -240,9 +269,9 @@ class WorkerHalf:
         if fetching is not None:
             self._hurried.settle(FetchOrder, fetching)
         if loads:
-            self._contain.attempt("loads", self._load, loads)
+            self._contain.attempt("loads", self._load, loads, work)
         if fetches:
-            self._contain.attempt("fetches", self._fetch, fetches)
+            self._contain.attempt("fetches", self._fetch, fetches, work)
 
     def _fail(self, orders: list[FailedOrder]) -> None:
         """The scheduler half could not order them."""
@@ -259,17 +288,17 @@ class WorkerHalf:
             self._fences = Fences(self._device)
         return self._fences.mark()
 
-    def _load(self, loads: list[LoadOrder]) -> None:
+    def _load(self, loads: list[LoadOrder], work: StepWork) -> None:
         if self._tier is not None:
-            self._tier.load(loads, self._before)
+            self._tier.load(loads, self._begun(work))
             return
         for order in loads:
             reason = "the node store's memory is not mapped here"
             self._finish(LoadResult(order.request_id, order.all_blocks, reason, 0, 0.0, 0.0))
 
-    def _fetch(self, orders: list[FetchOrder]) -> None:
+    def _fetch(self, orders: list[FetchOrder], work: StepWork) -> None:
         if self._fetching is not None:
-            self._fetching.begin(orders, self._before)
+            self._fetching.begin(orders, self._begun(work))
             return
         reason = self._unusable or "this engine reads no other's memory, or not yet"
         for order in orders:
@@ -325,12 +354,13 @@ class WorkerHalf:
             self._reactor.call_soon(lambda: self._give_up_lost(orders))
 
     def shutdown(self) -> None:
-        self._reactor.stop()
+        attempt = self._contain.attempt
+        attempt("ending the reactor", self._reactor.stop)
         fetching, self._fetching = self._fetching, None
         if fetching is not None:
-            fetching.stop("the engine ends")
+            attempt("ending fetches", fetching.stop, "the engine ends")
         if self._memory is not None:
-            self._memory.close()
+            attempt("closing the memory", self._memory.close)
 
     # -- reactor's thread ----------------------------------------------------------------------------------------
 
@@ -341,8 +371,8 @@ class WorkerHalf:
         if self._fetching is not None:
             known |= self._fetching.under_way()
         with self._nixl:
-            if self._pulls is not None:
-                known |= self._pulls.under_way()
+            for pulls in (*self._leaving, *filter(None, [self._pulls])):
+                known |= pulls.under_way()
         with self._done_lock:
             known.update(result.request_id for result in self._done)
         for order in orders:
@@ -489,11 +519,12 @@ class WorkerHalf:
     def _see_off(self, pulls: Pulls) -> None:
         """Reads of a memory that was taken away, whose agent did not end: reported when it has."""
         with self._nixl:
-            results = pulls.drive()
-        for result in results:
-            self._finish(result)
-        if pulls.active:
-            self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
+            for result in pulls.drive() if pulls.active else ():
+                self._finish(result)
+            if not pulls.active:
+                self._leaving.remove(pulls)
+                return
+        self._reactor.call_later(LEFT_PAUSE, lambda: self._see_off(pulls))
 
     def _drive_soon(self) -> None:
         if not self._driving and self._busy():
@@ -511,6 +542,7 @@ class WorkerHalf:
             pause = self._poll()
         except Exception:
             logger.exception("kvtier: polling failed; trying again")
+            self._reactor.errors += 1
             pause = FAULT_PAUSE
         self._driving = pause is not None
         if pause:
@@ -526,13 +558,12 @@ class WorkerHalf:
                 self._link.tell(m.Summed(self._rank, self._summing.pop(0)[0]))
             with self._nixl:
                 pulling = self._pulls is not None and self._pulls.active
-                results = self._pulls.drive() if pulling else ()
+                for result in self._pulls.drive() if pulling else ():
+                    self._finish(result)
                 pulling = pulling and not self._pulls.resting
                 serving = self._serving and self._transport is not None
                 if serving:
                     self._transport.progress()
-            for result in results:
-                self._finish(result)
             fetching = self._fetching
             if fetching is not None:
                 fetching.drive()

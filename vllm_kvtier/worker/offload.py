@@ -26,7 +26,7 @@ behind a long one that has gone out already.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -196,11 +196,12 @@ class Offload:
         if self._unusable(order.instance) is not None:
             self._stores.cancel([(order.id, 0)])
 
-    def submit_load(self, order: LoadOrder, after: Any | None) -> None:
-        """``after``: behind it the blocks may be written (what read them before has been launched ahead of it)."""
+    def submit_load(self, order: LoadOrder, after: Any | None, passed: Callable[[], bool] | None = None) -> None:
+        """``after``: behind it the blocks may be written (what read them before has been launched ahead of it);
+        ``passed``: whether it has passed."""
         now = self._clock()
         self._follow(now)
-        self._loads.add(order, after, now)
+        self._loads.add(order, after, now, passed)
         reason = self._unusable(order.instance)
         if reason is not None:
             self._loads.cancel(lambda other: other is order, reason, now)
@@ -214,6 +215,10 @@ class Offload:
         """Load no more for these requests; their results come when nothing writes their blocks any more."""
         gone = set(request_ids)
         self._loads.cancel(lambda order: order.request_id in gone, ABORTED, self._clock())
+
+    def cancel_orders(self, orders: Sequence[LoadOrder]) -> None:
+        """The same for these orders, whatever of them was submitted."""
+        self._loads.cancel(lambda order: any(order is each for each in orders), ABORTED, self._clock())
 
     def cancel_all(self, reason: str) -> None:
         """Begin nothing of what waits; stores that run count as dropped."""
@@ -238,11 +243,11 @@ class Offload:
         """See what ended, give the copier more; never waits for a copy. ``stores``: whether to begin such."""
         now = self._clock()
         self._follow(now)
+        self._loads.look(now)
         self._reap(self._loading, self._loading.calls)
-        loads = self._loads.take_results()
-        for result in loads if self._unwatched else ():
-            result.timed = False
-        self._unwatched = False
+        if self._unwatched:
+            self._loads.untime_results()
+            self._unwatched = False
         self._reap(self._storing, self._storing.calls)
         self._loads.expire(now)
         self._stores.expire(now)
@@ -250,7 +255,8 @@ class Offload:
         while self._issue_load() | (stores and self._issue_store()):
             if self._clock() >= now + STRETCH:
                 break
-        return Ended(loads + self._loads.take_results(), *self._stores.take_results())
+        # Here, where nothing can raise any more: what is taken is known to nobody else.
+        return Ended(self._loads.take_results(), *self._stores.take_results())
 
     @property
     def active(self) -> bool:
@@ -281,6 +287,14 @@ class Offload:
     def loads_under_way(self) -> set[str]:
         """Requests whose loads have not ended, or whose results were not taken yet."""
         return self._loads.request_ids()
+
+    def stores_under_way(self) -> Collection[int]:
+        """Ids of stores that have not ended."""
+        return self._stores.ids()
+
+    def load_names(self) -> set[tuple[str, int]]:
+        """The same: request and ticket of each."""
+        return self._loads.names()
 
     @property
     def queued_load_bytes(self) -> int:
@@ -369,24 +383,24 @@ class Offload:
 
     def _reap(self, lane: _Lane, calls: Sequence[_Call]) -> None:
         """Which of these have ended."""
-        ended, errors = [], []
+        ended, outcomes = [], []  # of each call: which of its blocks are wrong, why it failed
         for call in calls:
             try:
                 if not call.copy.done():
                     continue
-                errors.append(None)
+                outcomes.append((call.copy.bad if lane is self._loading else None, None))
             except Exception as error:  # the device failed: no copy will ever end, nor any forward
-                errors.append(error)
+                outcomes.append((None, error))
             ended.append(call)
         if not ended:
             return
         now = self._clock()
         lane.remove(ended, self._work_at(lane) <= now, now, not (self._unwatched and lane is self._loading))
-        for call, error in zip(ended, errors, strict=True):
+        for call, (bad, error) in zip(ended, outcomes, strict=True):
             if error is not None:
                 self._failed(lane, call.piece, error)
             elif lane is self._loading:
-                self._loads.ended(call.piece, call.copy.bad, now)
+                self._loads.ended(call.piece, bad, now)
             else:
                 self._stores.ended(call.piece, ok=True)
             call.backing.give()

@@ -14,7 +14,7 @@ stays until its last piece has ended, because until then its blocks and slots ar
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,10 @@ class StoreQueue:
     def __len__(self) -> int:
         """Orders that have not ended."""
         return len(self._stores)
+
+    def ids(self) -> Collection[int]:
+        """Of these."""
+        return self._stores.keys()
 
     def add(self, order: StoreOrder, now: float) -> None:
         """Queue. Raises ValueError for an id that has not ended."""
@@ -225,6 +229,7 @@ class LoadResult:
     corrupt: list[tuple[int, int]] = field(default_factory=list)  # (group, slot) whose checksum is wrong
     timed: bool = True  # False: it had ended before anybody looked; ``seconds`` are the most that it took
     ticket: int = 0  # of its order
+    fenced: float = 0.0  # of ``seconds``, until its blocks could be written at all: others' steps, not the link
 
     @property
     def failed(self) -> bool:
@@ -244,6 +249,8 @@ class _Load:
     deadline: float
     left: int  # bytes that no piece was made of yet
     issued: list[int]  # blocks given to pieces, by index in order.groups
+    passed: Callable[[], bool] | None  # whether ``after`` has; None: from the beginning
+    freed: float | None = None  # when that was seen
     at: int = 0  # the index whose blocks go next
     running: int = 0  # pieces
     began: float | None = None
@@ -272,16 +279,28 @@ class LoadQueue:
 
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
-        return {load.order.request_id for load in self._loads} | {result.request_id for result in self._results}
+        return {request_id for request_id, _ in self.names()}
 
-    def add(self, order: LoadOrder, after: Any, now: float) -> None:
+    def names(self) -> set[tuple[str, int]]:
+        """The same: request and ticket of each."""
+        each = [*(load.order for load in self._loads), *self._results]
+        return {(one.request_id, one.ticket) for one in each}
+
+    def add(self, order: LoadOrder, after: Any, now: float, passed: Callable[[], bool] | None = None) -> None:
+        """``passed``: whether ``after`` has, so that the blocks may be written; None: it has."""
         left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)
-        load = _Load(order, after, now, now + order.timeout, left, [0] * len(order.groups))
+        load = _Load(order, after, now, now + order.timeout, left, [0] * len(order.groups), passed)
         self._loads[load] = None
         self.nbytes += left
         self._next_deadline = min(self._next_deadline, load.deadline)
         self._advance(load)
         self._settle(load, now)
+
+    def look(self, now: float) -> None:
+        """See whose blocks may be written by now."""
+        for load in self._loads:
+            if load.freed is None and (load.passed is None or load.passed()):
+                load.freed = load.since if load.passed is None else now
 
     def next_piece(self, nbytes: int, rate: float, now: float) -> Piece | None:
         """About ``nbytes`` of the load that goes first, at least one block; filled up with loads that are at the
@@ -352,6 +371,11 @@ class LoadQueue:
     def has_results(self) -> bool:
         return bool(self._results)
 
+    def untime_results(self) -> None:
+        """Nobody looked when these loads ended."""
+        for result in self._results:
+            result.timed = False
+
     def take_results(self) -> list[LoadResult]:
         results, self._results = self._results, []
         return results
@@ -408,7 +432,8 @@ class LoadQueue:
         order, seconds = load.order, now - load.since
         self._results.append(
             LoadResult(
-                order.request_id, load.bad, reason, load.bytes, seconds, queued, load.corrupt, ticket=order.ticket
+                order.request_id, load.bad, reason, load.bytes, seconds, queued, load.corrupt, ticket=order.ticket,
+                fenced=(now if load.freed is None else load.freed) - load.since,
             )
         )
 

@@ -87,6 +87,7 @@ class TierWorker:
         self._stores_at = -math.inf  # when it is to look after the copies again, while there are only stores
         self._launched_by = -math.inf  # when the forward that it launches just now is taken to have been launched
         self._nbytes = 0
+        self._untold: deque[Ended] = deque()  # stores that ended, of which the scheduler half has not heard
         self._told: tuple[str, int] = ("", 0)
         hello = Hello(name=f"rank {rank}", pid=os.getpid(), kind="worker")
 
@@ -143,15 +144,20 @@ class TierWorker:
     def load_now(self, loads: list[LoadOrder], after: Any) -> None:
         """Begin loads, all of them, behind ``after``: what this thread launches on its stream from now on runs behind
         them. On a host they have ended when this returns. ``settle`` is to follow. Raises KVTierError if the other
-        thread is at the memory for too long; then nothing was begun."""
+        thread is at the memory for too long; then nothing was begun. If it raises anything else, no more of them is
+        begun: they are reported failed, and their blocks are others' then. ``settle`` waits for what was."""
         if not self._lock.acquire(timeout=MOST_LOCKED):
             raise KVTierError("another thread is at the node store's memory for too long")
         try:
             self._resting = False
             self._stepped = time.monotonic()
-            self._start(loads, after)
             self._hurried.update((order.request_id, order.ticket) for order in loads)
+            self._start(loads, after)
             self._offload.load_now()
+        except Exception:
+            self._offload.cancel_orders(loads)
+            self._hurried &= self._offload.load_names()  # the others have not got so far
+            raise
         finally:
             self._lock.release()
 
@@ -213,12 +219,11 @@ class TierWorker:
         self._stepped = now = time.monotonic()
         if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
-                ended = self._advance()
+                self._ended(self._advance())
                 pause = None if self._fault or self._offload.awaits_step else self._offload.next_poll()
                 self._stores_at = -math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
-            self._ended(ended)
         if self._due > now + 2 * STEPPING[1]:
             # This may have been the last step for long; the timer was set when its orders could not begin yet.
             self._reactor.call_soon(lambda: self._look_again(STEPPING[1]))
@@ -245,21 +250,32 @@ class TierWorker:
     def store(self, message: m.StoreBlocks) -> None:
         if not self._writes[message.group]:
             return
-        order = StoreOrder(
-            message.order,
-            message.group,
-            np.frombuffer(message.blocks, np.int64),
-            np.frombuffer(message.keys, np.uint64),
-            np.frombuffer(message.slots, np.int64),
-            message.step,
-            message.instance,
-        )
         with self._lock:
-            self._offload.submit_store(order)
+            try:
+                self._submit(message)
+            except Exception:
+                logger.exception("kvtier: an order to store blocks could not be begun; they are offered again")
+                if message.order in self._offload.stores_under_way():
+                    self._offload.cancel([(message.order, 0)])
+                else:
+                    self._ended(Ended([], [], [(message.order, 0)]))
             self._stores_at = -math.inf
             if self._resting:
-                self._offload.cancel([(order.id, 0)])
+                self._offload.cancel([(message.order, 0)])
         self._drive_unless_stepping()
+
+    def _submit(self, message: m.StoreBlocks) -> None:
+        self._offload.submit_store(
+            StoreOrder(
+                message.order,
+                message.group,
+                np.frombuffer(message.blocks, np.int64),
+                np.frombuffer(message.keys, np.uint64),
+                np.frombuffer(message.slots, np.int64),
+                message.step,
+                message.instance,
+            )
+        )
 
     def cancel(self, message: m.CancelStores) -> None:
         with self._lock:
@@ -274,7 +290,7 @@ class TierWorker:
 
     def _start(self, loads: list[LoadOrder], after: Any) -> None:
         for order in loads:
-            self._offload.submit_load(order, after)
+            self._offload.submit_load(order, after, None if after is None else after.query)
         if self._resting:
             self._offload.cancel_all("the engine went to sleep")
 
@@ -287,6 +303,7 @@ class TierWorker:
         except Exception:
             if not self._fault:
                 logger.exception("kvtier: looking after copies failed; it is tried again")
+            self._reactor.errors += 1  # what may be lost by it is looked for
             ended, self._fault = Ended([], [], []), True
         return ended
 
@@ -336,13 +353,21 @@ class TierWorker:
             self._finish(result)
             self._hurried.discard((result.request_id, result.ticket))
         if ended.stored or ended.cut:
-            self._reactor.call_soon(lambda: self._tell_stored(ended))
+            self._untold.append(ended)
+            self._reactor.call_soon(self._tell_stored)
 
-    def _tell_stored(self, ended: Ended) -> None:
-        total = self._offload.totals[1]
-        rate = self._offload.rates[1]
-        nbytes, self._nbytes = total - self._nbytes, total
-        self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / rate))
+    def _tell_stored(self) -> None:
+        """Blocks are held until the scheduler half has heard of it."""
+        try:
+            while self._untold:
+                ended, total = self._untold[0], self._offload.totals[1]
+                nbytes = total - self._nbytes
+                self._tell(m.Stored(self._rank, ended.stored, ended.cut, nbytes, nbytes / self._offload.rates[1]))
+                self._nbytes = total
+                self._untold.popleft()
+        except Exception:
+            self._reactor.call_later(FAULT_PAUSE, self._tell_stored)
+            raise
 
     def _pool_changed(self) -> None:
         state = (self._pool.instance, self._pool.registered_pages * PAGE)

@@ -1,0 +1,193 @@
+"""What raises on the reactor's thread costs blocks their place in the store at most: no pin or answer is lost."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloading_world import GROUPS, Engine, flush, run, stored
+from support import WITHOUT_SHRINKING
+
+PARTS = ["_order", "_tell", "_tier.commit", "_tier.abort"]
+
+
+def raises_once(engine, name):
+    """The next call of a part of the offloader raises, before it has done anything. Returns what disarms it."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, engine.offloader)
+    real = getattr(owner, last)
+
+    def fails(*arguments, **options):
+        disarm()
+        raise RuntimeError("on purpose")
+
+    def disarm():
+        setattr(owner, last, real)
+
+    setattr(owner, last, fails)
+    return disarm
+
+
+def turn(engine):
+    """As the reactor: an event that raises is dropped."""
+    while engine.reactor.queue:
+        try:
+            engine.reactor.run()
+        except RuntimeError as error:
+            assert str(error) == "on purpose"
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@pytest.mark.parametrize("name", [*PARTS, "_counters.count"])
+def test_reactor_a_part_raises_once_all_is_stored_in_the_end_and_a_reset_finds_nothing_pinned(groups, name):
+    engine = Engine(GROUPS[groups], 5, 0)
+    r = engine.new_request([i % 7 for i in range(61)], 60)
+    while r.request.num_computed_tokens < 20:
+        engine.step(every=1.1)
+    flush(engine, r)
+    raises_once(engine, name)
+    engine.tier.answer(0, engine.full)
+    turn(engine)
+    for rank in (0, 1):
+        for order in list(engine.orders[rank]):
+            if name == "_tier.abort":
+                engine.fail(rank, order)
+            else:
+                engine.copy(rank, order)
+    turn(engine)
+    engine.offloader.settle(1.0)
+    assert engine.offloader.pinned == 0
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    engine.settle_down()
+    for g in engine.full:
+        assert stored(engine, r, g) == list(range(60 // engine.groups[g][0])), "it was offered again"
+    engine.end()
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.05, 0.3, 0.9]))
+@settings(max_examples=40, phases=WITHOUT_SHRINKING)
+def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_with_a_gap(groups, seed, share):
+    """``FakeTier`` looks for gaps, ``Engine.copy`` for what is not what its hash says."""
+    engine = Engine(GROUPS[groups], seed, 0, share=share)
+    armed = {}
+
+    def fault():
+        name = engine.rng.choice(PARTS)
+        armed.pop(name, lambda: None)()
+        armed[name] = raises_once(engine, name)
+
+    events = {
+        engine.step: 8, engine.new_request: 2, engine.finish: 1.2, engine.preempt: 0.5, lambda: turn(engine): 6,
+        engine.store_answers: 6, engine.worker_acts: 12, fault: 2,
+        lambda: engine.offloader.relieve(engine.rng.randint(1, 9)): 1,
+    }  # fmt: skip
+    for _ in range(300):
+        engine.rng.choices(list(events), list(events.values()))[0]()
+        engine.bounds()
+    turn(engine)
+    for disarm in armed.values():
+        disarm()
+    for r in list(engine.requests.values()):
+        engine.finish(r, False)
+    engine.settle_down()
+    offloader = engine.offloader
+    assert offloader.pinned == 0 and not offloader._flights and not any(offloader._queues)
+    assert offloader._sent == offloader._answered and not offloader._gaps and not offloader._flying
+
+
+def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
+    engine = Engine(GROUPS["full"], 5, 0)
+    r = engine.new_request([i % 7 for i in range(61)], 60)
+    while r.request.num_computed_tokens < 20:
+        engine.step(every=1.1)
+    raises_once(engine, "_tier.reserve")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        flush(engine, r)
+    turn(engine)
+    offloader = engine.offloader
+    assert offloader._sent == offloader._answered
+    run(engine, r)
+    engine.finish(r, True)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(15))
+
+
+def test_copy_lost_while_a_reservation_is_being_sent_nothing_is_stored_behind_it():
+    """The store has heard of the reservation before it is told that the parent is given up."""
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    r = engine.new_request([i % 7 for i in range(60)], 59)
+    while r.request.num_computed_tokens < 20:
+        engine.step(every=1.1)
+    flush(engine, r)
+    engine.tier.answer(0, engine.full)
+    turn(engine)
+    first = [order.order for order in engine.orders[0]]
+    while r.request.num_computed_tokens < 40:
+        engine.step(every=1.1)
+    reserve = engine.tier.reserve
+
+    def reserve_while_the_other_thread_runs(*arguments):
+        pending = reserve(*arguments)
+        engine.tier.answer(len(engine.tier.asked) - 1, engine.full)
+        for rank in (0, 1):
+            for order in [order for order in engine.orders[rank] if order.order in first]:
+                engine.fail(rank, order)
+        turn(engine)
+        return pending
+
+    engine.tier.reserve = reserve_while_the_other_thread_runs
+    flush(engine, r)
+    engine.tier.reserve = reserve
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    engine.settle_down()
+    assert stored(engine, r) == list(range(14))
+    engine.end()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_connection_ends_and_comes_back_to_the_same_store_all_is_stored_anew(answered):
+    """What was reserved on the old one is nobody's: copies of it are no stored blocks, whatever the workers say."""
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    r = engine.new_request([i % 7 for i in range(60)], 59)
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    engine.tier.answer(0, engine.full)
+    if answered:
+        turn(engine)
+        for rank in (0, 1):
+            for order in list(engine.orders[rank]):
+                engine.copy(rank, order)
+    engine.tier.die("s1")
+    engine.offloader.lost()
+    engine.tier.live()
+    turn(engine)
+    assert not engine.counters.take().get("stored_blocks|")
+    engine.settle_down()
+    assert stored(engine, r) == list(range(14))
+    engine.end()
+
+
+def test_finished_while_the_store_is_away_it_is_stored_when_the_store_is_back():
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    engine.tier.die("s1")
+    requests = []
+    for n in range(3):
+        r = engine.new_request([(i + n) % 7 for i in range(21)], 20)
+        run(engine, r)
+        engine.read_outputs()
+        requests.append(r)
+        engine.finish(r, True)
+    assert engine.offloader.pinned == 0 and len(engine.offloader._ended) == 3
+    for h in requests[0].request.block_hashes:
+        engine.fake.cached.pop((bytes(h), 0), None)
+    engine.step()
+    assert len(engine.offloader._ended) == 2, "without a store, too, what vLLM has evicted is forgotten"
+    engine.tier.live()
+    engine.settle_down()
+    assert [len(stored(engine, r)) for r in requests] == [0, 5, 5]
