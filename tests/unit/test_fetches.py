@@ -451,7 +451,7 @@ def test_orders_before_it_is_set_up_fail():
     half = WorkerHalf.__new__(WorkerHalf)
     half._fetching, half._unusable, half._before = None, None, None
     half._done, half._done_lock = [], threading.Lock()
-    half._fetch([order_of(pull_of([5], [3], 4))])
+    half._fetch([order_of(pull_of([5], [3], 4))], StepWork(1))
     assert half._done[0].failed and "not yet" in half._done[0].reason
 
 

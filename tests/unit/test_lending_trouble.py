@@ -228,12 +228,13 @@ def test_an_engine_that_can_copy_from_nobody_says_so():
     import numpy as np
 
     from vllm_kvtier.worker.half import WorkerHalf
-    from vllm_kvtier.worker.work import FetchOrder, GroupPull
+    from vllm_kvtier.worker.work import FetchOrder, GroupPull, StepWork
 
     half = WorkerHalf.__new__(WorkerHalf)
     half._fetching, half._unusable, half._done, half._done_lock = None, None, [], threading.Lock()
     one = np.array([1])
-    half._fetch([FetchOrder("r", "it/1", [GroupPull(0, one, one, one.astype(np.uint64), one.astype(np.int32))], 60.0)])
+    order = FetchOrder("r", "it/1", [GroupPull(0, one, one, one.astype(np.uint64), one.astype(np.int32))], 60.0)
+    half._fetch([order], StepWork(1))
     assert half._done[0].failed and half._done[0].unmappable
 
 
