@@ -109,6 +109,7 @@ class FakePlanner:
 
     def __init__(self):
         self.load, self.open, self.near, self.brief, self.vain = True, [], True, False, False
+        self.waiting = set()
 
     def step_seconds(self):
         return 0.01
@@ -125,8 +126,12 @@ class FakePlanner:
         assert source in ("host", "gpu") and 0 <= start < end <= prompt and nbytes > 0
         return Decision(self.load, 0.1, 0.2, "faster" if self.load else "slower")
 
-    def will_compute(self, start, prompt):
-        assert 0 <= start < prompt
+    def will_compute(self, request_id, start, prompt):
+        assert 0 <= start <= prompt
+        self.waiting.add(request_id)
+
+    def forget(self, request_id):
+        self.waiting.discard(request_id)
 
     def load_seconds(self, source, nbytes):
         return 0.1 if (source == "gpu") is self.near else 0.2

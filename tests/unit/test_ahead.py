@@ -194,3 +194,22 @@ def test_what_was_asked_for_an_adapter_that_was_replaced_since_is_not_taken(worl
     assert [again] == world.client.open, "it is not known what to ask for"
     answer_all(world)
     world.matcher.match(request, 0)
+
+
+def test_planner_knows_what_waits_to_be_computed_from_its_coming_to_its_end(world):
+    loads, computes, fails, leaves = made = requests(4)
+    world.store(loads)
+    arrive(world, made)
+    assert world.planner.waiting == {"r0", "r1", "r2", "r3"}
+    answer_all(world)
+    decide = world.planner.decide
+    waiting = []
+    world.planner.decide = lambda *args: waiting.append(set(world.planner.waiting)) or decide(*args)
+    assert world.matcher.match(loads, 0) == (5 * UNIT, True)
+    assert waiting == [{"r1", "r2", "r3"}], "not behind itself"
+    assert world.matcher.match(computes, 0) == (0, False)
+    world.matcher.let_go("r2", gone=True)
+    for request in (leaves, computes, loads):
+        request.status = RequestStatus.FINISHED_ABORTED
+        world.matcher.finished(request)
+    assert not world.planner.waiting

@@ -31,6 +31,7 @@ def test_blocks_arrive_as_they_were_stored(ranks, rank):
     world.until("r")
     result = world.results["r"]
     assert not result.failed and result.reason == "" and result.bytes > 0
+    assert result.fenced == 0.0 < result.seconds, "all of it was the link's time"
     assert all(world.right(0, groups[0][1]) + world.right(1, groups[1][1]))
     untouched = [b for b in range(BLOCKS) if b not in groups[0][1]]
     assert (world.bytes[:3, untouched] == before[:3, untouched]).all()

@@ -13,7 +13,10 @@ class Engine:
 
     def __init__(self):
         self.clock, self.seen = Clock(), []
-        planner = SimpleNamespace(observe_step=lambda *step: self.seen.append(step), begins_step=lambda work: None)
+        self.computed = []
+        planner = SimpleNamespace(
+            observe_step=lambda *step: self.seen.append(step), computes=lambda *prompt: self.computed.append(prompt)
+        )
         self.pace = Pace(planner, self.clock)
         self.requests = {}
         for _ in range(WARM_UP):
@@ -107,3 +110,12 @@ def test_a_step_that_waits_for_something_else_is_not_told():
     assert engine.read(9.0) is None
     engine.schedule(a=100)
     assert engine.read(0.5) == (0.5, [(100, 0)], 0)
+
+
+def test_begin_step_tells_what_it_computes_of_prompts_however_long_it_takes():
+    engine = Engine()
+    engine.computed.clear()
+    engine.schedule(long=5000, short=1)
+    output = SimpleNamespace(num_scheduled_tokens={"long": 3000}, total_num_scheduled_tokens=3000)
+    engine.pace.begin_step(output, engine.requests.get, counts=False)
+    assert engine.computed == [("long", 5000), ("long", 8000)]

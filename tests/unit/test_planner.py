@@ -361,13 +361,13 @@ def test_what_was_asked_for_as_a_trial_is_tried():
 def burst(planner: Planner, count: int, tokens: int = 2048, bandwidth: float = 50 * GB) -> tuple[float, float]:
     """Prompts that come at once and are all in the store: seconds that loading and computing will take."""
     loading = computing = 0.0
-    for _ in range(count):
+    for number in range(count):
         decision = planner.decide("store", 0, tokens, tokens * KV, tokens + 1, planner.handover_seconds())
         if decision.load:
             planner.started("store", tokens * KV)
             loading += tokens * KV / bandwidth
         else:
-            planner.will_compute(0, tokens + 1)
+            planner.will_compute(str(number), 0, tokens + 1)
             computing += h200_step([(tokens, 0)]) - h200_step([])
     return loading, computing
 
@@ -389,14 +389,37 @@ def test_decide_of_a_burst_with_a_slow_link_computes_most():
     assert 0.5 * alone < computing and loading < alone
 
 
-def test_begins_step_what_it_computes_waits_no_more():
-    planner, tokens = taught(), 64
-    ask = ("store", 0, tokens, 200 * tokens * KV, tokens + 1)  # 38 ms to load, 1.5 ms to compute
+def test_computes_what_is_in_a_step_waits_no_more():
+    planner, tokens = taught(), 512
+    ask = ("store", 0, tokens, 25 * tokens * KV, tokens + 1)  # 38 ms to load, 12 ms to compute
     assert not planner.decide(*ask).load
-    planner.will_compute(0, 8192)
+    planner.will_compute("other", 0, 8192)
     assert planner.decide(*ask).load, "it would be computed behind that"
-    planner.begins_step([(8192, 0)])
+    planner.computes("other", 8000)
     assert not planner.decide(*ask).load
-    planner.will_compute(0, 8192)
-    planner.begins_step([])
-    assert not planner.decide(*ask).load, "no prompt is in the step, so none waits"
+    planner.will_compute("other", 0, 8192)
+    planner.forget("other")
+    assert not planner.decide(*ask).load, "it ended"
+
+
+def test_will_compute_of_prompts_of_many_steps_and_of_some_that_end_in_the_middle_adds_up_to_nothing():
+    planner, rng = taught(), random.Random("queue")
+    for number in range(2000):
+        request, prompt = str(number), rng.randrange(1, 40_000)
+        planner.will_compute(request, 0, prompt)
+        planner.will_compute(request, at := rng.randrange(prompt), prompt)  # matched again, with a hit of its own
+        while at < prompt and rng.random() < 0.9:
+            planner.computes(request, at := min(prompt, at + 8192))
+            planner.observe_step(h200_step([(8192, at)]) * rng.uniform(0.5, 2), [(8192, at)], 0)  # costs change
+        if at < prompt:
+            planner.forget(request)
+    assert planner._backlog == 0.0 and not planner._to_compute
+
+
+def test_decide_among_any_number_that_waits_no_load_takes_many_times_what_computing_takes():
+    planner, tokens = taught(), 2048
+    seconds = planner.compute_seconds(0, tokens, tokens + 1)
+    for number in range(1000):
+        planner.will_compute(str(number), 0, 32_768)
+    slow = 2 * (1 + p.BEHIND) * seconds * 50 * GB
+    assert not planner.decide("store", 0, tokens, int(slow), tokens + 1).load

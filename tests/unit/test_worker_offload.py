@@ -382,7 +382,7 @@ def test_load_behind_a_step_says_how_long_it_waited_for_that(link, clock):
     offload.submit_load(load("behind", 1000), stuck, lambda: clock.now >= stuck)
     offload.submit_load(load("free", 10), None)
     results = {result.request_id: result for result in run(offload, clock, 10).loads}
-    assert 0.5 <= results["behind"].fenced < 0.6 and results["behind"].seconds > results["behind"].fenced
+    assert 0.4 < results["behind"].fenced < 0.5 < results["behind"].seconds
     assert results["free"].fenced == 0.0
 
 

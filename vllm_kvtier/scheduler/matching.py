@@ -116,6 +116,8 @@ class Matcher:
 
     def ask_ahead(self, request: Any) -> None:
         """vLLM has it and will match it in its turn."""
+        if self._planner is not None:
+            self._planner.will_compute(request.request_id, 0, request.num_tokens)
         if self._asker.ahead is not None:
             self._asker.ahead.queued(request)
 
@@ -128,6 +130,14 @@ class Matcher:
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that an offer covers; None: ask again."""
+        if self._planner is None:
+            return self._match(request, computed)
+        self._planner.forget(request.request_id)
+        tokens, asynchronous = self._match(request, computed)
+        self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
+        return tokens, asynchronous
+
+    def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         t = self.track(request)
         if self._hurry is not None and self._hurry.awaits_verdict:
             return None, False
@@ -143,7 +153,7 @@ class Matcher:
                         return None, False
                     if not self._asker.ask_next(t, computed, len(self._tracked) == 1):
                         t.life.fire(Event.DECLINE)
-                        return self._compute(t, computed)
+                        return 0, False
                 case State.ASKING:
                     if t.waits_since:
                         self._asker.linger(t, len(self._tracked) == 1)
@@ -161,14 +171,9 @@ class Matcher:
                     if gain:
                         return gain, True
                     self._asker.decline(t)
-                    return self._compute(t, computed)
+                    return 0, False
                 case _:
                     return 0, False
-
-    def _compute(self, t: Tracked, computed: int) -> tuple[int, bool]:
-        if self._planner is not None:
-            self._planner.will_compute(computed, t.request.num_tokens)
-        return 0, False
 
     def _notice_preemption(self, t: Tracked) -> None:
         """A request that lost its blocks may have them back from the node store: it is matched like a new one."""
@@ -298,6 +303,8 @@ class Matcher:
         """Something of ours raised while it dealt with the request, which is computed now. Returns what gives back all
         that it held, each to be called whatever becomes of the others; only the fields are gone by, not the state. What
         the workers load goes on until they report its end. ``gone``: the request has ended; ``ended``: its load has."""
+        if gone and self._planner is not None:
+            self._planner.forget(request_id)
         t = self._tracked.get(request_id)
         if t is None:
             return self._asker.give_back_ahead(request_id)
@@ -416,6 +423,8 @@ class Matcher:
         if t.life.state is State.NEW and t.hints.handoff and t.sources is None:
             # Aborted before it was ever scheduled: the other side must not wait for us.
             self._peers.drop(t.hints.handoff.address, t.hints.handoff.export)
+        if self._planner is not None:
+            self._planner.forget(request.request_id)
         self._asker.drop_held(t)
         self._asker.forget_ahead(t)
         self._asker.advance(t, Event.FINISH)

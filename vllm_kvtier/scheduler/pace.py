@@ -35,19 +35,22 @@ class Pace:
     def begin_step(self, output: Any, tracked: Callable[[str], Tracked | None], counts: bool = True) -> None:
         """``counts``: False for a step whose time is not that of what it computes."""
         work = []
-        scheduled = output.num_scheduled_tokens
-        telling, total = False, output.total_num_scheduled_tokens if counts else -1
-        if total == len(scheduled) > 0:
-            self._decode_steps += 1
-            telling = self._decode_steps % DECODES_EVERY == 1
-        elif total >= len(scheduled) + LEAST_TOKENS:
+        scheduled, total, telling = output.num_scheduled_tokens, output.total_num_scheduled_tokens, False
+        if total >= len(scheduled) + LEAST_TOKENS:
             for request_id, tokens in scheduled.items():
                 t = tracked(request_id) if tokens >= LEAST_TOKENS else None
                 if t is not None:
-                    work.append((tokens, t.request.num_computed_tokens))
-            self._prefill_steps += bool(work)
-            telling = bool(work) and self._prefill_steps > WARM_UP
-        self._planner.begins_step(work)
+                    before = t.request.num_computed_tokens
+                    work.append((tokens, before))
+                    self._planner.computes(request_id, before + tokens)
+        if not counts:
+            work = []
+        elif total == len(scheduled) > 0:
+            self._decode_steps += 1
+            telling = self._decode_steps % DECODES_EVERY == 1
+        elif work:
+            self._prefill_steps += 1
+            telling = self._prefill_steps > WARM_UP
         if len(self._ahead) >= MOST_AHEAD:
             self._ahead.clear()
         self._ahead.append((self._clock(), work, len(scheduled) - len(work), telling))

@@ -7,9 +7,10 @@ All or nothing. vLLM continues a prompt from a prefix, so a partial load would b
 computed after it. A loaded token costs the same wherever it is, a computed one costs more the further back it is
 (attention), so the total as a function of m has no minimum between its ends: either m = start or m = end is best.
 
-Computing has a queue as well: prompts that are to be computed (``will_compute``) and are in no step yet
-(``begins_step``). Of many prompts that come at once some are loaded and some computed, so that both end at about the
-same time.
+Computing has a queue as well: prompts that are not loaded (``will_compute``), as far as they are in no step yet
+(``computes``). Of many prompts that come at once some are loaded and some computed, so that both end at about the same
+time. For that, a load may take a few times as long as computing its tokens (``BEHIND``), since each prompt that is
+computed delays all others.
 
 What is not known is loaded: before the first prefills, and for steps far larger than any seen. The GPU is free for
 others meanwhile, and the engine learns both rates as it goes.
@@ -23,7 +24,7 @@ Not thread-safe: the scheduler half's thread owns it. No method takes more than 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vllm_kvtier.scheduler.rates import Handover, LoadRate, StepCost
@@ -40,6 +41,9 @@ REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING, SHORT)
 
 # A source that was found slow is tried once in so many times that it is declined for it.
 TRIAL_EVERY = 16
+
+# Among prompts that wait to be computed, a load may take this many times longer than computing its tokens.
+BEHIND = 8
 
 DEFAULT_BANDWIDTH = 10e9  # of a source without a prior: a PCIe 4 x8 link
 
@@ -135,7 +139,9 @@ class Planner:
         self._steps, self._handover = StepCost(), Handover(half_life / 4)
         self._decodes = 0.0  # in a step, lately
         self._hopeless = 0  # times that nobody need have been asked
-        self._backlog = 0.0  # seconds of computing that are in no step yet
+        # What is to be computed and is in no step yet: request -> (end of its prompt, seconds); and their sum.
+        self._to_compute: dict[str, tuple[int, float]] = {}
+        self._backlog = 0.0
         self.decisions = dict.fromkeys(REASONS, 0)
         for name, bandwidth in prior.items():
             self._add(name, bandwidth)
@@ -151,16 +157,29 @@ class Planner:
         self._decodes += (decodes - self._decodes) / 16
         self._steps.observe(seconds, work, decodes)
 
-    def will_compute(self, start: int, prompt: int) -> None:
-        """Tokens [start, prompt) of a prompt are not loaded."""
-        self._backlog += self.compute_seconds(start, prompt, prompt) or 0.0
+    def will_compute(self, request_id: str, start: int, prompt: int) -> None:
+        """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
+        self.forget(request_id)
+        seconds = self._steps.prefill_seconds(start, prompt, 0, 0.0)
+        if seconds > 0:
+            self._to_compute[request_id] = prompt, seconds
+            self._backlog += seconds
 
-    def begins_step(self, work: Sequence[tuple[int, int]]) -> None:
-        """A step was scheduled; ``work`` as in ``observe_step``. What was to be computed is in it, as far as there was
-        room; if it computes no prompt, nothing is left."""
-        if self._backlog:
-            seconds = sum(self._steps.prefill_seconds(before, before + new, 0, 0.0) for new, before in work)
-            self._backlog = max(0.0, self._backlog - seconds) if work else 0.0
+    def computes(self, request_id: str, end: int) -> None:
+        """A step was scheduled that computes this request up to token ``end``."""
+        waiting = self._to_compute.get(request_id)
+        if waiting is not None:
+            self.will_compute(request_id, min(end, waiting[0]), waiting[0])
+
+    def forget(self, request_id: str) -> None:
+        """It is loaded, is being decided about, or has ended."""
+        waiting = self._to_compute.pop(request_id, None)
+        if waiting is not None:  # a sum of floats that comes and goes: exactly 0 whenever nothing waits
+            self._backlog = max(0.0, self._backlog - waiting[1]) if self._to_compute else 0.0
+
+    def _behind(self, seconds: float) -> float:
+        """Seconds after which tokens that take ``seconds`` would be computed, among what waits to be computed."""
+        return seconds + min(self._backlog, BEHIND * seconds)
 
     def started(self, source: str, nbytes: int) -> None:
         """A load was ordered. Each must end, by ``ended`` with the same numbers, whatever became of it."""
@@ -236,17 +255,16 @@ class Planner:
         alone = place.rate.seconds(nbytes, now)
         load_seconds = place.rate.seconds(nbytes + queued, now)
         compute_seconds = self.compute_seconds(start_tokens, end_tokens, prompt_tokens)
+        computed_after = math.inf if compute_seconds is None else self._behind(compute_seconds)
         if compute_seconds is None or place.measured < self._known:
             reason = UNMEASURED
-        elif load_seconds <= compute_seconds + self._backlog:
+        elif load_seconds <= computed_after:
             reason = FASTER
         else:
-            reason = QUEUED if alone <= compute_seconds + self._backlog else SLOWER
-        if compute_seconds is not None and reason in (FASTER, UNMEASURED):
-            # Of a source that was not measured nothing is expected.
-            soonest = least + (load_seconds if reason == FASTER else 0.0)
-            if soonest > compute_seconds + self._backlog:
-                reason = SHORT
+            reason = QUEUED if alone <= computed_after else SLOWER
+        # Of a source that was not measured nothing is expected.
+        if reason in (FASTER, UNMEASURED) and least + (load_seconds if reason == FASTER else 0.0) > computed_after:
+            reason = SHORT
         return Decision(reason in (FASTER, UNMEASURED), load_seconds, compute_seconds, reason, queued)
 
     def report(self) -> dict[str, float]:
@@ -301,7 +319,7 @@ class Planner:
         if seconds is None:
             return False
         now = self._clock()
-        until = seconds + self._backlog
+        until = self._behind(seconds)
         if any(place.rate.latency(None if place.queue.loads else now) + least <= until for place in measured):
             return False
         if not trial:

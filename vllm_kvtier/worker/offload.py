@@ -230,7 +230,9 @@ class Offload:
     def load_now(self) -> None:
         """Give the copier all loads that wait, however much it has to do. What the calling thread launches on its
         current stream from now on runs behind them, and behind those that were under way."""
-        self._follow(self._clock())
+        now = self._clock()
+        self._follow(now)
+        self._loads.look(now)
         while self._loads.nbytes:
             began = self._clock()
             piece = self._loads.next_piece(self._loads.nbytes, self._loading.rate.value, began)

@@ -229,7 +229,7 @@ class LoadResult:
     corrupt: list[tuple[int, int]] = field(default_factory=list)  # (group, slot) whose checksum is wrong
     timed: bool = True  # False: it had ended before anybody looked; ``seconds`` are the most that it took
     ticket: int = 0  # of its order
-    fenced: float = 0.0  # of ``seconds``, until its blocks could be written at all: others' steps, not the link
+    fenced: float = 0.0  # of ``seconds``, at least: its blocks could not be written yet; others' steps, not the link
 
     @property
     def failed(self) -> bool:
@@ -249,8 +249,8 @@ class _Load:
     deadline: float
     left: int  # bytes that no piece was made of yet
     issued: list[int]  # blocks given to pieces, by index in order.groups
-    passed: Callable[[], bool] | None  # whether ``after`` has; None: from the beginning
-    freed: float | None = None  # when that was seen
+    passed: Callable[[], bool] | None  # whether ``after`` has; None: not to be asked, or no more
+    fenced: float = 0.0  # seconds until when it was seen not to have
     at: int = 0  # the index whose blocks go next
     running: int = 0  # pieces
     began: float | None = None
@@ -287,7 +287,7 @@ class LoadQueue:
         return {(one.request_id, one.ticket) for one in each}
 
     def add(self, order: LoadOrder, after: Any, now: float, passed: Callable[[], bool] | None = None) -> None:
-        """``passed``: whether ``after`` has, so that the blocks may be written; None: it has."""
+        """``passed``: whether ``after`` has, so that the blocks may be written; None: that is not known."""
         left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)
         load = _Load(order, after, now, now + order.timeout, left, [0] * len(order.groups), passed)
         self._loads[load] = None
@@ -297,10 +297,13 @@ class LoadQueue:
         self._settle(load, now)
 
     def look(self, now: float) -> None:
-        """See whose blocks may be written by now."""
+        """See whose blocks may not be written yet."""
         for load in self._loads:
-            if load.freed is None and (load.passed is None or load.passed()):
-                load.freed = load.since if load.passed is None else now
+            if load.passed is not None:
+                if load.passed():
+                    load.passed = None
+                else:
+                    load.fenced = now - load.since
 
     def next_piece(self, nbytes: int, rate: float, now: float) -> Piece | None:
         """About ``nbytes`` of the load that goes first, at least one block; filled up with loads that are at the
@@ -433,7 +436,7 @@ class LoadQueue:
         self._results.append(
             LoadResult(
                 order.request_id, load.bad, reason, load.bytes, seconds, queued, load.corrupt, ticket=order.ticket,
-                fenced=(now if load.freed is None else load.freed) - load.since,
+                fenced=load.fenced,
             )
         )
 
