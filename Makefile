@@ -56,21 +56,21 @@ site: $(SETUP)
 lint: $(SETUP)
 	@$(PY) -m ruff check .
 
-# What starts no vLLM engine runs two files at a time; engines want the machine for themselves. Of the chaos tests,
-# those with engines are in files called test_engines_*. The rest, which mostly wait for processes that start, die and
-# hang, are not run beside the levels that compute: some of them measure how long the others must wait.
+# Two files of tests at a time. Tests with engines wait for one another's messages more than they compute. Of the chaos
+# tests, those with engines are in files called test_engines_*. The rest, which mostly wait for processes that start, die
+# and hang, are not run beside the levels that compute: some of them measure how long the others must wait.
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
-ALONE := $(patsubst %,tests/%,$(filter-out unit property kernels chaos,$(LEVELS)))
+ENGINES := $(patsubst %,tests/%,$(filter-out unit property kernels chaos,$(LEVELS)))
 ifneq ($(filter chaos,$(LEVELS)),)
-ALONE += $(wildcard tests/chaos/test_engines_*.py)
-WAITS := $(filter-out $(ALONE),$(wildcard tests/chaos/test_*.py))
+ENGINES += $(wildcard tests/chaos/test_engines_*.py)
+WAITS := $(filter-out $(ENGINES),$(wildcard tests/chaos/test_*.py))
 endif
 
 test: lint
 	@status=0; \
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
-	if [ -n "$(strip $(ALONE))" ]; then $(PY) -m pytest $(PYTEST_ARGS) $(ALONE) || status=$$?; fi; \
+	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(ENGINES) || status=$$?; fi; \
 	exit $$status
 
 clean:
