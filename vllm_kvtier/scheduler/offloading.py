@@ -56,6 +56,9 @@ REWINDS = 2
 # Ended requests with blocks to offer again of which one is looked for in the prefix cache each step, while there is no
 # room for them: those that vLLM has evicted are forgotten. The share of all keeps their number bounded.
 PRUNED, PRUNED_SHARE = 8, 64
+# Most of them: without a store all that end well wait for it, each with its whole request, as long as its beginning
+# stays in the prefix cache; a step looks at a share of them, and at all when there is room again.
+MOST_ENDED = 1024
 
 # Steps after which it is looked again which of the pinned blocks no request holds, where these were too few: looking
 # takes a millisecond where tens of thousands are pinned, and vLLM may be short of blocks in every step.
@@ -154,7 +157,9 @@ class Offloader:
         self._alone, self._look_at = 0, 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
-        self._ended: dict[Table, None] = {}  # of requests that ended well and have blocks to offer again
+        # Of requests that ended well and have blocks to offer again: one for each content, by the store's space and the
+        # hash of the last full block. The one looked at longest ago comes first.
+        self._ended: dict[tuple[bytes, bytes], Table] = {}
         self._step = 0
         self._orders = itertools.count(1)
         self._flights: dict[int, Flight] = {}  # changed on the reactor's thread, under the lock of ``_quiet``
@@ -213,11 +218,10 @@ class Offloader:
                 table.space = self._tier.space(vr.variant(request))
                 if self._tier.limit():
                     self._collect(table, table.ended, leaving=True)
-                if self._left(table):
-                    if request.lora_request is None:
-                        self._ended[table] = None
-                    else:
-                        self._give_up_ended(table)
+                if request.lora_request is None:
+                    self._keep_ended(table)
+                elif self._left(table):
+                    self._give_up_ended(table)
         self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
@@ -240,18 +244,36 @@ class Offloader:
         for checked in range(len(self._ended)):
             if checked >= most and not self._room(ended=True):
                 return
-            table = next(iter(self._ended))
-            del self._ended[table]
+            table = self._ended.pop(next(iter(self._ended)))
             if self._tier.space(vr.variant(table.request)) != table.space:
                 self._give_up_ended(table)  # what is stored from now on is something else
                 continue
             self._collect(table, table.ended)
-            if self._left(table):
-                self._ended[table] = None
+            self._keep_ended(table)
+
+    def _keep_ended(self, table: Table) -> None:
+        """If blocks are left to offer again: in place of a table of the same content, whose blocks it offers too."""
+        if not self._left(table):
+            return
+        key = table.space, bytes(table.request.block_hashes[table.ended // self._unit - 1])
+        same = self._ended.pop(key, None)
+        if same is not None:
+            if same.instance == table.instance:
+                table.offered = [min(pair) for pair in zip(table.offered, same.offered, strict=True)]
+            else:
+                table.offered = [0] * len(self._groups)  # to one life of the store or the other
+            table.rewinds, table.why = max(table.rewinds, same.rewinds), table.why or same.why
+        self._ended[key] = table
+        if len(self._ended) > MOST_ENDED:
+            self._give_up_ended(self._ended.pop(next(iter(self._ended))))
 
     def _give_up_ended(self, table: Table) -> None:
+        why = table.why or self._no_room()
         for g, done in enumerate(table.offered):
-            self._counters.count("not_stored", table.why or TOO_MANY, max(0, self._last(table, g, table.ended) - done))
+            self._counters.count("not_stored", why, max(0, self._last(table, g, table.ended) - done))
+
+    def _no_room(self) -> str:
+        return TOO_MANY if self._tier.limit() else NO_STORE
 
     def _room(self, ended: bool = False) -> int:
         """Blocks that may be pinned now. ``ended``: that no request holds, so that vLLM could hand them out."""
@@ -309,7 +331,7 @@ class Offloader:
             if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
             if block and not room:
-                table.why = TOO_MANY if self._tier.limit() else NO_STORE
+                table.why = self._no_room()
                 break
             if block:
                 found.append((i, block))
@@ -426,8 +448,8 @@ class Offloader:
                 table.begun += 1
                 if why == NO_BEGINNING:
                     self._rewind(table)
-            if table.ended is not None:
-                self._ended[table] = None
+            if table.ended:
+                self._keep_ended(table)
 
     def _again(self, table: Table, why: str) -> bool:
         """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
@@ -524,7 +546,7 @@ class Offloader:
             self._quiet.wait_for(lambda: self._sent == self._answered and not self._flights, seconds)
         self.drain()
         while self._ended:
-            self._give_up_ended(self._ended.popitem()[0])
+            self._give_up_ended(self._ended.popitem()[1])
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
