@@ -10,7 +10,7 @@ from support import WITHOUT_SHRINKING
 
 from vllm_kvtier.scheduler import offloading
 
-PARTS = ["_order", "_tell", "_tier.commit", "_tier.abort"]
+PARTS = ["jobs._order", "jobs._tell", "_tier.commit", "_tier.abort"]
 
 
 def raises_once(engine, name):
@@ -95,9 +95,9 @@ def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_w
     for r in list(engine.requests.values()):
         engine.finish(r, False)
     engine.settle_down()
-    offloader = engine.offloader
-    assert offloader.pinned == 0 and not offloader._flights and not any(offloader._queues)
-    assert offloader._sent == offloader._answered and not offloader._gaps and not offloader._flying
+    jobs = engine.offloader.jobs
+    assert engine.offloader.pinned == 0 and not jobs._flights and not any(jobs._queues)
+    assert jobs._sent == jobs._answered and not jobs._gaps and not jobs._flying
 
 
 def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
@@ -109,8 +109,8 @@ def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
     with pytest.raises(RuntimeError, match="on purpose"):
         flush(engine, r)
     turn(engine)
-    offloader = engine.offloader
-    assert offloader._sent == offloader._answered
+    jobs = engine.offloader.jobs
+    assert jobs._sent == jobs._answered
     run(engine, r)
     engine.finish(r, True)
     engine.settle_down()
@@ -166,7 +166,7 @@ def test_connection_ends_and_comes_back_to_the_same_store_all_is_stored_anew(ans
             for order in list(engine.orders[rank]):
                 engine.copy(rank, order)
     engine.tier.die("s1")
-    engine.offloader.lost()
+    engine.offloader.jobs.lost()
     engine.tier.live()
     turn(engine)
     assert not engine.counters.take().get("stored_blocks|")
