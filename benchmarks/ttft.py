@@ -71,6 +71,7 @@ from tiers import (
 )
 
 DECODES = 8
+SPARE = 256  # tokens a prompt: its tail, its answer and what fills a block
 
 
 class Results:
@@ -308,20 +309,27 @@ def run(args: argparse.Namespace) -> None:
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 
+def sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens on the GPU and in host memory: what the largest of the phases that run needs."""
+    gpu, host = [], []
+    if "ttft" in args.phases:  # thrice in host memory: what came before is there too, and was asked for more often
+        longest = max(args.lengths)
+        gpu.append(longest + SPARE)
+        host.append(3 * longest)
+    if "many" in args.phases:
+        count, length = args.many
+        gpu.append(count * (length + SPARE))
+        host.append(3 * count * length)
+    if "itl" in args.phases:
+        gpu.append(DECODES * (64 + args.decode_tokens) + args.itl_tokens + SPARE)
+        host.append(9 * args.itl_tokens)  # thrice its three prompts
+    return max(gpu), max(host)
+
+
 def measure(args: argparse.Namespace, results: Results) -> None:
     """With engines of one step size."""
     begin = time.monotonic()
-    # On the GPU the longest prompt and the decodes, or all prompts at once; in host memory thrice that, or the prompts
-    # of a decode measurement: what came before them is there too, and was asked for more often.
-    most, gpu, host = max(args.lengths), 0, 0
-    if "itl" in args.phases:
-        most = max(most, args.itl_tokens)
-        gpu, host = DECODES * (64 + args.decode_tokens), 9 * args.itl_tokens
-    gpu, host = gpu + most, max(host, 3 * most)
-    if "many" in args.phases:
-        count, length = args.many
-        gpu, host = max(gpu, count * (length + 256)), max(host, 3 * count * length)
-    peers = start(args, gpu, host)
+    peers = start(args, *sizes(args))
     try:
         results.data["meta"] |= facts(args, peers)
         results.data["meta"]["steps"][args.step_tokens] = results.data["meta"]["start_seconds"]

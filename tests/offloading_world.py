@@ -325,7 +325,7 @@ class Engine:
         whole = kept == len(message.slots) // 8
         told = m.Stored(rank, [order] if whole else [], [] if whole else [(order, kept)], 100 * kept, 0.1)
         assert m.decode_link(m.encode(told)) == told
-        self.reactor.call_soon(lambda: self.offloader.stored(told))
+        self.reactor.call_soon(lambda: self.offloader.jobs.stored(told))
 
     def copy(self, rank, order, count=1 << 30):
         """So many more of its blocks."""

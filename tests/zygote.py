@@ -125,7 +125,10 @@ class Forked:
 
     def wait(self) -> int:
         if self.poll() is None:
-            pidfd = os.pidfd_open(self.pid)  # the zygote has not reaped it: the number is still its own
+            try:
+                pidfd = os.pidfd_open(self.pid)
+            except ProcessLookupError:  # another thread's poll had the zygote reap it meanwhile
+                return self.poll()
             try:
                 select.select([pidfd], [], [])
             finally:
@@ -146,7 +149,8 @@ def _serve(link: socket.socket) -> dict[str, Any]:
         request = json.loads(message)
         if isinstance(request, int):
             link.send(json.dumps(_exit_code(request, codes)).encode())
-        elif os.fork():
+        elif pid := os.fork():
+            codes.pop(pid, None)  # of an earlier child that had this number
             os.close(fds[0])
         else:
             os.setsid()  # before it is known by its number, which is that of its group

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from offloading_world import GROUPS, Engine, flush, run, stored
 from support import WITHOUT_SHRINKING
 
-PARTS = ["_order", "_tell", "_tier.commit", "_tier.abort"]
+from vllm_kvtier.scheduler import offloading
+
+PARTS = ["jobs._order", "jobs._tell", "_tier.commit", "_tier.abort"]
 
 
 def raises_once(engine, name):
@@ -93,9 +95,9 @@ def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_w
     for r in list(engine.requests.values()):
         engine.finish(r, False)
     engine.settle_down()
-    offloader = engine.offloader
-    assert offloader.pinned == 0 and not offloader._flights and not any(offloader._queues)
-    assert offloader._sent == offloader._answered and not offloader._gaps and not offloader._flying
+    jobs = engine.offloader.jobs
+    assert engine.offloader.pinned == 0 and not jobs._flights and not any(jobs._queues)
+    assert jobs._sent == jobs._answered and not jobs._gaps and not jobs._flying
 
 
 def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
@@ -107,8 +109,8 @@ def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
     with pytest.raises(RuntimeError, match="on purpose"):
         flush(engine, r)
     turn(engine)
-    offloader = engine.offloader
-    assert offloader._sent == offloader._answered
+    jobs = engine.offloader.jobs
+    assert jobs._sent == jobs._answered
     run(engine, r)
     engine.finish(r, True)
     engine.settle_down()
@@ -164,7 +166,7 @@ def test_connection_ends_and_comes_back_to_the_same_store_all_is_stored_anew(ans
             for order in list(engine.orders[rank]):
                 engine.copy(rank, order)
     engine.tier.die("s1")
-    engine.offloader.lost()
+    engine.offloader.jobs.lost()
     engine.tier.live()
     turn(engine)
     assert not engine.counters.take().get("stored_blocks|")
@@ -191,3 +193,62 @@ def test_finished_while_the_store_is_away_it_is_stored_when_the_store_is_back():
     engine.tier.live()
     engine.settle_down()
     assert [len(stored(engine, r)) for r in requests] == [0, 5, 5]
+
+
+def ends(engine, plan, prompt=4):
+    r = engine.new_request(list(plan), prompt)
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    return r
+
+
+def kept(engine):
+    """Blocks of ended requests that are to be offered again."""
+    offloader = engine.offloader
+    return sum(offloader._last(t, 0, t.ended) - t.offered[0] for t in offloader._ended.values())
+
+
+def test_finished_same_content_again_and_again_without_the_store_it_waits_once():
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    engine.tier.die("s1")
+    requests = [ends(engine, [i % 7 for i in range(21)]) for _ in range(20)]
+    assert len(engine.offloader._ended) == 1 and kept(engine) == 5
+    engine.tier.live()
+    engine.step()
+    assert engine.offloader.pinned == 5, "no block is pinned twice"
+    engine.settle_down()
+    assert stored(engine, requests[0]) == list(range(5))
+    engine.end()
+
+
+@pytest.mark.parametrize("instance", ["s1", "s2"])
+def test_finished_what_an_earlier_one_could_not_offer_is_offered_by_the_newest(instance):
+    """It found that in the prefix cache, and so offers only what comes after it by itself."""
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    plan = [i % 7 for i in range(21)]
+    if instance == "s1":
+        engine.tier.die("s1")
+    first = ends(engine, plan)
+    engine.tier.die("s1")
+    second = engine.new_request(plan, 21)
+    engine.hit = lambda r: (16, [[engine.fake.cached[bytes(h), 0] for h in r.request.block_hashes[:4]]])
+    run(engine, second)
+    engine.finish(second, True)
+    engine.tier.die(instance)
+    engine.tier.live()
+    engine.settle_down()
+    assert stored(engine, second) == stored(engine, first) == list(range(5))
+
+
+def test_finished_more_than_are_kept_without_the_store_the_oldest_is_given_up(monkeypatch):
+    monkeypatch.setattr(offloading, "MOST_ENDED", 3)
+    engine = Engine(GROUPS["full"], 1, 0, share=1.0)
+    engine.tier.die("s1")
+    requests = [ends(engine, [n, *(i % 7 for i in range(8))]) for n in range(5)]
+    assert len(engine.offloader._ended) == 3
+    assert engine.counters.take() == {"not_stored|no store": 4}
+    engine.tier.live()
+    engine.settle_down()
+    assert sum(len(stored(engine, r)) for r in requests) == 6
+    engine.end()

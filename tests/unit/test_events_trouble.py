@@ -9,16 +9,16 @@ import pytest
 from events_model import FakeTier, Loop, Wire, fake_request
 from offloading_fakes import FakeReactor
 from offloading_fakes import FakeTier as FakeStore
-from support import Clock, FakePool
+from support import Clock
 from test_events import CPU, HASHES, ONE, OTHER, TOKENS, UNIT, World, hashes_in
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler import half as half_module
 from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.offloading import Batch, Item, Offloader
+from vllm_kvtier.scheduler.offloading import Offloader
 from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.scheduler.store_jobs import Batch, Item, StoreJobs
 from vllm_kvtier.scheduler.tables import Table
 from vllm_kvtier.store import changes as changes_module
 from vllm_kvtier.store import messages as m
@@ -27,7 +27,6 @@ from vllm_kvtier.store.extents import SlotPool
 from vllm_kvtier.store.index import HASH, Index
 from vllm_kvtier.telemetry.events import Label, Removed
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat.blocks import BlockPool
 
 
 def quickest(act, times: int) -> float:
@@ -302,11 +301,9 @@ def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
     world.store(2)
     world.said()
     world.index.clear(None)
-    offloader = Offloader(
-        KVTierConfig(), FakeStore([{0}], {0}), BlockPool(FakePool(10, 4)), None, [(4, None)], Counters(), FakeReactor(),
-        lambda message: None, lambda: None, step_tokens=0, verified=lambda: True,
-    )  # fmt: skip
-    offloader.events = world.events
+    jobs = StoreJobs(
+        FakeStore([{0}], {0}), [(4, None)], Counters(), FakeReactor(), lambda message: None, lambda: None
+    )
     table, hashes = Table([[7, 8]]), [each[:HASH] for each in HASHES[:2]]
     items = [
         Item(table, 0, i, 7 + i, 0, ONE, h, b"\0" * HASH, 0, world.events.label_of(ONE, 0, HASHES[i]))
@@ -315,7 +312,8 @@ def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
     assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(2)), "as far as it knows"
     slots = world.index.reserve(1, ONE, b"", [0], hashes[0], b"\0" * HASH, 1 << 30)
     reserved = m.Reserved(1, [*slots, m.EXISTS])
-    offloader._reserved(Batch(ONE, b"", since=0), items, SimpleNamespace(outcome=reserved, session=1), "")
+    answer = SimpleNamespace(outcome=reserved, session=1)
+    jobs.reserved(Batch(ONE, b"", since=0), items, answer, "", world.events)
     world.deliver()
     world.index.commit(1, slots)
     [removed] = world.said()

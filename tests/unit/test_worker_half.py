@@ -160,12 +160,27 @@ def test_sleep_nixl_does_not_end_its_pulls_are_not_reported_as_lost(half, monkey
     """Their blocks may be written yet: vLLM must not give them to others."""
     _, left = parted(half, monkeypatch)
     half._outstanding["r"] = PullOrder("r", "s/1", [pull_of([1, 2], [1, 2])], 1.0)
+    half._pulls.active, half._pulls.drive, later = True, list, []
+    half._reactor.call_later = lambda pause, callback: later.append(callback)
     left["NIXL"] = 2
     half.sleep()
     half._look_for_lost()
-    for call in half.queued:
-        call()
+    while half.queued:
+        half.queued.pop(0)()
     assert not half._done
+
+    def end():
+        pulls.active = False
+        return ["its result"]
+
+    pulls, = half._leaving
+    pulls.drive = end
+    later.pop()()
+    assert half._done == ["its result"] and not half._leaving and not later, "though its agent was not ended in sleep"
+    half.sleep()
+    while half.queued:
+        half.queued.pop(0)()
+    assert half._done == ["its result"] and not half._to_end
 
 
 @pytest.mark.parametrize("faulty", ["reactor", "fetches"])

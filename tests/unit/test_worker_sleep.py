@@ -207,3 +207,14 @@ def test_pulls_that_stop_report_what_nothing_can_arrive_of(pair):
     results = pair.pulls.drive()
     assert [(r.request_id, r.reason, r.bad_blocks) for r in results] == [("reads", "asleep", {5})]
     assert not pair.transport.late_data() and not pair.pulls.active
+
+
+def test_pulls_that_could_not_stop_begin_no_read_any_more(pair):
+    """The memory is taken away all the same."""
+    pair.pulls._condemn(1e18)
+    assert pair.pulls.start(pair.order(pull_of([6], [4]), name="waits")) is None
+    pair.transport.close = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pair.pulls.stop("asleep")
+    (result,) = pair.pulls.drive()
+    assert result.failed and result.bad_blocks == {6} and not pair.pulls.active

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import eventually
-from zygote import Forked, Zygote
+from zygote import Forked, Zygote, _serve
 
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members
 
@@ -127,3 +128,33 @@ def test_poll_by_two_threads_both_get_the_exit_code(make):
     process, other = service._process, Forked(service._process._zygote, service.pid)
     assert process.wait() == other.wait() == 5
     assert make("0").start()._process.wait() == 0
+
+
+def test_wait_that_another_thread_reaps_meanwhile_returns_the_exit_code(make, monkeypatch):
+    service = make("5").start()
+    process, other = service._process, Forked(service._process._zygote, service.pid)
+    opened = os.pidfd_open
+
+    def reaped_first(pid):
+        monkeypatch.setattr(os, "pidfd_open", opened)
+        assert other.wait() == 5
+        return opened(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", reaped_first)
+    assert process.wait() == 5
+
+
+def test_serve_a_number_given_again_is_the_new_childs(monkeypatch):
+    """Whose exit code is not that of the child that had it before."""
+    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(os, "fork", lambda: 4242)
+    waits = iter([(4242, 5 << 8), (0, 0)])
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: next(waits))
+    with link, theirs, open(os.devnull) as log:
+        for _ in range(2):
+            socket.send_fds(link, [b"{}"], [log.fileno()])
+            link.send(b"4242")
+        link.shutdown(socket.SHUT_WR)
+        with pytest.raises(SystemExit):
+            _serve(theirs)
+        assert [json.loads(link.recv(100)) for _ in range(2)] == [5, None]

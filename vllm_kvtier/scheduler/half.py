@@ -556,7 +556,7 @@ class SchedulerHalf:
             case m.FarLost() if self._tier is not None:
                 self._tier.lost(message)
             case m.Stored() if self._offloader is not None:
-                self._offloader.stored(message)
+                self._offloader.jobs.stored(message)
             case m.Register():
                 self._ranks[message.info.rank] = message.info
                 self._wire_codecs[message.info.rank] = message.wire_codec
@@ -607,7 +607,7 @@ class SchedulerHalf:
     def _store_lost(self) -> None:
         """What was reserved there is nobody's now, or somebody else's: what has not been copied is not to be."""
         self.counters.count("store_lost")
-        self._offloader.lost()
+        self._offloader.jobs.lost()
 
     def _hello(self) -> m.Hello | None:
         if self._refused or self._endpoint.unusable or self._namespace is None:

@@ -13,38 +13,40 @@ prefix cache has under their hashes later may be a step's that just loads other 
 What is stored of a chain has no gap: a block is committed behind its parent, or not at all. Orders of a group are
 copied in their order and end in it, and where one was cut short, so is all that depends on what it lacks.
 
-Collecting and unpinning happen on the scheduler's thread (the pool has no lock), the rest on the reactor's.
+Collecting and unpinning happen here, on the scheduler's thread (the pool has no lock); the rest on the reactor's, see
+``store_jobs``.
 """
 
 import functools
 import hashlib
-import itertools
-import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.logs import get_logger
-from vllm_kvtier.scheduler.events import Events, Raw
+from vllm_kvtier.scheduler.events import Events
 from vllm_kvtier.scheduler.ledger import Keys
+from vllm_kvtier.scheduler.store_jobs import (
+    FOR_REQUESTS,
+    NO_BEGINNING,
+    NO_STORE,
+    STORED,
+    STORED_ALREADY,
+    TOO_MANY,
+    Batch,
+    Item,
+    StoreJobs,
+)
 from vllm_kvtier.scheduler.tables import Growth, Table
 from vllm_kvtier.scheduler.tier import HostTier
 from vllm_kvtier.scheduler.tracked import Tracked
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.messages import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
-from vllm_kvtier.telemetry.events import Label
+from vllm_kvtier.store.messages import HASH, MAX_ITEMS, NO_PARENT
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.blocks import BlockPool
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
-
-logger = get_logger("vllm.kvtier.offloading")
 
 # Blocks are asked for together: a request that only generates fills one in 16 steps, and a message a step for each
 # would cost more than it saves: every thread that a message goes through takes the interpreter from the engine's. A
@@ -56,69 +58,13 @@ REWINDS = 2
 # Ended requests with blocks to offer again of which one is looked for in the prefix cache each step, while there is no
 # room for them: those that vLLM has evicted are forgotten. The share of all keeps their number bounded.
 PRUNED, PRUNED_SHARE = 8, 64
+# Most of them: without a store all that end well wait for it, each with its whole request, as long as its beginning
+# stays in the prefix cache; a step looks at a share of them, and at all when there is room again.
+MOST_ENDED = 1024
 
 # Steps after which it is looked again which of the pinned blocks no request holds, where these were too few: looking
 # takes a millisecond where tens of thousands are pinned, and vLLM may be short of blocks in every step.
 LOOK_AFTER = 8
-
-# What becomes of a block. After the last three it is offered again however often that happens, after those before
-# ``REWINDS`` times: there may be too little memory for it, or a fault.
-STORED, STORED_ALREADY, NO_BEGINNING, TOO_SLOW = "", "stored already", "beginning not stored", "copies too slow"
-MALFORMED = "malformed answer"
-FAULT = "internal error"
-NO_STORE, FOR_REQUESTS, TOO_MANY = "no store", "room for requests", "too many copies under way"
-_REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store full", NO_PARENT_STORED: NO_BEGINNING}
-
-
-@dataclass(eq=False, slots=True)
-class Item:
-    """One block on its way to the store."""
-
-    table: Table  # of the request that offered it
-    group: int
-    index: int  # in the request's block table
-    block: int
-    key: int
-    space: bytes
-    hash: bytes
-    parent: bytes
-    begun: int  # of its table when it was collected
-    label: Label | None = None  # that it should have in the store
-    slot: int = 0
-    after: "Item | None" = None  # its parent, where that was on its way as well when this one got its slot
-    same: "list[Item] | None" = None  # the same content, from other requests: what becomes of this one is theirs
-    lost: bool = False  # it was not copied, or its parent was not
-
-    @property
-    def name(self) -> tuple[bytes, int, bytes]:
-        return self.space, self.group, self.hash
-
-
-@dataclass
-class Batch:
-    """Blocks of one space and tenant, collected in steps up to ``step``."""
-
-    space: bytes
-    tenant: bytes
-    since: int  # step of the first
-    step: int = -1  # step that fills the last
-    prompts: bool = False  # blocks of prompts are among them
-    items: list[Item] = field(default_factory=list)
-    raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
-
-
-@dataclass(eq=False)
-class Flight:
-    """One order the workers copy."""
-
-    order: int
-    group: int
-    items: list[Item]
-    session: int
-    waiting: set[int]  # ranks
-    kept: int  # so many of the first were copied, by the ranks that are through with it
-    stop: int  # the workers were asked to copy no more than so many
-    why: str = TOO_SLOW  # it was cut short, if it was
 
 
 class Offloader:
@@ -139,8 +85,7 @@ class Offloader:
         """``on_free`` hears (reactor's thread) that blocks wait to be unpinned. ``step_tokens``: most tokens of a step.
         ``verified``: whether all that vLLM's prefix cache has is known to be right."""
         self._config, self._tier, self._pool, self._keys = config, tier, pool, keys
-        self._groups, self._counters, self._reactor = groups, counters, reactor
-        self._tell, self._on_free, self._verified = tell, on_free, verified
+        self._groups, self._counters, self._reactor, self._verified = groups, counters, reactor, verified
         self.events: Events | None = None
         self._unit = pool.hash_block_tokens
         self._most = int(pool.num_blocks * config.store_hold_share)
@@ -154,18 +99,11 @@ class Offloader:
         self._alone, self._look_at = 0, 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
-        self._ended: dict[Table, None] = {}  # of requests that ended well and have blocks to offer again
+        # Of requests that ended well and have blocks to offer again: one for each content, by the store's space and the
+        # hash of the last full block. The one looked at longest ago comes first.
+        self._ended: dict[tuple[bytes, bytes], Table] = {}
         self._step = 0
-        self._orders = itertools.count(1)
-        self._flights: dict[int, Flight] = {}  # changed on the reactor's thread, under the lock of ``_quiet``
-        self._queues: list[deque[Flight]] = [deque() for _ in groups]  # by group, in order; reactor's thread
-        self._flying: dict[tuple[bytes, int, bytes], Item] = {}  # that have a slot; reactor's thread
-        # Items that were lost, and how many reservations had been sent then: until all of these are answered, one of
-        # them may still be answered with a slot behind such an item.
-        self._gaps: deque[tuple[int, list[Item]]] = deque()
-        self._sent = self._answered = 0  # reservations
-        self._returned: deque[tuple[list[Item], str]] = deque()  # to be unpinned, and what became of them
-        self._quiet = threading.Condition()
+        self.jobs = StoreJobs(tier, groups, counters, reactor, tell, on_free)
 
     def wanted(self) -> bool:
         return self._config.store_write != "off"
@@ -213,11 +151,10 @@ class Offloader:
                 table.space = self._tier.space(vr.variant(request))
                 if self._tier.limit():
                     self._collect(table, table.ended, leaving=True)
-                if self._left(table):
-                    if request.lora_request is None:
-                        self._ended[table] = None
-                    else:
-                        self._give_up_ended(table)
+                if request.lora_request is None:
+                    self._keep_ended(table)
+                elif self._left(table):
+                    self._give_up_ended(table)
         self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
@@ -240,18 +177,36 @@ class Offloader:
         for checked in range(len(self._ended)):
             if checked >= most and not self._room(ended=True):
                 return
-            table = next(iter(self._ended))
-            del self._ended[table]
+            table = self._ended.pop(next(iter(self._ended)))
             if self._tier.space(vr.variant(table.request)) != table.space:
                 self._give_up_ended(table)  # what is stored from now on is something else
                 continue
             self._collect(table, table.ended)
-            if self._left(table):
-                self._ended[table] = None
+            self._keep_ended(table)
+
+    def _keep_ended(self, table: Table) -> None:
+        """If blocks are left to offer again: in place of a table of the same content, whose blocks it offers too."""
+        if not self._left(table):
+            return
+        key = table.space, bytes(table.request.block_hashes[table.ended // self._unit - 1])
+        same = self._ended.pop(key, None)
+        if same is not None:
+            if same.instance == table.instance:
+                table.offered = [min(pair) for pair in zip(table.offered, same.offered, strict=True)]
+            else:
+                table.offered = [0] * len(self._groups)  # to one life of the store or the other
+            table.rewinds, table.why = max(table.rewinds, same.rewinds), table.why or same.why
+        self._ended[key] = table
+        if len(self._ended) > MOST_ENDED:
+            self._give_up_ended(self._ended.pop(next(iter(self._ended))))
 
     def _give_up_ended(self, table: Table) -> None:
+        why = table.why or self._no_room()
         for g, done in enumerate(table.offered):
-            self._counters.count("not_stored", table.why or TOO_MANY, max(0, self._last(table, g, table.ended) - done))
+            self._counters.count("not_stored", why, max(0, self._last(table, g, table.ended) - done))
+
+    def _no_room(self) -> str:
+        return TOO_MANY if self._tier.limit() else NO_STORE
 
     def _room(self, ended: bool = False) -> int:
         """Blocks that may be pinned now. ``ended``: that no request holds, so that vLLM could hand them out."""
@@ -309,7 +264,7 @@ class Offloader:
             if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
             if block and not room:
-                table.why = TOO_MANY if self._tier.limit() else NO_STORE
+                table.why = self._no_room()
                 break
             if block:
                 found.append((i, block))
@@ -375,12 +330,11 @@ class Offloader:
         instance = self._tier.instance
         groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
         parents = b"".join([item.parent for item in items])
-        with self._quiet:  # first: what is lost while it is being sent has to wait for its answer, see ``_gaps``
-            self._sent += 1
+        self.jobs.asked()
         try:
             pending = self._tier.reserve(batch.space, batch.tenant, groups, hashes, parents)
         except Exception:
-            self._reactor.call_soon(self._count_answer)
+            self._reactor.call_soon(self.jobs.count_answer)
             raise
         del batch.items[: len(items)]
         answered = functools.partial(self._on_answer, batch, items, instance)
@@ -391,15 +345,16 @@ class Offloader:
             raise
 
     def _on_answer(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
-        self._reactor.call_soon(lambda: self._reserved(batch, items, pending, instance))
+        self._reactor.call_soon(lambda: self.jobs.reserved(batch, items, pending, instance, self.events))
 
     def drain(self) -> None:
         """Unpin what was copied or refused; what is to be stored all the same is offered again from there on."""
-        while self._returned:
-            items, why = self._returned[0]
+        returned = self.jobs.returned
+        while returned:
+            items, why = returned[0]
             ids = [item.block for item in items]
             self._pool.free(ids)
-            self._returned.popleft()
+            returned.popleft()
             self._pinned -= len(ids)
             for i in ids:
                 self._held[i] -= 1
@@ -426,8 +381,8 @@ class Offloader:
                 table.begun += 1
                 if why == NO_BEGINNING:
                     self._rewind(table)
-            if table.ended is not None:
-                self._ended[table] = None
+            if table.ended:
+                self._keep_ended(table)
 
     def _again(self, table: Table, why: str) -> bool:
         """Whether blocks are to be offered again. A few times only, unless it is for something that passes: a store
@@ -447,7 +402,7 @@ class Offloader:
         table.due = 0
 
     def has_frees(self) -> bool:
-        return bool(self._returned)
+        return bool(self.jobs.returned)
 
     def relieve(self, short: int) -> None:
         """vLLM lacks ``short`` blocks: give up copies that have not begun, newest first, if that makes up for it.
@@ -459,7 +414,7 @@ class Offloader:
             self._alone = self._pool.held_once(self._held, short)
             if short <= self._alone:
                 short -= self._cut_batches(short)
-                self._cut_flights(short)
+                self.jobs.cut_flights(short, self._pool.held_once)
             else:
                 self._look_at = self._step + LOOK_AFTER
         self.drain()
@@ -485,194 +440,21 @@ class Offloader:
                     gone.append(item)
                 else:
                     kept.append(item)
-            self._returned.append((gone, FOR_REQUESTS))
+            self.jobs.returned.append((gone, FOR_REQUESTS))
             batch.items = kept
             batch.raws = [raw for raw in batch.raws if (batch.space, raw[0], bytes(raw[1])[:HASH]) not in names]
             if not kept:
                 del self._open[key]
         return cut
 
-    def _cut_flights(self, short: int) -> None:
-        """Ask the workers to leave out the ends of the newest orders, as far as no request uses their blocks, until so
-        many are freed."""
-        stops = []
-        with self._quiet:
-            for order, flight in reversed(self._flights.items()):
-                if short <= 0:
-                    break
-                alone = []
-                for i in range(len(flight.items) - 1, -1, -1):
-                    if len(alone) == short:
-                        break
-                    if self._pool.held_once([flight.items[i].block]):
-                        alone.append(i)
-                short -= len(alone)
-                if alone and alone[-1] < flight.stop:
-                    flight.stop, flight.why = alone[-1], FOR_REQUESTS
-                    stops.append((order, flight.stop))
-        if stops:
-            self._reactor.call_soon(lambda: self._tell(m.CancelStores(stops)))
-
     def settle(self, seconds: float) -> None:
         """Give up what has not begun and wait for the copies that have: vLLM is about to reset its prefix cache,
         which fails while a block is held. Milliseconds, at most ``seconds``."""
         for batch in self._open.values():
-            self._returned.append((batch.items, FOR_REQUESTS))
+            self.jobs.returned.append((batch.items, FOR_REQUESTS))
         self._open.clear()
-        self._reactor.call_soon(lambda: self._cancel(FOR_REQUESTS))
-        with self._quiet:
-            self._quiet.wait_for(lambda: self._sent == self._answered and not self._flights, seconds)
+        self._reactor.call_soon(lambda: self.jobs.cancel(FOR_REQUESTS))
+        self.jobs.wait_quiet(seconds)
         self.drain()
         while self._ended:
-            self._give_up_ended(self._ended.popitem()[0])
-
-    # -- reactor's thread ------------------------------------------------------------------------------------------
-
-    def _attempt(self, part: Callable[..., object], *args: Any) -> bool:
-        """Whether ``part`` went well. Nothing here may keep blocks from being unpinned."""
-        try:
-            part(*args)
-        except Exception:
-            logger.exception("kvtier: storing blocks failed in part; they are offered again")
-            return False
-        return True
-
-    def _reserved(self, batch: Batch, items: list[Item], pending: Pending, instance: str) -> None:
-        reserved = pending.outcome
-        slots = reserved.slots if isinstance(reserved, Reserved) else []
-        refused: defaultdict[str, list[Item]] = defaultdict(list)
-        granted: list[list[Item]] = [[] for _ in self._groups]
-        if not isinstance(reserved, Reserved) or pending.session != self._tier.session:
-            refused[NO_STORE] = items
-        elif len(slots) != len(items):
-            refused[MALFORMED] = items
-        else:
-            for item, slot in zip(items, slots, strict=True):
-                if slot == EXISTS and (same := self._flying.get(item.name)) is not None:
-                    if same.lost:
-                        refused[FOR_REQUESTS].append(item)
-                    else:
-                        same.same = [*(same.same or ()), item]
-                    continue
-                if slot <= 0:
-                    refused[_REFUSALS.get(slot, MALFORMED)].append(item)
-                    continue
-                item.slot = slot
-                if self._groups[item.group][1] is None:
-                    item.after = self._flying.get((item.space, item.group, item.parent))
-                self._flying[item.name] = item
-                granted[item.group].append(item)
-        for some in granted:
-            if some:
-                self._begin(batch.step, some, pending.session, instance)
-        self._returned.extend((some, why) for why, some in refused.items())
-        self._count_answer()
-        self._land_all()
-        if self._returned:
-            self._on_free()
-        if self.events is not None:
-            labels = [(item.group, item.label) for some in granted for item in some if item.label is not None]
-            self.events.tell_again(batch.space, labels)
-
-    def _count_answer(self) -> None:
-        with self._quiet:
-            self._answered += 1
-            self._quiet.notify_all()
-        self._close_gaps()
-
-    def _begin(self, step: int, items: list[Item], session: int, instance: str) -> None:
-        order, group = next(self._orders), items[0].group
-        flight = Flight(order, group, items, session, set(self._tier.writers[group]), len(items), len(items))
-        with self._quiet:
-            self._flights[order] = flight
-        self._queues[group].append(flight)
-        if not self._attempt(self._order, flight, step, instance):  # no worker has heard of it
-            flight.waiting.clear()
-            flight.kept, flight.why = 0, FAULT
-
-    def _order(self, flight: Flight, step: int, instance: str) -> None:
-        items = flight.items
-        self._tell(
-            m.StoreBlocks(
-                flight.order,
-                instance,
-                flight.group,
-                step,
-                np.array([item.block for item in items], np.int64).tobytes(),
-                np.array([item.key for item in items], np.uint64).tobytes(),
-                np.array([item.slot for item in items], np.int64).tobytes(),
-            )
-        )
-
-    def stored(self, message: m.Stored) -> None:
-        """A rank is through with orders."""
-        for order, kept in [*((order, None) for order in message.done), *message.cut]:
-            flight = self._flights.get(order)
-            if flight is not None:
-                flight.waiting.discard(message.rank)
-                flight.kept = flight.kept if kept is None else min(flight.kept, kept)
-        self._land_all()
-        if self._returned:
-            self._on_free()
-        if message.nbytes:
-            self._counters.count("stored_bytes", choice.names(self._tier.codecs), message.nbytes)
-            self._counters.count("store_seconds", amount=message.seconds)
-
-    def _land_all(self) -> None:
-        for queue in self._queues:
-            while queue and not queue[0].waiting:
-                self._land(queue.popleft())
-
-    def _land(self, flight: Flight) -> None:
-        """All ranks are through with it, and with those of its group before."""
-        if flight.session != self._tier.session:
-            flight.kept, flight.why = 0, NO_STORE  # the connection ended, and its reservations with it
-        kept, lost, same = [], [], ([], [])
-        for i, item in enumerate(flight.items):
-            item.lost = i >= flight.kept or (item.after is not None and item.after.lost)
-            item.after = None  # or each would keep all before it
-            (lost if item.lost else kept).append(item)
-            same[item.lost].extend(item.same or ())
-        if kept and not self._attempt(self._tier.commit, [item.slot for item in kept], flight.session):
-            flight.kept, flight.why = 0, FAULT
-            self._land(flight)
-            return
-        if kept:
-            self._forget(kept)
-            self._returned += [(kept, STORED), (same[False], STORED_ALREADY)]
-        if lost:
-            slots = [item.slot for item in lost]
-            if not self._attempt(self._tier.abort, slots, flight.session):
-                self._attempt(self._tier.abort, slots, flight.session)  # or the store takes them back itself, but late
-            self._gaps.append((self._sent, lost))  # behind the message: none of those sent later comes before it
-            self._close_gaps()
-            self._returned.append((lost + same[True], flight.why))
-        with self._quiet:  # behind what it returned
-            del self._flights[flight.order]
-            self._quiet.notify_all()
-        if kept:
-            self._attempt(self._count_stored, flight.group, len(kept))
-
-    def _count_stored(self, group: int, blocks: int) -> None:
-        self._counters.count("stored_blocks", amount=blocks)
-        logical = blocks * self._tier.logical[group]
-        self._counters.count("stored_logical_bytes", self._tier.codecs[group].name, logical)
-
-    def _close_gaps(self) -> None:
-        while self._gaps and self._gaps[0][0] <= self._answered:
-            self._forget(self._gaps.popleft()[1])
-
-    def _forget(self, items: list[Item]) -> None:
-        for item in items:
-            if self._flying.get(item.name) is item:  # on another connection it may have got another slot
-                del self._flying[item.name]
-
-    def lost(self) -> None:
-        """The store went away, and our reservations with it."""
-        self._cancel(NO_STORE)
-
-    def _cancel(self, why: str) -> None:
-        if self._flights:
-            for flight in self._flights.values():
-                flight.stop, flight.why = 0, why
-            self._tell(m.CancelStores([(order, 0) for order in reversed(self._flights)]))
+            self._give_up_ended(self._ended.popitem()[1])

@@ -161,6 +161,7 @@ class WorkerHalf:
         parts: list[tuple[str, Callable[[], object]]] = []
         if pulls is not None:
             self._leaving.append(pulls)
+            self._reactor.call_soon(lambda: self._see_off(pulls))  # after ``sleep``, whether or not NIXL ends in it
             parts.append(("ending NIXL", lambda: self._end_pulls(pulls)))
         if tier is not None:
             parts.append(("ending the store's copies", tier.rest))
@@ -180,7 +181,6 @@ class WorkerHalf:
     def _end_pulls(self, pulls: Pulls) -> None:
         for result in pulls.stop(ASLEEP):
             self._finish(result)
-        self._reactor.call_soon(lambda: self._see_off(pulls))
 
     def wake(self) -> None:
         """The KV cache has memory again, where it was before: peers may read it anew. Idempotent."""

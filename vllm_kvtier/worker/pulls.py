@@ -160,6 +160,8 @@ class Pulls:
         for pull in self._pulls:
             if pull.stage is Stage.READING:
                 pull.stage, pull.reason = Stage.FAILED, why
+            elif pull.stage is Stage.WAITING:
+                pull.deadline = 0.0  # if the rest raises, ``drive`` must not begin it
         self._end_agent(time.monotonic())
         self._transport.close()
         if self._memory.view.device.type == "cuda":
