@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +21,13 @@ def weight_files(folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
 
 
 def model_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
-    """A model's directory on this machine: itself, or its place in the hub's cache; None if it is in neither."""
+    """A model's directory on this machine: itself, or its place in the hub's cache; None if it is in neither, or
+    vLLM takes it from ModelScope."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        return None  # vLLM reads another hub's copy
     try:
         from huggingface_hub import snapshot_download
 

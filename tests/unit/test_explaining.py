@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from doctor_fakes import ranks
+from engine_configs import engine_config
 from support import FakePool, eventually, make_request
 from tier_fakes import FakePending
 from vllm.lora.request import LoRARequest
@@ -178,14 +179,9 @@ def test_an_identity_in_words(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
 
     def of(quantization=None, seed: str | None = "0", **options):
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(cache_dtype="fp8", prefix_caching_hash_algo="xxhash"),
-            model_config=SimpleNamespace(
-                dtype="torch.bfloat16", model=str(tmp_path), revision=None, quantization=quantization, seed=0,
-                served_model_name="m", hf_config=SimpleNamespace(to_dict=dict),
-            ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
-            load_config=SimpleNamespace(load_format="auto", download_dir=None), lora_config=None,
+        config = engine_config(
+            cache={"cache_dtype": "fp8", "prefix_caching_hash_algo": "xxhash"}, model=str(tmp_path), ranks=2,
+            quantization=quantization, served_model_name="m",
         )  # fmt: skip
         (monkeypatch.delenv if seed is None else monkeypatch.setenv)(
             "PYTHONHASHSEED", *([] if seed is None else [seed])
@@ -198,7 +194,8 @@ def test_an_identity_in_words(monkeypatch, tmp_path):
         return dict(told)
 
     one, quantized = of(), of(quantization="awq")
-    assert {key for key in one if one[key] != quantized[key]} == {"weight quantization"}
+    assert {key for key in one if one[key] != quantized[key]} == {"engine options"}
+    assert quantized["engine options"] == "quantization=awq"
     assert one["weights"].endswith(", 1 file") and "fixed by PYTHONHASHSEED" in one["hash seed"]
     assert one["codec between engines"] == "full: fp8" and one["tensor parallel size"] == "2"
     assert one["KV cache layout"].startswith("1 layers of full attention") and one["KV cache layout"].count("of 4") == 1

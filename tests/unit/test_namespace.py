@@ -1,28 +1,33 @@
 """What two engines must have in common to share KV, as read from vLLM's configuration."""
 
+import dataclasses
+import enum
 import itertools
+import json
 import threading
-from types import SimpleNamespace
+import uuid
 
 import pytest
 import torch
+from engine_configs import at_defaults, engine_config
 from tier_fakes import NAMESPACE, described
+from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
+from vllm.config.attention import AttentionConfig
 from vllm.config.lora import LoRAConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import QuantizationConfigArgs
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.fingerprint import model_folder, of_files
 from vllm_kvtier.scheduler.slots import plan_slots
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat import options
 from vllm_kvtier.wire import messages as m
 
 
-def of(lora=None, **cache):
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="fp8", prefix_caching_hash_algo="sha256", **cache),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        lora_config=lora,
-    )
-    return ns.namespace(config, 16, "model")
+def of(hf=None, **options):
+    options["cache"] = {"cache_dtype": "fp8"} | options.get("cache", {})
+    return ns.namespace(engine_config(hf, **options), 16, "model")
 
 
 @pytest.fixture(autouse=True)
@@ -31,37 +36,196 @@ def seed(monkeypatch):
 
 
 def test_engines_of_equal_configuration_share():
-    assert of() == of() == of(calculate_kv_scales=False)
+    assert of() == of()
 
 
 def test_scales_made_from_an_engine_s_first_batch_are_its_own():
     """The same bytes stand for other numbers in the next engine, and no checksum would tell."""
-    assert of(calculate_kv_scales=True).mismatch(of(calculate_kv_scales=True))
+    config = engine_config()
+    config.cache_config.calculate_kv_scales = True
+    assert ns.namespace(config, 16, "model").mismatch(ns.namespace(config, 16, "model"))
 
 
 def test_adapters_that_are_applied_otherwise_are_not_shared():
     """The same files make other KV."""
     usual = LoRAConfig(lora_dtype=torch.bfloat16)
-    assert of() == of(usual) == of(LoRAConfig(lora_dtype=torch.bfloat16, max_loras=7, max_lora_rank=64))
+    assert of() == of(lora=usual) == of(lora=LoRAConfig(lora_dtype=torch.bfloat16, max_loras=7, max_lora_rank=64))
     some, others = ["q_proj", "v_proj"], [f"layer{i}.q_proj" for i in range(99)]
     found = [usual, LoRAConfig(lora_dtype=torch.float16), LoRAConfig(lora_dtype=torch.bfloat16, target_modules=some)]
     found += [LoRAConfig(lora_dtype=torch.bfloat16, target_modules=others[i:]) for i in range(2)]
     for a, b in itertools.combinations(found, 2):
-        assert "LoRA adapters" in of(a).mismatch(of(b))
-    assert of(found[2]) == of(LoRAConfig(lora_dtype=torch.bfloat16, target_modules=some[::-1]))
-    assert len(m.encode(of(found[3]))) < 512
+        assert "LoRA adapters" in of(lora=a).mismatch(of(lora=b))
+    assert of(lora=found[2]) == of(lora=LoRAConfig(lora_dtype=torch.bfloat16, target_modules=some[::-1]))
+    assert len(m.encode(of(lora=found[3]))) < 512
+
+
+# -- the engine's options ----------------------------------------------------------------------------------------------
+
+CLASSES = (VllmConfig, ModelConfig, MultiModalConfig, CacheConfig, LoadConfig, AttentionConfig, LoRAConfig)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_options_every_field_of_vllm_s_is_in_the_table(cls):
+    """A new release's fields: do they change what a token's K and V are? List them in ``options.TABLE``."""
+    counted, other = (set(text.split()) for text in options.TABLE[cls.__name__])
+    assert not {field.name for field in dataclasses.fields(cls)} - counted - other
+    assert not counted & other
+
+
+def test_options_classes_of_the_table_are_vllm_s():
+    assert {cls.__name__ for cls in CLASSES} == set(options.TABLE)
+
+
+def quantized(**args):
+    return {"quantization": "online", "quantization_config": QuantizationConfigArgs(**args)}
+
+
+def multimodal(**fields):
+    return {"multimodal_config": at_defaults(MultiModalConfig, **fields)}
+
+
+DIFFERENT = {
+    "quantization": [{}, {"quantization": "fp8"}, {"quantization": "awq"}],
+    "quantization_config": [
+        quantized(linear="fp8_per_tensor"), quantized(linear="fp8_per_block"),
+        quantized(linear="fp8_per_tensor", ignore=["re:.*layers.0.*"]),
+        {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor"}},
+    ],
+    "hf_overrides.architectures": [{}, {"hf_overrides": {"architectures": ["Other"]}}],
+    "kv_cache_dtype_skip_layers": [{}, {"cache": {"kv_cache_dtype_skip_layers": ["0"]}}],
+    "model_loader_extra_config.pattern": [{}, {"load": {"model_loader_extra_config": {"pattern": "b-{rank}"}}}],
+    "use_non_causal": [{}, {"attention": {"use_non_causal": True}}],
+    "additional_config.kv": [{}, {"additional": {"kv": {"bits": 4}}}],
+    "mm_processor_kwargs.max_pixels": [
+        multimodal(), multimodal(mm_processor_kwargs={"max_pixels": 1000}),
+        multimodal(mm_processor_kwargs={"max_pixels": 2000}),
+    ],
+    "media_io_kwargs.video": [multimodal(), multimodal(media_io_kwargs={"video": {"num_frames": 40}})],
+    "video_pruning_rate": [multimodal(), multimodal(video_pruning_rate=0.5)],
+    "mm_encoder_attn_dtype": [multimodal(), multimodal(mm_encoder_attn_dtype="fp8")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_options_that_change_kv_keep_engines_apart_and_are_named(name):
+    for a, b in itertools.combinations(DIFFERENT[name], 2):
+        assert of(**a) == of(**a)
+        refusal = of(**a).mismatch(of(**b))
+        assert "engine option" in refusal and f"{name}=" in refusal and len(refusal) < 512
+
+
+def test_options_that_do_not_change_kv_do_not_keep_engines_apart():
+    cache = {"block_size": 32, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "num_gpu_blocks": 99}
+    loading = {"concurrency": 16, "enable_multithread_load": True}
+    assert of(cache=cache, load={"model_loader_extra_config": loading}, max_model_len=99, seed=7,
+              served_model_name="other", tokenizer_mode="slow", enforce_eager=True,
+              additional={"gdn_prefill_backend": "triton"}) == of()  # fmt: skip
+    media = multimodal(
+        allow_missing_mm_embeddings=True, mm_encoder_only=True, mm_processor_kwargs={"device": "cuda"},
+        mm_processor_cache_gb=9,
+    )  # fmt: skip
+    assert of(**media) == of(**multimodal()) == of(), "the prefill's and the decode's engine of one fleet"
+
+
+def test_options_that_are_not_known_count_where_they_are_not_at_their_default(monkeypatch):
+    """Those of the next release."""
+
+    @dataclasses.dataclass
+    class Later(CacheConfig):
+        rounding: str = "nearest"
+
+    monkeypatch.setitem(options.TABLE, "Later", options.TABLE["CacheConfig"])
+    monkeypatch.setitem(options._OTHER, "Later", options._OTHER["CacheConfig"])
+
+    def later(**fields):
+        config = engine_config()
+        config.cache_config = at_defaults(Later, **fields)
+        return options.engine_options(config)
+
+    assert later() == "" and later(rounding="up") == "rounding=up"
+
+
+def test_options_file_counts_by_its_content(tmp_path):
+    paths = [tmp_path / name for name in "abc"]
+    for path, scale in zip(paths, (1, 1, 2), strict=True):
+        path.write_text(json.dumps({"layer.0": {"q": scale}}))
+    a, copy, other = (of(**multimodal(mm_encoder_fp8_scale_path=str(path))) for path in paths)
+    assert a == copy and "mm_encoder_fp8_scale_path" in a.mismatch(other)
+    absent = multimodal(mm_encoder_fp8_scale_path=str(tmp_path / "absent"))
+    assert of(**absent).mismatch(of(**absent))
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 4096}},
+        {"text_config": {"rope_scaling": LONG, "original_max_position_embeddings": 4096}},
+        {"original_max_position_embeddings": 4096, "rope_parameters": {"full_attention": LONG}},
+        {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su"}},
+    ],
+)
+def test_options_longest_prompt_chooses_the_factors_of_longrope(hf):
+    short, also, long, longer = (of(hf, max_model_len=length) for length in (256, 4096, 4097, 8192))
+    assert short == also and long == longer and "max_model_len>4096" in short.mismatch(long)
+
+
+def test_options_longrope_of_no_known_length_counts_by_the_longest_prompt():
+    assert of({"rope_scaling": LONG}, max_model_len=1).mismatch(of({"rope_scaling": LONG}, max_model_len=2))
+
+
+def test_options_longest_prompt_tunes_llama4_s_attention(monkeypatch):
+    said = {}
+    monkeypatch.setattr(ModelConfig, "try_get_generation_config", lambda self: said)
+    hf = {"text_config": {"model_type": "llama4_text"}}
+    short, long = of(hf, max_model_len=32768), of(hf, max_model_len=32769)
+    assert "attn_temperature_tuning" in short.mismatch(long)
+    assert of(hf, override_generation_config={"attn_temperature_tuning": True}) == long
+    said["attn_temperature_tuning"] = False
+    assert of(hf, max_model_len=32769) == short
+
+
+def test_options_longest_prompt_sizes_media_of_some_models():
+    hf = {"architectures": ["NemotronH_Nano_VL_V2"]}
+    assert "max_model_len=256" in of(hf, **multimodal()).mismatch(of(hf, max_model_len=99, **multimodal()))
+    assert of(hf) == of(hf, max_model_len=99), "as text alone"
+
+
+def test_options_environment_that_quantizes_counts(monkeypatch):
+    before = of()
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    assert "VLLM_MARLIN_INPUT_DTYPE=int8" in before.mismatch(of())
+
+
+def test_options_in_words_are_short_and_name_what_they_can():
+    many = {f"option_{i}": "x" * i for i in range(60)}
+    words = {options.in_words(many | {"option_59": last}) for last in ("a", "b")}
+    assert len(words) == 2 and all(len(each) <= options.MOST_LETTERS and "option_0, " in each for each in words)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def test_options_canonical_form_is_equal_in_all_processes():
+    assert options.canonical({"b": {2, 1}, "a": [torch.float8_e4m3fn, Colour.RED, None]}) == {
+        "b": [1, 2], "a": ["float8_e4m3fn", "RED", None]
+    }  # fmt: skip
+    assert options.canonical(json.loads) == "json.loads"
+    args = QuantizationConfigArgs(linear="fp8_per_block")
+    text = json.dumps(options.canonical(args))
+    assert " at 0x" not in text and "float8_e4m3fn" in text
+    for like_no_other in (object(), lambda: 1, torch.ones(2), uuid.uuid4()):
+        assert options.canonical(like_no_other) != options.canonical(like_no_other)
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------
 
 
-def model(folder, load_format: str = "auto", seed: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=str(folder), revision=None, quantization=None, seed=seed, hf_config=SimpleNamespace(to_dict=dict)
-        ),
-        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
-    )
+def model(folder, load_format: str = "auto", **more):
+    return engine_config(model=str(folder), load={"load_format": load_format}, **more)
 
 
 @pytest.fixture
@@ -110,6 +274,42 @@ def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_p
     monkeypatch.setattr(ns, "file_digests", unreadable)
     assert ns.model_fingerprint(model(folder)) != ns.model_fingerprint(model(folder))
     assert "input/output error" in caplog.text
+
+
+def test_model_fingerprint_knows_what_prepares_media(folder):
+    """The same picture becomes other numbers, under the same block hashes."""
+    media = multimodal()
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "tekken.json"):
+        text, before = ns.model_fingerprint(model(folder)), ns.model_fingerprint(model(folder, **media))
+        (folder / name).write_text('{"max_pixels": 1000}')
+        first = ns.model_fingerprint(model(folder, **media))
+        (folder / name).write_text('{"max_pixels": 2000}')
+        assert len({before, first, ns.model_fingerprint(model(folder, **media))}) == 3, name
+        assert ns.model_fingerprint(model(folder)) == text, "a model of text alone does not read it"
+
+
+def test_model_fingerprint_knows_the_model_s_own_code(folder):
+    (folder / "modeling.py").write_text("a = 1")
+    trusted, before = (ns.model_fingerprint(model(folder, trust_remote_code=trust)) for trust in (True, False))
+    (folder / "modeling.py").write_text("a = 2")
+    assert ns.model_fingerprint(model(folder, trust_remote_code=True)) != trusted
+    assert ns.model_fingerprint(model(folder)) == before, "it is not run"
+
+
+@pytest.mark.parametrize("variable", ["true", "True", "1"])
+def test_model_fingerprint_of_modelscope_is_like_no_other(folder, monkeypatch, variable):
+    """vLLM reads that hub's copy; the other hub's may lie in its cache under the same name."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(folder))
+    first, again = (ns.model_fingerprint(model("org/model")) for _ in range(2))
+    assert first == again and "org/model" in asked
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", variable)
+    asked.clear()
+    assert ns.model_fingerprint(model("org/model")) != ns.model_fingerprint(model("org/model")) and not asked
+    assert model_folder("org/adapter") is None and of_files("org/model") is None
+    assert ns.model_fingerprint(model(folder)) == ns.model_fingerprint(model(folder)), "a path is read as it is"
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "false")
+    assert ns.model_fingerprint(model("org/model")) == first
 
 
 def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatch):

@@ -77,6 +77,7 @@ ROOTS = {
         "self.module": NONE, "owner": NONE,
     },
     "vllm_compat/namespace.py": {"vllm_config": VLLM},
+    "vllm_compat/options.py": {"vllm_config": VLLM, "part": NONE, "option": NONE, "value": NONE},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},
     "vllm_compat/sleep.py": {"vllm_config": VLLM, "method": NONE, "self": NONE},
     "vllm_compat/stats.py": {"child": NONE, "vllm_config": NONE},

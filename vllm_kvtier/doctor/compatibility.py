@@ -16,6 +16,7 @@ _REMEDIES = {
     "hash_seed": "start both with the same PYTHONHASHSEED in their environment, for example PYTHONHASHSEED=0",
     "hash_block_tokens": "start both with the same --block-size",
     "codecs": "give both the same codec and wire_codec",
+    "options": "start both with the same options of those names, and the same environment",
 }
 _XXHASH = (
     "xxhash makes a random seed in each process: set the same PYTHONHASHSEED for both, or use "
@@ -45,7 +46,7 @@ def differences(a: Identity, b: Identity) -> list[tuple[str, str, str]]:
 
 def _model(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """In which parts two models differ, as their engines tell; [] where they tell nothing that does."""
-    parts = ("model configuration", "weights", "weight quantization", "model fingerprint")
+    parts = ("model configuration", "weights", "model fingerprint")
     differ = [part for part in parts if a.get(part, "") != b.get(part, "")]
     names = list(dict.fromkeys(_plain(each["model"]) for each in (a, b) if each.get("model")))
     name = f" of {' and of '.join(names)}" if names else ""

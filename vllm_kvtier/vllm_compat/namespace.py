@@ -1,6 +1,5 @@
 """The namespace of an engine: everything that its block hashes leave out but that its KV depends on."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -14,8 +13,10 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
+from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files, model_folder
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.options import changed, engine_options
+from vllm_kvtier.vllm_compat.options import in_words as options_in_words
 from vllm_kvtier.vllm_compat.probe import Feature, granted, value
 from vllm_kvtier.wire.messages import Namespace
 
@@ -66,14 +67,8 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Nam
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         adapters=adapters(vllm_config),
+        options=engine_options(vllm_config),
     )
-
-
-# Fields of vLLM's LoRAConfig that do not change what an adapter computes; whatever else a release has, counts.
-_ROOM = {
-    "default_mm_loras", "fully_sharded_loras", "max_cpu_loras", "max_lora_cls_labels", "max_lora_rank", "max_loras",
-    "specialize_active_lora",
-}  # fmt: skip
 
 
 def adapters(vllm_config: Any) -> str:
@@ -81,14 +76,12 @@ def adapters(vllm_config: Any) -> str:
     ``Feature.ADAPTERS`` their KV is not shared."""
     if not granted(Feature.ADAPTERS) or vllm_config.lora_config is None:
         return ""
-    lora = vllm_config.lora_config
-    options = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora) if f.name not in _ROOM}
-    usual = {f.name: f.default for f in dataclasses.fields(lora)} | {"lora_dtype": vllm_config.model_config.dtype}
-    found = {name: option for name, option in options.items() if option != usual[name]}
+    found = dict(changed(vllm_config.lora_config))
+    if found.get("lora_dtype") == vllm_config.model_config.dtype:
+        del found["lora_dtype"]
     if found.get("target_modules"):
         found["target_modules"] = sorted(found["target_modules"])
-    words = ", ".join(f"{name}={option}" for name, option in sorted(found.items())).replace("torch.", "")
-    return words if len(words) <= 80 else hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+    return options_in_words(found)
 
 
 def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
@@ -102,8 +95,8 @@ def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) ->
         config, weights = _parts.get(namespace.model, ("", ""))
         parts += [("model configuration", config or "?"), ("weights", weights or "?")]
     parts += [
-        ("weight quantization", str(model.quantization or "none")),
         ("KV cache dtype", namespace.cache_dtype),
+        ("engine options", namespace.options or "the defaults"),
         ("LoRA options", namespace.adapters or "the defaults"),
         ("block size", f"{namespace.hash_block_tokens} tokens a hash"),
         ("hash algorithm", namespace.hash_algorithm),
@@ -131,6 +124,10 @@ FROM_FILES = {
 
 # Loaded although there may be safetensors beside them.
 _KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
+
+
+# What vLLM's processors read of the model's folder; its block hashes know a picture by the picture alone.
+_MEDIA_FILES = ("*processor_config.json", "tekken.json")
 
 
 class ModelFingerprint:
@@ -166,14 +163,18 @@ def _own_name() -> str:
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of the model's configuration and of its weight files. Random where the weights are not known to be those
+    """Digest of the model's files: its configuration, weights and, where media or the model's own code are used, what
+    prepares media and that code. Random where the weights are not known to be those
     of files that are there: KV of such a model is not shared until the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    folder = model_folder(model.model, model.revision, vllm_config.load_config.download_dir)
+    kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
+    for file in [file for kind in kinds if folder for file in sorted(folder.glob(kind))]:
+        digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
     configuration = digest.hexdigest()[:16]
-    digest.update(f"|{model.quantization}".encode())
     weights = hashlib.blake2b(digest_size=8)
     load = vllm_config.load_config
     files: list[Path] = []

@@ -106,16 +106,23 @@ ROWS: tuple[Row, ...] = (
         "engine's configuration", Feature.ALL, "what the engine is, computes and caches", Side.BOTH,
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
-            "cache_config load_config device_config compilation_config kv_events_config",
+            "cache_config load_config device_config compilation_config kv_events_config attention_config "
+            "__dataclass_fields__",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
             "data_parallel_rank",
-            "vllm.config:ModelConfig": "model revision seed dtype quantization hf_config max_model_len use_mla "
-            "served_model_name get_total_num_kv_heads runner_type is_prefix_caching_supported",
+            "vllm.config:ModelConfig": "model revision seed dtype hf_config max_model_len use_mla served_model_name "
+            "get_total_num_kv_heads runner_type is_prefix_caching_supported quantization quantization_config "
+            "hf_overrides multimodal_config trust_remote_code override_generation_config "
+            "try_get_generation_config __dataclass_fields__",
+            "vllm.config.multimodal:MultiModalConfig": "mm_processor_kwargs mm_encoder_fp8_scale_path "
+            "__dataclass_fields__",
+            "vllm.config.attention:AttentionConfig": "__dataclass_fields__",
             "vllm.config:SchedulerConfig": "max_num_batched_tokens enable_chunked_prefill",
-            "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype enable_prefix_caching",
-            "vllm.config:LoadConfig": "load_format download_dir",
+            "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype enable_prefix_caching "
+            "__dataclass_fields__",
+            "vllm.config:LoadConfig": "load_format download_dir __dataclass_fields__",
             "vllm.config:DeviceConfig": "device_type",
             "vllm.config:CompilationConfig": "static_forward_context",
         },

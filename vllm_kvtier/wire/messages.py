@@ -34,6 +34,7 @@ class Namespace(msgspec.Struct, frozen=True):
     pipeline_parallel: Count
     codecs: Name = ""  # that this engine's KV may have gone through, in words; "": none that loses anything
     adapters: Name = ""  # how it applies LoRA adapters, where that is not as their files and vLLM's defaults say
+    options: Name = ""  # of the engine, that change KV and are not at vLLM's defaults
 
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
@@ -48,6 +49,7 @@ class Namespace(msgspec.Struct, frozen=True):
             "hash_block_tokens": "the block size",
             "codecs": "how KV may have been encoded (codec and wire_codec)",
             "adapters": "how LoRA adapters are applied (lora_dtype, target_modules and the like)",
+            "options": "an engine option that changes KV",
         }
         for field, text in words.items():
             mine, theirs = getattr(self, field), getattr(other, field)

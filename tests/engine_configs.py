@@ -1,0 +1,49 @@
+"""vLLM's configuration classes with every field at its default, and as given; neither checked nor of a model."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pydantic.fields import FieldInfo
+from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.attention import AttentionConfig
+
+
+def at_defaults(cls: type, **fields: Any) -> Any:
+    made = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        elif isinstance(default, FieldInfo):
+            default = default.get_default(call_default_factory=True)
+        object.__setattr__(made, field.name, default)
+    for name, value in fields.items():
+        assert name in {field.name for field in dataclasses.fields(cls)}, f"{cls.__name__} has no {name}"
+        object.__setattr__(made, name, value)
+    return made
+
+
+def engine_config(
+    hf: dict | None = None, cache: dict | None = None, load: dict | None = None, attention: dict | None = None,
+    ranks: int = 1, lora: Any = None, additional: dict | None = None, **model: Any,
+) -> VllmConfig:  # fmt: skip
+    """``hf``: what the model's config.json says; ``model``: fields of ModelConfig."""
+    hf = hf or {}
+    model = {
+        "model": "model", "dtype": torch.bfloat16, "hf_config": SimpleNamespace(to_dict=lambda: hf),
+        "max_model_len": 256, **model,
+    }  # fmt: skip
+    parallel = at_defaults(ParallelConfig)
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, 1
+    return at_defaults(
+        VllmConfig,
+        model_config=at_defaults(ModelConfig, **model),
+        cache_config=at_defaults(CacheConfig, **(cache or {})),
+        load_config=at_defaults(LoadConfig, **(load or {})),
+        attention_config=at_defaults(AttentionConfig, **(attention or {})),
+        parallel_config=parallel,
+        lora_config=lora,
+        additional_config=additional or {},
+    )

@@ -1,0 +1,242 @@
+"""The engine's options that change what a token's K and V are, beyond rounding: a part of the namespace.
+
+Each field of vLLM's configuration counts that is not at its default, except those listed here. So an option that the
+next release brings keeps engines apart that are given different values of it, until it is listed.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic.fields import FieldInfo
+
+MOST_LETTERS = 160  # a refusal names two engines' options, in at most 512
+
+
+class Fields(NamedTuple):
+    """All fields of a class of vLLM's configuration, of all releases. Those of ``other`` do not change KV, or the
+    namespace has them already. ``counted`` is for readers and tests: what is in neither counts too."""
+
+    counted: str
+    other: str
+
+
+# "field.key": what a field that is a dictionary has under this key.
+TABLE = {
+    "VllmConfig": Fields(
+        "model_config cache_config load_config attention_config "  # by their fields
+        "additional_config diffusion_config",
+        # Read elsewhere: ``namespace`` (adapters), and ``model_config.quantization`` and its like.
+        "lora_config quant_config "
+        # How work is spread, ordered, compiled and watched. Other kernels round otherwise.
+        "parallel_config scheduler_config device_config compilation_config kernel_config mamba_config offload_config "
+        "engram_config optimization_level performance_mode additional_config.gdn_prefill_backend "
+        "additional_config.kda_prefill_backend additional_config.kda_decode_backend observability_config "
+        "profiler_config logging_config watchdog_config instance_id shutdown_timeout "
+        # A draft's KV decides how many tokens are accepted, not which.
+        "speculative_config "
+        # What happens to tokens that were computed, or to KV and weights that are moved.
+        "structured_outputs_config reasoning_config watermark_config aux_output_config kv_transfer_config "
+        "kv_events_config ec_transfer_config ec_manager_config weight_transfer_config",
+    ),
+    "ModelConfig": Fields(
+        "quantization quantization_config hf_overrides model_class_overrides model_impl trust_remote_code "
+        "code_revision disable_sliding_window override_attention_dtype "
+        "multimodal_config",  # by its fields
+        # Read elsewhere: the weights' and the configuration's digests, the KV cache dtype.
+        "model model_weights hf_config hf_text_config hf_config_path config_format revision dtype "
+        "word_embeddings_untied_by_checkpoint is_submodel_config "
+        # What comes in as tokens is hashed.
+        "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds allowed_local_media_path "
+        "allowed_media_domains io_processor_plugin renderer_num_workers hf_token "
+        # What is done with what was computed.
+        "runner convert seed logits_processors pooler_config generation_config override_generation_config max_logprobs "
+        "logprobs_mode use_fp64_gumbel enable_return_routed_experts return_sampling_mask enable_trace_replay "
+        "served_model_name "
+        # How it is run. Where the longest prompt decides on KV, ``by_length`` says so.
+        "max_model_len spec_target_max_model_len enforce_eager disable_cascade_attn allow_deprecated_quantization "
+        "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
+        "enable_cumem_allocator enable_nccl_comm_suspend",
+    ),
+    "MultiModalConfig": Fields(
+        "mm_processor_kwargs media_io_kwargs video_pruning_rate video_pruning_method mm_encoder_attn_dtype "
+        "mm_encoder_fp8_scale_path mm_device_do_normalize",
+        # What may be asked, and where and how fast it is prepared.
+        "language_model_only limit_per_prompt enable_mm_embeds allow_missing_mm_embeddings mm_processor_cache_gb "
+        "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
+        "mm_encoder_attn_backend mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling "
+        "mm_tensor_ipc mm_ipc_gpu_memory_gb mm_processor_kwargs.device "
+        # These change tokens or identifiers, which are hashed.
+        "interleave_mm_strings mm_hasher_algorithm",
+    ),
+    "CacheConfig": Fields(
+        "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm",
+        # Read elsewhere: ``namespace``, and the layouts of pages, which engines compare.
+        "cache_dtype calculate_kv_scales prefix_caching_hash_algo hash_block_size prefix_match_unit block_size "
+        "user_specified_block_size user_specified_mamba_block_size effective_attention_block_size sliding_window "
+        "is_attention_free mamba_block_size mamba_page_size_padded skip_page_size_padded kv_cache_layout "
+        # How much is kept, where, and how long.
+        "gpu_memory_utilization num_gpu_blocks num_gpu_blocks_override num_cpu_blocks kv_cache_memory_bytes "
+        "kv_cache_size_tokens kv_cache_max_concurrency kv_offloading_size kv_offloading_backend "
+        "simple_cpu_offload_num_blocks enable_prefix_caching prefix_cache_retention_interval "
+        "cache_hit_alignment_tokens mamba_cache_mode enable_mamba_fine_grained_prefix_cache "
+        "enable_mamba_shared_prefix_checkpoint swa_bounded_replay kv_sharing_fast_prefill replayssm_buffer_len "
+        "use_kda_recoverssm _block_size_resolved",
+    ),
+    "LoadConfig": Fields(
+        "model_loader_extra_config ignore_patterns",  # which files are read
+        # Read elsewhere: the weights' digest.
+        "load_format download_dir "
+        # How files are read.
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size device "
+        "use_tqdm_on_load pt_load_map_location model_loader_extra_config.concurrency "
+        "model_loader_extra_config.memory_limit model_loader_extra_config.distributed "
+        "model_loader_extra_config.enable_multithread_load model_loader_extra_config.num_threads",
+    ),
+    "AttentionConfig": Fields(
+        "use_non_causal indexer_kv_dtype use_fp4_indexer_cache",
+        # Kernels that round otherwise, and their tuning.
+        "backend backend_per_kind flash_attn_version use_prefill_decode_attention "
+        "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph tokenspeed_mla_min_split_kv "
+        "use_trtllm_attention trtllm_ragged_backend disable_flashinfer_q_quantization use_prefill_query_quantization "
+        "mla_prefill_backend sparse_mla_force_mqa sparse_mla_prefill_workspace_factor minimax_m3_msa_decode_backend "
+        "minimax_m3_indexer_cp indexer_sparse_logits indexer_tp_shard_min_rows hisparse_config flex_attn_block_m "
+        "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size",
+    ),
+    "LoRAConfig": Fields(
+        "lora_dtype target_modules enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
+        # How many adapters there is room for, of which rank, and how they are spread.
+        "default_mm_loras fully_sharded_loras max_cpu_loras max_lora_cls_labels max_lora_rank max_loras "
+        "specialize_active_lora",
+    ),
+}  # fmt: skip
+_OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items()}
+
+# vLLM's environment variables that quantize activations or choose how videos are read.
+VARIABLES = (
+    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)  # fmt: skip
+# Their content counts, not their path.
+_FILES = {"mm_encoder_fp8_scale_path"}
+# Their processors choose the size of media by the longest prompt.
+_MEDIA_BY_LENGTH = {
+    "Dots3NoteForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
+}  # fmt: skip
+
+
+def engine_options(vllm_config: Any) -> str:
+    """All that counts, in words; "" where everything is at its default."""
+    found = dict(changed(vllm_config)) | dict(by_length(vllm_config))
+    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return in_words(found)
+
+
+def changed(part: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the fields of a class in ``TABLE`` that count and are not at this release's defaults."""
+    other = _OTHER[type(part).__name__]
+    for field in dataclasses.fields(part):
+        option = getattr(part, field.name)
+        if field.name in other:
+            continue
+        if type(option).__name__ in TABLE:
+            yield from changed(option)
+        elif _is_default(field, option):
+            continue
+        elif isinstance(option, Mapping):
+            named = {f"{field.name}.{key}": each for key, each in option.items()}
+            yield from ((name, each) for name, each in named.items() if name not in other)
+        else:
+            yield field.name, _content(option) if field.name in _FILES else option
+
+
+def _is_default(field: dataclasses.Field, option: Any) -> bool:
+    default = field.default
+    if isinstance(default, FieldInfo):
+        return not default.is_required() and option == default.get_default(call_default_factory=True)
+    if default is dataclasses.MISSING:
+        return field.default_factory is not dataclasses.MISSING and option == field.default_factory()
+    return option == default
+
+
+def _content(path: str) -> str:
+    try:
+        return hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        return f"{_unknown()}, as {path} cannot be read ({error.strerror})"
+
+
+def by_length(vllm_config: Any) -> Iterator[tuple[str, Any]]:
+    """What the engine's longest prompt decides of KV, of models where it does."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    parts = list(_dictionaries(config))
+    if any({"longrope", "su"}.intersection((each.get("rope_type"), each.get("type"))) for each in parts):
+        # vLLM takes one or the other factors for all prompts.
+        trained = [length for each in parts if (length := each.get("original_max_position_embeddings"))]
+        yield from ((f"max_model_len>{length}", model.max_model_len > length) for length in trained)
+        if not trained:
+            yield "max_model_len", model.max_model_len
+    if any(each.get("model_type") == "llama4_text" for each in parts):
+        options = {**model.try_get_generation_config(), **model.override_generation_config}
+        yield "attn_temperature_tuning", bool(options.get("attn_temperature_tuning", model.max_model_len > 32768))
+    if model.multimodal_config is not None and _MEDIA_BY_LENGTH.intersection(config.get("architectures") or ()):
+        yield "max_model_len", model.max_model_len
+
+
+def _dictionaries(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        yield value
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _dictionaries(each)
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Equal for equal options, and never longer than ``MOST_LETTERS``. Every name is in it as long as they fit."""
+    words = []
+    for name, option in sorted(found.items()):
+        text = json.dumps(canonical(option), sort_keys=True).strip('"')
+        words.append(f"{name}={text if len(text) <= 48 else _digest(text)}")
+    whole = ", ".join(words)
+    if len(whole) <= MOST_LETTERS:
+        return whole
+    digest = _digest(whole)
+    return f"{', '.join(sorted(found))[: MOST_LETTERS - len(digest) - 2]}: {digest}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def canonical(value: Any) -> Any:
+    """In types of JSON; equal in all processes for equal values, and unlike all others where that is not known."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype | Path):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(key): canonical(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        listed = [canonical(each) for each in value]
+        return sorted(listed, key=json.dumps) if isinstance(value, set | frozenset) else listed
+    if isinstance(value, type | types.FunctionType) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {f.name: canonical(each) for f, each in own if not _is_default(f, each)}
+    return _unknown()
+
+
+def _unknown() -> str:
+    return f"like no other {os.urandom(8).hex()}"
