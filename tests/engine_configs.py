@@ -11,17 +11,17 @@ from vllm.config.attention import AttentionConfig
 
 
 def at_defaults(cls: type, **fields: Any) -> Any:
-    made = object.__new__(cls)
-    for field in dataclasses.fields(cls):
+    made, known = object.__new__(cls), {field.name: field for field in dataclasses.fields(cls)}
+    assert set(fields) <= set(known), f"{cls.__name__} has no {set(fields) - set(known)}"
+    for name, field in known.items():
         default = field.default
-        if field.default_factory is not dataclasses.MISSING:
+        if name in fields:
+            default = fields[name]
+        elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         elif isinstance(default, FieldInfo):
             default = default.get_default(call_default_factory=True)
-        object.__setattr__(made, field.name, default)
-    for name, value in fields.items():
-        assert name in {field.name for field in dataclasses.fields(cls)}, f"{cls.__name__} has no {name}"
-        object.__setattr__(made, name, value)
+        object.__setattr__(made, name, default)
     return made
 
 
@@ -44,6 +44,7 @@ def engine_config(
         load_config=at_defaults(LoadConfig, **(load or {})),
         attention_config=at_defaults(AttentionConfig, **(attention or {})),
         parallel_config=parallel,
+        device_config=None,  # made, it looks for a device
         lora_config=lora,
         additional_config=additional or {},
     )

@@ -129,6 +129,7 @@ def test_an_identity_is_learned_whole(make):
         ({"cache_dtype": "fp8/bfloat16"}, "KV cache dtype differs: auto/bfloat16 on {a}", "--kv-cache-dtype"),
         ({"hash_block_tokens": 32}, "block size differs: 16 on {a}, 32 on {b}", "--block-size"),
         ({"hash_algorithm": "sha256/py3.12"}, "hash algorithm differs: sha256_cbor on {a}", "sha256_cbor"),
+        ({"options": "quantization=fp8"}, "KV differs: none on {a}, quantization=fp8 on {b}", "same options"),
         ({"codecs": "store fp8"}, "encoded differs: none on {a}, store fp8 on {b}", "codec"),
     ],
 )
