@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +44,37 @@ def model_files(
         return [path]
     folder = model_folder(model, revision, download_dir)
     return weight_files(folder, kinds) if folder is not None else []
+
+
+def process_start() -> int:
+    """When this process began, in the nanoseconds of ``stat``; one that was forked began then."""
+    ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
+def changed_since(moment: int, model: str, revision: str | None, files: Sequence[Path]) -> bool:
+    """Whether who read this model at any time since ``moment`` may have read something else than ``files`` (not empty;
+    as ``model_files``) now hold. Raises OSError. What is compared are change times, which cannot be set."""
+    path = Path(model).expanduser()
+    if not path.exists():  # a hub's snapshot never changes, but the one that a revision's name means may
+        name = files[0].parents[2] / "refs" / (revision or "main")
+        return name.exists() and os.stat(name).st_ctime_ns > moment
+    looked = [*files, path, *path.glob("*.json")]
+    return any(os.stat(each).st_ctime_ns > moment or _moved_since(moment, each.absolute()) for each in looked)
+
+
+def _moved_since(moment: int, path: Path) -> bool:
+    """Whether a link on the way to it may be another one now, or a folder have got its name."""
+    for step in (*reversed(path.parents), path):
+        state = os.lstat(step)
+        recent = state.st_ctime_ns > moment
+        if stat.S_ISLNK(state.st_mode):
+            if recent or _moved_since(moment, step.parent / os.readlink(step)):
+                return True
+        elif recent and step != step.parent and os.stat(step.parent).st_ctime_ns > moment:
+            return True  # renaming changes both; one alone had other entries made in it
+    return False
 
 
 def of_files(model: str, revision: str | None = None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files
+from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_files, process_start
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe import Feature, granted, value
 from vllm_kvtier.wire.messages import Namespace
@@ -184,6 +184,9 @@ def model_fingerprint(vllm_config: Any) -> str:
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
+            # vLLM has loaded them since this process began. Asked last: a change after this was not read here, either.
+            if changed_since(process_start(), model.model, model.revision, files):
+                files, words = [], "in files, or on a path, that changed after this process had started"
         else:
             words = "not in local files"
     except OSError as error:
