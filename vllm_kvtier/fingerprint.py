@@ -5,7 +5,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_kvtier.file_digests import file_digests
@@ -66,15 +66,21 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
 
 def _moved_since(moment: int, path: Path) -> bool:
     """Whether a link on the way to it may be another one now, or a folder have got its name."""
+    return any(
+        state.st_ctime_ns > moment
+        # Renaming a folder changes both; where it alone changed, other entries were made in it.
+        and (stat.S_ISLNK(state.st_mode) or step != step.parent and os.stat(step.parent).st_ctime_ns > moment)
+        for step, state in steps(path)
+    )
+
+
+def steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All folders and links on the way to an absolute path, and itself, also those that the links lead to."""
     for step in (*reversed(path.parents), path):
         state = os.lstat(step)
-        recent = state.st_ctime_ns > moment
+        yield step, state
         if stat.S_ISLNK(state.st_mode):
-            if recent or _moved_since(moment, step.parent / os.readlink(step)):
-                return True
-        elif recent and step != step.parent and os.stat(step.parent).st_ctime_ns > moment:
-            return True  # renaming changes both; one alone had other entries made in it
-    return False
+            yield from steps(step.parent / os.readlink(step))
 
 
 def of_files(model: str, revision: str | None = None) -> str | None:

@@ -141,7 +141,7 @@ def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused
     assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
-    running.half._provenance.forget("before")
+    running.half._provenance.forget(running.request("before"))
     named = Running(model_fingerprint="mine")
     named.half.weights_changed("update_weights")
     assert not named.told and named.spaces.of(b"") != before
@@ -178,8 +178,8 @@ def test_weights_not_named_yet_a_request_is_computed_alone():
     assert not running.admitted(request) and running.admitted(running.request("late"))
     running.half._hurry.awaits_verdict = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
-    assert running.half._provenance.forget("early") is False
-    assert running.half._provenance.forget("late") is True and not running.half._provenance._admitted
+    assert running.half._provenance.forget(request) is False
+    assert running.half._provenance.forget(running.request("late")) is True and not running.half._provenance._admitted
 
 
 def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_shared():
@@ -218,7 +218,7 @@ def test_weights_of_a_request_that_ended_nothing_is_remembered():
     half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
     assert all(running.admitted(request) for request in requests)
     half._tables.forget = half._exports.drop = lambda name: None
-    assert half._provenance.forget("ends") and half._provenance.forget("abandoned")
+    assert half._provenance.forget(requests[0]) and half._provenance.forget(requests[2])
     half.drop(requests[1])
     half.weights_changed("update_weights")
     assert not half._provenance._admitted
@@ -230,7 +230,7 @@ def adapters(tmp_path, monkeypatch):
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
-    for limit in ("READ_SECONDS", "LOOK_SECONDS"):
+    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"):
         monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
     return adapters
 
@@ -250,7 +250,7 @@ def matched(running, request):
 def ended(running, request) -> bool:
     """Whether what it wrote may leave this engine."""
     request.status = RequestStatus.FINISHED_STOPPED
-    return running.half._provenance.forget(request.request_id)
+    return running.half._provenance.forget(request)
 
 
 def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, adapters):
@@ -311,7 +311,67 @@ def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not
     engines, lora = [Running(), Running()], LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
     adapter_files(tmp_path / "one", b"others")
-    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    lora = LoRARequest("one", 2, lora.lora_path)
+    adapters.load(lora, lambda: None)
     for engine, shared in ((engines[1], False), (engines[0], True)):
         assert engine.pool.reset_prefix_cache()
         assert ended(engines[0], matched(engines[0], engines[0].request(f"after {shared}", lora))) is shared
+
+
+def test_weights_of_an_adapter_loaded_in_place_into_one_engine_of_several_are_not_known(tmp_path, adapters):
+    """The workers of the others have what they had, under the same name and number."""
+    engines = [Running(), Running(prefix_caching=False)]
+    lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
+    again = LoRARequest("one", 1, lora.lora_path, load_inplace=True)
+    adapters.load(again, lambda: None)
+    assert ended(engines[0], matched(engines[0], engines[0].request("as before", lora))), "the same files"
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(again, lambda: None)
+    assert engines[0].pool.reset_prefix_cache()
+    for i, engine in enumerate(engines):
+        assert not ended(engine, matched(engine, engine.request(f"after {i}", lora)))
+
+
+def test_weights_a_method_that_may_have_loaded_adapters_only_those_loaded_in_place_are_known(
+    tmp_path, adapters, listener, monkeypatch
+):
+    """Trainers call the workers' own ``add_lora``, which vLLM's engine core does not see."""
+    monkeypatch.setattr(weights, "ADAPTERS", adapters)
+    running, engine = Running(), core.EngineCore()
+    loras = [LoRARequest(name, i, str(adapter_files(tmp_path / name))) for i, name in enumerate(("one", "two"), 1)]
+    for i, lora in enumerate(loras):
+        if not i:
+            assert ended(running, matched(running, running.request("before", lora)))
+        engine.collective_rpc("add_lora", args=(lora,))
+        adapter_files(tmp_path / lora.lora_name, b"others")
+        engine.add_lora(lora)  # it has this number
+        assert running.pool.reset_prefix_cache()
+        assert not ended(running, matched(running, running.request(f"of {lora.lora_name}", lora)))
+        engine.add_lora(LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path, load_inplace=True))
+        assert running.pool.reset_prefix_cache()
+        assert ended(running, matched(running, running.request(f"in place {lora.lora_name}", lora)))
+    engine.collective_rpc("list_loras")
+    assert ended(running, matched(running, running.request("after", loras[1])))
+    engine.sleep(2)
+    assert not ended(running, matched(running, running.request("slept", loras[1])))
+
+
+@pytest.mark.parametrize("how", ["aborted", "private", "not looked at"])
+def test_weights_of_an_adapter_whose_folder_was_another_for_a_while_are_not_known(tmp_path, adapters, how):
+    """What a request computed meanwhile stays in vLLM's prefix cache, and the next one would store it as its own."""
+    current, lora = adapter_files(tmp_path / "current"), LoRARequest("one", 1, str(tmp_path / "current"))
+    adapter_files(tmp_path / "new", b"others")
+    running = Running()
+    assert ended(running, matched(running, running.request("before", lora)))
+    running.half._namespace = None if how == "private" else object()
+    request = matched(running, running.request("meanwhile", lora))
+    current.rename(tmp_path / "old")
+    (tmp_path / "new").rename(current)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert how == "not looked at" or not running.half._provenance.forget(request)
+    assert how == "not looked at" or adapters.current(lora) is None, "found when it ended"
+    current.rename(tmp_path / "new")
+    (tmp_path / "old").rename(current)
+    running.half._namespace = object()
+    assert not ended(running, matched(running, running.request("after", lora)))

@@ -359,7 +359,7 @@ class SchedulerHalf:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
-        shared = self._provenance.forget(request.request_id)
+        shared = self._provenance.forget(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
             self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
@@ -397,7 +397,7 @@ class SchedulerHalf:
         attempt("dropping a request", self._let_go, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.drop, request_id)
-        self._provenance.forget(request_id)
+        self._provenance.forget(request)
 
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())

@@ -21,11 +21,12 @@ class Provenance:
     def __init__(self, pool: BlockPool, prefix_caching: bool = True):
         """``prefix_caching``: vLLM's own; without it no request gets what another one computed."""
         self._pool, self._prefix_caching = pool, prefix_caching
-        # By id, of requests that have been matched and have not ended, with their adapter; None: private for life. What
-        # failed on the way here is not in it, and so not shared.
-        self._admitted: dict[str, tuple[Any, Any] | None] = {}
+        # By id, of requests that have been matched and have not ended: their adapter, or True without one; None:
+        # private for life. What failed on the way here is not in it, and so not shared.
+        self._admitted: dict[str, Any] = {}
         # The weights were changed, and vLLM's prefix cache may still have KV of the old ones.
         self._stale = False
+        ADAPTERS.engines.add(self)
         if prefix_caching:
             ADAPTERS.caches.add(self)
 
@@ -35,7 +36,7 @@ class Provenance:
         request_id, lora = request.request_id, request.lora_request
         if request_id in self._admitted:
             before = self._admitted[request_id]
-            if before is None or (lora is not None and ADAPTERS.current(lora) is not before[1]):
+            if before is None or (lora is not None and ADAPTERS.current(lora) is not before):
                 self.refuse(request)
             return self._admitted[request_id] is not None
         # Whatever becomes of the request: its workers may load the adapter for it.
@@ -45,7 +46,7 @@ class Provenance:
         good = named and not self._stale and (lora is None or adapter is not None)
         if good and lora is not None:
             vr.keep_variant(request, adapter.digest)
-        self._admitted[request_id] = (request, adapter) if good else None
+        self._admitted[request_id] = (adapter or True) if good else None
         return good
 
     def refuse(self, request: Any) -> None:
@@ -65,12 +66,13 @@ class Provenance:
         """Whether what this request, which runs, has written is what its name says."""
         return self.admitted(t) and t.request.lora_request is None
 
-    def forget(self, request_id: str) -> bool:
+    def forget(self, request: Any) -> bool:
         """The request ended; whether what it wrote is what its name says."""
-        request, adapter = self._admitted.pop(request_id, None) or (None, None)
-        if request is None:
-            return False
-        return adapter is None or vr.ended_well(request) and ADAPTERS.confirm(request.lora_request, adapter)
+        before, lora = self._admitted.pop(request.request_id, None), request.lora_request
+        if lora is None:
+            return before is not None
+        # Whatever it is, and however it ended: what it wrote stays in vLLM's prefix cache.
+        return ADAPTERS.confirm(lora, before) and vr.ended_well(request)
 
     def weights_changing(self) -> None:
         """Until ``weights_changed`` everything is private, whatever happens in between."""

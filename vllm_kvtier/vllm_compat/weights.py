@@ -2,8 +2,9 @@
 
 Trainers push weights by ``collective_rpc``: vLLM's own methods (``update_weights``, ``reload_weights``) and those of
 worker extensions, of any name. So every method counts but those known to leave the weights alone. Sleep of level 2
-throws them away. ``add_lora`` loads an adapter (see ``adapters``). Weights that are changed in a worker without its
-engine core being called are not noticed: that takes a reset of the prefix cache, and of the connector's with it.
+throws them away. Either may change adapters as well. ``add_lora`` loads an adapter (see ``adapters``). Weights that are
+changed in a worker without its engine core being called are not noticed: that takes a reset of the prefix cache, and of
+the connector's with it.
 """
 
 import functools
@@ -49,6 +50,7 @@ def watch(listener: Listener) -> None:
 
 
 def _tell(how: str) -> None:
+    ADAPTERS.untold()
     for listener in list(_listeners):
         try:
             listener.weights_changed(how)
