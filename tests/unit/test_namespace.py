@@ -102,7 +102,7 @@ def test_model_fingerprint_weights_from_elsewhere_are_like_no_others(folder, loa
     """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""
     found = {ns.model_fingerprint(model(folder, load_format)) for _ in range(3)}
     assert len(found) == 3 and "model_fingerprint" in caplog.text and load_format in caplog.text
-    assert ns.ModelFingerprint(model(folder, load_format), "mine").get(0.0) == "mine"
+    assert ns.ModelFingerprint(model(folder, load_format), "mine").get(60.0) == "mine"
 
 
 def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_path, folder, monkeypatch, caplog):
@@ -224,6 +224,18 @@ def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatc
     assert made.get(0.0) is None and not ready.is_set()
     may_read.set()
     assert ready.wait(60) and len(made.get(0.0)) == 32
+
+
+@pytest.mark.parametrize("option", [None, "mine"])
+def test_model_fingerprint_what_else_reads_the_files_is_through_before_it_is_known(folder, option):
+    """`codec: auto`, which looked for its record on the engine's thread."""
+    threads, may_read = [], threading.Event()
+    made = ns.ModelFingerprint(
+        model(folder), option, before=lambda: may_read.wait(60) and threads.append(threading.current_thread())
+    )
+    assert made.get(0.0) is None
+    may_read.set()
+    assert made.get(60.0) and threads and threads != [threading.current_thread()]
 
 
 def test_model_fingerprint_a_fault_makes_it_like_no_other(folder, monkeypatch, caplog):

@@ -8,6 +8,7 @@ from matcher_world import World
 from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 from vllm.v1.engine import core
 from vllm.v1.request import RequestStatus
 
@@ -35,6 +36,9 @@ class Listener:
     def weights_changed(self, how: str) -> None:
         self.heard.append(how)
 
+    def encoder_reset(self) -> None:
+        self.heard.append("encoder reset")
+
 
 @pytest.fixture
 def listener(monkeypatch) -> Listener:
@@ -51,6 +55,9 @@ def listener(monkeypatch) -> Listener:
 
         def add_lora(self, lora_request):
             return lora_request
+
+        def reset_encoder_cache(self):
+            listener.heard.append("resets")
 
     monkeypatch.setattr(core, "EngineCore", EngineCore)
     listener = Listener()
@@ -80,6 +87,11 @@ def test_weights_left_alone_are_not_told_of(listener):
     assert len(listener.heard) == 2
 
 
+def test_weights_an_encoder_s_outputs_that_are_forgotten_are_told_of_afterwards(listener):
+    core.EngineCore().reset_encoder_cache()
+    assert listener.heard == ["resets", "encoder reset"]
+
+
 def test_weights_a_listener_that_fails_costs_the_engine_nothing(listener, monkeypatch, caplog):
     monkeypatch.setattr(listener, "weights_changed", lambda how: 1 / 0)
     assert core.EngineCore().collective_rpc("update_weights") == ["update_weights"]
@@ -98,13 +110,13 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
 class Running:
     """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
-    def __init__(self, prefix_caching=True, **options):
+    def __init__(self, prefix_caching=True, encoder=None, **options):
         self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=UNIT)
         self.world = World([(UNIT, None)])
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
-        half._provenance = Provenance(pool, prefix_caching)
+        half._provenance = Provenance(pool, prefix_caching, encoder)
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
@@ -159,6 +171,57 @@ def test_weights_changed_under_a_cache_that_is_not_empty_nothing_is_shared_until
     assert running.pool.reset_prefix_cache()
     assert running.admitted(running.request("three"))
     assert not running.admitted(running.request("two")), "for life"
+
+
+def with_encoder(prefix_caching=True) -> tuple[Running, EncoderCacheManager]:
+    """Of a multimodal model; vLLM keeps the outputs for an image, also when its request has ended."""
+    manager = EncoderCacheManager(cache_size=100)
+    scheduler = SimpleNamespace(encoder_cache_manager=manager)
+    running = Running(prefix_caching, lambda: weights.encoder_is_empty(scheduler))
+    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=0, length=8))
+    request = SimpleNamespace(request_id="r", mm_features=[image], get_num_encoder_embeds=lambda i: 8)
+    manager.allocate(request, 0)
+    manager.free(request)
+    return running, manager
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_weights_changed_under_an_encoder_s_outputs_nothing_is_shared_until_they_are_reset(prefix_caching):
+    """New KV is made from them, and vLLM's reset of its prefix cache leaves them there."""
+    running, manager = with_encoder(prefix_caching)
+    running.half.weights_changed("update_weights")
+    assert running.pool.reset_prefix_cache() and not running.admitted(running.request("one"))
+    manager.reset()
+    running.half.encoder_reset()
+    assert running.admitted(running.request("two"))
+    running.half.weights_changed("update_weights")
+    assert running.admitted(running.request("three")), "nothing of the old ones was left"
+
+
+def test_weights_changed_under_an_encoder_s_outputs_both_caches_must_be_empty_at_once():
+    running, manager = with_encoder()
+    blocks = running.pool.get_new_blocks(1)
+    running.half.weights_changed("update_weights")
+    manager.reset()
+    running.half.encoder_reset()
+    assert not running.admitted(running.request("one")), "a block was made from them"
+    running.pool.free_blocks(blocks)
+    assert running.pool.reset_prefix_cache() and running.admitted(running.request("two"))
+    assert not weights.encoder_is_empty(None), "vLLM's scheduler is not known"
+    assert not weights.encoder_is_empty(SimpleNamespace(encoder_cache_manager=EncoderDecoderCacheManager(8)))
+
+
+def test_weights_of_an_adapter_replaced_under_an_encoder_s_outputs_are_not_shared(tmp_path, adapters):
+    running, manager = with_encoder()
+    lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(running, matched(running, running.request("before", lora)))
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    assert running.pool.reset_prefix_cache()
+    assert not ended(running, matched(running, running.request("after", lora)))
+    manager.reset()
+    running.half.encoder_reset()
+    assert ended(running, matched(running, running.request("reset", lora)))
 
 
 def test_weights_changed_and_the_rest_fails_nothing_is_shared():

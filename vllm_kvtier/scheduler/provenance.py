@@ -6,6 +6,7 @@ has ended, when it is known whether its adapter's files were replaced meanwhile 
 thread only.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.logs import get_logger
@@ -18,16 +19,19 @@ logger = get_logger("vllm.kvtier.provenance")
 
 
 class Provenance:
-    def __init__(self, pool: BlockPool, prefix_caching: bool = True):
-        """``prefix_caching``: vLLM's own; without it no request gets what another one computed."""
-        self._pool, self._prefix_caching = pool, prefix_caching
+    def __init__(
+        self, pool: BlockPool, prefix_caching: bool = True, encoder_is_empty: Callable[[], bool] | None = None
+    ):
+        """``prefix_caching``: vLLM's own; without it no request gets what another one computed, but for the outputs of
+        a multimodal model's encoder."""
+        self._pool, self._prefix_caching, self._encoder_is_empty = pool, prefix_caching, encoder_is_empty
         # By id, of requests that have been matched and have not ended: their adapter, or True without one; None:
         # private for life. What failed on the way here is not in it, and so not shared.
         self._admitted: dict[str, Any] = {}
-        # The weights were changed, and vLLM's prefix cache may still have KV of the old ones.
+        # The weights were changed, and vLLM's caches may still have something of the old ones.
         self._stale = False
         ADAPTERS.engines.add(self)
-        if prefix_caching:
+        if prefix_caching or encoder_is_empty is not None:
             ADAPTERS.caches.add(self)
 
     def admits(self, request: Any, named: bool) -> bool | None:
@@ -81,15 +85,20 @@ class Provenance:
 
     def weights_changed(self) -> None:
         """The change is over, and what was shared is given up."""
-        self._stale = self._prefix_caching and not self._pool.is_empty()
+        self._stale = not self._is_empty()
         if self._stale:
             logger.warning(
-                "kvtier: the weights were changed while vLLM's prefix cache holds KV of the old ones: KV is neither "
-                "loaded nor stored until it is reset"
-            )
+                "kvtier: the weights were changed while vLLM's prefix cache%s holds KV of the old ones: KV is neither "
+                "loaded nor stored until it is reset", "" if self._encoder_is_empty is None else " or encoder cache",
+            )  # fmt: skip
 
     def after_reset(self) -> None:
-        """vLLM has reset its prefix cache, or has failed to."""
-        if self._pool.is_empty():
+        """vLLM has reset its prefix cache or its encoder's, or has failed to."""
+        if self._is_empty():
             self._stale = False
             ADAPTERS.cache_is_empty(self)
+
+    def _is_empty(self) -> bool:
+        """Both at once: either fills the other again."""
+        pool_is_empty = not self._prefix_caching or self._pool.is_empty()
+        return pool_is_empty and (self._encoder_is_empty is None or self._encoder_is_empty())

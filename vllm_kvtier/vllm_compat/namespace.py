@@ -136,20 +136,26 @@ _KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
 class ModelFingerprint:
     """The model's name among engines: as an option says, or a digest that a thread of its own makes."""
 
-    def __init__(self, vllm_config: Any, option: str | None, on_ready: Callable[[], object] = lambda: None):
-        """``on_ready`` is called on that thread."""
-        self._config, self._name, self._on_ready = vllm_config, option, on_ready
+    def __init__(
+        self,
+        vllm_config: Any,
+        option: str | None,
+        on_ready: Callable[[], object] = lambda: None,
+        before: Callable[[], object] = lambda: None,
+    ):
+        """``before`` what may read the model's files, too, and ``on_ready`` after the name is known are called on that
+        thread."""
+        self._config, self._name, self._on_ready, self._before = vllm_config, option, on_ready, before
         self._made = threading.Event()
-        if option:
-            self._made.set()
-        else:
-            threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
+        threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
 
     def _make(self) -> None:
         began = time.monotonic()
         try:
-            self._name = model_fingerprint(self._config)
-            logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
+            self._before()
+            if not self._name:
+                self._name = model_fingerprint(self._config)
+                logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
         except Exception:
             logger.exception("kvtier: the weights cannot be told from others")
             self._name = _own_name()
