@@ -13,12 +13,13 @@ That is some 5,000 reads for a model of 16 GB and 230,000 for one of 700 GB with
 import hashlib
 import json
 import os
+import queue
 import struct
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,8 +62,7 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     missing = [i for i, key in enumerate(keys) if key not in remembered]
     if not missing:
         return [remembered[key] for key in keys]
-    with ThreadPoolExecutor(THREADS, "kvtier-digests") as threads:
-        made = dict(zip(missing, threads.map(_digest, [files[i] for i in missing]), strict=True))
+    made = dict(zip(missing, _digests([files[i] for i in missing]), strict=True))
     for i in missing:
         if _key(os.stat(files[i])) != keys[i]:
             raise Changed(f"{files[i]} was written to while it was read")
@@ -77,6 +77,34 @@ def file_digests(files: Sequence[Path]) -> list[str]:
 def _key(state: os.stat_result) -> str:
     """The change time is the kernel's own: tools that set the modification time back cannot set that."""
     return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+
+
+def _digests(files: list[Path]) -> list[str]:
+    """By threads that do not keep the interpreter from exiting, as those of an executor: a file system may hang."""
+    left: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
+    for each in enumerate(files):
+        left.put(each)
+    found, errors = [""] * len(files), []
+
+    def work() -> None:
+        try:
+            while not errors:
+                i, file = left.get_nowait()
+                found[i] = _digest(file)
+        except queue.Empty:
+            return
+        except Exception as error:
+            errors.append(error)
+
+    count = min(THREADS, len(files))
+    threads = [threading.Thread(target=work, name="kvtier-digests", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _digest(file: Path) -> str:

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import stat
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_kvtier.file_digests import file_digests
@@ -45,6 +47,43 @@ def model_files(
         return [path]
     folder = model_folder(model, revision, download_dir)
     return weight_files(folder, kinds) if folder is not None else []
+
+
+def process_start() -> int:
+    """When this process began, in the nanoseconds of ``stat``; one that was forked began then."""
+    ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
+def changed_since(moment: int, model: str, revision: str | None, files: Sequence[Path]) -> bool:
+    """Whether who read this model at any time since ``moment`` may have read something else than ``files`` (not empty;
+    as ``model_files``) now hold. Raises OSError. What is compared are change times, which cannot be set."""
+    path = Path(model).expanduser()
+    if not path.exists():  # a hub's snapshot never changes, but the one that a revision's name means may
+        name = files[0].parents[2] / "refs" / (revision or "main")
+        return name.exists() and os.stat(name).st_ctime_ns > moment
+    looked = [*files, path, *path.glob("*.json"), *path.glob("*.py")]
+    return any(os.stat(each).st_ctime_ns > moment or _moved_since(moment, each.absolute()) for each in looked)
+
+
+def _moved_since(moment: int, path: Path) -> bool:
+    """Whether a link on the way to it may be another one now, or a folder have got its name."""
+    return any(
+        state.st_ctime_ns > moment
+        # Renaming a folder changes both; where it alone changed, other entries were made in it.
+        and (stat.S_ISLNK(state.st_mode) or step != step.parent and os.stat(step.parent).st_ctime_ns > moment)
+        for step, state in steps(path)
+    )
+
+
+def steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All folders and links on the way to an absolute path, and itself, also those that the links lead to."""
+    for step in (*reversed(path.parents), path):
+        state = os.lstat(step)
+        yield step, state
+        if stat.S_ISLNK(state.st_mode):
+            yield from steps(step.parent / os.readlink(step))
 
 
 def of_files(model: str, revision: str | None = None) -> str | None:

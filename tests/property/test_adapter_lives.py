@@ -32,8 +32,9 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.memory, file_digests._memory = file_digests._memory, lambda: self.folder / "digests.json"
-        self.limits = adapters_module.READ_SECONDS, adapters_module.LOOK_SECONDS
-        adapters_module.READ_SECONDS = adapters_module.LOOK_SECONDS = 60.0
+        names = "READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"
+        self.limits = {name: getattr(adapters_module, name) for name in names}
+        vars(adapters_module).update(dict.fromkeys(self.limits, 60.0))
         self.adapters, self.cache = Adapters(), Cache()
         self.adapters.caches.add(self.cache)
         self.versions = self.touched = 0
@@ -45,7 +46,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self):
         file_digests._memory = self.memory
-        adapters_module.READ_SECONDS, adapters_module.LOOK_SECONDS = self.limits
+        vars(adapters_module).update(self.limits)
         shutil.rmtree(self.folder)
 
     @initialize()
@@ -78,6 +79,19 @@ class Lives(RuleBasedStateMachine):
     def reset(self):
         self.cached.clear()
         self.adapters.cache_is_empty(self.cache)
+
+    @rule()
+    def exchange(self):
+        """Folders are renamed: their files stay as they are."""
+        for old, new in (("x", "z"), ("y", "x"), ("z", "y")):
+            (self.folder / old).rename(self.folder / new)
+        self.content["x"], self.content["y"] = self.content["y"], self.content["x"]
+
+    @rule(path=PATHS, number=NUMBERS)
+    def collective_rpc(self, path, number):
+        """It loads an adapter into the workers."""
+        self.loaded[number] = self.content[path]
+        self.adapters.untold()
 
     @rule(number=NUMBERS)
     def workers_forget(self, number):

@@ -20,7 +20,7 @@ from vllm_kvtier.vllm_compat.adapters import AWAITED, Adapters
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    for limit in ("READ_SECONDS", "LOOK_SECONDS"):
+    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"):
         monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
 
 
@@ -214,8 +214,31 @@ def test_admit_on_a_file_system_that_hangs_nobody_waits_twice(tmp_path, monkeypa
     assert known(adapters, lora(files(tmp_path / "b"), "other", 2)) is not None, "of another file system"
     goes_on.set()
     looks[0].join()
-    assert known(adapters, lora(folder)) == before is not None, "the workers have it, and it is what it was"
+    assert eventually(lambda: known(adapters, lora(folder))) == before, "the workers have it, and it is what it was"
     assert threading.current_thread() not in looks
+
+
+def test_admit_on_a_slow_file_system_there_are_few_looks(tmp_path, monkeypatch):
+    """Each keeps the engine from its next step."""
+    now, find, looks = [100.0], adapters_module._find, []
+
+    def slow(path):
+        looks.append(path)
+        now[0] += 0.09
+        return find(path)
+
+    adapters, requests = Adapters(), [lora(files(tmp_path / name), name, i) for i, name in enumerate("ab", 1)]
+    adapter = admitted(adapters, requests[0])
+    monkeypatch.setattr(adapters_module, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(adapters_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(adapters_module, "_find", slow)
+    assert adapters.admit(requests[0]) is adapter and len(looks) == 1
+    for _ in range(32):
+        assert adapters.admit(requests[0]) is None and not adapters.confirm(requests[0], adapter)
+    assert len(looks) == 1
+    assert adapters.admit(requests[1]) is AWAITED and len(looks) == 2, "at another path"
+    now[0] += 9.0
+    assert adapters.confirm(requests[0], adapter) and len(looks) == 3, "it cannot have been something else meanwhile"
 
 
 def test_admit_what_was_loaded_while_nothing_could_be_seen_is_not_known(tmp_path, monkeypatch):
@@ -239,6 +262,23 @@ def test_confirm_other_files_while_a_request_ran_and_its_kv_is_not_shared(tmp_pa
     (tmp_path / "before").rename(folder)
     assert not adapters.confirm(lora(folder), adapter), "what it was is there again; what the workers have is not known"
     assert known(adapters, lora(folder)) is None
+
+
+def test_admit_a_link_on_the_path_that_led_elsewhere_for_a_while_and_what_was_loaded_is_not_known(tmp_path):
+    """Also one behind another. With the folder of before nothing of its files tells that the workers read others."""
+    for version in ("v1", "v2"):
+        (tmp_path / version).mkdir()
+        files(tmp_path / version / "a", alpha=len(version))
+    (tmp_path / "behind").symlink_to("v1")
+    (tmp_path / "link").symlink_to(tmp_path / "behind")
+    adapters, request = Adapters(), lora(tmp_path / "link" / "a")
+    assert loaded(adapters, request) is not None and known(adapters, request) is not None
+    for target in ("v2", "v1"):
+        (tmp_path / "behind").unlink()
+        (tmp_path / "behind").symlink_to(target)
+    assert known(adapters, request) is None
+    adapters.load(lora(tmp_path / "link" / "a", inplace=True), lambda: True)
+    assert known(adapters, request) == fresh(tmp_path / "v1" / "a") is not None
 
 
 def test_confirm_an_adapter_loaded_anew_while_a_request_ran_and_its_kv_is_not_shared(tmp_path):
@@ -282,6 +322,15 @@ def test_admit_another_request_s_error_shares_nothing_of_what_was_loaded_for_it(
     assert known(adapters, other) == before is not None, "the workers had it"
 
 
+def test_load_of_an_adapter_on_a_file_system_that_hangs_costs_the_engine_a_moment(tmp_path, monkeypatch):
+    request, adapters, goes_on = lora(files(tmp_path / "a")), Adapters(), threading.Event()
+    monkeypatch.setattr(adapters_module, "_find", lambda path: goes_on.wait(60))
+    monkeypatch.setattr(adapters_module, "LOOK_SECONDS", 0.0)
+    assert adapters.load(request, lambda: not goes_on.is_set()), "vLLM's workers may wait for it"
+    goes_on.set()
+    assert adapters.current(request) is None
+
+
 @pytest.mark.parametrize("part", ["_identity", "_find", "_take"])
 def test_load_fails_with_vllm_s_errors_only(tmp_path, monkeypatch, part, caplog):
     adapters, request = Adapters(), lora(files(tmp_path / "a"))
@@ -293,7 +342,8 @@ def test_load_fails_with_vllm_s_errors_only(tmp_path, monkeypatch, part, caplog)
     assert adapters.load(request, lambda: "loaded") == "loaded"
     assert "ZeroDivisionError" in caplog.text
     monkeypatch.undo()
-    assert adapters.admit(request) is None and adapters.admit(lora(tmp_path / "b", "b", 2)) is None
+    assert adapters.admit(request) is None
+    assert (adapters.admit(lora(tmp_path / "b", "b", 2)) is None) is (part != "_find"), "all are lost"
 
 
 def test_load_of_a_path_of_a_user_that_is_not_there_is_vllm_s_matter():
@@ -326,11 +376,12 @@ def test_admit_a_file_written_to_while_it_is_read_is_not_known(tmp_path, monkeyp
     assert known(adapters, lora(folder)) is None
 
 
-def test_admit_adapters_without_end_are_bounded(tmp_path, monkeypatch):
+def test_admit_adapters_without_end_are_bounded(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(adapters_module, "MOST", 3)
     adapters = Adapters()
     found = [known(adapters, lora(files(tmp_path / f"{i}"), f"{i}", i + 1)) for i in range(5)]
     assert None not in found[:3] and found[3:] == [None, None] and len(adapters._known) == 3
+    assert caplog.text.count("was given 3") == 1
 
 
 def test_variant_of_a_request_that_was_admitted_stays_what_it_was(tmp_path, monkeypatch):

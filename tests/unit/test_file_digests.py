@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,29 @@ MIB = 1 << 20
 def cache(monkeypatch, tmp_path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "vllm-kvtier" / "digests.json"
+
+
+def test_file_digests_a_file_system_that_hangs_does_not_keep_the_process_from_exiting(tmp_path):
+    script = """
+import threading, sys
+from pathlib import Path
+from vllm_kvtier import file_digests
+hangs = threading.Event()
+file_digests._digest = lambda file: hangs.set() or threading.Event().wait()
+threading.Thread(target=file_digests.file_digests, args=([Path(sys.argv[1])],), daemon=True).start()
+hangs.wait()
+"""
+    (tmp_path / "a").write_bytes(b"a")
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], timeout=60, check=True)
+
+
+def test_file_digests_are_those_of_their_files_in_order_and_errors_are_raised(tmp_path):
+    files = [tmp_path / str(i) for i in range(3 * file_digests.THREADS)]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes([i]) * 100)
+    assert digests_of(files) == [digests_of([file])[0] for file in files]
+    with pytest.raises(OSError):
+        file_digests._digests([*files, tmp_path / "absent"])
 
 
 @pytest.fixture

@@ -4,7 +4,11 @@ import dataclasses
 import enum
 import itertools
 import json
+import shutil
+import subprocess
+import sys
 import threading
+import time
 import uuid
 
 import pytest
@@ -17,6 +21,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 
+from vllm_kvtier import fingerprint
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.fingerprint import model_folder, of_files
 from vllm_kvtier.scheduler.slots import plan_slots
@@ -233,6 +238,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10_000))
+    monkeypatch.setattr(ns, "process_start", lambda: 1 << 62)  # vLLM loads weights when the test has written them
     return tmp_path / "model"
 
 
@@ -260,7 +266,7 @@ def test_model_fingerprint_weights_from_elsewhere_are_like_no_others(folder, loa
     """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""
     found = {ns.model_fingerprint(model(folder, load_format)) for _ in range(3)}
     assert len(found) == 3 and "model_fingerprint" in caplog.text and load_format in caplog.text
-    assert ns.ModelFingerprint(model(folder, load_format), "mine").get(0.0) == "mine"
+    assert ns.ModelFingerprint(model(folder, load_format), "mine").get(60.0) == "mine"
 
 
 def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_path, folder, monkeypatch, caplog):
@@ -310,6 +316,102 @@ def test_model_fingerprint_of_modelscope_is_like_no_other(folder, monkeypatch, v
     assert ns.model_fingerprint(model(folder)) == ns.model_fingerprint(model(folder)), "a path is read as it is"
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "false")
     assert ns.model_fingerprint(model("org/model")) == first
+def starts_now(monkeypatch) -> int:
+    """This process, between all that was written and all that is to be, by the clock of the file system."""
+    time.sleep(0.02)  # it ticks every 10 ms, or more often
+    moment = time.time_ns()
+    monkeypatch.setattr(ns, "process_start", lambda: moment)
+    time.sleep(0.02)
+    return moment
+
+
+def rewrite(top):
+    (top / "current" / "model.safetensors").write_bytes(b"2" * 10_000)
+
+
+def switch_link(top):
+    (top / "link").unlink()
+    (top / "link").symlink_to("v2")
+
+
+def switch_link_behind_a_link(top):
+    (top / "stage").unlink()
+    (top / "stage").symlink_to("v2")
+
+
+def rename_folder(top):
+    (top / "v1").rename(top / "old")
+    (top / "v2").rename(top / "v1")
+
+
+def rename_folder_above(top):
+    top.rename(top.parent / "old")
+    (top.parent / "spare").rename(top)
+
+
+@pytest.mark.parametrize("path", ["v1", "current", "stage", "link"])
+@pytest.mark.parametrize(
+    "change", [None, rewrite, switch_link, switch_link_behind_a_link, rename_folder, rename_folder_above]
+)
+def test_model_fingerprint_of_files_that_changed_since_the_process_began_is_like_no_other(
+    tmp_path, folder, monkeypatch, caplog, path, change
+):
+    """vLLM loads weights tens of seconds before their files are looked at: it may have loaded others."""
+    top = tmp_path / "top"
+    for version in ("v1", "v2"):
+        shutil.copytree(folder, top / version)
+    for link, target in (("stage", "v1"), ("link", top / "stage"), ("current", "link")):
+        (top / link).symlink_to(target)
+    shutil.copytree(top, tmp_path / "spare", symlinks=True)
+    before = ns.model_fingerprint(model(top / path))
+    starts_now(monkeypatch)
+    if change is not None:
+        change(top)
+    elsewhere = {switch_link: ("v1", "stage"), switch_link_behind_a_link: ("v1",)}.get(change, ())
+    same = ns.model_fingerprint(model(top / path)) == before
+    assert same is (change is None or path in elsewhere) and ("had started" in caplog.text) is not same
+
+
+def test_model_fingerprint_of_a_folder_beside_which_others_are_made_is_its_files(tmp_path, folder, monkeypatch):
+    before = ns.model_fingerprint(model(folder))
+    starts_now(monkeypatch)
+    (tmp_path / "another").mkdir()
+    assert ns.model_fingerprint(model(folder)) == before
+    (folder / "config.json").write_text("{}")
+    assert ns.model_fingerprint(model(folder)) != before
+
+
+def test_model_fingerprint_of_a_hub_s_name_that_came_to_mean_another_revision_is_like_no_other(
+    tmp_path, folder, monkeypatch
+):
+    """What is in a snapshot is that revision, whenever it was downloaded."""
+    hub = tmp_path / "models--org--model"
+    for revision in ("1" * 40, "2" * 40):
+        shutil.copytree(folder, hub / "snapshots" / revision)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("1" * 40)
+
+    def found(model, revision=None, download_dir=None):
+        return hub / "snapshots" / (revision or (hub / "refs" / "main").read_text())
+
+    monkeypatch.setattr(fingerprint, "model_folder", found)
+    main, fixed = model("org/model"), model("org/model")
+    fixed.model_config.revision = "2" * 40
+    before = ns.model_fingerprint(main)
+    starts_now(monkeypatch)
+    shutil.copytree(folder, hub / "snapshots" / ("2" * 40), dirs_exist_ok=True)
+    assert ns.model_fingerprint(main) == before
+    (hub / "refs" / "main").write_text("2" * 40)
+    assert ns.model_fingerprint(main) != ns.model_fingerprint(main)
+    assert ns.model_fingerprint(fixed) == before
+
+
+def test_process_start_of_a_process_is_when_it_was_started(monkeypatch):
+    """Not when the machine was, or the process that it was forked from."""
+    ask = "from vllm_kvtier import fingerprint; print(fingerprint.process_start())"
+    before, mine = starts_now(monkeypatch), fingerprint.process_start()
+    started = int(subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True, text=True).stdout)
+    assert mine < before - 1_000_000 < started < time.time_ns()
 
 
 def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatch):
@@ -320,6 +422,18 @@ def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatc
     assert made.get(0.0) is None and not ready.is_set()
     may_read.set()
     assert ready.wait(60) and len(made.get(0.0)) == 32
+
+
+@pytest.mark.parametrize("option", [None, "mine"])
+def test_model_fingerprint_what_else_reads_the_files_is_through_before_it_is_known(folder, option):
+    """`codec: auto`, which looked for its record on the engine's thread."""
+    threads, may_read = [], threading.Event()
+    made = ns.ModelFingerprint(
+        model(folder), option, before=lambda: may_read.wait(60) and threads.append(threading.current_thread())
+    )
+    assert made.get(0.0) is None
+    may_read.set()
+    assert made.get(60.0) and threads and threads != [threading.current_thread()]
 
 
 def test_model_fingerprint_a_fault_makes_it_like_no_other(folder, monkeypatch, caplog):

@@ -8,6 +8,7 @@ from matcher_world import World
 from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 from vllm.v1.engine import core
 from vllm.v1.request import RequestStatus
 
@@ -35,6 +36,9 @@ class Listener:
     def weights_changed(self, how: str) -> None:
         self.heard.append(how)
 
+    def encoder_reset(self) -> None:
+        self.heard.append("encoder reset")
+
 
 @pytest.fixture
 def listener(monkeypatch) -> Listener:
@@ -51,6 +55,9 @@ def listener(monkeypatch) -> Listener:
 
         def add_lora(self, lora_request):
             return lora_request
+
+        def reset_encoder_cache(self):
+            listener.heard.append("resets")
 
     monkeypatch.setattr(core, "EngineCore", EngineCore)
     listener = Listener()
@@ -80,6 +87,11 @@ def test_weights_left_alone_are_not_told_of(listener):
     assert len(listener.heard) == 2
 
 
+def test_weights_an_encoder_s_outputs_that_are_forgotten_are_told_of_afterwards(listener):
+    core.EngineCore().reset_encoder_cache()
+    assert listener.heard == ["resets", "encoder reset"]
+
+
 def test_weights_a_listener_that_fails_costs_the_engine_nothing(listener, monkeypatch, caplog):
     monkeypatch.setattr(listener, "weights_changed", lambda how: 1 / 0)
     assert core.EngineCore().collective_rpc("update_weights") == ["update_weights"]
@@ -98,13 +110,13 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
 class Running:
     """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
-    def __init__(self, prefix_caching=True, **options):
+    def __init__(self, prefix_caching=True, encoder=None, **options):
         self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=UNIT)
         self.world = World([(UNIT, None)])
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
-        half._provenance = Provenance(pool, prefix_caching)
+        half._provenance = Provenance(pool, prefix_caching, encoder)
         half._facts = SimpleNamespace(unsupported=None)
         half._settle_namespace = half._run_jobs = lambda: None
         half._relieve = lambda needed: None
@@ -141,7 +153,7 @@ def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused
     assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
-    running.half._provenance.forget("before")
+    running.half._provenance.forget(running.request("before"))
     named = Running(model_fingerprint="mine")
     named.half.weights_changed("update_weights")
     assert not named.told and named.spaces.of(b"") != before
@@ -161,6 +173,57 @@ def test_weights_changed_under_a_cache_that_is_not_empty_nothing_is_shared_until
     assert not running.admitted(running.request("two")), "for life"
 
 
+def with_encoder(prefix_caching=True) -> tuple[Running, EncoderCacheManager]:
+    """Of a multimodal model; vLLM keeps the outputs for an image, also when its request has ended."""
+    manager = EncoderCacheManager(cache_size=100)
+    scheduler = SimpleNamespace(encoder_cache_manager=manager)
+    running = Running(prefix_caching, lambda: weights.encoder_is_empty(scheduler))
+    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=0, length=8))
+    request = SimpleNamespace(request_id="r", mm_features=[image], get_num_encoder_embeds=lambda i: 8)
+    manager.allocate(request, 0)
+    manager.free(request)
+    return running, manager
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_weights_changed_under_an_encoder_s_outputs_nothing_is_shared_until_they_are_reset(prefix_caching):
+    """New KV is made from them, and vLLM's reset of its prefix cache leaves them there."""
+    running, manager = with_encoder(prefix_caching)
+    running.half.weights_changed("update_weights")
+    assert running.pool.reset_prefix_cache() and not running.admitted(running.request("one"))
+    manager.reset()
+    running.half.encoder_reset()
+    assert running.admitted(running.request("two"))
+    running.half.weights_changed("update_weights")
+    assert running.admitted(running.request("three")), "nothing of the old ones was left"
+
+
+def test_weights_changed_under_an_encoder_s_outputs_both_caches_must_be_empty_at_once():
+    running, manager = with_encoder()
+    blocks = running.pool.get_new_blocks(1)
+    running.half.weights_changed("update_weights")
+    manager.reset()
+    running.half.encoder_reset()
+    assert not running.admitted(running.request("one")), "a block was made from them"
+    running.pool.free_blocks(blocks)
+    assert running.pool.reset_prefix_cache() and running.admitted(running.request("two"))
+    assert not weights.encoder_is_empty(None), "vLLM's scheduler is not known"
+    assert not weights.encoder_is_empty(SimpleNamespace(encoder_cache_manager=EncoderDecoderCacheManager(8)))
+
+
+def test_weights_of_an_adapter_replaced_under_an_encoder_s_outputs_are_not_shared(tmp_path, adapters):
+    running, manager = with_encoder()
+    lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(running, matched(running, running.request("before", lora)))
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    assert running.pool.reset_prefix_cache()
+    assert not ended(running, matched(running, running.request("after", lora)))
+    manager.reset()
+    running.half.encoder_reset()
+    assert ended(running, matched(running, running.request("reset", lora)))
+
+
 def test_weights_changed_and_the_rest_fails_nothing_is_shared():
     running = Running()
     running.half.reset = lambda: 1 / 0
@@ -178,8 +241,8 @@ def test_weights_not_named_yet_a_request_is_computed_alone():
     assert not running.admitted(request) and running.admitted(running.request("late"))
     running.half._hurry.awaits_verdict = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
-    assert running.half._provenance.forget("early") is False
-    assert running.half._provenance.forget("late") is True and not running.half._provenance._admitted
+    assert running.half._provenance.forget(request) is False
+    assert running.half._provenance.forget(running.request("late")) is True and not running.half._provenance._admitted
 
 
 def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_shared():
@@ -218,7 +281,7 @@ def test_weights_of_a_request_that_ended_nothing_is_remembered():
     half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
     assert all(running.admitted(request) for request in requests)
     half._tables.forget = half._exports.drop = lambda name: None
-    assert half._provenance.forget("ends") and half._provenance.forget("abandoned")
+    assert half._provenance.forget(requests[0]) and half._provenance.forget(requests[2])
     half.drop(requests[1])
     half.weights_changed("update_weights")
     assert not half._provenance._admitted
@@ -230,7 +293,7 @@ def adapters(tmp_path, monkeypatch):
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
-    for limit in ("READ_SECONDS", "LOOK_SECONDS"):
+    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"):
         monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
     return adapters
 
@@ -250,7 +313,7 @@ def matched(running, request):
 def ended(running, request) -> bool:
     """Whether what it wrote may leave this engine."""
     request.status = RequestStatus.FINISHED_STOPPED
-    return running.half._provenance.forget(request.request_id)
+    return running.half._provenance.forget(request)
 
 
 def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, adapters):
@@ -311,7 +374,67 @@ def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not
     engines, lora = [Running(), Running()], LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
     adapter_files(tmp_path / "one", b"others")
-    adapters.load(LoRARequest("one", 1, lora.lora_path, load_inplace=True), lambda: None)
+    lora = LoRARequest("one", 2, lora.lora_path)
+    adapters.load(lora, lambda: None)
     for engine, shared in ((engines[1], False), (engines[0], True)):
         assert engine.pool.reset_prefix_cache()
         assert ended(engines[0], matched(engines[0], engines[0].request(f"after {shared}", lora))) is shared
+
+
+def test_weights_of_an_adapter_loaded_in_place_into_one_engine_of_several_are_not_known(tmp_path, adapters):
+    """The workers of the others have what they had, under the same name and number."""
+    engines = [Running(), Running(prefix_caching=False)]
+    lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
+    again = LoRARequest("one", 1, lora.lora_path, load_inplace=True)
+    adapters.load(again, lambda: None)
+    assert ended(engines[0], matched(engines[0], engines[0].request("as before", lora))), "the same files"
+    adapter_files(tmp_path / "one", b"others")
+    adapters.load(again, lambda: None)
+    assert engines[0].pool.reset_prefix_cache()
+    for i, engine in enumerate(engines):
+        assert not ended(engine, matched(engine, engine.request(f"after {i}", lora)))
+
+
+def test_weights_a_method_that_may_have_loaded_adapters_only_those_loaded_in_place_are_known(
+    tmp_path, adapters, listener, monkeypatch
+):
+    """Trainers call the workers' own ``add_lora``, which vLLM's engine core does not see."""
+    monkeypatch.setattr(weights, "ADAPTERS", adapters)
+    running, engine = Running(), core.EngineCore()
+    loras = [LoRARequest(name, i, str(adapter_files(tmp_path / name))) for i, name in enumerate(("one", "two"), 1)]
+    for i, lora in enumerate(loras):
+        if not i:
+            assert ended(running, matched(running, running.request("before", lora)))
+        engine.collective_rpc("add_lora", args=(lora,))
+        adapter_files(tmp_path / lora.lora_name, b"others")
+        engine.add_lora(lora)  # it has this number
+        assert running.pool.reset_prefix_cache()
+        assert not ended(running, matched(running, running.request(f"of {lora.lora_name}", lora)))
+        engine.add_lora(LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path, load_inplace=True))
+        assert running.pool.reset_prefix_cache()
+        assert ended(running, matched(running, running.request(f"in place {lora.lora_name}", lora)))
+    engine.collective_rpc("list_loras")
+    assert ended(running, matched(running, running.request("after", loras[1])))
+    engine.sleep(2)
+    assert not ended(running, matched(running, running.request("slept", loras[1])))
+
+
+@pytest.mark.parametrize("how", ["aborted", "private", "not looked at"])
+def test_weights_of_an_adapter_whose_folder_was_another_for_a_while_are_not_known(tmp_path, adapters, how):
+    """What a request computed meanwhile stays in vLLM's prefix cache, and the next one would store it as its own."""
+    current, lora = adapter_files(tmp_path / "current"), LoRARequest("one", 1, str(tmp_path / "current"))
+    adapter_files(tmp_path / "new", b"others")
+    running = Running()
+    assert ended(running, matched(running, running.request("before", lora)))
+    running.half._namespace = None if how == "private" else object()
+    request = matched(running, running.request("meanwhile", lora))
+    current.rename(tmp_path / "old")
+    (tmp_path / "new").rename(current)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert how == "not looked at" or not running.half._provenance.forget(request)
+    assert how == "not looked at" or adapters.current(lora) is None, "found when it ended"
+    current.rename(tmp_path / "new")
+    (tmp_path / "old").rename(current)
+    running.half._namespace = object()
+    assert not ended(running, matched(running, running.request("after", lora)))

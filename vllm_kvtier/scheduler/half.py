@@ -100,8 +100,6 @@ class SchedulerHalf:
             connector,
             lambda engine: undo.settle_failure_policy(engine, config.kv_load_failure_policy),
         )
-        self._model = facts.fingerprint(config.model_fingerprint, self._engine.wake)
-        self._waited = False  # for ``_model``
         self._namespace: m.Namespace | None = None
         self._salt: Keys | None = None
         self._codec: str | dict[str, str] = Codec.RAW  # of the store, without "auto"
@@ -185,7 +183,8 @@ class SchedulerHalf:
             facts.groups, unit, ledger.forget,
             lambda t: self._provenance.admitted(t) and (offload or self._exporter.sums(t)),
         )
-        self._provenance = Provenance(pool, facts.prefix_caching)
+        encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if facts.multimodal else None
+        self._provenance = Provenance(pool, facts.prefix_caching, encoder_is_empty)
         self._questions = Questions(
             facts, pool, self._exports, self._peers, self._matcher, self._tier, self._offloader, self._engine.wake,
             lambda on_engine: Explainer(
@@ -193,6 +192,8 @@ class SchedulerHalf:
             ),
             lambda: identity(facts, config, self._namespace, self._ranks, self._codec, self._wire_codec),
         )
+        self._model = facts.fingerprint(config.model_fingerprint, self._engine.wake, self._resolve_codecs)
+        self._waited = False  # for ``_model``
         pool.around_reset(self._before_reset, self._after_reset, containment)
         weights.watch(self)
         self._reactor.start()
@@ -359,7 +360,7 @@ class SchedulerHalf:
         """The request ended; returns the params for its answer. Its blocks are never held back: exports pin them."""
         tracked = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
-        shared = self._provenance.forget(request.request_id)
+        shared = self._provenance.forget(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
             self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
@@ -397,7 +398,7 @@ class SchedulerHalf:
         attempt("dropping a request", self._let_go, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.drop, request_id)
-        self._provenance.forget(request_id)
+        self._provenance.forget(request)
 
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
@@ -462,6 +463,9 @@ class SchedulerHalf:
         logger.info("kvtier: the weights may have been changed (%s): what is stored is not used any more", how)
         self._engine.turns.turn(self._follow_weights)()
 
+    def encoder_reset(self) -> None:
+        self._contain.attempt("provenance", self._provenance.after_reset)
+
     def _follow_weights(self) -> None:
         self._provenance.weights_changing()
         if not self._config.model_fingerprint:
@@ -522,6 +526,11 @@ class SchedulerHalf:
             self._contain.attempt("unpinning", self._offloader.drain)
         self._questions.run()
 
+    def _resolve_codecs(self) -> None:
+        """On the thread of ``_model``, before that is known: ``auto`` reads the weights' files."""
+        options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
+        self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
+
     def _settle_namespace(self) -> None:
         """Once, when vLLM has made its hash seed: after the scheduler is built, before the first request. Requests that
         come before the weights' files were read are private, see ``Provenance``."""
@@ -531,8 +540,6 @@ class SchedulerHalf:
             if model is None:
                 return
             bare = self._facts.namespace(self._pool.hash_block_tokens, model)
-            options = self._config.codec if self._tier is not None else Codec.RAW, self._config.wire_codec
-            self._codec, self._wire_codec = (choice.resolve(option, self._facts.record_key) for option in options)
             words = choice.in_words(self._codec, self._wire_codec)
             self._namespace = msgspec.structs.replace(bare, codecs=words)
             digest = hashlib.blake2b(m.encode(self._namespace.content()), digest_size=8).digest()

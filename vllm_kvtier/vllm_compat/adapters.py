@@ -6,10 +6,11 @@ engine computes with is what the files held when its workers read them, which th
 says ``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of.
 Hence:
 
-* Files count by what ``stat`` says of them, inode and change time included. A request is shared if a look at them that
-  begins when it has ended finds what they were when its adapter was loaded: then its workers have read nothing else.
-  What it asks other engines for goes by a look when it is admitted. If a look finds other files, the engine may compute
-  with the old weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
+* Files count by what ``stat`` says of them, of their folder and of the links on the path to it, inode and change time
+  included: what was replaced does not look the same again when it is put back. A request is shared if a look at them
+  that begins when it has ended finds what they were when its adapter was loaded: then its workers have read nothing
+  else. What it asks other engines for goes by a look when it is admitted. If a look finds other files, the engine may
+  compute with the old weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
 * vLLM's own prefix cache keeps KV of an adapter that is replaced under its name, and finds it for the new one. So a
   replaced adapter is not shared either until the cache of each engine of this process was empty (``cache_is_empty``):
   it would be stored as the new one's.
@@ -23,6 +24,7 @@ engine's thread's only. What fails here switches the following of adapters off: 
 import enum
 import hashlib
 import os
+import stat
 import threading
 import time
 import weakref
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import model_folder
+from vllm_kvtier.fingerprint import model_folder, steps
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe import Feature, granted
 
@@ -42,6 +44,10 @@ logger = get_logger("vllm.kvtier.adapters")
 
 READ_SECONDS = 1.0  # so long a request waits for its adapter's files to be read; then it is computed
 LOOK_SECONDS = 0.1  # so long the engine waits for a look, which takes less than 1 ms: then nothing is known
+# After a look that took longer there is none at that path for REST times as long: they share the engine's time with its
+# steps.
+SLOW_SECONDS = 0.01
+REST = 100
 MOST = 10_000  # adapters; those beyond are not shared
 # Fields of vLLM's LoRARequest that do not change what its weights are; whatever else a release has, counts.
 _NAMING = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
@@ -57,19 +63,18 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Of the files that vLLM reads of an adapter's folder; None without weights, or if they cannot be looked at."""
+    """Of the folder and the links that lead there, named "", and of the files that vLLM reads of it; None without
+    weights, or if they cannot be looked at."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(("adapter_config.json", *_WEIGHTS)))
         if not any(name.startswith(_WEIGHTS[0]) for name in names):
             return None
-        states = [os.stat(folder / name) for name in names]
+        links = [state for _, state in steps(folder) if stat.S_ISLNK(state.st_mode)]
+        states = [("", os.stat(folder)), *(("", link) for link in links), *((n, os.stat(folder / n)) for n in names)]
     except OSError:
         return None
-    return tuple(
-        (name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-        for name, s in zip(names, states, strict=True)
-    )
+    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states)
 
 
 _WEIGHTS = ("adapter_model.", "new_embeddings.")
@@ -92,6 +97,9 @@ class Found(NamedTuple):
     local: bool
 
 
+_UNSEEN = Found(None, None, True)
+
+
 def _find(path: str) -> Found:
     local = _local(path)
     folder = local or model_folder(path)
@@ -99,27 +107,27 @@ def _find(path: str) -> Found:
 
 
 class Looks:
-    """At adapters' files. Of a path whose file system hangs nothing is known, and nobody waits for it again."""
+    """At adapters' files. Of a path whose file system is slow or hangs nothing is known for a while."""
 
     def __init__(self) -> None:
-        self._late: dict[str, threading.Thread] = {}  # engine's thread
+        # Engine's thread. Paths of which a look took long: its thread, and when the next one may begin.
+        self._slow: dict[str, tuple[threading.Thread, float]] = {}
 
     def look(self, path: str) -> Found | None:
-        """What one that begins now finds; None: nothing in ``LOOK_SECONDS``."""
-        late = self._late.get(path)
-        if late is not None and late.is_alive():
+        """What one that begins now finds; None: nothing in ``LOOK_SECONDS``, or it is not looked at."""
+        began = time.monotonic()
+        last, rests_until = self._slow.get(path, (None, 0.0))
+        if last is not None and (last.is_alive() or began < rests_until) or len(self._slow) >= MOST:
             return None
-        self._late.pop(path, None)
-        if len(self._late) >= MOST:
-            return None
+        self._slow.pop(path, None)
         seen: list[Found] = []
         thread = threading.Thread(target=_see, args=(path, seen), name="kvtier-adapter-look", daemon=True)
         thread.start()
         thread.join(LOOK_SECONDS)
-        if thread.is_alive():
-            self._late[path] = thread
-            return None
-        return seen[0] if seen else None
+        ended, took = not thread.is_alive(), time.monotonic() - began
+        if not ended or took > SLOW_SECONDS:
+            self._slow[path] = thread, began + REST * took
+        return seen[0] if ended and seen else None
 
 
 def _see(path: str, seen: list[Found]) -> None:
@@ -146,7 +154,7 @@ class _Adapter:
             )
             return
         self.reading = True
-        arguments = (f"{lora.lora_name}|{sorted(rest.items())}|", [row[0] for row in self.signature])
+        arguments = (f"{lora.lora_name}|{sorted(rest.items())}|", [row[0] for row in self.signature if row[0]])
         threading.Thread(target=self._read, args=arguments, name="kvtier-adapter", daemon=True).start()
 
     def is_loaded_for(self, lora: Any) -> bool:
@@ -175,6 +183,9 @@ class Adapters:
         self._known: dict[tuple[Any, ...], _Adapter] = {}  # by what vLLM's hashes hold of it
         # vLLM's lora_int_id -> the path and files that the workers loaded under it; None: not known
         self._numbers: dict[int, tuple[str, Signature] | None] = {}
+        self._untold = False  # whether the workers may have adapters that nothing here was told of
+        self._full = False
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()  # vLLM's prefix caches in this process
         # -> those of them that may have KV of what was loaded before
         self._replaced: dict[tuple[Any, ...], weakref.WeakSet[Any]] = {}
@@ -208,12 +219,16 @@ class Adapters:
         good = known is not None and known.signature is not None and known.digest is not None
         return known if good and not self._replaced.get(_identity(lora)) else None
 
-    def confirm(self, lora: Any, adapter: "_Adapter") -> bool:
-        """Whether the workers have read nothing else for this one, whose ``admit`` answered ``adapter``, until now."""
+    def confirm(self, lora: Any, adapter: "_Adapter | None") -> bool:
+        """A request with this one has ended, whose ``admit`` answered ``adapter``: whether its workers have read
+        nothing else until now. If they may have, nothing of it is shared that the prefix cache has."""
         return bool(self._contained(self._confirm, lora, adapter))
 
-    def _confirm(self, lora: Any, adapter: "_Adapter") -> bool:
-        return self._current(lora) is adapter and self._agrees(adapter, lora, self._looks.look(lora.lora_path))
+    def _confirm(self, lora: Any, adapter: "_Adapter | None") -> bool:
+        known = self._loaded(lora)
+        if known is None or known.signature is None:
+            return False
+        return self._agrees(known, lora, self._looks.look(lora.lora_path)) and known is adapter is self._current(lora)
 
     def _loaded(self, lora: Any) -> "_Adapter | None":
         known = self._known.get(_identity(lora))
@@ -253,10 +268,10 @@ class Adapters:
 
     def _before(self, lora: Any) -> Found | None:
         known = self._loaded(lora)
-        return _find(lora.lora_path) if known is None or lora.load_inplace else None
+        return self._looks.look(lora.lora_path) or _UNSEEN if known is None or lora.load_inplace else None
 
     def _after(self, lora: Any, before: Found) -> None:
-        found = _find(lora.lora_path)
+        found = self._looks.look(lora.lora_path) or _UNSEEN
         # A hub's may just have been downloaded.
         self._take(lora, found.folder, found.signature if found == before or not found.local else None)
 
@@ -273,10 +288,19 @@ class Adapters:
     def _take(self, lora: Any, folder: Path | None, signature: Signature | None) -> _Adapter | None:
         key, number = _identity(lora), lora.lora_int_id
         if number not in self._numbers and len(self._numbers) >= MOST:
+            if not self._full:
+                self._full = True
+                logger.warning(
+                    "kvtier: KV of further LoRA adapters is neither shared nor stored until this engine is restarted: "
+                    "it was given %d", MOST,
+                )  # fmt: skip
             return None
-        had = self._numbers.get(number)
-        if number in self._numbers and not lora.load_inplace and had != (lora.lora_path, signature):
-            signature = None  # the workers go by the number, and load this only if they have forgotten what they had
+        if number in self._numbers or self._untold:
+            # The workers go by the number, and load this only if they have forgotten what they had, or are told to.
+            # Of several engines one was.
+            trusted = lora.load_inplace and len(self.engines) < 2
+            if not trusted and self._numbers.get(number) != (lora.lora_path, signature):
+                signature = None
         self._numbers[number] = None if signature is None else (lora.lora_path, signature)
         for other, adapter in list(self._known.items()):
             if other == key or adapter.number == number:
@@ -289,6 +313,21 @@ class Adapters:
         elif len(self._known) + len(self._replaced) < MOST:
             self._known[key] = _Adapter(lora, folder, signature)
         return self._known.get(key)
+
+    def untold(self) -> None:
+        """The workers may have been given other adapters, under any number: only what is loaded in place is known."""
+        self._contained(self._untell)
+
+    def _untell(self) -> None:
+        self._untold = True
+        self._numbers = dict.fromkeys(self._numbers)
+        for adapter in self._known.values():
+            adapter.signature = None
+        if self._known:
+            logger.warning(
+                "kvtier: KV of LoRA adapters is neither shared nor stored until they are loaded again (load_inplace): "
+                "a call of collective_rpc, or sleep, may have changed them"
+            )
 
     def cache_is_empty(self, cache: object) -> None:
         """This one of ``caches`` holds nothing, and no request of its engine has any KV."""

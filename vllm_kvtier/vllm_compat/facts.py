@@ -36,15 +36,18 @@ class EngineFacts:
     kinds: list[tuple[str, int | None]] = field(default_factory=list)  # of groups, as vLLM's KV events name them
     waits: bool = False  # whether a step's forward can wait for a load, and be taken back if what came was wrong
     prefix_caching: bool = True  # vLLM's own; without, only a prefill that was promised to a request is read
+    multimodal: bool = False  # an encoder's outputs are kept, too
 
     @property
     def fails_by_request(self) -> bool:
         """Whether a failed pull costs the whole request, not only the blocks from the first bad one on."""
         return len(self.groups) > 1 or not self.resumes
 
-    def fingerprint(self, option: str | None, on_ready: Callable[[], object]) -> ns.ModelFingerprint:
+    def fingerprint(
+        self, option: str | None, on_ready: Callable[[], object], before: Callable[[], object]
+    ) -> ns.ModelFingerprint:
         """``option``: as the option model_fingerprint says."""
-        return ns.ModelFingerprint(self.config, option, on_ready)
+        return ns.ModelFingerprint(self.config, option, on_ready, before)
 
     def namespace(self, hash_block_tokens: int, fingerprint: str) -> Namespace:
         return ns.namespace(self.config, hash_block_tokens, fingerprint)
@@ -87,6 +90,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         unsupported=_unsupported(vllm_config, kv_cache_config),
         release=installed_version() or "",
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        multimodal=vllm_config.model_config.is_multimodal_model,
         config=vllm_config,
     )
 

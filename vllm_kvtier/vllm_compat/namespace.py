@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, model_files, model_folder
+from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_files, model_folder, process_start
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.options import changed, engine_options
 from vllm_kvtier.vllm_compat.options import in_words as options_in_words
@@ -133,20 +133,26 @@ _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 class ModelFingerprint:
     """The model's name among engines: as an option says, or a digest that a thread of its own makes."""
 
-    def __init__(self, vllm_config: Any, option: str | None, on_ready: Callable[[], object] = lambda: None):
-        """``on_ready`` is called on that thread."""
-        self._config, self._name, self._on_ready = vllm_config, option, on_ready
+    def __init__(
+        self,
+        vllm_config: Any,
+        option: str | None,
+        on_ready: Callable[[], object] = lambda: None,
+        before: Callable[[], object] = lambda: None,
+    ):
+        """``before`` what may read the model's files, too, and ``on_ready`` after the name is known are called on that
+        thread."""
+        self._config, self._name, self._on_ready, self._before = vllm_config, option, on_ready, before
         self._made = threading.Event()
-        if option:
-            self._made.set()
-        else:
-            threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
+        threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
 
     def _make(self) -> None:
         began = time.monotonic()
         try:
-            self._name = model_fingerprint(self._config)
-            logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
+            self._before()
+            if not self._name:
+                self._name = model_fingerprint(self._config)
+                logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
         except Exception:
             logger.exception("kvtier: the weights cannot be told from others")
             self._name = _own_name()
@@ -185,6 +191,9 @@ def model_fingerprint(vllm_config: Any) -> str:
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
+            # vLLM has loaded them since this process began. Asked last: a change after this was not read here, either.
+            if changed_since(process_start(), model.model, model.revision, files):
+                files, words = [], "in files, or on a path, that changed after this process had started"
         else:
             words = "not in local files"
     except OSError as error:

@@ -132,8 +132,16 @@ ROWS: tuple[Row, ...] = (
         names=(f"{_CORE}:EngineCore",),
         calls=(
             (f"{_CORE}:EngineCore.collective_rpc", 2, ()), (f"{_CORE}:EngineCore.sleep", 2, ()),
-            (f"{_CORE}:EngineCore.add_lora", 2, ()),
+            (f"{_CORE}:EngineCore.add_lora", 2, ()), (f"{_CORE}:EngineCore.reset_encoder_cache", 1, ()),
         ),
+    ),
+    Row(
+        "encoder's outputs", Feature.ALL, "what changed weights leave behind beside the prefix cache",
+        sets={
+            "vllm.v1.core.encoder_cache_manager:EncoderCacheManager": "cached",
+            _SCHEDULER: "encoder_cache_manager",
+        },
+        fields={"vllm.config:ModelConfig": "is_multimodal_model"},
     ),
     Row(
         "sleep mode", Feature.ALL, "which engines may lose their cache's memory, and the worker's class", Side.BOTH,

@@ -2,8 +2,9 @@
 
 Trainers push weights by ``collective_rpc``: vLLM's own methods (``update_weights``, ``reload_weights``) and those of
 worker extensions, of any name. So every method counts but those known to leave the weights alone. Sleep of level 2
-throws them away. ``add_lora`` loads an adapter (see ``adapters``). Weights that are changed in a worker without its
-engine core being called are not noticed: that takes a reset of the prefix cache, and of the connector's with it.
+throws them away. Either may change adapters as well. ``add_lora`` loads an adapter (see ``adapters``). Weights that are
+changed in a worker without its engine core being called are not noticed: that takes a reset of the prefix cache, and of
+the connector's with it.
 """
 
 import functools
@@ -31,6 +32,9 @@ class Listener(Protocol):
     def weights_changed(self, how: str) -> None:
         """Engine's thread, after the change."""
 
+    def encoder_reset(self) -> None:
+        """Engine's thread: vLLM has forgotten an encoder's outputs, which outlive a reset of the prefix cache."""
+
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -40,7 +44,9 @@ def watch(listener: Listener) -> None:
     from vllm.v1.engine.core import EngineCore
 
     _listeners.add(listener)
-    for name, wrapped in (("collective_rpc", _rpc), ("sleep", _sleep), ("add_lora", _add_lora)):
+    for name, wrapped in (
+        ("collective_rpc", _rpc), ("sleep", _sleep), ("add_lora", _add_lora), ("reset_encoder_cache", _reset_encoder),
+    ):  # fmt: skip
         original = getattr(EngineCore, name)
         if not hasattr(original, _MARK):
             made = functools.wraps(original)(wrapped(original))
@@ -49,6 +55,7 @@ def watch(listener: Listener) -> None:
 
 
 def _tell(how: str) -> None:
+    ADAPTERS.untold()
     for listener in list(_listeners):
         try:
             listener.weights_changed(how)
@@ -67,6 +74,15 @@ def _rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
+def _reset_encoder(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_encoder_cache(engine: Any) -> None:
+        original(engine)
+        for listener in list(_listeners):
+            listener.encoder_reset()
+
+    return reset_encoder_cache
+
+
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= 2:
@@ -74,6 +90,14 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(engine, level, *args, **kwargs)
 
     return sleep
+
+
+def encoder_is_empty(scheduler: Any | None) -> bool:
+    """Whether no outputs of a multimodal model's encoder are kept for other requests, as far as that can be told."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    manager = scheduler.encoder_cache_manager if scheduler is not None else None
+    return type(manager) is EncoderCacheManager and not manager.cached
 
 
 def _add_lora(original: Callable[..., Any]) -> Callable[..., Any]:
