@@ -27,9 +27,9 @@ def at_defaults(cls: type, **fields: Any) -> Any:
 
 def engine_config(
     hf: dict | None = None, cache: dict | None = None, load: dict | None = None, attention: dict | None = None,
-    ranks: int = 1, lora: Any = None, additional: dict | None = None, **model: Any,
+    ranks: int = 1, lora: Any = None, additional: dict | None = None, asked_length: int | None = None, **model: Any,
 ) -> VllmConfig:  # fmt: skip
-    """``hf``: what the model's config.json says; ``model``: fields of ModelConfig."""
+    """``hf``: the model's config.json; ``asked_length``: --max-model-len; ``model``: fields of ModelConfig."""
     hf = hf or {}
     model = {
         "model": "model", "dtype": torch.bfloat16, "hf_config": SimpleNamespace(to_dict=lambda: hf),
@@ -37,9 +37,11 @@ def engine_config(
     }  # fmt: skip
     parallel = at_defaults(ParallelConfig)
     parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, 1
+    model_config = at_defaults(ModelConfig, **model)
+    model_config.original_max_model_len = asked_length
     return at_defaults(
         VllmConfig,
-        model_config=at_defaults(ModelConfig, **model),
+        model_config=model_config,
         cache_config=at_defaults(CacheConfig, **(cache or {})),
         load_config=at_defaults(LoadConfig, **(load or {})),
         attention_config=at_defaults(AttentionConfig, **(attention or {})),

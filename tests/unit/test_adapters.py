@@ -241,6 +241,21 @@ def test_admit_on_a_slow_file_system_there_are_few_looks(tmp_path, monkeypatch):
     assert adapters.confirm(requests[0], adapter) and len(looks) == 3, "it cannot have been something else meanwhile"
 
 
+def test_load_on_a_slow_file_system_is_seen_all_the_same(tmp_path, monkeypatch):
+    """It is not looked at for a while, but for what is loaded: what that is would never be known."""
+    monkeypatch.setattr(adapters_module, "SLOW_SECONDS", 0.0)
+    request, adapters = lora(files(tmp_path / "a")), Adapters()
+    loaded(adapters, request)
+    again = lora(files(tmp_path / "a", alpha=3), inplace=True)
+    adapters.load(again, lambda: True)
+    assert eventually(lambda: adapters.admit(request) not in (None, AWAITED))
+    adapter = adapters.current(request)
+    assert adapter is not None
+    for _ in range(3):  # at the first, or at the next ones, nothing is looked at
+        assert adapters.admit(again) in (None, adapter)
+    assert adapters.current(request) is adapter
+
+
 def test_admit_what_was_loaded_while_nothing_could_be_seen_is_not_known(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     monkeypatch.setattr(adapters_module, "_find", lambda path: 1 / 0)

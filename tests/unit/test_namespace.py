@@ -192,6 +192,22 @@ def test_options_longest_prompt_tunes_llama4_s_attention(monkeypatch):
     assert of(hf, max_model_len=32769) == short
 
 
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 4096}},
+        {"text_config": {"model_type": "llama4_text"}},
+    ],
+)
+def test_options_longest_prompt_that_is_fitted_to_memory_afterwards_says_nothing_of_the_model(hf, monkeypatch):
+    """vLLM has built it for the longest that it knows by then."""
+    monkeypatch.setattr(ModelConfig, "try_get_generation_config", lambda self: {})
+    fitted, more = (of(hf, max_model_len=length, asked_length=-1) for length in (4096, 40_000))
+    assert fitted == more
+    for length in (4096, 40_000):
+        assert fitted.mismatch(of(hf, max_model_len=length))
+
+
 def test_options_longest_prompt_sizes_media_of_some_models():
     hf = {"architectures": ["NemotronH_Nano_VL_V2"]}
     assert "max_model_len=256" in of(hf, **multimodal()).mismatch(of(hf, max_model_len=99, **multimodal()))

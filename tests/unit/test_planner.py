@@ -416,6 +416,16 @@ def test_will_compute_of_prompts_of_many_steps_and_of_some_that_end_in_the_middl
     assert planner._backlog == 0.0 and not planner._to_compute
 
 
+def test_will_compute_of_what_is_left_behind_a_load_is_nothing_to_wait_behind():
+    """Requests generate for long after a step has computed it, which is too small to be told of."""
+    planner = taught()
+    for number in range(256):
+        planner.will_compute(str(number), 2032, 2048)
+        planner.will_compute(f"long {number}", 0, 2048)
+        planner.computes(f"long {number}", 2040)
+    assert planner._backlog == 0.0 and not planner._to_compute
+
+
 def test_decide_among_any_number_that_waits_no_load_takes_many_times_what_computing_takes():
     planner, tokens = taught(), 2048
     seconds = planner.compute_seconds(0, tokens, tokens + 1)

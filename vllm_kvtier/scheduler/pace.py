@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvtier.scheduler.planner import Planner
+from vllm_kvtier.scheduler.planner import LEAST_TOKENS, Planner
 from vllm_kvtier.scheduler.tracked import Tracked
 
-# Smaller prefills drown in a step's fixed cost.
-LEAST_TOKENS = 32
 # Decode steps say what a step costs in itself; without them it would be taken for the cost of tokens, or the reverse.
 # There are thousands of them, and all say the same.
 DECODES_EVERY = 8

@@ -42,6 +42,9 @@ REASONS = (FASTER, UNMEASURED, SLOWER, QUEUED, TRIAL, NOTHING, SHORT)
 # A source that was found slow is tried once in so many times that it is declined for it.
 TRIAL_EVERY = 16
 
+# Smaller prefills drown in a step's fixed cost: they are neither measured nor waited behind.
+LEAST_TOKENS = 32
+
 # Among prompts that wait to be computed, a load may take this many times longer than computing its tokens.
 BEHIND = 8
 
@@ -161,7 +164,7 @@ class Planner:
         """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
         self.forget(request_id)
         seconds = self._steps.prefill_seconds(start, prompt, 0, 0.0)
-        if seconds > 0:
+        if seconds > 0 and prompt - start >= LEAST_TOKENS:
             self._to_compute[request_id] = prompt, seconds
             self._backlog += seconds
 

@@ -46,8 +46,9 @@ READ_SECONDS = 1.0  # so long a request waits for its adapter's files to be read
 LOOK_SECONDS = 0.1  # so long the engine waits for a look, which takes less than 1 ms: then nothing is known
 # After a look that took longer there is none at that path for REST times as long: they share the engine's time with its
 # steps.
-SLOW_SECONDS = 0.01
+SLOW_SECONDS = 0.02
 REST = 100
+LOAD_SECONDS = 1.0  # so long the engine waits for a look when an adapter is loaded, which takes longer itself
 MOST = 10_000  # adapters; those beyond are not shared
 # Fields of vLLM's LoRARequest that do not change what its weights are; whatever else a release has, counts.
 _NAMING = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
@@ -113,17 +114,22 @@ class Looks:
         # Engine's thread. Paths of which a look took long: its thread, and when the next one may begin.
         self._slow: dict[str, tuple[threading.Thread, float]] = {}
 
-    def look(self, path: str) -> Found | None:
-        """What one that begins now finds; None: nothing in ``LOOK_SECONDS``, or it is not looked at."""
+    def look(self, path: str, seconds: float | None = None, rests: bool = True) -> Found | None:
+        """What one that begins now finds; None: nothing in ``seconds`` (None: ``LOOK_SECONDS``), or it is not looked
+        at. ``rests``: False where what is not known now will not be known later."""
         began = time.monotonic()
         last, rests_until = self._slow.get(path, (None, 0.0))
-        if last is not None and (last.is_alive() or began < rests_until) or len(self._slow) >= MOST:
+        if last is not None and (last.is_alive() or rests and began < rests_until):
             return None
         self._slow.pop(path, None)
+        if len(self._slow) >= MOST:
+            self._slow = {p: (t, until) for p, (t, until) in self._slow.items() if t.is_alive() or began < until}
+            if len(self._slow) >= MOST:
+                return None
         seen: list[Found] = []
         thread = threading.Thread(target=_see, args=(path, seen), name="kvtier-adapter-look", daemon=True)
         thread.start()
-        thread.join(LOOK_SECONDS)
+        thread.join(LOOK_SECONDS if seconds is None else seconds)
         ended, took = not thread.is_alive(), time.monotonic() - began
         if not ended or took > SLOW_SECONDS:
             self._slow[path] = thread, began + REST * took
@@ -201,8 +207,8 @@ class Adapters:
         known = self._loaded(lora)
         if known is not None and known.is_awaited():
             return AWAITED
-        found = self._looks.look(lora.lora_path)
-        if known is None or lora.load_inplace:
+        found = self._looks.look(lora.lora_path, rests=known is not None)
+        if known is None or lora.load_inplace and found is not None:
             # Its workers load it for this request, or have done so unseen. What a hub has is known only afterwards.
             local = found is not None and found.local
             known = self._take(lora, *((found.folder, found.signature) if local else (None, None)))
@@ -268,10 +274,13 @@ class Adapters:
 
     def _before(self, lora: Any) -> Found | None:
         known = self._loaded(lora)
-        return self._looks.look(lora.lora_path) or _UNSEEN if known is None or lora.load_inplace else None
+        return self._look_for_load(lora) if known is None or lora.load_inplace else None
+
+    def _look_for_load(self, lora: Any) -> Found:
+        return self._looks.look(lora.lora_path, LOAD_SECONDS, rests=False) or _UNSEEN
 
     def _after(self, lora: Any, before: Found) -> None:
-        found = self._looks.look(lora.lora_path) or _UNSEEN
+        found = self._look_for_load(lora)
         # A hub's may just have been downloaded.
         self._take(lora, found.folder, found.signature if found == before or not found.local else None)
 

@@ -179,17 +179,23 @@ def by_length(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     parts = list(_dictionaries(config))
+    # With -1 the model is built for the longest prompt that it knows, and what fits into memory is found afterwards.
+    auto = model.original_max_model_len == -1
     if any({"longrope", "su"}.intersection((each.get("rope_type"), each.get("type"))) for each in parts):
         # vLLM takes one or the other factors for all prompts.
         trained = [length for each in parts if (length := each.get("original_max_position_embeddings"))]
-        yield from ((f"max_model_len>{length}", model.max_model_len > length) for length in trained)
-        if not trained:
-            yield "max_model_len", model.max_model_len
+        if auto or not trained:
+            yield "max_model_len", "auto" if auto else model.max_model_len
+        else:
+            yield from ((f"max_model_len>{length}", model.max_model_len > length) for length in trained)
     if any(each.get("model_type") == "llama4_text" for each in parts):
         options = {**model.try_get_generation_config(), **model.override_generation_config}
-        yield "attn_temperature_tuning", bool(options.get("attn_temperature_tuning", model.max_model_len > 32768))
+        if "attn_temperature_tuning" in options:
+            yield "attn_temperature_tuning", bool(options["attn_temperature_tuning"])
+        else:
+            yield "attn_temperature_tuning", "auto" if auto else model.max_model_len > 32768
     if model.multimodal_config is not None and _MEDIA_BY_LENGTH.intersection(config.get("architectures") or ()):
-        yield "max_model_len", model.max_model_len
+        yield "max_model_len", f"auto, {model.max_model_len}" if auto else model.max_model_len
 
 
 def _dictionaries(value: Any) -> Iterator[Mapping[str, Any]]:
