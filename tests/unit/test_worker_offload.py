@@ -11,6 +11,7 @@ from worker_fakes import LIFE, MIB, CpuLink, Link, arrays, cache, engine, load, 
 
 from vllm_kvtier.wire.slots import PAGE, part_layout, slot_layout
 from vllm_kvtier.worker import offload as module
+from vllm_kvtier.worker import queues
 from vllm_kvtier.worker.copier import make_copier
 from vllm_kvtier.worker.offload import Offload
 from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StoreOrder
@@ -576,3 +577,26 @@ def test_blocks_come_back_as_they_were_and_wrong_ones_are_named():
     result, = run_real(offload, lambda ended: ended.loads).loads
     assert result.bad_blocks == set(orders[0].blocks.tolist())
     copier.close()
+
+
+@pytest.mark.parametrize("where", ["_piece", "_urgency", "LoadQueue._joinable", "_Load.current", "_Load.at"])
+def test_next_piece_raises_once_its_blocks_still_wait_and_all_that_comes_later_ends(link, clock, monkeypatch, where):
+    offload = engine(link, clock)
+    owner, name = (queues, where) if "." not in where else (getattr(queues, where.split(".")[0]), where.split(".")[1])
+    before, raised = getattr(owner, name), []
+
+    def once(*args):
+        if not raised:
+            raised.append(where)
+            raise RuntimeError(where)
+        return before.fget(*args) if isinstance(before, property) else before(*args)
+
+    monkeypatch.setattr(owner, name, property(once) if isinstance(before, property) else once)
+    offload.submit_load(load("first", 1000), None)
+    with pytest.raises(RuntimeError):
+        offload.drive()
+    assert raised
+    offload.submit_load(load("second", 10), None)
+    results = {result.request_id: result for result in run(offload, clock, 10).loads}
+    assert set(results) == {"first", "second"} and not any(result.failed for result in results.values())
+    assert not offload.loading and offload._loads.nbytes == 0

@@ -373,7 +373,11 @@ class Offload:
         return True
 
     def _start(self, lane: _Lane, copy: Callable[..., Copy], piece: Piece, fence: Any, began: float) -> None:
-        self._backing.take()
+        try:
+            self._backing.take()
+        except Exception as error:
+            self._failed(lane, piece, error)
+            return
         try:
             call = _Call(piece, copy(piece.group, piece.blocks, piece.keys, piece.slots, fence), self._backing)
         except Exception as error:  # whatever a driver raises costs these orders, not the engine

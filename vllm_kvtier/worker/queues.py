@@ -124,20 +124,20 @@ class StoreQueue:
         room = max(1, nbytes // size)
         parts: list[tuple[Any, int, Any, int, int]] = []
         waiting = self._waiting[group]
-        step, final = -1, False
-        while waiting and room and waiting[0].order.after_step <= launched:
-            store = waiting[0]
-            start = store.issued
-            store.issued = min(store.stop, start + room)
-            room -= store.issued - start
-            store.running += 1
-            parts.append((store, start, store.order, start, store.issued))
-            step = max(step, store.order.after_step)
-            if store.issued == store.stop:
-                final = True
-                waiting.popleft()
+        for store in waiting:
+            if not room or store.order.after_step > launched:
+                break
+            start, stop = store.issued, min(store.stop, store.issued + room)
+            room -= stop - start
+            parts.append((store, start, store.order, start, stop))
         piece = _piece(group, size, parts)
-        piece.after_step, piece.final = step, final
+        piece.after_step = max(store.order.after_step for store, *_ in parts)
+        piece.final = any(stop == store.stop for store, *_, stop in parts)
+        for store, *_, stop in parts:  # last: had anything raised, these blocks would still wait
+            store.issued = stop
+            store.running += 1
+            if stop == store.stop:
+                waiting.popleft()
         self._waiting_bytes[group] -= piece.nbytes
         return piece
 
@@ -247,17 +247,28 @@ class _Load:
     after: Any
     since: float
     deadline: float
-    left: int  # bytes that no piece was made of yet
-    issued: list[int]  # blocks given to pieces, by index in order.groups
+    sizes: list[int]  # bytes of a block, by index in order.groups
+    issued: list[int]  # blocks given to pieces, likewise
     passed: Callable[[], bool] | None  # whether ``after`` has; None: not to be asked, or no more
     fenced: float = 0.0  # seconds until when it was seen not to have
-    at: int = 0  # the index whose blocks go next
     running: int = 0  # pieces
     began: float | None = None
     reason: str = ""
     bytes: int = 0
     bad: set[int] = field(default_factory=set)
     corrupt: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Bytes that no piece was made of yet."""
+        each = zip(self.order.groups, self.issued, self.sizes, strict=True)
+        return sum((len(group.blocks) - issued) * size for group, issued, size in each)
+
+    @property
+    def at(self) -> int:
+        """The index whose blocks go next, if any are left."""
+        each = enumerate(zip(self.order.groups, self.issued, strict=True))
+        return next(at for at, (group, issued) in each if issued < len(group.blocks))
 
     @property
     def current(self) -> GroupLoad:
@@ -271,11 +282,15 @@ class LoadQueue:
         self._loads: dict[_Load, None] = {}  # in order of arrival
         self._results: list[LoadResult] = []
         self._next_deadline = math.inf  # never later than the first one; looked up again when it has passed
-        self.nbytes = 0  # that no piece was made of yet
 
     def __len__(self) -> int:
         """Loads that have not ended."""
         return len(self._loads)
+
+    @property
+    def nbytes(self) -> int:
+        """That no piece was made of yet."""
+        return sum(load.left for load in self._loads)
 
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
@@ -288,12 +303,10 @@ class LoadQueue:
 
     def add(self, order: LoadOrder, after: Any, now: float, passed: Callable[[], bool] | None = None) -> None:
         """``passed``: whether ``after`` has, so that the blocks may be written; None: that is not known."""
-        left = sum(len(g.blocks) * self._block_bytes[g.group] for g in order.groups)
-        load = _Load(order, after, now, now + order.timeout, left, [0] * len(order.groups), passed)
+        sizes = [self._block_bytes[g.group] for g in order.groups]
+        load = _Load(order, after, now, now + order.timeout, sizes, [0] * len(order.groups), passed)
         self._loads[load] = None
-        self.nbytes += left
         self._next_deadline = min(self._next_deadline, load.deadline)
-        self._advance(load)
         self._settle(load, now)
 
     def look(self, now: float) -> None:
@@ -308,9 +321,10 @@ class LoadQueue:
     def next_piece(self, nbytes: int, rate: float, now: float) -> Piece | None:
         """About ``nbytes`` of the load that goes first, at least one block; filled up with loads that are at the
         same group behind the same fence. ``rate``: bytes a second that loads make, to weigh size against age."""
-        if not self.nbytes:
+        waiting = [load for load in self._loads if load.left]
+        if not waiting:
             return None
-        first = min((load for load in self._loads if load.left), key=lambda load: _urgency(load, rate))
+        first = min(waiting, key=lambda load: _urgency(load, rate))
         group = first.current.group
         size = self._block_bytes[group]
         room = max(1, nbytes // size)
@@ -321,16 +335,15 @@ class LoadQueue:
             stop = min(len(arrays.blocks), start + room)
             room -= stop - start
             parts.append((load, at, arrays, start, stop))
-            load.issued[at] = stop
-            load.running += 1
-            load.began = now if load.began is None else load.began
-            self._forget(load, stop - start, size)
-            self._advance(load)
-            final = final or not load.left
+            final = final or load.left == (stop - start) * size
             if not room:
                 break
         piece = _piece(group, size, parts)
         piece.after, piece.final = first.after, final
+        for load, at, _, _, stop in parts:  # last: had anything raised, these blocks would still wait
+            load.issued[at] = stop
+            load.running += 1
+            load.began = now if load.began is None else load.began
         return piece
 
     def ended(self, piece: Piece, bad: np.ndarray | None, now: float, reason: str = "") -> None:
@@ -396,24 +409,11 @@ class LoadQueue:
         )
         return [first, *sorted(others, key=lambda load: _urgency(load, rate))]
 
-    def _forget(self, load: _Load, count: int, size: int) -> None:
-        load.left -= count * size
-        self.nbytes -= count * size
-
-    def _advance(self, load: _Load) -> None:
-        """To the next group with blocks that wait."""
-        groups = load.order.groups
-        while load.at < len(groups) and load.issued[load.at] == len(groups[load.at].blocks):
-            load.at += 1
-
     def _skip(self, load: _Load, at: int) -> None:
         """What waits of this group is not loaded."""
         group = load.order.groups[at]
-        rest = group.blocks[load.issued[at] :]
-        load.bad.update(rest.tolist())
+        load.bad.update(group.blocks[load.issued[at] :].tolist())
         load.issued[at] = len(group.blocks)
-        self._forget(load, len(rest), self._block_bytes[group.group])
-        self._advance(load)
 
     def _fail(self, load: _Load, reason: str) -> None:
         load.reason = load.reason or reason
