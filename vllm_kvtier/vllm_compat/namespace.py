@@ -170,8 +170,8 @@ def _own_name() -> str:
 
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's files: its configuration, weights and, where media or the model's own code are used, what
-    prepares media and that code. Random where the weights are not known to be those
-    of files that are there: KV of such a model is not shared until the option model_fingerprint names it."""
+    prepares media and that code. Random where the weights are not known to be those of files that are there: KV of such
+    a model is not shared until the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}

@@ -292,6 +292,11 @@ class LoadQueue:
         """That no piece was made of yet."""
         return sum(load.left for load in self._loads)
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are any such; looks no further than the first."""
+        return any(load.left for load in self._loads)
+
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
         return {request_id for request_id, _ in self.names()}
@@ -381,7 +386,7 @@ class LoadQueue:
 
     def next_deadline(self) -> float:
         """When ``expire`` may have something to do; infinity for never."""
-        return self._next_deadline if self.nbytes else math.inf
+        return self._next_deadline if self.waits else math.inf
 
     @property
     def has_results(self) -> bool:
