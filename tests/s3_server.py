@@ -18,15 +18,15 @@ import boto3
 from botocore.config import Config
 from support import eventually, stop
 
+from vllm_kvtier.devtools.processes import free_port
+
 REGION = "us-east-1"
 
 
 class S3Server:
     def __init__(self, log: Path | None = None):
         """``log``: a file for a line a request."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._log = log or Path(os.devnull)
         self._process: subprocess.Popen | None = None

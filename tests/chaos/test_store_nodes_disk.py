@@ -3,7 +3,6 @@ that happens to the one costs the other more than it."""
 
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -11,6 +10,7 @@ from store_process import Engine, Store
 from store_support import EVERYTHING, SPACE, chain_of
 from support import eventually, stop
 
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.store import messages as m
 
 CHAINS = [chain_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
@@ -20,7 +20,7 @@ class Pair:
     """A has a disk, B none; each knows the other."""
 
     def __init__(self, folder):
-        ports = [_free_port() for _ in range(2)]
+        ports = [free_port() for _ in range(2)]
         self.stores, self.options = [], []
         for side, (own, other) in enumerate([ports, ports[::-1]]):
             home = folder / "ab"[side]
@@ -147,9 +147,3 @@ def _disk_mover(store: Store) -> int:
             except OSError:
                 continue  # it ended meanwhile
     raise AssertionError("no mover has the disk open")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

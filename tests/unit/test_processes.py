@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -166,3 +167,21 @@ def test_nothing_is_left_when_the_starter_is_killed(tmp_path):
     starter.wait()
     starter.stdout.close()
     assert gone(group)
+
+
+def test_a_free_port_is_given_to_one_process_only():
+    code = "import sys; from vllm_kvtier.devtools.processes import free_port; print(*[free_port() for _ in range(400)])"
+    command = [sys.executable, "-c", f"{code}; sys.stdout.flush(); sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        ports = [int(port) for process in (one, other) for port in process.stdout.readline().split()]
+        assert len(ports) == len(set(ports)) == 800
+        for process in (one, other):
+            process.stdin.close()
+
+
+def test_a_free_port_is_not_one_that_the_system_gives_to_connections():
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first < 20000:
+        pytest.skip("the system gives nearly every port to connections")
+    assert not any(first <= free_port() <= last for _ in range(20))

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.tier import _store_options
 from vllm_kvtier.store import messages as m
@@ -32,12 +33,6 @@ from vllm_kvtier.store.records import IndexStats
 from vllm_kvtier.store.server import StoreServer
 
 BLOCK = BLOCK_PAGES * m.PAGE
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 class Scraped:

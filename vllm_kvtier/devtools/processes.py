@@ -5,8 +5,10 @@ small shell that waits for the end of a pipe which only this process holds, and 
 group also dies when this process is killed and cannot clean up.
 """
 
+import errno
 import http.client
 import os
+import random
 import re
 import select
 import signal
@@ -21,7 +23,8 @@ POLL_SECONDS = 0.25  # how often a starting service is asked whether it is ready
 _LEASH = 'read -r _; kill -s KILL -- "-$1"'  # the form that every sh understands
 # The last line of a traceback, wherever a logger's prefix puts it.
 _ERROR = re.compile(r"(?:(?<=\s)|^)[A-Za-z_][\w.]*(?:Error|Exception|Unsupported\w+): .+$", re.MULTILINE)
-_given_ports: set[int] = set()
+_FIRST_PORT = 10000
+_claims: list[socket.socket] = []  # one for each port given; the names go with this process
 
 
 class ServiceFailed(RuntimeError):
@@ -29,14 +32,35 @@ class ServiceFailed(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now and that this process has not been given before."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        if port not in _given_ports:
-            _given_ports.add(port)
-            return port
+    """A TCP port that is free now and that no process of this machine has been given by this function.
+
+    It stays with this process until it ends, so that a service can be stopped and started again on it. It lies
+    below the ports that the system gives to outgoing connections: none of those can take it meanwhile.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    end = _first_ephemeral_port()
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, end), end - _FIRST_PORT):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier-test-port-{port}")
+            with socket.socket(family) as probe:
+                probe.bind((host, port))
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        _claims.append(claim)
+        return port
+    raise OSError(errno.EADDRINUSE, f"no port from {_FIRST_PORT} to {end - 1} is free")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 0
+    return first if first >= 2 * _FIRST_PORT else 32768  # Linux's own default
 
 
 class Service:
