@@ -39,7 +39,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     end = _first_ephemeral_port()
-    for port in random.SystemRandom().sample(range(_FIRST_PORT, end), end - _FIRST_PORT):
+    draw = random.SystemRandom()
+    for _ in range(10 * (end - _FIRST_PORT)):
+        port = draw.randrange(_FIRST_PORT, end)
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0kvtier-test-port-{port}")
@@ -52,7 +54,7 @@ def free_port(host: str = "127.0.0.1") -> int:
             continue
         _claims.append(claim)
         return port
-    raise OSError(errno.EADDRINUSE, f"no port from {_FIRST_PORT} to {end - 1} is free")
+    raise OSError(errno.EADDRINUSE, f"no free port was found from {_FIRST_PORT} to {end - 1}")
 
 
 def _first_ephemeral_port() -> int:
