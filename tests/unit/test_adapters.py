@@ -256,6 +256,24 @@ def test_load_on_a_slow_file_system_is_seen_all_the_same(tmp_path, monkeypatch):
     assert adapters.current(request) is adapter
 
 
+def test_admit_loaded_in_place_from_a_folder_that_was_another_for_a_moment_is_not_known(tmp_path, monkeypatch):
+    """A folder above was exchanged and came back: nothing of it looks as if it had been another."""
+    for name, alpha in (("here", 1), ("other", 7)):
+        (tmp_path / name).mkdir()
+        files(tmp_path / name / "a", alpha=alpha)
+    folder, adapters = tmp_path / "here" / "a", Adapters()
+    assert loaded(adapters, lora(folder)) is not None
+    find = adapters_module._find
+    monkeypatch.setattr(adapters_module, "_find", lambda path: 1 / 0)  # as one that takes too long
+    (tmp_path / "here").rename(tmp_path / "kept")
+    (tmp_path / "other").rename(tmp_path / "here")
+    assert adapters.admit(lora(folder, inplace=True)) is None
+    (tmp_path / "here").rename(tmp_path / "other")
+    (tmp_path / "kept").rename(tmp_path / "here")
+    monkeypatch.setattr(adapters_module, "_find", find)
+    assert adapters.admit(lora(folder)) is None and adapters.current(lora(folder)) is None
+
+
 def test_admit_what_was_loaded_while_nothing_could_be_seen_is_not_known(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     monkeypatch.setattr(adapters_module, "_find", lambda path: 1 / 0)

@@ -421,6 +421,7 @@ def test_will_compute_of_what_is_left_behind_a_load_is_nothing_to_wait_behind():
     planner = taught()
     for number in range(256):
         planner.will_compute(str(number), 2032, 2048)
+        planner.will_compute(f"the most of these {number}", 2048 - 32, 2048)
         planner.will_compute(f"long {number}", 0, 2048)
         planner.computes(f"long {number}", 2040)
     assert planner._backlog == 0.0 and not planner._to_compute

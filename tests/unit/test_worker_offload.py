@@ -600,3 +600,14 @@ def test_next_piece_raises_once_its_blocks_still_wait_and_all_that_comes_later_e
     results = {result.request_id: result for result in run(offload, clock, 10).loads}
     assert set(results) == {"first", "second"} and not any(result.failed for result in results.values())
     assert not offload.loading and offload._loads.nbytes == 0
+
+
+def test_next_piece_of_stores_raises_once_its_blocks_still_wait_and_are_stored_then(link, clock, monkeypatch):
+    offload = engine(link, clock)
+    monkeypatch.setattr(queues, "_piece", once(queues._piece))
+    offload.submit_store(order := store(1000))
+    offload.step_launched(order.after_step, None)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        offload.drive()
+    assert run(offload, clock, 10).stored == [order.id]
+    assert not offload.stores_under_way() and offload.queued_store_bytes == 0

@@ -207,8 +207,8 @@ class Adapters:
         known = self._loaded(lora)
         if known is not None and known.is_awaited():
             return AWAITED
-        found = self._looks.look(lora.lora_path, rests=known is not None)
-        if known is None or lora.load_inplace and found is not None:
+        found = self._looks.look(lora.lora_path, rests=known is not None and not lora.load_inplace)
+        if known is None or lora.load_inplace:
             # Its workers load it for this request, or have done so unseen. What a hub has is known only afterwards.
             local = found is not None and found.local
             known = self._take(lora, *((found.folder, found.signature) if local else (None, None)))

@@ -233,7 +233,7 @@ class Offload:
         now = self._clock()
         self._follow(now)
         self._loads.look(now)
-        while self._loads.waits:
+        while self._loads.nbytes:
             began = self._clock()
             piece = self._loads.next_piece(self._loads.nbytes, self._loading.rate.value, began)
             self._start(self._loading, self._backing.copier.load, piece, piece.after, began)
@@ -333,7 +333,7 @@ class Offload:
         """When the lane has work that could begin."""
         if lane is self._storing:
             return self._stores.ready_at(self._launched, self._piece_bytes)
-        return -math.inf if self._loads.waits else math.inf
+        return -math.inf if self._loads.nbytes else math.inf
 
     def _follow(self, now: float) -> None:
         """If the memory is another than it was, orders for the old one end; what runs there ends there."""
@@ -353,7 +353,7 @@ class Offload:
         return None
 
     def _issue_load(self) -> bool:
-        if not (self._loads.waits and self._loading.room(self._piece_bytes)):
+        if not (self._loads.nbytes and self._loading.room(self._piece_bytes)):
             return False
         began = self._clock()
         piece = self._loads.next_piece(self._piece_bytes, self._loading.rate.value, began)

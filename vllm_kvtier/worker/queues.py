@@ -249,8 +249,10 @@ class _Load:
     deadline: float
     sizes: list[int]  # bytes of a block, by index in order.groups
     issued: list[int]  # blocks given to pieces, likewise
+    left: int  # bytes that no piece was made of yet
     passed: Callable[[], bool] | None  # whether ``after`` has; None: not to be asked, or no more
     fenced: float = 0.0  # seconds until when it was seen not to have
+    _at: int = 0  # no index before it has blocks left
     running: int = 0  # pieces
     began: float | None = None
     reason: str = ""
@@ -259,16 +261,11 @@ class _Load:
     corrupt: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def left(self) -> int:
-        """Bytes that no piece was made of yet."""
-        each = zip(self.order.groups, self.issued, self.sizes, strict=True)
-        return sum((len(group.blocks) - issued) * size for group, issued, size in each)
-
-    @property
     def at(self) -> int:
         """The index whose blocks go next, if any are left."""
-        each = enumerate(zip(self.order.groups, self.issued, strict=True))
-        return next(at for at, (group, issued) in each if issued < len(group.blocks))
+        while self.issued[self._at] >= len(self.order.groups[self._at].blocks):
+            self._at += 1
+        return self._at
 
     @property
     def current(self) -> GroupLoad:
@@ -282,20 +279,11 @@ class LoadQueue:
         self._loads: dict[_Load, None] = {}  # in order of arrival
         self._results: list[LoadResult] = []
         self._next_deadline = math.inf  # never later than the first one; looked up again when it has passed
+        self.nbytes = 0  # that no piece was made of yet; read by other threads too
 
     def __len__(self) -> int:
         """Loads that have not ended."""
         return len(self._loads)
-
-    @property
-    def nbytes(self) -> int:
-        """That no piece was made of yet."""
-        return sum(load.left for load in self._loads)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are any such; looks no further than the first."""
-        return any(load.left for load in self._loads)
 
     def request_ids(self) -> set[str]:
         """Of loads that have not ended, or whose results were not taken yet."""
@@ -309,8 +297,10 @@ class LoadQueue:
     def add(self, order: LoadOrder, after: Any, now: float, passed: Callable[[], bool] | None = None) -> None:
         """``passed``: whether ``after`` has, so that the blocks may be written; None: that is not known."""
         sizes = [self._block_bytes[g.group] for g in order.groups]
-        load = _Load(order, after, now, now + order.timeout, sizes, [0] * len(order.groups), passed)
+        left = sum(len(group.blocks) * size for group, size in zip(order.groups, sizes, strict=True))
+        load = _Load(order, after, now, now + order.timeout, sizes, [0] * len(order.groups), left, passed)
         self._loads[load] = None
+        self.nbytes += left
         self._next_deadline = min(self._next_deadline, load.deadline)
         self._settle(load, now)
 
@@ -345,8 +335,10 @@ class LoadQueue:
                 break
         piece = _piece(group, size, parts)
         piece.after, piece.final = first.after, final
-        for load, at, _, _, stop in parts:  # last: had anything raised, these blocks would still wait
+        for load, at, _, start, stop in parts:  # last: had anything raised, these blocks would still wait
             load.issued[at] = stop
+            load.left -= (stop - start) * size
+            self.nbytes -= (stop - start) * size
             load.running += 1
             load.began = now if load.began is None else load.began
         return piece
@@ -386,7 +378,7 @@ class LoadQueue:
 
     def next_deadline(self) -> float:
         """When ``expire`` may have something to do; infinity for never."""
-        return self._next_deadline if self.waits else math.inf
+        return self._next_deadline if self.nbytes else math.inf
 
     @property
     def has_results(self) -> bool:
@@ -417,8 +409,11 @@ class LoadQueue:
     def _skip(self, load: _Load, at: int) -> None:
         """What waits of this group is not loaded."""
         group = load.order.groups[at]
-        load.bad.update(group.blocks[load.issued[at] :].tolist())
+        skipped = group.blocks[load.issued[at] :].tolist()
+        load.bad.update(skipped)
         load.issued[at] = len(group.blocks)
+        load.left -= len(skipped) * load.sizes[at]
+        self.nbytes -= len(skipped) * load.sizes[at]
 
     def _fail(self, load: _Load, reason: str) -> None:
         load.reason = load.reason or reason
