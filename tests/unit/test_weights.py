@@ -305,8 +305,8 @@ def adapter_files(folder: Path, weights: bytes = b"weights") -> Path:
 
 
 def matched(running, request):
-    while running.half.match(request, 0)[0] is None:
-        continue  # its files are being read
+    while request.request_id not in running.half._provenance._admitted:  # its files are being read
+        running.half.match(request, 0)  # what the store would answer is not waited for
     return request
 
 
