@@ -83,7 +83,9 @@ def pip_keeping_torch(*args: str) -> None:
 
 def pip(*args: str, check: bool = True) -> bool:
     """Run pip quietly; its output is shown only when it fails. Exits if ``check``, else returns success."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args]
+    # Python compiles what is imported; compiling all of torch and transformers takes longer than installing them.
+    no_compile = ["--no-compile"] if args[0] == "install" else []
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args, *no_compile]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode and check:
         sys.exit(f"{result.stdout}\npip failed; the command was: {' '.join(command)}")
