@@ -14,6 +14,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -49,6 +50,10 @@ def main() -> None:
     pip_keeping_torch("install", *kept_requirements())
     step("vllm-kvtier, editable")
     pip_keeping_torch("install", "-e", f"{root}[cpu,proxy,test]")
+    step("bytecode, on all processors: pip would use one")
+    # Silent: some packages have files for other releases of Python, which do not compile.
+    compileall = [sys.executable, "-m", "compileall", "-q", "-j", "0", sysconfig.get_path("purelib")]
+    subprocess.run(compileall, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     step("a first look")
     look = "import torch, transformers, vllm, nixl, vllm_kvtier.kernels; print('   torch', torch.__version__,"
     look += " ' vllm', vllm.__version__, ' transformers', transformers.__version__)"
@@ -83,7 +88,6 @@ def pip_keeping_torch(*args: str) -> None:
 
 def pip(*args: str, check: bool = True) -> bool:
     """Run pip quietly; its output is shown only when it fails. Exits if ``check``, else returns success."""
-    # Python compiles what is imported; compiling all of torch and transformers takes longer than installing them.
     no_compile = ["--no-compile"] if args[0] == "install" else []
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args, *no_compile]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
