@@ -55,10 +55,12 @@ site: $(SETUP)
 
 lint: $(SETUP)
 	@$(PY) -m ruff check .
+	@$(PY) -m mypy
 
-# Two files of tests at a time. Tests with engines wait for one another's messages more than they compute. Of the chaos
-# tests, those with engines are in files called test_engines_*. The rest, which mostly wait for processes that start, die
-# and hang, are not run beside the levels that compute: some of them measure how long the others must wait.
+# Levels that compute run two files at a time. Tests with engines and chaos tests mostly wait, for messages and for
+# processes that start, die and hang: on two cores three files at a time use about half of the processors. Chaos tests
+# with engines are in files called test_engines_*. The others do not run beside the levels that compute, because some
+# of them measure delays.
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
 ENGINES := $(patsubst %,tests/%,$(filter-out unit property kernels chaos,$(LEVELS)))
 ifneq ($(filter chaos,$(LEVELS)),)
@@ -69,9 +71,9 @@ endif
 test: lint
 	@status=0; \
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
-	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
-	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(ENGINES) || status=$$?; fi; \
+	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
+	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(ENGINES) || status=$$?; fi; \
 	exit $$status
 
 clean:
-	rm -rf .venv .cache build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .cache build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -60,6 +60,7 @@ setup(
             "hypothesis>=6.100",
             "httpx>=0.26",
             "ruff>=0.6",
+            "mypy>=1.13",
             # Engines that the proxy's tests make up, and certificates for them.
             "fastapi>=0.110",
             "cryptography>=41",

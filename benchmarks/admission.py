@@ -1,9 +1,9 @@
-"""What the disk tier finds of a recorded request trace, and what is written to it, by what is admitted.
+"""Hit rate and writes of the disk tier for a recorded request trace, by admission policy.
 
     python benchmarks/admission.py TRACE.jsonl.xz -o benchmarks/results/admission.json
 
-How a trace is replayed: ``vllm_kvtier.plan.replay``. ``--scan``: so many blocks, in prompts of 128k tokens that never
-return, come in between.
+``vllm_kvtier.plan.replay`` replays the trace. ``--scan``: blocks, in prompts of 128k tokens that never return, that are
+inserted in between.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_kvtier.plan.replay import replay
 from vllm_kvtier.plan.trace import ideal, read
-from vllm_kvtier.store.lower.admission import DEFAULT, admission
+from vllm_kvtier.store.tiers.admission import DEFAULT, admission
 
 SCAN_PROMPT = 256  # blocks
 

@@ -1,9 +1,9 @@
-"""How long an engine of this node takes to lend its blocks while it is at work: over its Unix socket, and over TCP.
+"""Latency of a lease request to a busy engine of this node, over its Unix socket and over TCP.
 
     python benchmarks/asks.py [--seconds 6] [--step-ms 14] [--launch-ms 8]
 
-The lender is a process whose main thread launches steps in Python, as an engine's does (``--launch-ms`` of each
-``--step-ms``), with the connector's endpoint beside it; it lends 128 blocks. No GPU is needed.
+The leasing process launches steps in Python on its main thread, as an engine does (``--launch-ms`` of each
+``--step-ms``), and runs the connector's lease server; it leases 128 blocks. No GPU is needed.
 """
 
 import argparse
@@ -16,38 +16,56 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.endpoint import Endpoint
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
-from vllm_kvtier.scheduler.offers import Offer
-from vllm_kvtier.scheduler.peers import Peers
-from vllm_kvtier.vllm_compat.engine import share_interpreter
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.leases.lease_client import LeaseClient, LeasedBlocks
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
+from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.wire.reactor import Reactor
 
-BLOCKS, UNIT, INSTANCE = 128, 16, "lender/1"
-CHAIN = [bytes([n % 256, n // 256]) * 16 for n in range(BLOCKS)]
-NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", UNIT, 1, 1)
+BLOCKS, HASH_BLOCK_SIZE, INSTANCE = 128, 16, "lender/1"
+BLOCK_HASHES = [bytes([n % 256, n // 256]) * 16 for n in range(BLOCKS)]
+NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", HASH_BLOCK_SIZE, 1, 1)
 RANKS = [m.RankInfo(0, "agent", b"", "DRAM", 0, BLOCKS + 1, (), CacheGeometry((), "little"), 0)]
 
 
 def lend(step: float, launch: float) -> None:
-    """Until whoever started this is gone."""
+    """Wait until the parent process has ended."""
     config = KVTierConfig()
     share_interpreter(config.switch_interval_ms / 1e3)
-    table, reactor = ExportTable(UNIT, dict.fromkeys(Kind, 1 << 20)), Reactor("lender")
+    table, reactor = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1 << 20)), Reactor("lender")
 
     def answer(ask, connection, seconds, settle) -> None:
         ids = list(range(1, BLOCKS + 1))
-        export = Export("", Kind.LENT, BLOCKS * UNIT, (), b"", b"", [GroupBlocks(UNIT, ids)], ids, -1, time.monotonic())
+        export = Export(
+            "",
+            LeaseKind.LENT,
+            BLOCKS * HASH_BLOCK_SIZE,
+            (),
+            b"",
+            b"",
+            [GroupBlocks(HASH_BLOCK_SIZE, ids)],
+            ids,
+            -1,
+            time.monotonic(),
+        )
         settle(table.lend(export, 0, connection, seconds, served=False))
 
-    endpoint = Endpoint(
-        reactor, config, None, table, on_freed=table.take_freed, on_question=lambda question, answer: None,
-        on_serving=lambda active: None, on_puller=lambda ask: None, lend=answer, instance=INSTANCE,
-    )  # fmt: skip
+    endpoint = LeaseServer(
+        EngineContext(
+            config, SimpleNamespace(data_parallel_rank=0), None, None, None, reactor, SimpleNamespace(instance=INSTANCE)
+        ),
+        table,
+        None,
+        LeaseServerEvents(
+            table.take_freed, lambda question, answer: None, lambda active: None, lambda ask: None, answer
+        ),
+    )
     endpoint.open(NAMESPACE, m.Welcome(m.PROTOCOL, INSTANCE, RANKS))
     reactor.start()
     print(endpoint.port, flush=True)
@@ -61,9 +79,9 @@ def lend(step: float, launch: float) -> None:
 
 
 def ask(port: int, near: str, seconds: float) -> list[float]:
-    """Milliseconds of each ask, one after the other, at random times."""
+    """Milliseconds of each lease request, sequentially, at random times."""
     reactor, rng, took = Reactor("asker"), random.Random(1), []
-    peers = Peers(
+    peers = LeaseClient(
         reactor, KVTierConfig(), None, lambda: m.Hello(m.PROTOCOL, "asker/1", NAMESPACE), lambda ranks: None
     )  # fmt: skip
     reactor.start()
@@ -72,12 +90,13 @@ def ask(port: int, near: str, seconds: float) -> list[float]:
         time.sleep(rng.random() * 0.03)
         begun = time.perf_counter()
         pending = peers.ask(
-            ("127.0.0.1", port), near=near, chain=CHAIN, start=0, variant=b"", lend=True, mapped=True
+            ("127.0.0.1", port), same_node_instance=near, block_hashes=BLOCK_HASHES, start=0, lora_fingerprint=b"",
+            lend=True, mapped=True,
         )  # fmt: skip
         pending.wait(10.0)
         took.append((time.perf_counter() - begun) * 1e3)
-        if not isinstance(pending.outcome, Offer):
-            raise RuntimeError(f"the lender said {pending.outcome}")
+        if not isinstance(pending.outcome, LeasedBlocks):
+            raise RuntimeError(f"the lease server answered {pending.outcome}")
         peers.release(pending.outcome, done=True)
     reactor.stop()
     return took[5:]  # the first found the way

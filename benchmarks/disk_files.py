@@ -1,4 +1,4 @@
-"""Files under a benchmark's directory: what they take on disk, who reads them, and the disk's own rates."""
+"""Files of a benchmark's directory: their size on disk, the processes that read them, and the rates of the disk."""
 
 import mmap
 import os

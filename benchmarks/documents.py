@@ -1,33 +1,33 @@
-"""Long documents that memory cannot hold, kept on disk: time to first token, connector beside connector.
+"""Time to first token of long documents that exceed memory and are kept on disk, by connector.
 
     python benchmarks/documents.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 --dir /data/bench \\
         --connectors none kvtier kvtier:always offloading lmcache lmcache:direct --out documents.json
     python benchmarks/documents.py --model models/recall-6m --host-gib 0.06 --tokens 2048 --documents 12 \\
         --connectors none kvtier                                                              # without GPU
 
-The engines of all connectors (see tiers.py) are up together and take turns document by document. Every document is
-asked about once, and then twice more, each time in another order; the GPU's prefix cache is emptied before each.
-Together they need several times the host memory that each connector is given, and after each computed document we wait
-until the connector has written it (or writes nothing for a while), which favours slow writers. Words for connectors:
+The engines of all connectors (see tiers.py) run at once and alternate document by document. Each document is sent three
+times, in different orders; the GPU's prefix cache is reset before each. The documents need several times the host
+memory of each connector. After each computed document the benchmark waits until the connector has written it (or writes
+nothing for a while), which favours slow writers. Connectors:
 
   none             vLLM alone
-  kvtier           ours; its store has a disk, admission "all" and a write queue as large as its memory; it loads where
-                   that is expected to be sooner
-  kvtier:always    the same, and it loads whatever it has; kvtier:WORD otherwise as --variants says
+  kvtier           this project's; its store has a disk, admission "all" and a write queue as large as its memory; it
+                   loads if that is expected to be faster
+  kvtier:always    the same, and it loads all hits; kvtier:WORD: options of WORD in --variants
   offloading       OffloadingConnector with TieringOffloadingSpec and its "fs" tier; a file for each GPU block
   offloading256    the same, its chunks 256 tokens long
   lmcache          LMCacheConnectorV1 with local_disk, as it comes: through the page cache
   lmcache:direct   the same with its use_odirect
 
-All directories lie under --dir, on one file system. kvtier and the fs tier use O_DIRECT where the file system can;
-LMCache does not by itself. So that memory does not stand in for the disk, what was written is synced and dropped from
-the page cache before each pass (posix_fadvise): each pass reads each file once. The disk's own rates are measured at
-the start, with O_DIRECT, eight threads, 4 MiB at a time.
+All directories are under --dir, on one file system. kvtier and the fs tier use O_DIRECT if the file system supports it;
+LMCache does not by default. Written files are synced and dropped from the page cache before each pass (posix_fadvise),
+so that each pass reads each file from disk once. The rates of the disk are measured at the start, with O_DIRECT, eight
+threads, 4 MiB at a time.
 
-Columns: ttft in ms, median, best and worst over the documents; share of the prompts' tokens by source: computed, gpu
-(prefix cache), memory, disk. What came from disk is what the connector counts as read, of LMCache what the kernel says
-that its process read from devices. same: share of the answers that begin as the document's did when it had just been
-computed (and was in the GPU's cache); who answers before its KV is there says something else. None: they do not tell.
+Columns: ttft in ms, median, best and worst over the documents; share of prompt tokens by source: computed, gpu (prefix
+cache), memory, disk. The connector counts bytes from disk; for LMCache the kernel's count of its process is used. same:
+share of answers that begin as the document's first answer (from the GPU's cache); a connector that answers before its
+KV has arrived differs. None: the answers cannot tell.
 """
 
 import argparse
@@ -64,7 +64,7 @@ from vllm_kvtier.devtools.clients import PromptTokens, prompt_tokens
 from vllm_kvtier.devtools.engines import kvtier
 from vllm_kvtier.devtools.processes import group_members
 from vllm_kvtier.devtools.stores import end_store, settled, store_counts, tier_of
-from vllm_kvtier.store.launch import start_store, store_path
+from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 
 PASSES = "computed", "again", "once more"
@@ -319,7 +319,7 @@ def run(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, peers: list[DiskPeer], results: Results, deadline: float) -> None:
     rng, vocab = random.Random(5), vocabulary(args.model)
     warm = tailed_prompt(rng, vocab, args.tokens // 4)
-    for peer in list(peers):  # what a first long prompt pays for is nobody's
+    for peer in list(peers):  # the first long prompt's extra costs are not counted
         guarded(peers, peer, functools.partial(peer.first_token, warm))
         peer.sees = bool(guarded(peers, peer, functools.partial(sees, peer, warm, rng, vocab)))
     documents = [tailed_prompt(rng, vocab, args.tokens) for _ in range(args.documents)]

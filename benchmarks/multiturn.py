@@ -1,9 +1,9 @@
-"""The multi-turn benchmark of vLLM PR #32553: what pulling from D saves on the next turn, bidirectional off and on.
+"""The multi-turn benchmark of vLLM PR #32553: the gain of pulls from the decode engine, bidirectional off and on.
 
-Conversations share a common prefix, have a prefix of their own (lognormal), and go on for several turns; each
-turn's prompt is all that was said so far. A few clients play them at once through the proxy. Off and on run
-with the same conversations, on fresh engines. Reported: percentiles of the time to first token and of the
-inter-token latency ((latency - ttft) / (tokens - 1)), for turns after the first, and where prompt tokens came from.
+Conversations have a common prefix, a separate prefix (lognormal length) and several turns; a turn's prompt is the whole
+history. A few clients send them concurrently through the proxy. Off and on run the same conversations on new engines.
+Reported: percentiles of the time to first token and of the inter-token latency ((latency - ttft) / (tokens - 1)) for
+turns after the first, and prompt tokens by source.
 
 ``--size paper`` has the PR's parameters (24 conversations of 12 to 18 turns, 500 tokens in common, 4,000 more on
 average and 10,000 at most, input 120 to 160, output 800 to 1,200); ``gpu`` and ``laptop`` scale them to the machine.

@@ -1,19 +1,19 @@
-"""What a connector costs when nothing is ever hit: throughput and time to first token, beside vLLM without one.
+"""Overhead of a connector without any hit: throughput and time to first token, relative to vLLM without a connector.
 
     python benchmarks/overhead.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 \\
         --connectors none kvtier offloading --out overhead.json
     python benchmarks/overhead.py --model models/recall-6m --connectors none kvtier --scale 0.1      # without a GPU
 
-The engines are up together and take turns, in another order each round. A turn is one of
+The engines run at once and alternate, in another order each round. A turn is one of
 
   prefill   48 prompts of 2,048 tokens, 16 tokens each
   decode    64 prompts of 128 tokens, 192 tokens each
   ttft      4 prompts of 8,192 tokens, one after the other
 
-of random tokens, all at once but for the last; the first round warms up. Throughput is prompt and generated tokens per
-second of a turn. Reported: medians, and against the first connector named (none) the median of the rounds' ratios with
-its 90 % interval by bootstrap. A ratio of 0.99 is 1 % overhead; for ttft it is inverted, so that less than 1 is worse
-everywhere. With the host memory smaller than what the turns write, evictions are part of it.
+of random tokens; all prompts are sent at once, except for ttft. The first round warms up. Throughput is prompt and
+generated tokens per second of a turn. Reported: medians, and the median of the rounds' ratios to the first connector
+(none) with its 90 % interval by bootstrap. A ratio of 0.99 is 1 % overhead; for ttft it is inverted, so that less than
+1 is worse everywhere. If the host memory is smaller than what the turns write, evictions are included.
 """
 
 import argparse

@@ -1,18 +1,20 @@
-"""P to D: time to first token on the decode engine, our connector beside vLLM's NixlConnector, in one run.
+"""P/D disaggregation: time to first token on the decode engine, this connector and vLLM's NixlConnector in one run.
 
-A prefill and a decode engine a connector, all up at once; for each prompt length, fresh random prompts go to P
-(one token), then with P's params to D, streamed, the connectors taking turns. Reported, in ms, as medians:
+Each connector has a prefill and a decode engine; all run at once. For each prompt length, new random prompts go to the
+prefill engine (one token), then with its params to the decode engine, streamed. Connectors alternate. Medians in ms:
 
-  prefill   P's whole answer (max_tokens=1)
-  pulled    D's time to the first chunk when it pulls the prefill from P
-  hit       D's time to the first chunk for the same prompt again, now in its own prefix cache
-  computed  D's time to the first chunk for a fresh prompt it computes itself
-  beyond    pulled - hit: what the pull adds, the wire included
+  prefill   the prefill engine's whole answer (max_tokens=1)
+  pulled    the decode engine's time to the first chunk when it pulls the prefill
+  hit       its time for the same prompt again, from its prefix cache
+  computed  its time for a new prompt that it computes
+  beyond    pulled - hit: the cost of the pull, including the wire
 
-and the rate at which the workers read (kvtier: its own counters; NixlConnector: vLLM's histogram of transfers).
+and the rate at which the workers read (kvtier: its counters; NixlConnector: vLLM's histogram of transfers).
 
     python benchmarks/pd.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 --lengths 2048 8192 32768
     python benchmarks/pd.py --model models/recall-6m --lengths 512 2048          # without a GPU
+
+Beside the package of another commit: --connectors kvtier kvtier:before --trees '{"before": "/tmp/before"}'.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import time
 from pathlib import Path
 
 import httpx
-from tiers import bytes_per_token
+from tiers import bytes_per_token, other_tree
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, start_all
@@ -78,7 +80,7 @@ def metrics(engine: Engine, pattern: str) -> float:
 
 def read_rate(engine: Engine, connector: str) -> tuple[float, float]:
     """(bytes, seconds) read so far."""
-    if connector == "kvtier":
+    if connector.startswith("kvtier"):
         return metrics(engine, r"vllm:kvtier_pulled_bytes_total"), metrics(engine, r"vllm:kvtier_pull_seconds_sum")
     return metrics(engine, r"vllm:nixl_bytes_transferred_sum"), metrics(engine, r"vllm:nixl_xfer_time_seconds_sum")
 
@@ -119,7 +121,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
     if args.gpus:  # the connectors' engines share the devices
         flags += ["--gpu-memory-utilization", str(round(0.85 / len(args.connectors), 2))]
     for i, name in enumerate(("p", "d")):
-        kv, env = kvtier({"bidirectional": False, "store": "off"}), {}
+        kv, env = kvtier({"bidirectional": False, "store": "off"}), other_tree(args.trees.get(connector[7:]))
         if connector == "nixl":
             kv, env = NIXL, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         engines.append(
@@ -133,7 +135,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
 
 
 def run(args: argparse.Namespace, model: Path) -> list[dict]:
-    """All connectors' engines are up together and take turns prompt by prompt, so that noise meets them alike."""
+    """Run all connectors' engines at once, alternating prompt by prompt, so that noise affects them alike."""
     pairs = {connector: pair(connector, args, model) for connector in args.connectors}
     engines = [engine for both in pairs.values() for engine in both]
     rng = random.Random(7)
@@ -162,10 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dummy", action="store_true", help="random weights")
-    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="one for P and one for D; none: CPU")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="prefill, then decode; none: CPU")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--connectors", nargs="+", default=["kvtier", "nixl"])
+    parser.add_argument("--trees", type=json.loads, default={}, help="JSON, folder with another vllm_kvtier by word")
     parser.add_argument("--cache-gib", type=int, default=0, help="of each engine (default: room for three prompts)")
     parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="FLAGS", help="more flags, as one word")
     parser.add_argument("--vocab", type=int, default=0, help="token ids are drawn below this (default: the model's)")

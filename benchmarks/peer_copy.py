@@ -1,10 +1,10 @@
-"""How fast blocks come from another GPU's KV cache into ours, by the size of a layer's page: our kernel, as it ships.
+"""Rate of blocks from another GPU's KV cache by the peer copy kernel, by the size of a layer's page.
 
-A source process holds a cache on one GPU and shares it (CUDA IPC), a reader maps it on another and copies scattered
-blocks to scattered places, with the checksums made and compared on the way, and without (for the measurement only).
-Beside it, of as many bytes in one piece: torch's copy_, cuMemcpyPeerAsync, and cuMemcpyAsync from the mapping. Medians,
-timed on the device; GB = 10^9 bytes. Every copy with checksums must be right, what arrived is summed again here by
-another kernel, and wrong keys must show.
+A source process shares its cache on one GPU (CUDA IPC). A reader maps it on another GPU and copies scattered blocks to
+scattered positions, with checksums computed and verified, and without (for the measurement only). For comparison, as
+many bytes in one piece: torch's copy_, cuMemcpyPeerAsync, and cuMemcpyAsync from the mapping. Medians by the device's
+clock; GB = 10^9 bytes. Every copy with checksums must be right, its blocks are checked again by another kernel, and
+wrong keys must be detected.
 
     python benchmarks/peer_copy.py                # GPU 0 to GPU 1, under a minute
     python benchmarks/peer_copy.py --sweep        # forms of tiles, warps, programs
@@ -24,18 +24,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from vllm_kvtier.kernels.peer_plan import SHAPE, Shape
+from vllm_kvtier.kernels.peer_copy_plan import SHAPE, Shape
 
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
-from vllm_kvtier.worker import cuda, cuda_ipc
-from vllm_kvtier.worker.cover import cover
-from vllm_kvtier.worker.cuda import Driver
-from vllm_kvtier.worker.peer_copier import CopyJob
-from vllm_kvtier.worker.peer_copier_cuda import CudaPeerCopier
-from vllm_kvtier.worker.sums import BlockSums
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupPull
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.device import cuda_driver
+from vllm_kvtier.worker.device.cuda_driver import Driver
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
+from vllm_kvtier.worker.peer_fetch import cuda_ipc
+from vllm_kvtier.worker.peer_fetch.base import CopyJob
+from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
+from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGES = (4, 8, 16, 32, 64, 256)
@@ -70,7 +71,7 @@ def keys_of(blocks: np.ndarray) -> np.ndarray:
 
 
 def serve(pipe, gpu: int, nbytes: int, layers: int) -> None:
-    """The source: answers the size of a page with what a reader needs to know, its blocks summed; until told to end."""
+    """The source: answers a page size with the data for a reader, with checksums ready, until the end message."""
     torch.cuda.set_device(gpu)
     cache = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     torch.manual_seed(0)
@@ -83,15 +84,15 @@ def serve(pipe, gpu: int, nbytes: int, layers: int) -> None:
         view = make_view(cache, page, layers)
         ids = np.arange(view.num_blocks)
         tokens = np.full(len(ids), view.groups[0].block_tokens)
-        table[: len(ids)] = BlockSums(view).compute(0, ids, keys_of(ids), tokens)
+        table[: len(ids)] = BlockChecksums(view).compute(0, ids, keys_of(ids), tokens)
         torch.cuda.synchronize()
         where = (table.data_ptr(), (HeadRange(0, view.groups[0].regions[0].outer),), shared)
         pipe.send(RankInfo(0, "", b"", "VRAM", gpu, view.num_blocks, view.groups, view.geometry(), *where))
 
 
 class Timed:
-    """Seconds on the device between two points of a stream. The device has something to do meanwhile, so that what
-    the host needs to order the work is not in them."""
+    """Seconds on the device between two points of a stream. The device is kept busy first, so that the host's time to
+    launch the work is not included."""
 
     AHEAD = 6_000_000  # cycles, 3 ms
 
@@ -117,7 +118,7 @@ def plain(theirs: int, mine: int, nbytes: int, mapped: int, cache: torch.Tensor,
     stream = torch.cuda.Stream()
     driver = Driver(mine)
     driver.enter()
-    library = cuda._library()
+    library = cuda_driver._library()
     library.cuMemcpyPeerAsync.argtypes = [ctypes.c_uint64, ctypes.c_void_p] * 2 + [ctypes.c_size_t, ctypes.c_void_p]
     target = cache.data_ptr()
     ways = {
@@ -176,7 +177,7 @@ class Reader:
         local, remote = (rng.permutation(np.arange(1, view.num_blocks))[:n] for _ in range(2))
         valid = np.full(n, group.block_tokens, dtype=np.int32)
         job = CopyJob("source", [GroupPull(0, local, remote, keys_of(remote), valid)])
-        return view, cover(view.groups, (HeadRange(0, group.regions[0].outer),), 0, [info]), job
+        return view, map_source_ranks(view.groups, (HeadRange(0, group.regions[0].outer),), 0, [info]), job
 
     def measure(self, prepared, shape: Shape, checked: bool, name: str) -> dict:
         view, parts, job = prepared
@@ -211,7 +212,7 @@ class Reader:
         return row
 
     def verify(self, prepared) -> None:
-        """What arrived is what the source has, by another kernel's sums; wrong keys are found."""
+        """Verify the copied blocks by the checksums of another kernel; wrong keys must be detected."""
         view, parts, job = prepared
         pull = job.groups[0]
         table = torch.zeros(view.num_blocks, dtype=torch.int64, device="cuda")
@@ -223,13 +224,13 @@ class Reader:
         wrong.keys[1] ^= np.uint64(4)
         copy = copier.start([CopyJob("source", [wrong])])
         assert copy.wait(10) and copy.bad(0) == {int(pull.local[1])}, copy.bad(0)
-        sums = BlockSums(view).compute(0, pull.local, pull.keys, pull.valid)
+        sums = BlockChecksums(view).compute(0, pull.local, pull.keys, pull.valid)
         index = torch.from_numpy(pull.local).cuda()
         right = sums == table[index]
         assert not right[1] and int(right.sum()) == len(pull.local) - 1 and table[index[1]] == 0
         copy = copier.start([job])
         assert copy.wait(10) and not copy.bad(0)
-        assert torch.equal(BlockSums(view).compute(0, pull.local, pull.keys, pull.valid), table[index])
+        assert torch.equal(BlockChecksums(view).compute(0, pull.local, pull.keys, pull.valid), table[index])
         copier.close()
 
     def run(self) -> dict:

@@ -18,7 +18,7 @@ COLORS = {"kvtier": "#1b7837", "nixl": "#998ec3", "computed": "#bbbbbb"}
 
 
 def first_token(results: Path, out: Path) -> None:
-    """TTFT on D by prompt length: pulled by each connector, and computed."""
+    """TTFT on the decode engine by prompt length: pulled by each connector, and computed."""
     files = {"vLLM 0.33.0": results / "pd_vllm033.json", "vLLM 0.25.1": results / "pd_vllm0251.json"}
     figure, axes = plt.subplots(1, len(files), figsize=(5 * len(files), 3.4), squeeze=False, sharey=True)
     for axis, (title, file) in zip(axes[0], files.items(), strict=True):
@@ -29,20 +29,20 @@ def first_token(results: Path, out: Path) -> None:
             axis.plot(lengths, values, "o-", label=f"pulled, {NAMES[connector]}", color=COLORS[connector])
         kvtier = {r["tokens"]: r for r in rows if r["connector"] == "kvtier"}
         axis.plot(lengths, [kvtier[n]["computed"] for n in lengths], "s--", label="computed", color=COLORS["computed"])
-        axis.plot(lengths, [kvtier[n]["hit"] for n in lengths], "^:", label="D's own prefix hit", color="black")
+        axis.plot(lengths, [kvtier[n]["hit"] for n in lengths], "^:", label="local prefix hit", color="black")
         axis.set(xscale="log", yscale="log", xlabel="prompt tokens", title=title)
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("time to first token on D, ms")
+    axes[0][0].set_ylabel("time to first token on the decode engine, ms")
     axes[0][-1].legend(fontsize=8)
-    figure.suptitle("P to D over NVLink, two H200s, Qwen3-8B shapes, eager", fontsize=10)
+    figure.suptitle("P/D over NVLink, two H200s, Qwen3-8B shapes, eager", fontsize=10)
     figure.tight_layout()
     figure.savefig(out / "first_token.png", dpi=130)
 
 
 def multiturn(results: Path, out: Path) -> None:
-    """Percentiles of TTFT of later turns, pulls from D off and on."""
+    """Percentiles of TTFT of later turns, pulls from the decode engine off and on."""
     off, on = json.loads((results / "multiturn.json").read_text())
     names = list(off["ttft_ms"])
     figure, axis = plt.subplots(figsize=(5, 3))
@@ -50,7 +50,7 @@ def multiturn(results: Path, out: Path) -> None:
     axis.bar([p - 0.2 for p in places], [off["ttft_ms"][n] for n in names], 0.4, label="off", color="#bbbbbb")
     axis.bar([p + 0.2 for p in places], [on["ttft_ms"][n] for n in names], 0.4, label="on", color=COLORS["kvtier"])
     axis.set_xticks(list(places), names)
-    axis.set(ylabel="time to first token, ms", title="Multi-turn through P and D, bidirectional pulls")
+    axis.set(ylabel="time to first token, ms", title="Multi-turn with P/D, bidirectional pulls")
     axis.legend()
     axis.grid(alpha=0.3, axis="y")
     figure.tight_layout()

@@ -17,12 +17,12 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from vllm_kvtier.plan.replay import NEVER, SPACE
+from vllm_kvtier.plan.replay import NAMESPACE_ID, NEVER
 from vllm_kvtier.plan.trace import ideal, read
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import HASH, Index
-from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import GroupShape
 
 
 def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) -> dict:
@@ -31,20 +31,26 @@ def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) ->
     pool = SlotPool(blocks + 1, piece_pages=blocks + 1)
     index = Index(pool, POLICIES[policy], lambda: now)
     index.grow(blocks + 1)
-    index.connect(1, 512, [GroupShape(units=1, slot_pages=1)])
+    index.connect(1, 512, [GroupShape(hash_blocks_per_block=1, slot_pages=1)])
     hits = asked = stored = runs = 0
     begun = time.process_time()
     for now, ids in requests:  # noqa: B007 (the index's clock reads it)
-        chain = b"".join((i + 1).to_bytes(HASH, "big") for i in ids)
-        found = index.lookup(1, SPACE, chain, 0, NEVER)
-        rest = chain[found.units * HASH :]
-        before = chain[(found.units - 1) * HASH : found.units * HASH] if found.units else bytes(HASH)
-        slots = index.reserve(1, SPACE, b"", [0] * (len(ids) - found.units), rest, (before + rest)[: len(rest)], NEVER)
+        block_hashes = b"".join((i + 1).to_bytes(HASH, "big") for i in ids)
+        found = index.lookup(1, NAMESPACE_ID, block_hashes, 0, NEVER)
+        rest = block_hashes[found.num_hash_blocks * HASH :]
+        before = (
+            block_hashes[(found.num_hash_blocks - 1) * HASH : found.num_hash_blocks * HASH]
+            if found.num_hash_blocks
+            else bytes(HASH)
+        )
+        slots = index.reserve(
+            1, NAMESPACE_ID, b"", [0] * (len(ids) - found.num_hash_blocks), rest, (before + rest)[: len(rest)], NEVER
+        )
         written = [slot for slot in slots if slot > 0]
         index.commit(1, written)
         if found.lease:
             index.release(1, found.lease)
-        hits += found.units
+        hits += found.num_hash_blocks
         asked += len(ids)
         stored += len(written)
         runs += sum(b != a + 1 for a, b in itertools.pairwise([-1, *written]))

@@ -130,7 +130,7 @@ class ThroughProxy:
 
 
 class Direct:
-    """P's one token, then D's answer, without a proxy."""
+    """The prefill engine's token, then the decode engine's answer, without a proxy."""
 
     def __init__(self, prefill: int, decode: int):
         self._prefill, self._decode = Connection(prefill), Connection(decode)
@@ -228,7 +228,7 @@ def running(command: list[str], log: Path, **options) -> Iterator[subprocess.Pop
 
 
 def wait_for_port(process: subprocess.Popen, port: int, log: Path) -> None:
-    """Until somebody listens there; raises RuntimeError if the process ends first or takes too long."""
+    """Wait until it listens; raises RuntimeError if the process ends first or takes too long."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
@@ -236,7 +236,7 @@ def wait_for_port(process: subprocess.Popen, port: int, log: Path) -> None:
         if process.poll() is not None:
             raise RuntimeError(f"the proxy ended with code {process.returncode}; see {log}")
         time.sleep(0.1)  # the other side gives no sign when it begins to listen
-    raise RuntimeError(f"nobody listens on port {port} after {START_SECONDS:g} s; see {log}")
+    raise RuntimeError(f"no process listens on port {port} after {START_SECONDS:g} s; see {log}")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.descriptors import PageRows
-from vllm_kvtier.worker.transport import NixlTransport, Transfer, TransferState
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
 
 PAGE = 64 << 10
 
@@ -97,7 +97,7 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
 
     spare = view.spans[0][0]  # stands in for the tables of checksums
     blocks, table = view.num_blocks, source.regions[0].base
-    rows = PageRows([here], [source], blocks, blocks, spare, table, local_device, remote_device)
+    rows = PageRows(Side([here], blocks, spare, local_device), Side([source], blocks, table, remote_device))
     ours_local = transport.prepare("source", rows.local, memory, ours=True)
     ours_remote = transport.prepare("source", rows.remote, memory, ours=False)
 

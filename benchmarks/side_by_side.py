@@ -1,22 +1,22 @@
-"""This connector beside NixlConnector, OffloadingConnector and LMCache, released versions, on this machine: one table.
+"""One table of this connector, NixlConnector, OffloadingConnector and LMCache (released versions) on this machine.
 
     python benchmarks/side_by_side.py run side --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 \\
         --lengths 2048 8192 32768 --engine-args=--no-enforce-eager
     python benchmarks/side_by_side.py run side --model models/recall-6m --parts pd cost --peers nixl    # without a GPU
     python benchmarks/side_by_side.py show side --png docs/side_by_side.png
 
-``run`` runs the benchmarks that measure one thing each, one after the other; in each of them all connectors' engines
-are up together and take turns, so that they meet the same noise:
+``run`` runs one benchmark per part. In each, all connectors' engines run at once and alternate, so that noise affects
+them alike:
 
-  host   ttft.py       time to the first token of a prompt whose KV is in host memory; what others notice of such loads
-  pd     pd.py         time to the first token on D of a prompt that P has computed (two GPUs, or none)
-  disk   documents.py  the same of documents that only the disk has room for
-  cost   overhead.py   throughput when nothing is ever hit, against vLLM without a connector
+  host   ttft.py       time to first token with KV in host memory; latency of other requests during such loads
+  pd     pd.py         time to first token on the decode engine of a prefilled prompt (two GPUs, or none)
+  disk   documents.py  the same for documents that only fit on disk
+  cost   overhead.py   throughput without any hit, relative to vLLM without a connector
 
-With two GPUs named, or four, parts that need none in common run at the same time.
+With two or four GPUs, parts that use different GPUs run at the same time.
 
-A connector that is not installed, or a part that fails, is left out and named in the table's foot; nothing stands in
-for it. What each part wrote, and its log, stay in the folder. ``show`` reads them: a Markdown table, and a plot.
+A connector that is not installed, or a part that fails, is omitted and named below the table. The results and logs of
+each part stay in the folder. ``show`` makes a Markdown table and a plot of them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ RIGHT = 0.9  # share of answers that must be the same; in 16 bits the last one m
 
 @dataclass(frozen=True)
 class Row:
-    """One thing measured: ``values`` in ``unit`` by connector, each a median."""
+    """One measurement: ``values`` in ``unit`` by connector, each a median."""
 
     part: str
     what: str
@@ -58,7 +58,7 @@ def thousands(tokens: int) -> str:
 
 
 def right(row: dict) -> bool:
-    """Whether what was answered on KV that was brought is what is answered on KV that was computed."""
+    """Whether answers with transferred KV equal those with computed KV."""
     return (row.get("same") is None) or row["same"] >= RIGHT
 
 
@@ -106,7 +106,7 @@ def _computed(same: dict[str, dict]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Part:
-    """A benchmark: its script, who takes part besides us, and how its result is read."""
+    """A benchmark: its script, its other connectors, and the reader of its result."""
 
     script: str
     peers: tuple[str, ...]
@@ -114,7 +114,7 @@ class Part:
     verb: tuple[str, ...] = ()
     alone: bool = False  # vLLM without a connector takes part
     more: tuple[str, ...] = ()
-    timed: bool = True  # it can be told how long it may take
+    timed: bool = True  # it has an option for its time limit
 
     def command(self, args: argparse.Namespace, gpus: list[int], out: Path) -> list[str]:
         names = [*([ALONE] if self.alone else []), OURS, *(p for p in self.peers if p in args.peers)]
@@ -192,7 +192,7 @@ def measure(part: str, args: argparse.Namespace, gpus: list[int]) -> str | None:
 
 
 def wrong(folder: Path) -> Iterable[str]:
-    """In words, who answered otherwise on what it had brought: its times are no figures."""
+    """The connectors whose answers differ with transferred KV, as text; their times are invalid."""
     for part, name in (("host", "ttft"), ("disk", "documents")):
         file = folder / f"{part}.json"
         for row in json.loads(file.read_text())[name] if file.exists() else ():

@@ -1,15 +1,16 @@
-"""What ttft.py and overhead.py share: engines with one connector each that offloads to host memory, and asking them.
+"""Shared by ttft.py and overhead.py: engines, each with a connector that offloads to host memory, and requests to them.
 
-A connector is named by a word:
+Names of connectors:
 
-  none           vLLM alone
-  kvtier         ours; kvtier:WORD with the options that --variants gives for this word
+  none           vLLM without a connector
+  kvtier         this project's; kvtier:WORD: with the options of WORD in --variants, and with the package of another
+                 commit if --trees has WORD
   offloading     vLLM's OffloadingConnector with its defaults
-  offloading256  the same, its chunks 256 tokens long as LMCache's are
-  lmcache        LMCacheConnectorV1 in the engine's process, defaults but for the memory
+  offloading256  the same, with chunks of 256 tokens as in LMCache
+  lmcache        LMCacheConnectorV1 in the engine's process, with defaults except for the memory
 
-All engines share the one GPU and are up together; only one is asked at a time, so that they take turns under the same
-conditions. Each gets its KV cache by size, and host memory by size.
+All engines run at once on one GPU. One gets requests at a time, so that they alternate under the same conditions. The
+KV cache and the host memory of each are given by size.
 """
 
 import argparse
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) 
     parser.add_argument("--connectors", nargs="+", default=["kvtier", "offloading"])
     parser.add_argument("--kvtier-options", type=json.loads, default={}, help="JSON, beside store_size")
     parser.add_argument("--variants", type=json.loads, default={}, help="JSON, options by word: kvtier:WORD")
+    parser.add_argument("--trees", type=json.loads, default={}, help="JSON, folder with another vllm_kvtier by word")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
     steps = {"nargs": "+", "default": [8192]} if several_steps else {"default": 8192}
@@ -109,6 +111,11 @@ def prepare(model: Path, max_tokens: int) -> Path:
     for weights in model.glob("*.safetensors"):
         (folder / weights.name).symlink_to(weights.resolve())
     return folder
+
+
+def other_tree(folder: str | None) -> dict[str, str]:
+    """The environment of an engine that imports vllm_kvtier from this folder."""
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} if folder else {}
 
 
 class Said(NamedTuple):
@@ -163,8 +170,10 @@ class Peer:
             run = Path(args.logs) / f"run-{word}"
             run.mkdir(parents=True, exist_ok=True)
             options = {"store_size": str(host), "store_idle_seconds": 20, **args.kvtier_options}
-            options |= args.variants[word] if word else {}
-            return kvtier(options), {"XDG_RUNTIME_DIR": str(run)}
+            if word and word not in args.variants and word not in args.trees:
+                raise SystemExit(f"neither --variants nor --trees has {word!r}")
+            options |= args.variants.get(word, {})
+            return kvtier(options), {"XDG_RUNTIME_DIR": str(run), **other_tree(args.trees.get(word))}
         if connector in ("offloading", "offloading256"):
             extra: dict = {"cpu_bytes_to_use": host}
             if connector == "offloading256":
@@ -261,7 +270,7 @@ class Peer:
         while True:
             said = self.client.post("/reset_prefix_cache").raise_for_status().content
             silent += not said
-            # vLLM 0.25 does not say; whoever measures sees by the tokens that came from elsewhere.
+            # vLLM 0.25 does not report it; the tokens by source show it.
             if silent == 3 or (said and json.loads(said)["success"]):
                 return
             if time.monotonic() > deadline:
@@ -277,7 +286,7 @@ def start(
 ) -> list[Peer]:
     """Engines of all connectors, with a KV cache for ``gpu_tokens`` and host memory for ``host_tokens`` each.
 
-    One that does not come up is left out, with its story printed.
+    An engine that does not start is omitted, and its log is printed.
     """
     model = prepare(args.model, gpu_tokens)
     peers = [make(connector, args, model, gpu_tokens, host_tokens) for connector in args.connectors]

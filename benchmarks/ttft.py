@@ -1,4 +1,4 @@
-"""Time to first token computed, from the GPU's prefix cache and from host memory; decode latency while loads run.
+"""Time to first token when computed, from the GPU's prefix cache and from host memory; decode latency during loads.
 
     python benchmarks/ttft.py run --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 \\
         --connectors kvtier offloading lmcache --out qwen.json
@@ -12,12 +12,12 @@ What is stored of large steps and of many prompts at once, in about five minutes
     git archive --prefix=before/ 42e2979 | tar x -C /tmp && ln -s ../csrc_triton /tmp/before/vllm_kvtier/kernels
     PYTHONPATH=/tmp/before python benchmarks/ttft.py run ... --connectors kvtier ... --out before.json
 
-The engines of all connectors (see tiers.py) are up together and are asked in turn, anew for each of --step-tokens. For
-each length and repetition a fresh random prompt is asked three times of each:
+The engines of all connectors (see tiers.py) run at once and alternate; they are restarted for each of --step-tokens.
+For each length and repetition, a new random prompt is sent three times to each:
 
-  computed   nothing is known of it
+  computed   the prompt is new
   hit        again: it is in the GPU's prefix cache
-  host       again, after offloading was through and the GPU's prefix cache alone was emptied
+  host       again, after offloading has ended and the GPU's prefix cache was reset
 
 Codecs side by side: --connectors kvtier kvtier:fp8 offloading --variants '{"fp8": {"codec": "fp8"}}'.
 
@@ -210,7 +210,7 @@ def many(peers: list[Peer], args: argparse.Namespace, results: Results, deadline
 
 
 class Decodes:
-    """Requests that decode until told to stop; when each of their tokens came."""
+    """Requests that decode until stopped, with the time of each of their tokens."""
 
     def __init__(self, peer: Peer, vocab: int, tokens: int):
         self._peer, self._stop = peer, threading.Event()

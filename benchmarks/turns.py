@@ -1,12 +1,12 @@
-"""How long others wait for the GPU's DMA engines while blocks are stored: a step's inputs, and the tokens it gives.
+"""Delay of a step's inputs and output tokens by the GPU's DMA engines while blocks are stored.
 
     python benchmarks/turns.py --out turns.json
 
-vLLM copies every step's tokens to the host, some bytes that everybody waits for, by the engine that also stores. Here a
-thread stores without end through the connector's own copier (Qwen3-8B's blocks, random slots), and another one plays
-steps: inputs in, twenty large matrix products, tokens out. Reported for each way to store: GB/s, and milliseconds by
-the device's own clock (p50, p95, most) that inputs, products and tokens took. ``turn_bytes`` is what a store copies
-before it lets others go ahead (``worker/tuning.py``); ``never``: only where it has nothing to do. Needs a GPU.
+vLLM copies every step's tokens to the host, a few bytes on the critical path, by the DMA engine that also stores. Here
+one thread stores continuously through the connector's copier (Qwen3-8B's blocks, random slots), and another one
+simulates steps: inputs to the device, twenty large matrix products, tokens to the host. Reported for each way to store:
+GB/s, and milliseconds by the device's clock (p50, p95, max) of inputs, products and tokens. ``pause_bytes`` is the
+maximum that a store copies before it yields (``worker/tuning.py``); ``never``: it does not yield. Needs a GPU.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from vllm_kvtier.worker.tuning import Choice, fixed
 NEVER = 1 << 62
 WAYS = {
     "nothing": None,
-    "staged, never": Choice(turn_bytes=NEVER),
-    **{f"staged, {mib} MiB": Choice(turn_bytes=mib << 20) for mib in (2, 4, 8, 16, 32)},
-    "8 MiB pieces, never": Choice(piece_bytes=8 << 20, ring=4, turn_bytes=NEVER),
+    "staged, never": Choice(pause_bytes=NEVER),
+    **{f"staged, {mib} MiB": Choice(pause_bytes=mib << 20) for mib in (2, 4, 8, 16, 32)},
+    "8 MiB pieces, never": Choice(piece_bytes=8 << 20, ring=4, pause_bytes=NEVER),
     "kernels, 8 programs": Choice("direct", 8),
     "kernels, 4 programs": Choice("direct", 4),
 }
@@ -58,9 +58,9 @@ class Steps:
 
 
 class Storing:
-    """Stores on a thread of its own for as long as it is entered; ``rate`` in GB/s afterwards."""
+    """Stores on a separate thread within the context; ``rate`` in GB/s afterwards."""
 
-    def __init__(self, mover: copies.Mover | None):
+    def __init__(self, mover: copies.CopyRunner | None):
         self._mover, self._stop, self._done = mover, threading.Event(), []
         self._thread = threading.Thread(target=self._run)
 
@@ -90,7 +90,7 @@ def spread(values: list[float]) -> list[float]:
 
 def measure(steps: Steps, scene: copies.Scene, name: str, seconds: float) -> dict:
     choice = WAYS[name]
-    by = copies.Mover(scene, "raw", fixed(choice, choice)) if choice is not None else None
+    by = copies.CopyRunner(scene, "raw", fixed(choice, choice)) if choice is not None else None
     try:
         with Storing(by) as storing:
             until, taken = time.monotonic() + seconds, [steps.once()]

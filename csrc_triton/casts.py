@@ -1,8 +1,8 @@
-"""Conversions between float32 and what caches and codecs keep, that round alike on a GPU and in the interpreter.
+"""Conversions between float32 and the dtypes of caches and codecs, which round alike on a GPU and in the interpreter.
 
-On a GPU they are the hardware's, where it has them: float8 e4m3 came with compute capability 8.9. Elsewhere, and in
-Triton's interpreter (3.x), which truncates bfloat16 and does not carry a rounding into the exponent of a float8, the
-same results come from integer arithmetic, round half to even.
+A GPU uses its hardware if it can: float8 e4m3 needs compute capability 8.9. Other GPUs, and Triton's interpreter (3.x),
+which truncates bfloat16 and does not carry a rounding into the exponent of a float8, use integer arithmetic, round half
+to even.
 """
 
 from . import checksum
@@ -40,7 +40,7 @@ if triton is not None:
 
     @triton.jit
     def to_e4m3(x):
-        """uint8 bits of float8 e4m3, rounded from float32 of magnitude 448 or less; anything for others."""
+        """uint8 bits of float8 e4m3, rounded from float32 of magnitude 448 or less; undefined for others."""
         if _without_e4m3():
             bits = x.to(tl.int32, bitcast=True)
             magnitude = bits & 0x7FFFFFFF

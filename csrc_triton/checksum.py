@@ -17,18 +17,17 @@ Definition (all arithmetic modulo 2^64; :mod:`checksum_reference` is the same in
     with N the number of words that were added and fmix64 the finalizer of MurmurHash3. Neither strides nor
     the physical order of a page enter: two engines with different layouts make the same sum.
 
-What it detects. ``r`` is odd, so w -> x -> y is a bijection of 64-bit words (multiplication by an odd
-number and x ^ (x >> 32) both are). A change confined to one word, in particular any single bit flip,
-therefore changes exactly one term of the sum, hence the sum, hence the result, since fmix64 is a bijection:
-it is detected with certainty. So is a wrong key over right bytes. Several changed words go unnoticed when
-their differences cancel: about 2^-64 for unrelated data, and for the worst structured case known, two
-flips of the highest bit of two words, 2^-33 over the choice of the words (r(i) = +-r(j) mod 2^33 is
-needed). Exchanged words, blocks and layers change the multipliers, cut and shifted pages the count or all
-terms. It is made against faults of memory, transport and bookkeeping, not against an adversary who can
-choose bytes.
+What it detects. ``r`` is odd, so w -> x -> y is a bijection of 64-bit words (multiplication by an odd number and
+x ^ (x >> 32) both are). A change of one word, in particular any single bit flip, therefore changes exactly one term of
+the sum, hence the sum, hence the result, since fmix64 is a bijection: it is always detected. So is a wrong key over
+right bytes. Several changed words are missed if their differences cancel: with probability about 2^-64 for unrelated
+data. In the worst structured case known, flips of the highest bit of two words, it is 2^-33 over the choice of the
+words (r(i) = +-r(j) mod 2^33 is needed). Exchanged words, blocks and layers change the multipliers; cut and shifted
+pages change the count or all terms. It protects against faults of memory, transport and bookkeeping, not against an
+adversary that chooses bytes.
 
-Why not the sum of 32-bit murmur words that one would write first: this one has two multiplications for eight
-bytes where that has six, which is what it costs on both a CPU core and a few SMs.
+A sum of 32-bit murmur words would need six multiplications for eight bytes instead of two, which are the cost on a CPU
+core and on a few SMs alike.
 """
 
 from typing import TYPE_CHECKING
@@ -49,22 +48,22 @@ M2 = 0xD6E8FEB86659FD93
 F1 = 0xFF51AFD7ED558CCD
 F2 = 0xC4CEB9FE1A85EC53
 
-# One program stays on one SM. More would take SMs from the model's kernels, which run at the same time; 32
-# of an H200's 132 read faster than NVLink delivers.
+# One program uses one SM. More programs would take SMs from the model's kernels, which run at the same time; 32 of an
+# H200's 132 read faster than NVLink delivers.
 MAX_PROGRAMS = 32
-# A tile is ROWS blocks by COLUMNS words: the multipliers and offsets of a column, which cost as much as the
-# sum itself, are made once for ROWS blocks. 4 x 1024 words keep 32 KiB of loads in flight a program.
+# A tile is ROWS blocks by COLUMNS words: the multipliers and offsets of a column, which cost as much as the sum itself,
+# are computed once for ROWS blocks. 4 x 1024 words are 32 KiB of loads in flight per program.
 ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 8
 
-# Columns of the region table [regions, 11] (int64, on the device); sizes in bytes unless said.
+# Columns of the region table [regions, 11] (int64, on the device); sizes in bytes unless noted.
 REGION_FIELDS = (
     "base",
     "block_stride",
     "outer_stride",
     "token_stride",
-    "words",  # of a block in this region, in words of word_bytes()
+    "words",  # of a block in this region; word_bytes() each
     "cell_words",  # the same of a cell
     "tokens",
     "first_word",  # index of this region's first word within the block
@@ -72,6 +71,7 @@ REGION_FIELDS = (
     "cell_tokens",
     "word",  # bytes of a word
 )
+ACCESS_FLAGS = ("WORD", "DENSE", "SPLIT", "PAIRS")  # in the order of the kernels' signatures
 
 if triton is not None:
     _M1 = tl.constexpr(M1)
@@ -79,9 +79,30 @@ if triton is not None:
     _F1 = tl.constexpr(F1)
     _F2 = tl.constexpr(F2)
 
-    # Not specialized: a compilation for each kind of number would stall a step for a second.
+    @triton.jit
+    def multipliers(index):
+        """uint64 r(i) of the words at ``index`` (int64) in the block."""
+        f = (index + 1).to(tl.uint64) * _M1
+        g = (f ^ (f >> 32)) * _M2
+        return (g ^ (g >> 29)) | 1
+
+    @triton.jit
+    def terms(words, r):
+        """int64 terms of uint64 words; 0 where the word is."""
+        x = words * r
+        return ((x ^ (x >> 32)) * r).to(tl.int64, bitcast=True)
+
+    @triton.jit
+    def finish(total, words, key):
+        """uint64 checksums, of the sums of all terms, the numbers of words and the keys; all uint64."""
+        h = (total + words * _M1) ^ key
+        h = (h ^ (h >> 33)) * _F1
+        h = (h ^ (h >> 33)) * _F2
+        return h ^ (h >> 33)
+
+    # Not specialized: compiling for each kind of number would stall a step for a second.
     @triton.jit(do_not_specialize=["n", "tiles", "programs"])
-    def _page_sums(
+    def _page_checksums(
         acc_ptr,  # int64 [n]: the sums so far
         blocks_ptr,  # int64 [n, 4]: block id, key, valid tokens, words that count
         regions_ptr,  # int64 [regions, 11]
@@ -130,10 +151,7 @@ if triton is not None:
                 inner = (column % cell_words).to(tl.int64)
                 offset = outer * outer_stride + token.to(tl.int64) * token_stride + inner * WORD
 
-            f = (first_word + column.to(tl.int64) + 1).to(tl.uint64) * _M1
-            g = (f ^ (f >> 32)) * _M2
-            r = ((g ^ (g >> 29)) | 1)[None, :]  # [1, COLUMNS]
-
+            r = multipliers(first_word + column.to(tl.int64))[None, :]  # [1, COLUMNS]
             page = base + block * block_stride  # [ROWS]
             address = page[:, None] + offset[None, :]  # [ROWS, COLUMNS] bytes
             counts = exists[:, None] & (column < words)[None, :] & (token[None, :] < cells[:, None])
@@ -148,14 +166,12 @@ if triton is not None:
             else:
                 p = address.to(tl.pointer_type(tl.uint64))
                 if PAIRS:
-                    # Not to be seen from the tables: two words lie together and count together.
+                    # The compiler cannot infer it from the tables: two words are adjacent and count together.
                     p = tl.max_contiguous(tl.multiple_of(p, [1, 16]), [1, 2])
                     counts = tl.max_constancy(counts, [1, 2])
                 w = tl.load(p, mask=counts, other=0)
-            x = w * r
-            y = (x ^ (x >> 32)) * r  # 0 where masked, since w is
-            part = tl.sum(y.to(tl.int64, bitcast=True), axis=1)  # [ROWS]
-            # Addition modulo 2^64 commutes: the order of the programs does not show in the result.
+            part = tl.sum(terms(w, r), axis=1)  # [ROWS]
+            # Addition modulo 2^64 commutes: the result does not depend on the order of the programs.
             tl.atomic_add(acc_ptr + row, part, mask=exists, sem="relaxed")
 
     @triton.jit(do_not_specialize=["n"])
@@ -165,11 +181,7 @@ if triton is not None:
         key = tl.load(blocks_ptr + row * 4 + 1, mask=exists, other=0).to(tl.uint64, bitcast=True)
         words = tl.load(blocks_ptr + row * 4 + 3, mask=exists, other=0).to(tl.uint64, bitcast=True)
         acc = tl.load(acc_ptr + row, mask=exists, other=0).to(tl.uint64, bitcast=True)
-        h = (acc + words * _M1) ^ key
-        h = (h ^ (h >> 33)) * _F1
-        h = (h ^ (h >> 33)) * _F2
-        h = h ^ (h >> 33)
-        tl.store(acc_ptr + row, h.to(tl.int64, bitcast=True), mask=exists)
+        tl.store(acc_ptr + row, finish(acc, words, key).to(tl.int64, bitcast=True), mask=exists)
 
 
 def word_bytes(inner: int) -> int:
@@ -180,27 +192,31 @@ def word_bytes(inner: int) -> int:
 
 
 def plan(regions: np.ndarray) -> list[tuple[dict[str, int | bool], np.ndarray]]:
-    """Splits a region table into launches: (constexpr flags, int32 tiles [m, 2]) of each.
+    """Split a region table into launches: (constexpr flags, int32 tiles [m, 2]) of each.
 
     ``regions``: int64 [regions, 11] as in REGION_FIELDS.
     """
     launches: dict[tuple, list[tuple[int, int]]] = {}
     for number, row in enumerate(regions.tolist()):
-        base, block_stride, outer_stride, token_stride, words, cell_words, tokens, *_, word = row
-        cells = words // cell_words
-        inner = cell_words * word
-        outer = cells // tokens
-        dense = (tokens == 1 or token_stride == inner) and (outer == 1 or outer_stride == tokens * inner)
-        together = base | block_stride | outer_stride | token_stride
-        split = word == 8 and together % 8 != 0
-        pairs = word == 8 and together % 16 == 0 and inner % 16 == 0
-        flags = (word, dense, split, pairs)
-        launches.setdefault(flags, []).extend((number, first) for first in range(0, words, COLUMNS))
-    names = ("WORD", "DENSE", "SPLIT", "PAIRS")
+        flags, _ = access(row)
+        launches.setdefault(flags, []).extend((number, first) for first in range(0, row[4], COLUMNS))
     return [
-        (dict(zip(names, flags, strict=True)), np.array(tiles, dtype=np.int32))
+        (dict(zip(ACCESS_FLAGS, flags, strict=True)), np.array(tiles, dtype=np.int32))
         for flags, tiles in launches.items()
     ]
+
+
+def access(row: list[int]) -> tuple[tuple[int, bool, bool, bool], int]:
+    """How a kernel reads a region, a row of the table: (ACCESS_FLAGS; a number with the alignment of all addresses)."""
+    base, block_stride, outer_stride, token_stride, words, cell_words, tokens, _, _, _, word = row[: len(REGION_FIELDS)]
+    inner = cell_words * word
+    outer = words // cell_words // tokens
+    dense = (tokens == 1 or token_stride == inner) and (outer == 1 or outer_stride == tokens * inner)
+    # A stride along a dimension of size one is never taken.
+    together = base | block_stride | (outer_stride if outer > 1 else 0) | (token_stride if tokens > 1 else 0)
+    split = word == 8 and together % 8 != 0
+    pairs = word == 8 and together % 16 == 0 and inner % 16 == 0
+    return (word, dense, split, pairs), together
 
 
 def launch(
@@ -210,7 +226,7 @@ def launch(
     launches: list[tuple[dict[str, int | bool], "torch.Tensor"]],
     max_programs: int = MAX_PROGRAMS,
 ) -> None:
-    """Adds up the blocks' pages into ``acc`` and finishes the sums there, on the current stream.
+    """Add up the blocks' pages into ``acc`` and finish the checksums there, on the current stream.
 
     ``acc``: int64 [n], zeros. ``blocks``: int64 [n, 4] (block id, key, valid tokens, words that count).
     ``regions``: int64 [regions, 11]. ``launches``: from :func:`plan`, tiles on the device. Contiguous, all
@@ -221,7 +237,7 @@ def launch(
     n = acc.shape[0]
     for flags, tiles in launches:
         programs = min(max_programs, tiles.shape[0] * triton.cdiv(n, ROWS))
-        _page_sums[(programs,)](
+        _page_checksums[(programs,)](
             acc,
             blocks,
             regions,

@@ -23,12 +23,11 @@ from vllm_kvtier.devtools.clients import TIMEOUT
 from vllm_kvtier.devtools.engines import MIB, Engine
 from vllm_kvtier.devtools.processes import ServiceFailed
 from vllm_kvtier.devtools.stores import POLL_SECONDS, StoreFailed, end_store, store_counts
-from vllm_kvtier.store.launch import store_path
+from vllm_kvtier.store.launcher import store_path
 
-# A question to another engine or to the store waits so long at most (default 2 s, which is also too long where somebody
-# waits for an answer): here nothing is to be computed only because a laptop was busy.
-PATIENT = {"ask_timeout": 20.0, "handshake_timeout": 20.0}
-# The store's: it outlives an engine's slowest start, and ends even if nobody ends it.
+# Longer timeouts than the defaults (2 s): here no block is to be computed only because a laptop was busy.
+PATIENT = {"lookup_timeout": 20.0, "handshake_timeout": 20.0}
+# Of the store: longer than an engine's slowest start; then it ends by itself.
 IDLE_SECONDS = 300
 
 
@@ -57,7 +56,7 @@ def arguments(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 def engine(args: argparse.Namespace, name: str, folder: Path, *, gpus: Sequence = (), flags=(), **options) -> Engine:
     """One that is not started yet; ``options`` as Engine's."""
-    # Several may share a device: vLLM only wants so much of it to be free, the cache has the size that is said here.
+    # Several engines may share a device: vLLM only checks this free memory; the cache's size is given.
     shared = ["--gpu-memory-utilization", "0.25"] if gpus else []
     # In float32 rounding decides nothing, so that the shipped model's answers can be compared to the letter.
     exact = ["--dtype", "float32"] if args.recalls else []
@@ -69,8 +68,8 @@ def engine(args: argparse.Namespace, name: str, folder: Path, *, gpus: Sequence 
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory for logs and whatever else, and in it the runtime directory of this process and its children. The
-    store that serves there ends with it; the directory stays, for ``finish`` to remove where all was well."""
+    """A directory for logs and data, with the runtime directory of this process and its children. The store in it is
+    stopped at the end. The directory stays; ``finish`` removes it after success."""
     folder = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
     (folder / "run").mkdir(mode=0o700)
     before = os.environ.get("XDG_RUNTIME_DIR")
@@ -85,9 +84,9 @@ def workplace() -> Iterator[Path]:
 
 
 def run(args: argparse.Namespace, play: Callable[[argparse.Namespace, Path], Sequence[str]], well: str) -> int:
-    """Play an example, which returns sentences about what went wrong; ``well`` is said if there is none.
+    """Run an example, which returns its failures as sentences; print ``well`` if there are none.
 
-    Returns the exit code: 0, 1 if what it is to show is not true, 2 if it could not be played.
+    Returns the exit code: 0, 1 after failures, 2 if the example could not run.
     """
     started = time.monotonic()
     with workplace() as folder:
@@ -103,8 +102,8 @@ def run(args: argparse.Namespace, play: Callable[[argparse.Namespace, Path], Seq
 
 
 def await_store(seconds: float = 60.0) -> None:
-    """Until the store that the engines start serves here: an engine that is ready does not wait for it. Raises
-    StoreFailed, with the last answer, if it is not in time."""
+    """Wait for the store that the engines start, since a ready engine does not wait for it. Raises StoreFailed with the
+    last answer after the timeout."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -113,7 +112,7 @@ def await_store(seconds: float = 60.0) -> None:
         except StoreFailed:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(POLL_SECONDS)  # nobody says when its socket is there
+            time.sleep(POLL_SECONDS)  # there is no event for its socket
 
 
 def finish(folder: Path, problems: Sequence[str], well: str) -> int:

@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""Agents whose prompts grow turn by turn, by tool calls and what the tools return.
+"""Agents whose prompts grow turn by turn with tool calls and their results.
 
-Each agent follows a trail of records. It knows one code; the record of that name states the code of the next one, in
-the middle of a long file. So a turn is: the model says the code, the loop makes it a call of `read_record`, the tool
-reads that file, the result is appended, and the model is asked for the next code. A wrong code opens no file. At the
-end it is asked for its very first code again, and `add` adds the first and the last one. (All in OpenAI's messages,
-with `tool_calls` and role `tool`; the question in between is what a model of this size needs to make its next call.)
+Each agent follows a trail of records. The record of a code states the next code in the middle of a long file. In a turn
+the model answers the code, the loop turns it into a call of `read_record`, the tool reads the file, its result is
+appended, and the next question asks for the next code. A wrong code opens no file. At the end the model is asked for
+its first code again, and `add` adds the first and the last one. All messages have OpenAI's form, with `tool_calls` and
+role `tool`; a model of this size needs the questions to make its next call.
 
-Several agents take turns on one engine whose KV cache holds little more than one of them: between two turns of an agent
-the others push it out. All is played twice: on a plain engine, which then computes an agent's whole history, and on one
-with a node store, a little memory and a disk, which finds it there. Near the end each agent's history is edited in the
-middle, as agents do that run out of context: a summary replaces an old tool result. What is behind the edit matches
-nothing any more, and the answer must still be right.
+Several agents alternate on one engine whose KV cache holds little more than one of them, so that they evict each other.
+All turns run twice: on a plain engine, which computes the whole history again, and on one with a node store with little
+memory and a disk, which loads it. Near the end a summary replaces an old tool result in the middle of each history, as
+in agents that run out of context. Blocks after the edit match nothing, and the answer must still be right.
 
-Prompt tokens are vLLM's own counts; how many came from disk is what the store read for them. The exit code is not 0 if
-an answer is wrong (of another model than the shipped one: if it is not the plain engine's), if a turn found less than
-its agent's last turn had left, if an edited history matched beyond the edit, or if a block was not what was stored.
+vLLM counts prompt tokens; the store counts tokens read from disk. The exit code is not 0 if an answer is wrong (for
+other models than the shipped one: differs from the plain engine's), if a turn found less than the agent's last turn had
+stored, if an edited history matched beyond the edit, or if a block failed its checksum.
 
 usage: agent_loop.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0] [--agents 3] [--turns 6] [--quick]
 """
@@ -39,7 +38,7 @@ from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, prompt_toke
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
 from vllm_kvtier.devtools.stores import open_tier, settled, tier_of
-from vllm_kvtier.store.launch import store_path
+from vllm_kvtier.store.launcher import store_path
 
 MAX_LEN = 2560
 CACHE_BLOCKS = MAX_LEN // BLOCK + 4  # one agent's last turn, and little more
@@ -59,7 +58,7 @@ TOOLS = [
 
 
 class Asked(NamedTuple):
-    """One turn: where its prompt's tokens came from, seconds to the first token, and what was answered and right."""
+    """One turn: its prompt tokens by source, seconds to the first token, the answer and the right answer."""
 
     tokens: PromptTokens
     disk: int  # of those that the connector brought
@@ -86,13 +85,13 @@ class Played(NamedTuple):
 
 
 class Agent:
-    """One conversation and its tools. ``trail``: (what a code is for, the code); each record leads to the next one."""
+    """One conversation and its tools. ``trail``: (subject, code) pairs; each record states the next code."""
 
     def __init__(self, number: int, turns: int, folder: Path, recalls: bool):
         names = list(SUBJECTS)
         self.trail = [(names[(3 * number + i) % len(names)], _code(number, i)) for i in range(turns)]
         self._records, self._recalls, self._calls = folder / f"agent-{number}", recalls, 0
-        self.last_code = ""  # of the trail, as the model said it
+        self.last_code = ""  # of the trail, as the model answered it
         self._records.mkdir(parents=True, exist_ok=True)
         for i, ((_, opens), (name, code)) in enumerate(zip(self.trail, self.trail[1:], strict=False)):
             before, behind = (python_file(100 * number + 10 * i + n, FUNCTIONS[n]) for n in range(2))
@@ -105,20 +104,20 @@ class Agent:
         ]
 
     def ask(self, name: str) -> list[dict]:
-        """The prompt of the next turn; what becomes of the history later does not change it."""
+        """The prompt of the next turn; later changes of the history do not affect it."""
         self.messages.append({"role": "user", "content": f"What is the code for {name}?"})
         return copy.deepcopy(self.messages)
 
     def hear(self, name: str, answer: str, code: str) -> str:
-        """Append what the model said; returns the code in it. For models that need not recall it is the right one, so
-        that all go on alike."""
+        """Append the model's answer; returns the code in it. For models that need not recall, returns the right code,
+        so that all continue alike."""
         text = answer if self._recalls else f"The code for {name} is {code}."
         self.messages.append({"role": "assistant", "content": text})
         found = re.search(r"is (\d{5})", text) or re.search(r"\d{5}", text)
         return found.group(found.lastindex or 0) if found else "none"
 
     def call(self, tool: str, **takes: str) -> str:
-        """Run a tool as the model's last message asks, and append what it returns."""
+        """Run the tool call of the model's last message, and append its result."""
         self._calls += 1
         call = {"id": f"call_{self._calls}", "type": "function"}
         self.messages[-1]["tool_calls"] = [{**call, "function": {"name": tool, "arguments": json.dumps(takes)}}]
@@ -134,7 +133,7 @@ class Agent:
         return str(int(first) + int(second)) if first.isdigit() and second.isdigit() else "These are no numbers."
 
     def edit(self, which: int) -> None:
-        """A summary takes the place of an old tool result."""
+        """Replace an old tool result by a summary."""
         results = [message for message in self.messages if message["role"] == "tool"]
         name, code = self.trail[which + 1]
         results[which]["content"] = f"The code for {name} is {code}."
@@ -198,7 +197,7 @@ def make_engine(args: argparse.Namespace, name: str, folder: Path) -> Engine:
 
 
 def play_round(args: argparse.Namespace, one: Engine, folder: Path) -> Played:
-    """All agents' turns, one after the other's, and at last each is asked for its first code."""
+    """All turns, agent by agent; at the end each agent is asked for its first code."""
     warm_up(one)
     agents = [Agent(number, args.turns, folder, args.recalls) for number in range(args.agents)]
     turns: dict[tuple[int, int], Asked] = {}
@@ -241,12 +240,12 @@ def ask(one: Engine, messages: list[dict], code: str, before: list[int], edited:
 
 
 def blocks_read(one: Engine) -> int:
-    """From disk, when all that this engine has asked for has ended; 0 without a store."""
+    """Tokens from disk, after all promotions for this engine have ended; 0 without a store."""
     return tier_of(settled(store_path())).read_blocks if one.kv else 0
 
 
 def referees(plain: Engine, played: dict[str, Played]) -> dict[tuple[int, int], Answer]:
-    """For turns that were answered differently: what the plain engine thinks of both answers."""
+    """For turns with different answers: the plain engine's probabilities of both."""
     turns = played[PLAIN].turns.items()
     other = played[KVTIER].turns
     return {
@@ -257,7 +256,7 @@ def referees(plain: Engine, played: dict[str, Played]) -> dict[tuple[int, int], 
 
 
 def judge(played: dict[str, Played], recalls: bool, referee: dict[tuple[int, int], Answer]) -> list[str]:
-    """Sentences about what went wrong."""
+    """The failures, as sentences."""
     problems = []
     for (turn, agent), asked in played[KVTIER].turns.items():
         where, both = f"turn {turn + 1} of agent {letter(agent)}:", {n: p.turns[turn, agent] for n, p in played.items()}

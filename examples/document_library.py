@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 """A library of documents that needs ten times the node store's memory, served from its disk.
 
-One engine with a KV cache for three documents, and a store with memory for four. Each document states a code, and the
-question at its end is what that was. All are asked about once, and computed; asked again, in the same order, each has
-long been pushed out of the cache and of memory, and comes from disk, where that is expected to be sooner than to
-compute it. Then the engine and the store are killed, as a power cut would, and started anew: the disk still has
-everything that was written.
+One engine with a KV cache for three documents, and a store with memory for four. Each document states a code, and its
+question asks for that code. In the first pass all are computed. In the second pass, in the same order, each has been
+evicted from the cache and from memory, and is loaded from disk if that is expected to be faster than computing. Then
+the engine and the store are killed, as by a power cut, and restarted: the disk still has all written blocks.
 
-Prompt tokens are vLLM's own counts; how many of them came from disk is what the store read for them. The exit code is
-not 0 if an answer differs from the first one, if a later pass got nothing from disk, if what came from disk took longer
-than computing had, or if a block was not what was written.
+vLLM counts prompt tokens; the store counts tokens read from disk. The exit code is not 0 if an answer differs from the
+first one, if a later pass got nothing from disk, if loading from disk took longer than computing, or if a block failed
+its checksum.
 
-The store and its disk lie in a directory of their own, and end with the demo: no other one is met or touched.
+The store and its disk are in a temporary directory and end with the demo. No other store is used.
 
 usage: document_library.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0] [--store-size 36MiB] [--times 10] [--disk DIR]
 """
@@ -40,13 +39,13 @@ from vllm_kvtier.devtools.clients import Answer, chat, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
 from vllm_kvtier.devtools.stores import StoreFailed, end_store, open_tier, settled, tier_of
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.launch import store_path
-from vllm_kvtier.store.limits import in_words
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import store_path
+from vllm_kvtier.store.memory.memory_limits import in_words
 
 MAX_LEN = 2560
 FUNCTIONS = 24  # of a document: about 1,500 tokens
-IDLE_SECONDS = 300  # the store's: it outlives an engine's slowest start, and ends even if nobody ends it
+IDLE_SECONDS = 300  # of the store: longer than an engine's slowest start; then it ends by itself
 RECALLS = 0.8  # of the codes, computed; the shipped model recalls nine of ten, and must answer the same each time
 FIRST_ROWS = 8  # of the documents; the others are in the sums
 
@@ -193,8 +192,8 @@ def code(number: int) -> tuple[str, str]:
 
 
 def document(number: int) -> list[dict[str, str]]:
-    """A conversation that states the document's code, reads a file, and asks for the code; nothing but a few tokens of
-    the beginning is shared with any other one's."""
+    """A conversation that states the document's code, reads a file, and asks for the code. Conversations share only a
+    few tokens at the beginning."""
     name, digits = code(number)
     return [
         {"role": "system", "content": SYSTEM},
@@ -207,7 +206,7 @@ def document(number: int) -> list[dict[str, str]]:
 
 
 def ask_all(engine: Engine, name: str, enough: Callable[[int, m.Counts], bool]) -> tuple[list[Asked], dict[str, int]]:
-    """Documents one after the other, until so many are ``enough``; and what the engine decided meanwhile."""
+    """Ask about the documents one by one until ``enough``; returns also the engine's load decisions."""
     asked: list[Asked] = []
     decided, counts = decisions(engine), settled(store_path())
     with console.status("") as status:
@@ -245,9 +244,9 @@ def decisions_in(text: str) -> dict[str, int]:
     """The same out of /metrics."""
     found: dict[str, int] = {}
     for name, kind, count in re.findall(
-        r'^vllm:kvtier_(planned|waits)_total\{.*?kind="(.*?)".*\} ([\d.e+]+)$', text, re.M
+        r'^vllm:kvtier_(load_decisions|promotion_waits)_total\{.*?kind="(.*?)".*\} ([\d.e+]+)$', text, re.M
     ):
-        word = f"{'offers' if name == 'planned' else 'waits'}: {kind}"
+        word = f"{'decisions' if name == 'load_decisions' else 'waits'}: {kind}"
         found[word] = found.get(word, 0) + int(float(count))
     return found
 
@@ -262,14 +261,16 @@ def times_memory(library: Library) -> float:
 
 
 def from_disk(first: Sequence[Asked], later: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
-    """Those documents, computed and again, of which most came from disk."""
+    """The documents whose repetition came mostly from disk, with their first answers."""
     return [(a, b) for a, b in zip(first, later, strict=True) if b.from_disk * 2 > b.tokens.total]
 
 
 def verdicts(played: Played, recalls: bool) -> list[bool]:
-    """By document, whether the later passes answered as the first; from the shipped model, to the letter where it knew
-    the answer. One of ten it guesses, and of guesses that are nearly equally likely rounding may choose another where
-    only the end of a prompt is computed; wrong KV would change what it knows."""
+    """By document, whether the later passes answered as the first; exactly for answers that the shipped model knew.
+
+    It guesses one of ten. Rounding may choose another of nearly equal guesses if only the end of a prompt is computed;
+    wrong KV would change what it knows.
+    """
     rows = list(zip(*(played.passes[name] for name in PASSES), strict=True))
     judges = [None] * len(rows) if recalls or not played.referee else played.referee
     return [
@@ -279,7 +280,7 @@ def verdicts(played: Played, recalls: bool) -> list[bool]:
 
 
 def judge(played: Played, recalls: bool, times: float) -> list[str]:
-    """Sentences about what went wrong."""
+    """The failures, as sentences."""
     problems = []
     first, library = played.passes[COMPUTED], played.library
     for number, equal in enumerate(verdicts(played, recalls)):

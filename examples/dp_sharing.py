@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Two ranks that share what they have computed: a prefix is computed once, wherever it is asked for.
+"""Two ranks that share their KV: each prefix is computed once, whichever rank gets the request.
 
-Four documents, each the beginning of several prompts, go to two ranks at random, as a load balancer that knows nothing
-of prefixes would send them. Each rank's cache holds two documents. Played twice: each rank for itself, as in vLLM
-alone, and with the connector as it is by default, where a rank copies a prefix out of the other one's cache
-(`peer_fetch`), or takes it from the node's host memory when both have forgotten it.
+Prompts with four documents as beginnings go to two ranks at random, as from a load balancer without prefix routing.
+Each rank's cache holds two documents. All prompts run twice: without sharing, as in plain vLLM, and with the
+connector's defaults. Then a rank copies a prefix from the other rank's cache (`peer_fetch`), or loads it from the
+node's host memory if both have evicted it.
 
-With two GPUs the ranks are those of one server (`--data-parallel-size 2`). Else they are two `vllm serve` on one node,
-which share in the same way and start sooner; `--one-server` makes them ranks of one there too.
+With two GPUs the ranks are those of one server (`--data-parallel-size 2`). Otherwise they are two `vllm serve` on one
+node, which share in the same way and start sooner; `--one-server` makes them ranks of one server there too.
 
-Where a prompt's tokens came from is the engine's own report in `kv_transfer_params`. The exit code is not 0 if an
-answer with sharing is not the one without (of another model than the shipped one, unless the choice is nearly a tie),
-if a code is wrong (of the shipped model), if any document was computed more than once with sharing, if nothing was
-copied from the other rank, or if a block was not what it should be.
+The engine reports the sources of prompt tokens in `kv_transfer_params`. The exit code is not 0 if an answer with
+sharing differs from the one without (for other models than the shipped one, unless it is nearly a tie), if a code is
+wrong (for the shipped model), if a document was computed more than once with sharing, if no block was copied from the
+other rank, or if a block failed its checksum.
 
 usage: dp_sharing.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--requests 24] [--one-server] [--quick]
 """
@@ -48,11 +48,11 @@ STATED = (
 DOCUMENTS = len(STATED)
 RANKS = 2
 ALONE, SHARED = "alone", "shared"
-ACQUAINTED_SECONDS = 60.0  # in which the ranks must have heard of each other
+ACQUAINTED_SECONDS = 60.0  # for the ranks to find each other
 
 
 class Asked(NamedTuple):
-    """One request: what it asked for, and which rank; where the prompt's tokens came from; seconds to the answer."""
+    """One request: its question and rank, its prompt tokens by source, seconds to the answer."""
 
     document: int
     code: int  # which of the document's
@@ -126,7 +126,7 @@ class Ranks:
             self.engines = [one]
 
     def ask(self, rank: int, messages: list[dict], **body: Any) -> Answer:
-        """The answer says where the KV came from."""
+        """The answer reports the sources of its KV."""
         headers = {} if self.separate else {"X-data-parallel-rank": str(rank)}
         one = self.engines[rank if self.separate else 0]
         return chat(one.base_url, messages, headers=headers, kv_transfer_params={"kvtier": {}}, **body)
@@ -144,7 +144,7 @@ def options() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--requests", type=int, help="in all (24; 10 with --quick)")
     made.add_argument("--one-server", action="store_true", help="with --data-parallel-size 2 (default with two GPUs)")
-    made.add_argument("--seed", type=int, default=0, help="of which request goes where (%(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="of the assignment of requests to ranks (%(default)s)")
     args = arguments(made)
     args.requests = args.requests or (10 if args.quick else 24)
     args.one_server |= len(args.gpus) >= RANKS
@@ -166,7 +166,7 @@ def play(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def play_round(args: argparse.Namespace, name: str, folder: Path, before: Played | None) -> Played:
-    """``before``: the other round, to ask an engine about answers that differ from it."""
+    """``before``: the other round; an engine is asked for the probabilities of answers that differ from it."""
     ranks = Ranks(args, folder, name)
     try:
         bring_up(ranks.engines, f"{RANKS} ranks, {name}")
@@ -186,13 +186,13 @@ def play_round(args: argparse.Namespace, name: str, folder: Path, before: Played
 
 
 def referee(ranks: Ranks, asked: Asked) -> Answer:
-    """The same asked of an engine that computes all of it, with probabilities."""
+    """The same request to an engine that computes it, with probabilities."""
     messages = messages_of(asked.document, asked.code)
     return ranks.ask(asked.rank, messages, cache_salt="referee", logprobs=True, top_logprobs=5)
 
 
 def plan(requests: int, seed: int) -> list[tuple[int, int, int]]:
-    """(document, which of its codes, rank) of each request: random, but that each rank is asked for each document."""
+    """(document, code, rank) of each request: random, but each rank gets each document at least once."""
     rng = random.Random(seed)
     wanted = [(document, rank) for document in range(DOCUMENTS) for rank in range(RANKS)]
     wanted += [(rng.randrange(DOCUMENTS), rng.randrange(RANKS)) for _ in range(requests - len(wanted))]
@@ -218,7 +218,7 @@ def acquaint(ranks: Ranks, name: str) -> None:
 
 
 def messages_of(document: int, code: int | None) -> list[dict[str, str]]:
-    """A conversation that states the document's codes and reads it, and asks for one of them; None: its beginning."""
+    """A conversation that states the document's codes, reads it, and asks for one of them; None: its beginning."""
     names = STATED[document]
     told = " ".join(f"The code for {name} is {SUBJECTS[name]}." for name in names)
     messages = [
@@ -244,7 +244,7 @@ def computed_times(asked: Sequence[Asked]) -> dict[int, int]:
 
 
 def judge(played: dict[str, Played], recalls: bool) -> list[str]:
-    """Sentences about what went wrong."""
+    """The failures, as sentences."""
     problems = []
     for name, each in played.items():
         for number, asked in enumerate(each.asked, 1):

@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""One engine with a small KV cache, and the node store that remembers for it, even when it is killed.
+"""One engine with a small KV cache, and a node store that keeps its blocks across a crash.
 
-Asks about documents that together need three times the cache, so that each has pushed out the others before
-its turn comes again. Asked a second time they come back from the store. Then the engine is killed, as a crash
-would, and started again: it finds what it knew, because the store is a process of its own.
+Asks about documents that need three times the cache, so that each is evicted before it is asked for again. The second
+time they are loaded from the store. Then the engine is killed, as by a crash, and restarted. It finds its blocks,
+because the store is a separate process.
 
-Prompt tokens are vLLM's own counts. The exit code is not 0 if an answer differs from the first one, if a
-prompt was asked again and nothing of it was loaded, or if a block that was loaded was not what was stored.
-The shipped model must recall the planted codes as well; other models, which guess, may give another answer
-where the choice is nearly a tie.
+vLLM counts prompt tokens. The exit code is not 0 if an answer differs from the first one, if nothing of a repeated
+prompt was loaded, or if a loaded block failed its checksum. The shipped model must also recall the planted codes. Other
+models guess, and may give another answer if the choice is nearly a tie.
 
-The store lies in a runtime directory of its own, and ends with the demo: no other one is met or touched.
+The store is in a temporary runtime directory and ends with the demo. No other store is used.
 
 usage: host_cache_demo.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0] [--store-size 256MiB]
 """
@@ -45,15 +44,15 @@ from rich.table import Table
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
-from vllm_kvtier.store.limits import in_words
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.protocol import PAGE
 
 BLOCK = 32
 CACHE_BLOCKS = 140  # 4,480 tokens: about three documents
 CACHE_TIMES = 2.5  # the documents must need at least so many caches for the demo to show anything
 MAX_LEN = 2560
 FUNCTIONS = 24  # of a document: about 1,500 tokens
-IDLE_SECONDS = 300  # the store's: it outlives an engine's slowest start, and ends even if nobody ends it
+IDLE_SECONDS = 300  # of the store: longer than an engine's slowest start; then it ends by itself
 ANSWER_SECONDS = 30  # for `kvtier stats`
 
 SUBJECTS = {
@@ -71,7 +70,7 @@ COMPUTED, STORED, RESTARTED = PASSES = "computed", "from the store", "after the 
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One prompt, asked once: where its tokens came from, seconds to the first token of the answer."""
+    """One request: its prompt tokens by source, seconds to the first token."""
 
     tokens: PromptTokens
     first_token: float
@@ -79,14 +78,14 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """What the connector counted of loads that went wrong, over an engine's life."""
+    """The connector's counts of failed loads, since the engine's start."""
 
     integrity: int = 0
     loads: int = 0
 
 
 class StoreFailed(RuntimeError):
-    """The store did not say how it is."""
+    """The store did not answer."""
 
 
 def main() -> int:
@@ -161,7 +160,7 @@ def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
 
 
 def play(engine: Engine) -> tuple[dict[str, list[Asked]], list[Failures], list[Answer]]:
-    """All passes; the failures of both lives of the engine; every answer once more with its probabilities."""
+    """All passes, the failures before and after the restart, and every answer again with its probabilities."""
     passes: dict[str, list[Asked]] = {}
     bring_up([engine], "the engine, which starts its store,")
     warm_up(engine)
@@ -181,8 +180,8 @@ def play(engine: Engine) -> tuple[dict[str, list[Asked]], list[Failures], list[A
 
 
 def document(subject: str) -> list[dict[str, str]]:
-    """A conversation that states the subject's code, reads a file, and asks for the code; nothing but a few
-    tokens of the beginning is shared with any other subject's."""
+    """A conversation that states the subject's code, reads a file, and asks for the code. Conversations share only a
+    few tokens at the beginning."""
     number = list(SUBJECTS).index(subject)
     return [
         {"role": "system", "content": SYSTEM},
@@ -227,7 +226,7 @@ def read_failures(engine: Engine) -> Failures:
 
 
 def failures_in(metrics: str) -> Failures:
-    """Out of the text of /metrics; what has never happened is not there."""
+    """Read from the text of /metrics, which lacks events that never happened."""
 
     def total(name: str) -> int:
         return sum(int(float(value)) for value in re.findall(rf"^vllm:kvtier_{name} ([\d.e+]+)$", metrics, re.M))
@@ -239,7 +238,7 @@ def failures_in(metrics: str) -> Failures:
 
 
 def store_counts(runtime: Path) -> dict[str, Any]:
-    """What ``kvtier stats`` says of the store in this runtime directory. Raises StoreFailed with its words."""
+    """The output of ``kvtier stats`` for the store in this runtime directory. Raises StoreFailed with its message."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "vllm_kvtier.cli", "stats", "--json"],
@@ -261,7 +260,7 @@ def end_store(runtime: Path, counts: dict[str, Any] | None) -> None:
         pid = (counts or store_counts(runtime))["pid"]
         fd = os.pidfd_open(pid)
     except (StoreFailed, ProcessLookupError):
-        return  # there is none, or it is ending; one that hangs ends for want of engines
+        return  # there is none, or it is ending; a hung store ends when its engines are gone
     try:
         os.kill(pid, signal.SIGTERM)
         select.select([fd], [], [], ANSWER_SECONDS)
@@ -296,7 +295,7 @@ def judge(
     failures: list[Failures],
     counts: dict[str, Any],
 ) -> list[str]:
-    """Sentences about what went wrong."""
+    """The failures, as sentences."""
     problems = []
     evictions = counts["index"]["evictions"]
     for number, (subject, equal) in enumerate(zip(SUBJECTS, verdicts(passes, recalls, referee), strict=True)):
@@ -353,7 +352,7 @@ def describe_store(counts: dict[str, Any]) -> None:
 
 def store_rows(counts: dict[str, Any]) -> list[tuple[str, str]]:
     index = counts["index"]
-    looked = f"{index['found_units']:,} of {index['looked_up_units']:,} block hashes"
+    looked = f"{index['prefix_hits']:,} of {index['prefix_queries']:,} block hashes"
     return [
         ("up", f"{counts['seconds']:.0f} s, pid {counts['pid']}"),
         ("pool", f"{in_words(counts['pool_bytes'])}, policy {counts['policy']}"),

@@ -1,13 +1,14 @@
-"""Where an engine's KV blocks are, live: follows vLLM's KV events, in which the connector says what becomes of blocks
-in the node store's memory ("CPU"), on its disk ("STORAGE") and in its bucket ("STORAGE", remote), beside vLLM's own
-events of the GPU's cache.
+"""Shows the tiers of an engine's KV blocks, live, from vLLM's KV events.
+
+vLLM reports blocks of the GPU's cache; the connector reports blocks in the node store's memory ("CPU"), on its disk
+("STORAGE") and in its bucket ("STORAGE", remote).
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}' \
         --kv-events-config '{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}'
     python examples/kv_events.py tcp://127.0.0.1:5557
 
-prints a line a second in which anything changed: blocks by place, and how many came and went. ``View`` is what a router
-would keep of each engine; ``prefix`` is the question it would ask.
+prints a line for each second with changes: blocks by tier, stored and removed blocks. A router would keep one ``View``
+per engine and call ``prefix``.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 
 class View:
-    """What one engine has where. ``blocks``: by place, the (hash, KV cache group) of each block there."""
+    """The blocks of one engine. ``blocks``: by tier, the (hash, KV cache group) of each block."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set] = {}
@@ -30,7 +31,7 @@ class View:
         self._sequence: int | None = None
 
     def hear(self, sequence: int, batch: KVEventBatch) -> None:
-        """``sequence``: the number that came with it. After a gap the view is of no use; it begins anew."""
+        """``sequence``: the number of the batch. After a gap the view is invalid and starts empty."""
         if self._sequence is not None and sequence != self._sequence + 1:
             self.missed += 1
             self.blocks.clear()
@@ -44,10 +45,10 @@ class View:
                 self.went += len(gone)
                 here -= gone
             elif isinstance(event, AllBlocksCleared):
-                self.blocks.pop("GPU", None)  # vLLM means its own cache
+                self.blocks.pop("GPU", None)  # vLLM's GPU cache
 
     def prefix(self, tokens: Sequence[int], block_tokens: int) -> dict[str, int]:
-        """How many tokens of a prompt (without adapter, images or salt) each place has, from the first on."""
+        """The tokens of a prompt's prefix (without adapter, images or salt) in each tier."""
         chain, last = [], None
         for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
             last = self._after.get((last, tuple(tokens[start : start + block_tokens])))

@@ -1,25 +1,23 @@
 #!/usr/bin/env python3
-"""A conversation that is being answered on one engine is moved to another one, which goes on in mid-sentence.
+"""Moves a conversation to another engine while it is answered; the other engine continues in mid-sentence.
 
-A is the engine that answers. C is on A's node: it shares A's node store. B stands for an engine of another node: it
-shares no memory with A. Four moves, of three conversations:
+Engine A answers. C is on A's node and shares its node store. B stands for an engine of another node and shares no
+memory with A. Four moves of three conversations:
 
-  slice ends    to B. The client has A generate in slices (`max_tokens`), each from where the last one ended. When A is
-                to be left, the slice under way is the last: A keeps its blocks for a while (`bidirectional`), its
-                answer says where (`remote_host`, `remote_port` in `kv_transfer_params`), and B, told so, reads them
-                from A's cache.
-  mid-stream    to C, at any token: the client closes A's stream and sends C the prompt and the tokens so far. Nobody
-                is told anything: what fills a block is in the node's memory, or can be copied out of A's own cache.
-  killed        A, in mid-stream. To B: nothing is left to take, B computes. To C: the node's memory has outlived A.
+  slice ends    to B. The client has A generate in slices (`max_tokens`), each from the end of the last one. After the
+  last slice A retains its blocks for a while (`bidirectional`). A's answer has its address (`remote_host`,
+  `remote_port` in `kv_transfer_params`); B gets this address and pulls the blocks from A's cache. mid-stream    to C,
+  at any token: the client closes A's stream and sends C the prompt and the tokens so far. Whole blocks are in the
+  node's memory, or C copies them from A's cache. killed        A is killed in mid-stream. B finds no blocks and
+  computes. C loads them from the node's memory.
 
-Every conversation states codes, then reads files, and is asked for a code; it is moved before the first digit of the
-answer. What A would have said is A's own answer to the same prompt under a `cache_salt`, which shares no KV with it.
-All generate beyond the answer's end, so that there is more to compare. At last the new engine is asked for another
-code.
+Every conversation states codes, reads files, and asks for a code; it is moved before the first digit of the answer. The
+reference is A's answer to the same prompt under a `cache_salt`, which shares no KV with it. All generate beyond the
+answer's end, for a longer comparison. At the end the new engine is asked for another code.
 
-The exit code is not 0 if a continuation is not, token for token, what A would have said (of other models than the
-shipped one it may part from it where the choice is nearly a tie), if a code is wrong, or if a move brought less than
-the whole blocks of its prompt (B without A: if it brought anything).
+The exit code is not 0 if a continuation differs from the reference in any token (for other models than the shipped one,
+unless it is nearly a tie), if a code is wrong, or if a move transferred less than the whole blocks of its prompt (B
+without A: if it transferred any).
 
 usage: move_conversation.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--quick]
 """
@@ -64,9 +62,8 @@ class Talk(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One move. ``said``: tokens of the answer before it; ``gap``: seconds from then to the first token there;
-    ``report``: what the new engine says of where the KV of prompt and answer so far came from; ``later``: what it
-    answers when it is asked for another code."""
+    """One move. ``said``: tokens of the answer before it; ``gap``: seconds from then to the first token of the new
+    engine; ``report``: the new engine's sources of KV; ``later``: its answer to the question for another code."""
 
     said: list[int]
     went_on: list[int]
@@ -77,14 +74,14 @@ class Moved(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What A says where nobody moves."""
+    """A's answer without a move."""
 
     tokens: list[int]
     text: str
 
 
 def main() -> int:
-    return run(options(), play, "Every continuation is what A would have said.")
+    return run(options(), play, "Every continuation equals A's answer.")
 
 
 def options() -> argparse.Namespace:
@@ -103,7 +100,7 @@ def play(args: argparse.Namespace, folder: Path) -> list[str]:
         await_store()
         for one in engines:
             warm_up(one)
-        talks = [talk(a, number) for number in (1, 2, 3)]  # of which the shipped model recalls all
+        talks = [talk(a, number) for number in (1, 2, 3)]  # the shipped model recalls all of them
         told = [whole(a, each) for each in talks]
         moved[SLICED] = go_on(b, talks[0], *sliced(a, talks[0]))
         if not args.quick:
@@ -126,7 +123,7 @@ def make_engine(args: argparse.Namespace, number: int, folder: Path) -> Engine:
     extra: dict[str, Any] = {
         **PATIENT,
         "endpoint_port": free_port(),
-        "bidirectional": True,  # A: keep what it has finished; B: ask who may have it
+        "bidirectional": True,  # A retains finished blocks; B queries engines that may have them
         "retain_share": 0.5,
         "store_size": "256MiB" if args.recalls else "4GiB",
         "store_idle_seconds": IDLE_SECONDS,
@@ -164,13 +161,13 @@ def question(name: str) -> str:
 
 
 def whole(a: Engine, t: Talk) -> Told:
-    """What A says; with KV of its own, which no other request shares."""
+    """A's answer, with KV that no other request shares."""
     answer = complete(a.base_url, t.prompt, max_tokens=LENGTH, ignore_eos=True, cache_salt="whole")
     return Told(answer.token_ids, answer.text)
 
 
 def sliced(a: Engine, t: Talk) -> tuple[list[int], str, dict[str, Any]]:
-    """(tokens, text, where A keeps the KV of it) of what A says in two slices."""
+    """(tokens, text, params with A's address) of A's answer in two slices."""
     said, text = [], ""
     for _ in range(CUT // SLICE):
         prompt = t.prompt + said
@@ -180,7 +177,7 @@ def sliced(a: Engine, t: Talk) -> tuple[list[int], str, dict[str, Any]]:
 
 
 def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
-    """(tokens, text) of what A says until the stream is closed; ``then`` is called before it is."""
+    """(tokens, text) of A's answer until the stream is closed; ``then`` is called before that."""
     body = {"model": "model", "temperature": 0, "prompt": t.prompt, "max_tokens": LENGTH, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     said, text = [], ""
@@ -196,7 +193,7 @@ def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tup
 
 
 def go_on(one: Engine, t: Talk, said: list[int], text: str, source: dict[str, Any] | None = None) -> Moved:
-    """Have ``one`` go on behind these tokens: first with one token, to see when it comes and what was moved for it."""
+    """Continue after these tokens on ``one``: first one token, for its time and the transferred KV, then the rest."""
     asked = {"kvtier": {}, **(source or {})}  # `kvtier`: the answer is to say where its KV came from
     since = time.monotonic()
     first = complete(one.base_url, t.prompt + said, max_tokens=1, ignore_eos=True, kv_transfer_params=asked)
@@ -210,7 +207,7 @@ def go_on(one: Engine, t: Talk, said: list[int], text: str, source: dict[str, An
 
 
 def parted(told: Told, moved: Moved) -> int | None:
-    """The first token in which the moved answer is another one than A's; None if it is the same."""
+    """The first token in which the moved answer differs from A's; None if it is the same."""
     went = moved.said + moved.went_on
     if went == told.tokens:
         return None
@@ -249,15 +246,15 @@ def tokens_moved(moved: Moved) -> int:
 
 
 def judge(rows: Rows, recalls: bool, ties: set[str]) -> list[str]:
-    """Sentences about what went wrong."""
+    """The failures, as sentences."""
     problems = []
     for move, (t, told, moved) in rows.items():
         at = parted(told, moved)
         if at is not None and move not in ties:
-            problems.append(f"{move}: parted from what A says at token {at}: {moved.text!r}, not {told.text!r}.")
+            problems.append(f"{move}: differs from A's answer at token {at}: {moved.text!r}, not {told.text!r}.")
         for name, answer in ((NAMES[0], moved.text), (NAMES[-1], moved.later)) if recalls else ():
             if t.codes[name] not in answer:
-                problems.append(f"{move}: the code for {name} is {t.codes[name]}, and {answer!r} was said.")
+                problems.append(f"{move}: the code for {name} is {t.codes[name]}, and the answer was {answer!r}.")
         least = len(t.prompt) // BLOCK * BLOCK
         if move == KILLED_B and tokens_moved(moved):
             problems.append(f"{move}: {tokens_moved(moved)} tokens came from {moved.report.get('pulled_from')}.")
@@ -269,7 +266,7 @@ def judge(rows: Rows, recalls: bool, ties: set[str]) -> list[str]:
 
 
 def source(moved: Moved) -> str:
-    """Where the KV came from, in words; the engine says an address, "gpu" and an address, or "host"."""
+    """The source of the KV as text; the engine reports an address, "gpu" and an address, or "host"."""
     said = moved.report.get("pulled_from")
     if not tokens_moved(moved) or said is None:
         return "computed"

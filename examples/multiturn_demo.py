@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""A conversation over a prefill engine P, a decode engine D and the proxy, with KV pulled both ways.
+"""A conversation over a prefill engine P, a decode engine D and the proxy, with KV pulled in both directions.
 
-Plays the same conversation twice: with pulls from P to D only, and with ``bidirectional`` pulls. It plants
-facts and asks for them later. Before some turns other work on P pushes the conversation out of P's cache, as
-other users' prompts would: then P computes all of it again, unless it may pull it back from D.
+The same conversation runs twice: with pulls by the decode engine only, and with ``bidirectional`` pulls. It plants
+facts and asks for them later. Before some turns, other prompts evict the conversation from the prefill engine's cache,
+as those of other users would. Then the prefill engine computes all of it again, unless it may pull it from the decode
+engine.
 
-Every figure comes from vLLM's own counters of prompt tokens; what the connector reports of itself must agree
-with them where the proxy passes it on. The exit code is not 0 if an answer is wrong, if D did not pull in
-some turn, or if P did not pull when its cache was lost (or pulled although it must not). The shipped model
-must recall the planted codes; of any other model the answers must be those of one plain engine without a
-connector that is asked the same, or differ from them first where that engine's choice is nearly a tie.
+All figures come from vLLM's counters of prompt tokens. The connector's report, if the proxy forwards it, must agree
+with them. The exit code is not 0 if an answer is wrong, if the decode engine did not pull in a turn, or if the prefill
+engine did not pull after its cache was lost (or pulled although it must not). The shipped model must recall the planted
+codes. Another model's answers must equal those of a plain engine without a connector, unless that engine's choice is
+nearly a tie.
 
 usage: multiturn_demo.py [--model DIRECTORY_OR_HUB_NAME] [--gpus 0,1] [--pull-threshold TOKENS]
 """
@@ -34,7 +35,7 @@ SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "recall-6m"
 SYSTEM = "You keep notes and answer from them."
 MAX_LEN = 3456  # tokens; the shipped model recalls exactly up to about 3,400
 BLOCK = 32
-# P holds little more than one conversation, so that other work pushes it out; D holds many.
+# The prefill engine's cache has room for little more than one conversation; the decode engine's for many.
 P_BLOCKS, D_BLOCKS = MAX_LEN // BLOCK + 4, 256
 OTHER_WORK_TOKENS = MAX_LEN - BLOCK
 # Nats. Rounding alone moved the log-probabilities of one plain engine by 0.06 between a cached and an
@@ -45,7 +46,7 @@ console = Console(highlight=False)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What the user says, the code that the answer must contain, and whether P's cache is lost before."""
+    """The user's message, the code in a right answer, and whether the prefill engine's cache is lost before."""
 
     user: str
     code: str | None = None
@@ -53,9 +54,9 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What one turn did: prompt tokens of P and D by source, time to first token in seconds.
+    """One turn: prompt tokens of both engines by source, time to first token in seconds.
 
-    ``reported``: by role ("prefill", "decode"), tokens pulled according to the connector, where it said so.
+    ``reported``: by role ("prefill", "decode"), the pulled tokens that the connector reported.
     """
 
     p: PromptTokens
@@ -127,7 +128,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name")
     parser.add_argument(
-        "--gpus", default="", help="GPUs for P and D, for example 0,1; without, the CPU build"
+        "--gpus", default="", help="GPUs of the prefill and the decode engine, for example 0,1; without, the CPU build"
     )
     parser.add_argument("--pull-threshold", type=int, default=1, help="fewest tokens worth a pull")
     args = parser.parse_args()
@@ -161,12 +162,12 @@ def bring_up(services: list[Service], what: str) -> None:
 
 
 def play_round(args: argparse.Namespace, bidirectional: bool, logs: Path) -> list[Played]:
-    """Start P, D and the proxy, play the conversation, stop them."""
+    """Start both engines and the proxy, play the conversation, stop them."""
     word = "on" if bidirectional else "off"
     console.rule(f"bidirectional pulls {word}")
-    # D keeps at most this share exported: room for the whole conversation.
+    # The decode engine retains at most this share: the whole conversation.
     extra = {"bidirectional": bidirectional, "pull_threshold": args.pull_threshold, "retain_share": 0.5}
-    extra["store"] = "off"  # or P would find in it what it is to pull from D
+    extra["store"] = "off"  # so that the prefill engine pulls, instead of loading from it
     p = engine(args, f"P-{word}", P_BLOCKS, args.gpus[:1], extra, logs)
     d = engine(args, f"D-{word}", D_BLOCKS, args.gpus[-1:], extra, logs)
     flags = [] if bidirectional else ["--no-bidirectional"]
@@ -263,7 +264,7 @@ class Columns:
 
 
 def judge(played: list[Played], bidirectional: bool, args: argparse.Namespace) -> list[str]:
-    """Sentences about what went wrong in a round."""
+    """The failures of a round, as sentences."""
     word = "on" if bidirectional else "off"
     problems = []
     for number, (turn, done) in enumerate(zip(CONVERSATION, played, strict=True), 1):
@@ -273,21 +274,21 @@ def judge(played: list[Played], bidirectional: bool, args: argparse.Namespace) -
         missing = done.d.total - done.d.cached
         if missing > args.pull_threshold and done.d.pulled == 0:
             problems.append(
-                f"{where} D lacked {missing} of {done.d.total} prompt tokens and pulled none from P."
+                f"{where} the decode engine lacked {missing} of {done.d.total} prompt tokens and pulled none."
             )
         if done.p.total == 0:
-            problems.append(f"{where} P was not asked.")
+            problems.append(f"{where} the prefill engine got no request.")
         for role, counted in (("prefill", done.p.pulled), ("decode", done.d.pulled)):
             said = done.reported.get(role, counted)
             if abs(said - counted) > 1:  # one: the last token, see at_least_one_computed
                 problems.append(f"{where} {role} reports {said} tokens pulled, vLLM counted {counted}.")
         if not bidirectional and done.p.pulled:
-            problems.append(f"{where} P pulled {done.p.pulled} tokens although bidirectional pulls are off.")
-        # All that D has of the earlier turns, less what does not fill a block.
+            problems.append(f"{where} the prefill engine pulled {done.p.pulled} tokens although these pulls are off.")
+        # The whole blocks that the decode engine has of the earlier turns.
         known = played[number - 2].d.total if number > 1 else 0
         if bidirectional and turn.p_lost and done.p.pulled + done.p.cached < known - BLOCK:
             problems.append(
-                f"{where} P had lost its cache and pulled {done.p.pulled} of {known} tokens from D."
+                f"{where} the prefill engine had lost its cache and pulled only {done.p.pulled} of {known} tokens."
             )
     return problems
 
@@ -295,7 +296,7 @@ def judge(played: list[Played], bidirectional: bool, args: argparse.Namespace) -
 def compare_with_one_engine(
     args: argparse.Namespace, rounds: dict[bool, list[Played]], logs: Path
 ) -> list[str]:
-    """Ask one plain engine what P and D were asked, history included, and report answers that differ."""
+    """Send the same requests, with their history, to a plain engine, and report answers that differ."""
     problems = []
     single = engine(args, "single", D_BLOCKS, args.gpus[:1], None, logs)
     try:

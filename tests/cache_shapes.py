@@ -1,5 +1,5 @@
-"""vLLM's cache tensors for tests: real spec classes, vLLM's own allocation for new layouts, and the few parts of a
-VllmConfig that are asked. Importing this skips a test module where there is no vLLM."""
+"""vLLM's cache tensors for tests: real spec classes, vLLM's allocation of new layouts, and the used parts of a
+VllmConfig. Importing this skips a test module if vLLM is not installed."""
 
 from types import SimpleNamespace
 
@@ -24,8 +24,8 @@ def full(block_size=16, heads=2, size=8, dtype=torch.bfloat16, **more):
 
 
 def config_of(backend: str | dict, layers, dcp=1, cache_dtype="auto", isa=None, **attributes):
-    """The parts of a VllmConfig that are asked: each layer's backend, the cache's dtype, parallelism. ``attributes``:
-    of the layers."""
+    """The used parts of a VllmConfig: each layer's backend, the cache's dtype, parallelism. ``attributes``: of the
+    layers."""
     names = backend if isinstance(backend, dict) else dict.fromkeys(layers, backend)
     modules = {
         layer: SimpleNamespace(

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from vllm_kvtier import logs
 
-pytest_plugins = ["fleet", "node_fleet"]
+pytest_plugins = ["engine_fixtures", "node_fixtures"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def way(request, run_dir, monkeypatch) -> str:
 
 
 def pytest_runtest_setup() -> None:
-    logs.LIMIT.forget()  # what one test made the package say says nothing about the next
+    logs.LIMIT.forget()  # the limit of repeated messages must not carry over to the next test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(600))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
-    import torch  # only where a test asks for a device: it takes seconds
+    import torch  # only if a test needs a device, because it takes seconds
 
     if not torch.cuda.is_available():
         for item in items:

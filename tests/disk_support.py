@@ -1,4 +1,4 @@
-"""A disk tier's mover for tests and benchmarks: its process, driven over the socketpair as the server does."""
+"""The disk's tier process for tests and benchmarks, driven over a socketpair as by the store's server."""
 
 import hashlib
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_kvtier.store.lower import moving as m
-from vllm_kvtier.store.lower.runner import Pool
-from vllm_kvtier.store.messages import PAGE, GroupShape
-from vllm_kvtier.store.records import ZERO
+from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.protocol import PAGE, GroupShape
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.main import Pool
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
 ROOT = Path(__file__).resolve().parents[1]
-SPACE = b"a space 16 bytes"
-SHAPE = m.SpaceShape(SPACE, 16, [GroupShape(units=1, slot_pages=4)])
+NAMESPACE_ID = b"a space 16 bytes"
+SHAPE = m.NamespaceShape(NAMESPACE_ID, 16, [GroupShape(hash_blocks_per_block=1, slot_pages=4)])
 
 
 def name_of(number: int) -> bytes:
@@ -32,8 +32,8 @@ def content_of(name: bytes, pages: int) -> bytes:
     return words.tobytes()
 
 
-def move_of(number: int, slot: int, pages: int, place: int, parent: bytes = ZERO) -> m.Move:
-    return m.Move(SPACE, 0, name_of(number), parent, b"somebody", slot, pages, place)
+def move_of(number: int, slot: int, pages: int, position: int, parent: bytes = ZERO) -> m.Move:
+    return m.Move(NAMESPACE_ID, 0, name_of(number), parent, b"somebody", slot, pages, position)
 
 
 def make_pool(nbytes: int) -> Pool:
@@ -50,8 +50,8 @@ def holds(pool: Pool, move: m.Move) -> bool:
     return bytes(pool.view[move.slot * PAGE : (move.slot + move.pages) * PAGE]) == content_of(move.hash, move.pages)
 
 
-class MoverProcess:
-    """``kept``: what it said at the beginning; ``opened``: Opened or Refused."""
+class DiskTierProcess:
+    """``kept``: its messages at the start; ``opened``: Opened or Refused."""
 
     def __init__(self, pool: Pool, options: dict, kind: str = "disk", seconds: float = 30.0, stderr=None):
         self.pool, self.seconds, self.last = pool, seconds, 0
@@ -59,7 +59,7 @@ class MoverProcess:
         self.socket = ours
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm_kvtier.store.lower.runner", f"--kind={kind}"),
+                *(sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}"),
                 *(f"--socket={theirs.fileno()}", f"--pool={pool.fd}", f"--bytes={pool.nbytes}"),
             ],
             pass_fds=[theirs.fileno(), pool.fd],
@@ -68,28 +68,28 @@ class MoverProcess:
         )
         theirs.close()
         self.kept: list[m.Move] = []
-        self.shapes: list[m.SpaceShape] = []
-        self.tell(m.Open(options, pool.nbytes))
+        self.shapes: list[m.NamespaceShape] = []
+        self.send(m.Open(options, pool.nbytes))
         while isinstance(said := self.hear(), m.Kept):
             self.kept += said.moves
-            self.shapes += said.spaces
+            self.shapes += said.namespaces
         self.opened = said
 
-    def tell(self, message) -> None:
+    def send(self, message) -> None:
         self.socket.settimeout(self.seconds)
         write_frame(self.socket, m.encode(message))
 
     def hear(self):
         return m.decode_to_server(read_frame(self.socket, time.monotonic() + self.seconds, [], m.MAX_FRAME))
 
-    def write(self, moves: list[m.Move], gone: list[int] = (), spaces: list[m.SpaceShape] = ()) -> int:
+    def write(self, moves: list[m.Move], gone: list[int] = (), namespaces: list[m.NamespaceShape] = ()) -> int:
         self.last += 1
-        self.tell(m.Write(self.last, moves, list(gone), list(spaces)))
+        self.send(m.Write(self.last, moves, list(gone), list(namespaces)))
         return self.last
 
     def read(self, moves: list[m.Move]) -> int:
         self.last += 1
-        self.tell(m.Read(self.last, 0, moves))
+        self.send(m.Read(self.last, 0, moves))
         return self.last
 
     def kill(self) -> None:
@@ -101,7 +101,7 @@ class MoverProcess:
         self.socket.close()
         return self.process.wait(self.seconds)
 
-    def __enter__(self) -> "MoverProcess":
+    def __enter__(self) -> "DiskTierProcess":
         return self
 
     def __exit__(self, *_: object) -> None:

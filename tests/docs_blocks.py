@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages, and shell text as the commands that it is made of."""
+"""Code blocks of Markdown pages, and shell text split into commands."""
 
 import re
 import shlex

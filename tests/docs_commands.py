@@ -1,7 +1,7 @@
-"""Whether a documented command line is one: by vLLM's own parser, by ours, by the files and options that it names.
+"""Check documented command lines with vLLM's parser, ours, and the files and options that they name.
 
-``Checker.check`` raises AssertionError with what is wrong. Nothing is run. Files that commands are given (prompts,
-keys, configurations) are made in a directory of their own, so that parsers which look for them find them.
+``Checker.check`` raises AssertionError with the cause. Nothing is run. Files in commands (prompts, keys,
+configurations) are created in a temporary directory for parsers that look for them.
 """
 
 import ast
@@ -24,13 +24,13 @@ from docs_blocks import ROOT, Command, commands_of
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.proxy.app import _ADMIN
-from vllm_kvtier.proxy.bodies import Route
 from vllm_kvtier.proxy.config_file import load_settings
-from vllm_kvtier.proxy.passing import find_passed
+from vllm_kvtier.proxy.messages.request_bodies import Route
+from vllm_kvtier.proxy.routes.passthrough import find_passthrough
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.wire.auth import ClusterKey
 
-# Commands of the system, of which nothing is looked at but their redirections.
+# Commands of the system; only their redirections are checked.
 PLAIN = {
     "awk", "cat", "cd", "chmod", "cp", "df", "echo", "export", "grep", "head", "ip", "jq", "kill", "ls", "mkdir",
     "nvidia-smi", "rm", "sed", "sleep", "sort", "sysctl", "tail", "time", "timeout", "true", "ulimit",
@@ -90,7 +90,7 @@ class Checker:
         if not self.key.exists():
             ClusterKey.create(str(self.key))
         self._cut = False
-        self.seen: set[str] = set()  # first words of what was checked, for those who want to know that something was
+        self.seen: set[str] = set()  # first words of the checked commands, to see that some were
 
     # -- scripts and configurations -----------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Checker:
             path.write_text(content)
 
     def document(self, kind: str, text: str) -> None:
-        """A configuration or a request, checked by who reads it. ``kind``: json, yaml or toml."""
+        """A configuration or a request, checked by its reader. ``kind``: json, yaml or toml."""
         if kind == "json":
             values = [json.loads(text)]
         elif kind == "toml":
@@ -157,7 +157,7 @@ class Checker:
         with contextlib.chdir(self.folder):
             config = KVTierConfig.from_extra_config(extra)
             if config.store != "off":  # what an engine would start the store with
-                from vllm_kvtier.scheduler.tier import _store_options
+                from vllm_kvtier.scheduler.sources.node_store import _store_options
 
                 _store_options(config)
         return config
@@ -194,8 +194,9 @@ class Checker:
             self.options(config.kv_connector_extra_config)
 
     def _kvtier(self, words: list[str]) -> None:
+        files = ("--file", "--prompt", "--messages", "--compare-with", "--trace", "--cluster-key", "--machine")
         for word, before in zip(words, ["", *words], strict=False):
-            if before in ("--file", "--prompt", "--messages", "--like", "--trace", "--cluster-key", "--machine"):
+            if before in files:
                 self._there(word)
         group = kvtier_command()
         if words[0] == "--help":
@@ -227,7 +228,7 @@ class Checker:
             options = _engines_read(given)
             if options.get("cluster_key_file"):
                 options["cluster_key_file"] = str(self.key)
-            if file is None or Path(file).exists():  # else nobody has shown it
+            if file is None or Path(file).exists():  # otherwise no page has shown it
                 load_settings(file, options)
             else:
                 assert Path(file).suffix in (".yaml", ".json", ".toml"), file
@@ -331,7 +332,7 @@ class Checker:
             if option in ("-d", "--data", "--json") and not value.startswith("@"):
                 json.loads(value)
         path = urlsplit(urls[0]).path
-        passed = path in PROXY_OWN | ENGINE_MODES or find_passed(path, ()) is not None
+        passed = path in PROXY_OWN | ENGINE_MODES or find_passthrough(path, ()) is not None
         assert passed or path in engine_routes(), f"neither the proxy nor vLLM has {path}"
 
 

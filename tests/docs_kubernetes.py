@@ -1,4 +1,4 @@
-"""Whether the Kubernetes manifests are right: by Kubernetes' own schemas, each other, and who reads their arguments."""
+"""Check the Kubernetes manifests by Kubernetes' schemas, against each other, and by the parsers of their arguments."""
 
 import functools
 import json
@@ -48,7 +48,7 @@ def _schema_problems(text: str) -> tuple[str, ...]:
 
 
 def problems(files: dict[str, list[dict]], dockerfile: str, checker: Checker) -> list[str]:
-    """All that is wrong, in words."""
+    """All errors, as text."""
     return list(_problems(files, dockerfile, checker))
 
 
@@ -63,7 +63,7 @@ def _problems(files: dict[str, list[dict]], dockerfile: str, checker: Checker) -
     names = {(document["kind"], document["metadata"]["name"]) for document in documents}
     names |= {("Secret", secret["name"]) for secret in custom.get("secretGenerator", ())}
     if ("Namespace", custom["namespace"]) not in names:
-        yield f"the namespace {custom['namespace']} is made by nobody"
+        yield f"the namespace {custom['namespace']} is not created"
     workloads = [document for document in documents if document["kind"] in WORKLOADS]
     for workload in workloads:
         yield from (f"{_name(workload)}: {p}" for p in _workload(workload, names, custom, dockerfile, checker))
@@ -87,9 +87,9 @@ def _workload(workload: dict, names: set, custom: dict, dockerfile: str, checker
     volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
     for volume in volumes.values():
         if "secret" in volume and ("Secret", volume["secret"]["secretName"]) not in names:
-            yield f"the Secret {volume['secret']['secretName']} is made by nobody"
+            yield f"the Secret {volume['secret']['secretName']} is not created"
         if "configMap" in volume and ("ConfigMap", volume["configMap"]["name"]) not in names:
-            yield f"the ConfigMap {volume['configMap']['name']} is made by nobody"
+            yield f"the ConfigMap {volume['configMap']['name']} is not created"
     for container in pod["containers"]:
         mounts = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", ())}
         yield from (f"no volume {name}" for name in mounts.keys() - volumes.keys())
@@ -187,7 +187,7 @@ def _policy(policy: dict, workloads: list[dict]) -> Iterator[str]:
         yield from (f"no port {p['port']}" for p in rule.get("ports", ()) if p["port"] not in _ports(selected))
         for peer in rule.get("from", ()):
             if "podSelector" in peer and not _selected(peer["podSelector"]["matchLabels"], workloads):
-                yield f"nobody is {peer['podSelector']['matchLabels']}"
+                yield f"no pod has {peer['podSelector']['matchLabels']}"
 
 
 def _across(documents: list[dict], workloads: list[dict]) -> Iterator[str]:

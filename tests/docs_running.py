@@ -1,12 +1,11 @@
-"""Guides, run: their commands as a shell would run them, on small CPU engines, and what they print beside the samples.
+"""Run the guides' commands in a shell with small CPU engines, and compare their output with the samples.
 
-In a page, blocks of the kind ``bash`` are run in order; what serves (``vllm serve``, ``kvtier store``, ``kvtier
-proxy``) stays up until the page is over. ``bash restart``: the store that runs is ended before. ``bash example`` is not
-run. A ``text`` block is what the block before it prints: each of its lines must be among the output, numbers aside, and
-a number that is not 0 there must not be 0 here. As some of it takes a moment (blocks that are still being copied), the
-commands are given again until it is so.
+Blocks of the kind ``bash`` are run in order. Servers (``vllm serve``, ``kvtier store``, ``kvtier proxy``) run until the
+end of the page. ``bash restart``: the running store is stopped first. ``bash example`` is not run. A ``text`` block is
+the output of the block before it: each of its lines must be in the output, with other numbers, and a number that is not
+0 must not be 0. Commands are repeated until their output matches, because copies of blocks take a moment.
 
-Before a command is run it is changed as ``Place.own`` says, and in no other way.
+``Place.own`` makes the only changes to a command.
 """
 
 import os
@@ -22,11 +21,11 @@ from pathlib import Path
 
 import netns
 from docs_blocks import ROOT, MarkdownIt, commands_of
-from node_fleet import store_in
+from node_fixtures import store_in
 
 from vllm_kvtier.devtools.engines import COMMON_ENV, CPU_ENV
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, kill_all
-from vllm_kvtier.store.launch import serves
+from vllm_kvtier.store.launcher import serves
 
 PORTS = ("8000", "8100", "8200", "7100", "7200", "9000")  # that pages use; each is a free one here
 SIZES = {"64GiB": "192MiB", "2TiB": "256MiB"}  # of memory and of disk

@@ -1,7 +1,7 @@
-"""Engines that are none, for `kvtier doctor` and its sisters: a real endpoint and real HTTP, with chosen answers.
+"""Fake engines for `kvtier doctor` and related commands: a real endpoint and real HTTP, with chosen answers.
 
-Their prompts are bytes, a token each; their blocks' names follow from what a real engine's do (seed, salt, tokens), and
-what of them is stored is asked of a real node store.
+A prompt's tokens are its bytes. Block hashes depend on seed, salt and tokens as in a real engine. A real node store
+answers which blocks are stored.
 """
 
 import hashlib
@@ -11,25 +11,26 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
+from context_fakes import engine_of
 from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.endpoint import Endpoint
-from vllm_kvtier.scheduler.explaining import stretches, tier_source
-from vllm_kvtier.scheduler.exports import ExportTable, Kind
-from vllm_kvtier.store import messages as sm
+from vllm_kvtier.scheduler.admin.explain import stretches, tier_source
+from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
+from vllm_kvtier.store import protocol as sm
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupGeometry, RegionGeometry
 from vllm_kvtier.wire.reactor import Reactor
 
-UNIT = 16
-NAMESPACE = m.Namespace("model-a", "auto/bfloat16", "sha256_cbor", "5eed", UNIT, 1, 1)
+HASH_BLOCK_SIZE = 16
+NAMESPACE = m.Namespace("model-a", "auto/bfloat16", "sha256_cbor", "5eed", HASH_BLOCK_SIZE, 1, 1)
 
 
 def geometry(order: str = "outer", heads: int = 4) -> CacheGeometry:
-    region = RegionGeometry("layer0", heads, 0, UNIT, 1, 256, order, "", "bfloat16")
-    return CacheGeometry((GroupGeometry(UNIT, "full", None, (region,)),), "little")
+    region = RegionGeometry("layer0", heads, 0, HASH_BLOCK_SIZE, 1, 256, order, "", "bfloat16")
+    return CacheGeometry((GroupGeometry(HASH_BLOCK_SIZE, "full", None, (region,)),), "little")
 
 
 def ranks(count: int = 1, shape: CacheGeometry | None = None) -> list[m.RankInfo]:
@@ -37,17 +38,17 @@ def ranks(count: int = 1, shape: CacheGeometry | None = None) -> list[m.RankInfo
 
 
 class FakeEngine:
-    """``namespace``: None: it is still starting, with ``why``. ``store``: path of the node store that it uses."""
+    """``namespace``: None if it is still starting, with ``why``. ``store``: path of its node store."""
 
     def __init__(self, namespace=NAMESPACE, store="", why=None, key=None, ranks=None, **options):
         self.namespace, self.gpu_cache, self.exported = namespace, {}, {}
         self.reactor = Reactor("fake-engine")
         self.silent = False
         self.weighed, self.lent, self.words = [], [], []
-        table = ExportTable(UNIT, {Kind.HANDOFF: 1000, Kind.RETAINED: 1000})
-        self.endpoint = Endpoint(
-            self.reactor, KVTierConfig(**options), key, table,
-            on_freed=lambda: None, on_question=self._question, on_serving=lambda on: None, on_puller=lambda ask: None,
+        table = ExportTable(HASH_BLOCK_SIZE, {LeaseKind.HANDOFF: 1000, LeaseKind.RETAINED: 1000})
+        self.endpoint = LeaseServer(
+            engine_of(self.reactor, KVTierConfig(**options)), table, key,
+            LeaseServerEvents(lambda: None, self._question, lambda on: None, lambda ask: None),
         )  # fmt: skip
         if why is not None:
             self.endpoint.unusable = why
@@ -57,8 +58,8 @@ class FakeEngine:
         self._path = store
         self._client = None
         if store:
-            shapes = [sm.GroupShape(units=1, slot_pages=BLOCK_PAGES)]
-            hello = sm.Hello("fake", os.getpid(), "engine", unit_tokens=UNIT, groups=shapes)
+            shapes = [sm.GroupShape(hash_blocks_per_block=1, slot_pages=BLOCK_PAGES)]
+            hello = sm.Hello("fake", os.getpid(), "engine", hash_block_size=HASH_BLOCK_SIZE, groups=shapes)
             connected = threading.Event()
             self._client = StoreClient(self.reactor, store, hello, on_change=connected.set)
             self._client.start()
@@ -67,27 +68,29 @@ class FakeEngine:
             assert connected.wait(10) and self._client.connected, self._client.reason
 
     @property
-    def space(self) -> bytes:
+    def namespace_id(self) -> bytes:
         return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH).digest()
 
-    def chain(self, text: str, salt: str = "") -> bytes:
+    def block_hashes(self, text: str, salt: str = "") -> bytes:
         """Packed hashes of the whole blocks of a prompt."""
         tokens, last = text.encode(), repr((self.namespace.hash_seed, salt)).encode()
         hashes = []
-        for at in range(0, len(tokens) - UNIT + 1, UNIT):
-            last = hashlib.blake2b(last + tokens[at : at + UNIT], digest_size=sm.HASH).digest()
+        for at in range(0, len(tokens) - HASH_BLOCK_SIZE + 1, HASH_BLOCK_SIZE):
+            last = hashlib.blake2b(last + tokens[at : at + HASH_BLOCK_SIZE], digest_size=sm.HASH).digest()
             hashes.append(last)
         return b"".join(hashes)
 
     def stores(self, text: str, salt: str = "") -> int:
         """As an engine does that computed this prompt: blocks newly stored."""
-        chain = self.chain(text, salt)
-        hello = sm.Hello("filler", os.getpid(), "engine", unit_tokens=UNIT, groups=[sm.GroupShape(1, BLOCK_PAGES)])
+        block_hashes = self.block_hashes(text, salt)
+        hello = sm.Hello(
+            "filler", os.getpid(), "engine", hash_block_size=HASH_BLOCK_SIZE, groups=[sm.GroupShape(1, BLOCK_PAGES)]
+        )
         with RawClient(self._path, hello) as client:
-            groups, hashes, parents = items_of(chain)
-            reserved = client.ask(sm.Reserve(1, self.space, b"", groups, hashes, parents, EVERYTHING))
+            groups, hashes, parents = items_of(block_hashes)
+            reserved = client.ask(sm.Reserve(1, self.namespace_id, b"", groups, hashes, parents, EVERYTHING))
             slots = [slot for slot in reserved.slots if slot > 0]
-            client.tell(sm.Commit(slots))
+            client.send(sm.Commit(slots))
             client.stat()  # answered behind the commit
         return len(slots)
 
@@ -99,8 +102,8 @@ class FakeEngine:
             counts = dict.fromkeys(m.Inspection.__struct_fields__, 0)
             answer(m.Inspection(**{**counts, "question": question.question, "blocks": 100, "store": store}))
             return
-        if isinstance(question, m.Identify):
-            answer(m.Identified(question.question, self.words))
+        if isinstance(question, m.GetIdentity):
+            answer(m.Identity(question.question, self.words))
             return
         text = bytes(question.tokens).decode()
         if isinstance(question, m.Explain):
@@ -112,15 +115,18 @@ class FakeEngine:
             exported=self.exported.get((text, question.cache_salt), 0),
         )  # fmt: skip
         if self._client is None:
-            answer(m.Holding(**said))
+            answer(m.PrefixLengths(**said))
             return
-        pending = self._client.inspect(self.space, self.chain(text, question.cache_salt))
-        pending.then(lambda p: answer(m.Holding(**said, stored=getattr(p.outcome, "units", 0) * UNIT)))
+        pending = self._client.inspect(self.namespace_id, self.block_hashes(text, question.cache_salt))
+        pending.then(
+            lambda p: answer(m.PrefixLengths(**said, stored=getattr(p.outcome, "num_hash_blocks", 0) * HASH_BLOCK_SIZE))
+        )
 
     def _explain(self, question, text, answer) -> None:
         asked = (text, question.cache_salt)
         said = dict(
-            question=question.question, prompt=len(text), unit=UNIT, gpu_cache=self.gpu_cache.get(asked, 0),
+            question=question.question, prompt=len(text), hash_block_size=HASH_BLOCK_SIZE,
+            gpu_cache=self.gpu_cache.get(asked, 0),
             exported=self.exported.get(asked, 0), pull_threshold=64, weighed=self.weighed, engines=self.lent,
         )  # fmt: skip
         if self._client is None:
@@ -131,20 +137,21 @@ class FakeEngine:
             found = pending.outcome
             answer(
                 m.Explanation(
-                    **said, stored=found.units * UNIT, store=self._client.instance, store_seconds=found.seconds,
-                    known_seconds=found.known, stretches=stretches(found.spans, [(UNIT, None)], len(text)),
-                    tiers=[tier_source(tier, UNIT) for tier in found.tiers],
+                    **said, stored=found.num_hash_blocks * HASH_BLOCK_SIZE, store=self._client.instance,
+                    store_seconds=found.seconds,
+                    known_seconds=found.known, stretches=stretches(found.spans, [(HASH_BLOCK_SIZE, None)], len(text)),
+                    tiers=[tier_source(tier, HASH_BLOCK_SIZE) for tier in found.tiers],
                 )
             )  # fmt: skip
 
-        self._client.explain(self.space, self.chain(text, question.cache_salt), 0.5).then(told)
+        self._client.explain(self.namespace_id, self.block_hashes(text, question.cache_salt), 0.5).then(told)
 
     def stop(self) -> None:
         self.reactor.stop()
 
 
-METRICS = """# HELP vllm:kvtier_declined_total requests not pulled
-# TYPE vllm:kvtier_declined_total counter
+METRICS = """# HELP vllm:kvtier_lookups_declined_total requests not pulled
+# TYPE vllm:kvtier_lookups_declined_total counter
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="100"} 1.0
 """
@@ -156,7 +163,7 @@ def counter(name: str, value: float, kind: str = "") -> str:
 
 
 class FakeServer:
-    """vLLM's HTTP side. ``tokens``: what it makes of a text; ``metrics``: what /metrics says."""
+    """vLLM's HTTP server. ``tokens``: the tokens of a text; ``metrics``: the content of /metrics."""
 
     def __init__(self, version="0.33.0", metrics=METRICS, tokens=None):
         self.version, self.metrics, self.asked = version, metrics, []

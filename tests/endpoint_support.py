@@ -1,9 +1,9 @@
-"""Engines' endpoints and peers on loopback: one that exports, and one that pulls.
+"""Lease servers and clients of engines on loopback: one that exports, and one that pulls.
 
     python tests/endpoint_support.py PORT INSTANCE KEY_FILE
 
-is the former as a process, which ``SourceProcess`` starts and kills. It says its port, then "asked" whenever it is
-asked to lend, and never answers that; what it exports anybody may lease.
+runs the former, which ``SourceProcess`` starts and kills. It prints its port, and "asked" for every lease request of
+its prefix cache, which it never answers. Any client may lease its exports.
 """
 
 import subprocess
@@ -11,29 +11,32 @@ import sys
 import threading
 import time
 
+from context_fakes import engine_of
 from support import eventually
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.endpoint import Endpoint
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
-from vllm_kvtier.scheduler.peers import Peers
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.wire.reactor import Reactor
 
-UNIT = 4
-CHAIN = [bytes([i]) * 8 for i in range(1, 9)]
-NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", UNIT, 1, 1)
+HASH_BLOCK_SIZE = 4
+BLOCK_HASHES = [bytes([i]) * 8 for i in range(1, 9)]
+NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", HASH_BLOCK_SIZE, 1, 1)
 STOP_SECONDS = 20.0  # what a busy machine may take for what happens at once
-FAST = dict(bidirectional=True, lease_seconds=0.6, ask_timeout=1.5, handshake_timeout=1.5)
+FAST = dict(bidirectional=True, lease_seconds=0.6, lookup_timeout=1.5, handshake_timeout=1.5)
 
 
-def export(name="e", tokens=8 * UNIT, kind=Kind.HANDOFF, ready=-1, seconds=60.0, first=1) -> Export:
-    ids = list(range(first, first + -(-tokens // UNIT)))
-    chain = CHAIN[: tokens // UNIT]
-    groups = [GroupBlocks(UNIT, ids)]
-    return Export(name, kind, tokens, chain, b"digest", b"", groups, list(ids), ready, time.monotonic() + seconds)
+def export(name="e", tokens=8 * HASH_BLOCK_SIZE, kind=LeaseKind.HANDOFF, ready=-1, seconds=60.0, first=1) -> Export:
+    ids = list(range(first, first + -(-tokens // HASH_BLOCK_SIZE)))
+    block_hashes = BLOCK_HASHES[: tokens // HASH_BLOCK_SIZE]
+    groups = [GroupBlocks(HASH_BLOCK_SIZE, ids)]
+    return Export(
+        name, kind, tokens, block_hashes, b"digest", b"", groups, list(ids), ready, time.monotonic() + seconds
+    )
 
 
 def ranks(agent="agent") -> list[m.RankInfo]:
@@ -41,21 +44,20 @@ def ranks(agent="agent") -> list[m.RankInfo]:
 
 
 class Source:
-    """An engine that exports: endpoint, table, and what its engine's thread would be told."""
+    """An engine that exports: lease server, export table, and the calls to its engine's thread."""
 
     def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, **options):
         self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
-        self.table = ExportTable(UNIT, dict.fromkeys(Kind, 1000))
+        self.table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1000))
         self.reactor = Reactor(instance)
         self.serving, self.queries, self.pullers, self.freed = [], [], [], []
-        self.endpoint = Endpoint(
-            self.reactor, self.config, key, self.table,
-            on_freed=lambda: self.freed.extend(sum(self.table.take_freed(), [])),
-            on_question=lambda query, answer: self.queries.append((query, answer)),
-            on_serving=self.serving.append,
-            on_puller=self.pullers.append,
-            lend=lend,
-            instance=instance,
+        self.endpoint = LeaseServer(
+            engine_of(self.reactor, self.config, instance), self.table, key,
+            LeaseServerEvents(
+                lambda: self.freed.extend(sum(self.table.take_freed(), [])),
+                lambda query, answer: self.queries.append((query, answer)),
+                self.serving.append, self.pullers.append, lend,
+            ),
         )  # fmt: skip
         self.address = ("127.0.0.1", self.endpoint.port)
         if is_open:
@@ -84,11 +86,14 @@ class Asker:
     def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
         self.reactor = Reactor("asker")
         self.greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
-        self.peers = Peers(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: self.greeting, check)
+        self.peers = LeaseClient(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: self.greeting, check)
         self.reactor.start()
 
-    def ask(self, address, start=0, chain=CHAIN, **fields):
-        return self.peers.ask(address, near=self.near, start=start, chain=chain, variant=b"", **fields)
+    def ask(self, address, start=0, block_hashes=BLOCK_HASHES, **fields):
+        return self.peers.ask(
+            address, same_node_instance=self.near, start=start, block_hashes=block_hashes, lora_fingerprint=b"",
+            **fields,
+        )  # fmt: skip
 
     def answer(self, address, seconds=10.0, **fields):
         pending = self.ask(address, **fields)
@@ -102,8 +107,7 @@ class Asker:
 
 
 def making(**options):
-    """For a fixture: what it yields makes sources and askers, with these options unless told otherwise, and all of
-    them are stopped at the end."""
+    """For a fixture: yields a factory of sources and askers with these default options, and stops them at the end."""
     made = []
 
     def make(kind, *args, **kwargs):
@@ -144,10 +148,10 @@ class SourceProcess:
 def main() -> None:
     port, instance, key_file = sys.argv[1:]
     key = ClusterKey.load(key_file) if key_file else None
-    source = Source(instance, int(port), key, lend=lambda *_: print("asked", flush=True), ask_timeout=60.0)
-    source.table.add(export(kind=Kind.RETAINED, seconds=600.0))
+    source = Source(instance, int(port), key, lend=lambda *_: print("asked", flush=True), lookup_timeout=60.0)
+    source.table.add(export(kind=LeaseKind.RETAINED, seconds=600.0))
     print(source.endpoint.port, flush=True)
-    sys.stdin.read()  # until whoever started this is gone
+    sys.stdin.read()  # until the parent process has ended
 
 
 if __name__ == "__main__":

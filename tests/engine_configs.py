@@ -1,4 +1,4 @@
-"""vLLM's configuration classes with every field at its default, and as given; neither checked nor of a model."""
+"""vLLM's configuration classes with defaults and given fields, without validation and without a model."""
 
 import dataclasses
 from types import SimpleNamespace

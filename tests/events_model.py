@@ -1,5 +1,5 @@
-"""A router's view of one engine's tiers, built from KV events; and what lies between an engine and a store, without
-processes: messages wait until a test delivers them."""
+"""A router's view of an engine's tiers, built from KV events, and a store's event feed whose messages a test delivers.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from vllm_kvtier.scheduler.events import Events
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.changes import Changes
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.server.event_feed import EventFeed
 from vllm_kvtier.telemetry.events import Place, Removed, Stored
 
 Where = tuple[str, str | None]  # (medium, locality)
 
 
 class Router:
-    """Which blocks, by whole hash and group, are where. ``localities``: whether it knows what they are; ``clears``:
-    whether it takes AllBlocksCleared for the end of all tiers, or of the GPU's cache alone."""
+    """Blocks by whole hash and group, and their tiers. ``localities``: whether it knows localities; ``clears``: whether
+    AllBlocksCleared clears all tiers, or the GPU's cache alone."""
 
     def __init__(self, localities: bool = True, clears: bool = True):
         self.localities, self.clears = localities, clears
@@ -66,7 +66,7 @@ class Router:
 
 
 class FakeTier:
-    """Below memory: keeps what the test puts there."""
+    """A secondary tier with the blocks that a test puts there."""
 
     def __init__(self, name: str):
         self.name, self.usable = name, True
@@ -91,7 +91,7 @@ class FakeTier:
 
 
 class Loop:
-    """``reactor.call_soon`` of which nothing runs before ``run``."""
+    """``reactor.call_soon`` whose calls wait for ``run``."""
 
     def __init__(self):
         self._soon = deque()
@@ -110,11 +110,11 @@ class Wire:
     def __init__(self, number: int, events: Events, tiers: list[str]):
         self.number, self.events, self.tiers = number, events, tuple(tiers)
         self.session, self.connected, self.on_changes = 0, False, lambda changes: None
-        self.server: Changes | None = None
+        self.server: EventFeed | None = None
         self.to_store: deque[bytes] = deque()
         self.to_engine: deque[bytes] = deque()
 
-    def connect(self, server: Changes) -> None:
+    def connect(self, server: EventFeed) -> None:
         self.server, self.connected = server, True
         self.session += 1
         self.events.store_changed(self, True)
@@ -127,13 +127,13 @@ class Wire:
         self.to_engine.clear()
         self.events.store_changed(self, False)
 
-    def follow(self, spaces, session=None) -> None:
-        self._tell(m.Follow(list(spaces)))
+    def follow(self, namespaces, session=None) -> None:
+        self._send(m.Follow(list(namespaces)))
 
-    def label(self, space, groups, hashes, labels) -> None:
-        self._tell(m.Labels(space, list(groups), hashes, list(labels)))
+    def label(self, namespace_id, groups, hashes, labels) -> None:
+        self._send(m.Labels(namespace_id, list(groups), hashes, list(labels)))
 
-    def _tell(self, message) -> None:
+    def _send(self, message) -> None:
         if self.connected:
             self.to_store.append(m.encode(message))
 
@@ -142,18 +142,18 @@ class Wire:
             return False
         request = m.decode_request(self.to_store.popleft())
         if isinstance(request, m.Follow):
-            self.server.follow(self.number, request.spaces)
+            self.server.follow(self.number, request.namespaces)
         elif isinstance(request, m.Labels):
             self.server.label(self.number, request)
         else:
-            self.server.heard(self.number)
+            self.server.acknowledged(self.number)
         return True
 
     def deliver_to_engine(self) -> bool:
         if not self.to_engine:
             return False
         self.on_changes(m.decode_reply(self.to_engine.popleft()))
-        self._tell(m.Heard())
+        self._send(m.ChangesAck())
         return True
 
 

@@ -3,8 +3,8 @@
     with NetnsPair() as pair:
         pair.popen(0, ["python", ...])      # on the first node, whose address is pair.addresses[0]
 
-Everything else (files, processes, shared memory) the nodes share. Nothing is left behind, also when a test fails; if
-this process is killed, ``ip netns del`` of what ``ip netns list`` shows as kvtier-* cleans up.
+The nodes share everything else: files, processes, shared memory. The namespaces are removed even if a test fails. If
+this process is killed, remove the kvtier-* namespaces of ``ip netns list`` by ``ip netns del``.
 """
 
 import os
@@ -60,7 +60,7 @@ class NetnsPair:
         return subprocess.Popen(self.command(side, command), **options)
 
     def plug(self, side: int, up: bool) -> None:
-        """Pull the cable out at one end, or put it back: packets are lost, and no connection is told."""
+        """Pull the cable out at one end, or put it back: packets are lost, and connections stay open."""
         self._run("-n", self.names[side], "link", "set", self.devices[side], "up" if up else "down")
 
     def _running(self) -> bool:

@@ -26,7 +26,7 @@ def publishing(endpoint: str) -> tuple[str, ...]:
 
 
 class Follower:
-    """Only what comes after it began is heard; ``heard``: batches so far."""
+    """Follows an engine's events from now on; ``heard``: batches so far."""
 
     def __init__(self, endpoint: str):
         self.heard = 0

@@ -1,8 +1,8 @@
-"""A process that has a pool, an index and a tier of other nodes, like a store, and does what its stdin says.
+"""A process with a pool, an index and a tier of other nodes, like a store, controlled by its stdin.
 
-    python tests/node_process.py OPTIONS        a JSON object: pool_mib, and of NodesTier nodes and so on
+    python tests/node_process.py OPTIONS        a JSON object: pool_mib, and options of NodesTier
 
-One JSON object a line: what to do, and what came of it. ``NodeProcess`` is the end that tests hold.
+Each line of stdin and stdout is a JSON object: a command, and its result. ``NodeProcess`` is the client in tests.
 """
 
 import json
@@ -15,21 +15,21 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from store_support import chain_of, items_of
+from store_support import block_hashes_of, items_of
 
-from vllm_kvtier.store.entries import Shape
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import Index
-from vllm_kvtier.store.lower.base import Block, Want
-from vllm_kvtier.store.lower.nodes.lending import Lending
-from vllm_kvtier.store.lower.nodes.tier import NodesTier
-from vllm_kvtier.store.memory import PoolMemory
-from vllm_kvtier.store.messages import HASH, PAGE, PIECE, GroupShape
+from vllm_kvtier.store.index.index import Index, IndexLimits
+from vllm_kvtier.store.memory.pool_memory import PoolMemory
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import HASH, PAGE, PIECE, GroupShape
+from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
+from vllm_kvtier.store.tiers.nodes.tier import NodesTier
+from vllm_kvtier.store.tiers.process.tier_process import TierContext
 from vllm_kvtier.wire.reactor import Reactor
 
-SPACE = b"a space 16 bytes"
+NAMESPACE_ID = b"a space 16 bytes"
 US = 1  # our own client
-UNIT_TOKENS = 16
+HASH_BLOCK_SIZE = 16
 EVERYTHING = 1 << 40
 
 
@@ -47,7 +47,7 @@ class NodeProcess:
             text=True,
         )
 
-    def tell(self, do: str, **arguments) -> None:
+    def send(self, do: str, **arguments) -> None:
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
 
@@ -57,14 +57,14 @@ class NodeProcess:
         return json.loads(line)
 
     def ask(self, do: str, **arguments) -> dict:
-        self.tell(do, **arguments)
+        self.send(do, **arguments)
         return self.hear()
 
     def kill(self) -> None:
-        """Of the process and its mover at once, as when a machine goes."""
-        mover = self.ask("stat")["mover"]
+        """Kill the process and its tier process at once, as if the machine died."""
+        tier_process = self.ask("stat")["mover"]
         self.process.kill()
-        os.kill(mover, signal.SIGKILL)
+        os.kill(tier_process, signal.SIGKILL)
         self.process.wait()  # or it is taken for one that lives
 
     def __enter__(self) -> "NodeProcess":
@@ -86,13 +86,13 @@ class Node:
         self.memory = PoolMemory(pool_mib << 20, huge_pages="never")
         self.pages = block_pages
         self.index = Index(
-            SlotPool(self.memory.nbytes // PAGE, PIECE // PAGE), None, time.monotonic, lease_seconds=lease_seconds
+            SlotPool(self.memory.nbytes // PAGE, PIECE // PAGE), None, time.monotonic,
+            IndexLimits(lease_seconds=lease_seconds),
         )
-        self.index.connect(US, UNIT_TOKENS, [GroupShape(1, block_pages)])
-        self.lending = Lending(self.index, -1)
+        self.index.connect(US, HASH_BLOCK_SIZE, [GroupShape(1, block_pages)])
+        self.lending = NodeLeaseTable(self.index, -1)
         given = {"nodes": "", "node_listen": "", "cluster_key_file": "", **options}
-        self.tier = NodesTier(**given, lending=self.lending, pool_fd=self.memory.fd, pool_bytes=self.memory.nbytes,
-                              reactor=self.reactor)  # fmt: skip
+        self.tier = NodesTier(TierContext(self.memory.fd, self.memory.nbytes, self.reactor), given, self.lending)
         self.changed, self.lost = threading.Condition(), []
         self.tier.on_change = self._on_change
         self.bytes = np.memmap(f"/proc/self/fd/{self.memory.fd}", np.uint8, "r+")
@@ -128,39 +128,41 @@ class Node:
             )
         return {"ok": ok, **self.stat()}
 
-    def reserve(self, chain: bytes, start: int = 0) -> list[int]:
-        if len(chain) <= start * HASH:
+    def reserve(self, block_hashes: bytes, start: int = 0) -> list[int]:
+        if len(block_hashes) <= start * HASH:
             return []
-        return self.on_reactor(lambda: self.index.reserve(US, SPACE, b"", *items_of(chain, start), EVERYTHING))
+        return self.on_reactor(
+            lambda: self.index.reserve(US, NAMESPACE_ID, b"", *items_of(block_hashes, start), EVERYTHING)
+        )
 
-    def store(self, units: int, name: str) -> dict:
-        chain = chain_of((units, name))
-        slots = self.reserve(chain)
-        for slot, block in zip(slots, range(units), strict=True):
+    def store(self, num_hash_blocks: int, name: str) -> dict:
+        block_hashes = block_hashes_of((num_hash_blocks, name))
+        slots = self.reserve(block_hashes)
+        for slot, block in zip(slots, range(num_hash_blocks), strict=True):
             if slot > 0:
-                self.slot(slot)[:] = self.pattern(chain, block)
+                self.slot(slot)[:] = self.pattern(block_hashes, block)
         self.on_reactor(lambda: self.index.commit(US, [slot for slot in slots if slot > 0]))
         return {"stored": sum(slot > 0 for slot in slots)}
 
     def clear(self) -> dict:
         return {"cleared": self.on_reactor(lambda: self.index.clear(None))}
 
-    def find(self, units: int, name: str, nodes: tuple = (), start: int = 0) -> dict:
+    def find(self, num_hash_blocks: int, name: str, nodes: tuple = (), start: int = 0) -> dict:
         began = time.monotonic()
-        found = self._find(units, name, nodes, start)
-        if found.units > start:
+        found = self._find(num_hash_blocks, name, nodes, start)
+        if found.num_hash_blocks > start:
             self.on_reactor(lambda: self.tier.release(found))
-        return {"units": found.units, "seconds": time.monotonic() - began}
+        return {"units": found.num_hash_blocks, "seconds": time.monotonic() - began}
 
-    def read(self, units: int, name: str, nodes: tuple = (), start: int = 0, keep: bool = True) -> dict:
+    def read(self, num_hash_blocks: int, name: str, nodes: tuple = (), start: int = 0, keep: bool = True) -> dict:
         """Find, read all of it in chunks, and compare it with what it ought to be. Slots of blocks that failed are kept
         until ``written``."""
-        chain = chain_of((units, name))
-        found = self._find(units, name, nodes, start)
-        chain = chain[: found.units * HASH]
-        slots = self.reserve(chain, start)
+        block_hashes = block_hashes_of((num_hash_blocks, name))
+        found = self._find(num_hash_blocks, name, nodes, start)
+        block_hashes = block_hashes[: found.num_hash_blocks * HASH]
+        slots = self.reserve(block_hashes, start)
         blocks = [
-            Block(SPACE, 0, chain[i * HASH : (i + 1) * HASH], bytes(HASH), b"", slot, self.pages)
+            Block(NAMESPACE_ID, 0, block_hashes[i * HASH : (i + 1) * HASH], bytes(HASH), b"", slot, self.pages)
             for i, slot in enumerate(slots, start)
         ]
         assert all(slot > 0 for slot in slots)
@@ -187,7 +189,7 @@ class Node:
         seconds = time.monotonic() - began
         flat = [ok for number in range(len(chunks)) for ok in good[number]]
         wrong = sum(
-            ok and not (self.slot(block.slot) == self.pattern(chain, i)).all()
+            ok and not (self.slot(block.slot) == self.pattern(block_hashes, i)).all()
             for i, (block, ok) in enumerate(zip(blocks, flat, strict=True), start)
         )
         right = [block.slot for block, ok in zip(blocks, flat, strict=True) if ok]
@@ -195,14 +197,14 @@ class Node:
         for slot in lost:
             self.slot(slot)[:] = 2
         self.lost += lost
-        if found.units > start:
+        if found.num_hash_blocks > start:
             self.on_reactor(lambda: self.tier.release(found))
         self.on_reactor(lambda: (self.index.commit(US, right if keep else []), self.index.abort(US, right)))
-        return {"units": found.units, "good": sum(flat), "wrong": wrong, "seconds": seconds,
+        return {"units": found.num_hash_blocks, "good": sum(flat), "wrong": wrong, "seconds": seconds,
                 "bytes": len(right) * self.pages * PAGE}  # fmt: skip
 
     def written(self) -> dict:
-        """How many slots of blocks that failed were written to after that had been said."""
+        """Slots of failed blocks that were written to after the failure was reported."""
         lost, self.lost = self.lost, []
         written = sum(not (self.slot(slot) == 2).all() for slot in lost)
         self.on_reactor(lambda: self.index.abort(US, lost))
@@ -211,24 +213,26 @@ class Node:
     def stat(self) -> dict:
         def look() -> dict:
             counts, stats = self.tier.counts(), self.index.stats()
-            child = self.tier._mover._child
+            child = self.tier._tier_process._child
             return {"state": counts.state, "reason": counts.reason, "restarts": counts.restarts, **counts.extra,
                     "leases": stats.leases, "reserved": stats.reservations, "mover": child.pid if child else 0,
                     "latency": self.tier.latency(), "seconds": self.tier.seconds(1 << 20)}  # fmt: skip
 
         return self.on_reactor(look)
 
-    def _find(self, units: int, name: str, nodes: tuple, start: int):
-        shapes = [Shape(1, None, self.pages)]
-        want = Want(SPACE, UNIT_TOKENS, shapes, chain_of((units, name)), start, tuple(nodes))
+    def _find(self, num_hash_blocks: int, name: str, nodes: tuple, start: int):
+        shapes = [GroupShape(1, self.pages)]
+        want = Want(
+            NAMESPACE_ID, HASH_BLOCK_SIZE, shapes, block_hashes_of((num_hash_blocks, name)), start, tuple(nodes)
+        )
         return self.wait(lambda done: self.reactor.call_soon(lambda: self.tier.find(want, done)))
 
     def slot(self, slot: int) -> np.ndarray:
         return self.bytes[slot * PAGE : (slot + self.pages) * PAGE].reshape(-1, HASH)
 
     @staticmethod
-    def pattern(chain: bytes, block: int) -> np.ndarray:
-        return np.frombuffer(chain[block * HASH : (block + 1) * HASH], np.uint8)
+    def pattern(block_hashes: bytes, block: int) -> np.ndarray:
+        return np.frombuffer(block_hashes[block * HASH : (block + 1) * HASH], np.uint8)
 
 
 def main() -> None:

@@ -1,23 +1,23 @@
-"""What the tests of the object tier share: a reactor that runs when told to, and blocks to speak of."""
+"""Shared by the tests of the object tier: a reactor that the test runs, and blocks."""
 
 from collections import deque
 from types import SimpleNamespace
 
-from store_support import chain_of
+from store_support import block_hashes_of
 
-from vllm_kvtier.store.records import HASH
+from vllm_kvtier.store.index.types import HASH
 
-CHAIN = chain_of((40, "x"))
+BLOCK_HASHES = block_hashes_of((40, "x"))
 PAGES = 2  # of a block
 
 
 def hash_of(number: int) -> bytes:
     """Of a block of CHAIN."""
-    return CHAIN[number * HASH : (number + 1) * HASH]
+    return BLOCK_HASHES[number * HASH : (number + 1) * HASH]
 
 
 class Loop:
-    """A reactor that runs when told to."""
+    """A reactor that the test runs."""
 
     def __init__(self):
         self.soon, self.timers = deque(), []

@@ -1,7 +1,7 @@
-"""Engines' caches for tests of fetches: the same content divided over ranks and laid out in any way.
+"""Engines' caches for tests of peer fetches: the same content divided over ranks, in any layout.
 
-What an engine holds is ``content(model, seed, blocks)``: by group and layer uint8 [blocks, heads, cells, inner]. A rank
-has its heads and layers of it, in pages of whatever strides.
+An engine's content is ``content(model, seed, blocks)``: by group and layer uint8 [blocks, heads, cells, inner]. A rank
+has its heads and layers, in pages of any strides.
 """
 
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull, PeerFetchJob
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker import process_memory
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import FetchOrder, GroupPull, SumBatch
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.peer_fetch import process_memory
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def sums_of(rank: Rank, model, ids, valid=None):
         blocks = np.array([i for i in ids if i % len(model) == group], np.int64)
         if len(blocks):
             tokens = np.full(len(blocks), g.tokens) if valid is None else np.array([valid[i] for i in blocks])
-            batch = SumBatch(group, blocks, keys_of(blocks), tokens.astype(np.int32))
-            assert rank.memory.make_sums([batch], None).done()
+            batch = ChecksumJob(group, blocks, keys_of(blocks), tokens.astype(np.int32))
+            assert rank.memory.compute_checksums([batch], None).done()
 
 
 def pull_of(local, remote, tokens, group=0, keys=None) -> GroupPull:
@@ -158,5 +158,5 @@ def pull_of(local, remote, tokens, group=0, keys=None) -> GroupPull:
     return GroupPull(group, np.array(local, np.int64), np.array(remote, np.int64), keys, np.array(tokens, np.int32))
 
 
-def order_of(*groups, name="r", source="s/1", timeout=20.0, hurried=False) -> FetchOrder:
-    return FetchOrder(name, source, list(groups), timeout, hurried)
+def order_of(*groups, name="r", source="s/1", timeout=20.0, synchronous=False) -> PeerFetchJob:
+    return PeerFetchJob(name, source, list(groups), timeout, synchronous)

@@ -1,4 +1,4 @@
-"""An engine's caches in a process of their own, to be read, spoilt and killed: ``PeerProcess``; run, it is one."""
+"""An engine's caches in a separate process, to be read, corrupted and killed: ``PeerProcess``."""
 
 import json
 import subprocess
@@ -10,18 +10,18 @@ import msgspec
 import numpy as np
 from peer_caches import Group, Layout, content, keys_of, ranks_of, sums_of
 
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob
 from vllm_kvtier.wire.messages import RankInfo
-from vllm_kvtier.worker.work import SumBatch
 
 
 class PeerProcess:
-    def __init__(self, model, seed, blocks, tp=1, stages=1, layout=None, summed=None):
-        """All blocks but 0 have checksums unless ``summed`` says which."""
+    def __init__(self, model, seed, blocks, tp=1, stages=1, layout=None, checksums_ready=None):
+        """All blocks but 0 have checksums unless ``checksums_ready`` says which."""
         self.content = content(model, seed, blocks)
-        summed = list(range(1, blocks)) if summed is None else list(summed)
+        checksums_ready = list(range(1, blocks)) if checksums_ready is None else list(checksums_ready)
         spec = dict(
             model=[asdict(g) for g in model], seed=seed, blocks=blocks, tp=tp, stages=stages,
-            layout=asdict(layout or Layout()), summed=summed,
+            layout=asdict(layout or Layout()), checksums_ready=checksums_ready,
         )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -31,11 +31,11 @@ class PeerProcess:
 
     def poke(self, rank, group, region, block, outer=0, cell=0, byte=0):
         """Flip a bit of a page."""
-        self._tell("poke", rank, group, region, block, outer, cell, byte)
+        self._send("poke", rank, group, region, block, outer, cell, byte)
 
     def table(self, rank, block, change):
         """Add to a checksum."""
-        self._tell("table", rank, block, change)
+        self._send("table", rank, block, change)
 
     def storm(self, rank, block, seconds):
         """For so long, write something else to a block of group 0 and its checksum, and back; returns at once."""
@@ -44,7 +44,7 @@ class PeerProcess:
     def heard(self):
         assert self.process.stdout.readline() == "done\n"
 
-    def _tell(self, *words):
+    def _send(self, *words):
         print(json.dumps(words), file=self.process.stdin, flush=True)
         self.heard()
 
@@ -65,7 +65,7 @@ def main(spec):
     kept = content(model, spec["seed"], spec["blocks"])
     ranks = ranks_of(model, kept, spec["tp"], spec["stages"], Layout(**layout))
     for rank in ranks:
-        sums_of(rank, model, spec["summed"])
+        sums_of(rank, model, spec["checksums_ready"])
     print(msgspec.msgpack.encode([rank.info for rank in ranks]).hex(), flush=True)
     for line in sys.stdin:
         what, rank, *place = json.loads(line)
@@ -89,8 +89,10 @@ def storm(rank, block, seconds):
         turn ^= 1
         for page, new in zip(pages, contents[turn], strict=True):
             page.copy_(new)
-        batch = SumBatch(0, np.array([block]), keys_of([block + 1000 * turn]), np.full(1, group.block_tokens, np.int32))
-        rank.memory.make_sums([batch], None)
+        batch = ChecksumJob(
+            0, np.array([block]), keys_of([block + 1000 * turn]), np.full(1, group.block_tokens, np.int32)
+        )
+        rank.memory.compute_checksums([batch], None)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A real Prometheus for tests: the one on PATH, or Debian's package unpacked into a folder that git ignores.
 
-Nothing is installed: ``apt-get download`` and ``dpkg-deb -x`` need no root. Where neither is possible, tests skip and
-say why.
+Nothing is installed: ``apt-get download`` and ``dpkg-deb -x`` need no root. If both fail, tests are skipped with the
+reason.
 """
 
 import fcntl

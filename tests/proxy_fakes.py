@@ -45,7 +45,7 @@ class QuietServer(uvicorn.Server):
         yield
 
     async def begin(self) -> None:
-        self._socket.listen(64)  # from here on connections queue, so nobody has to wait for the start
+        self._socket.listen(64)  # connections queue from here on, so that tests need not wait for the start
         self._task = asyncio.create_task(self.serve(sockets=[self._socket]))
 
     async def main_loop(self) -> None:
@@ -97,14 +97,14 @@ class Seen:
 
 
 class FakeEngine:
-    """Behaves like vLLM with the connector, as far as the proxy can tell.
+    """Behaves like vLLM with the connector, as seen by the proxy.
 
-    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it
-    before the headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put
-    params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does.
-    ``kv_port``: of a real endpoint that its params name; else they name none. ``tokenize_status``,
-    ``tokenize_hold``: as the two above, for /tokenize, whose tokens are the prompt's bytes. ``api_key``: what
-    generation and the other routes want as a bearer token. ``passed``: what came by routes that do not generate.
+    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it before the
+    headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put params on the last chunk
+    (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does. ``kv_port``: of a real endpoint that
+    its params name; otherwise they name none. ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize,
+    whose tokens are the prompt's bytes. ``api_key``: the bearer token that all routes but /health require. ``passed``:
+    requests by routes that do not generate.
     """
 
     def __init__(self, name: str):
@@ -130,7 +130,7 @@ class FakeEngine:
         self.port = 0
         self._tls: dict[str, Any] = {}
         self._server: QuietServer | None = None
-        self.life = 0
+        self.instance = 0
 
     @property
     def url(self) -> str:
@@ -138,7 +138,7 @@ class FakeEngine:
 
     async def start(self, **tls: Any) -> FakeEngine:
         """``tls``: uvicorn's ssl_ options."""
-        self.life += 1
+        self.instance += 1
         self._tls = tls or self._tls
         self._server = QuietServer(self._app(), self.port, **self._tls)
         self.port = self._server.port
@@ -167,14 +167,14 @@ class FakeEngine:
         return {
             "do_remote_prefill": is_prefill,
             "do_remote_decode": not is_prefill,
-            "remote_engine_id": f"id-{self.name}-{self.life}",
+            "remote_engine_id": f"id-{self.name}-{self.instance}",
             "remote_request_id": f"r{len(self.seen)}",
             "remote_host": "127.0.0.1",
             "remote_port": self.kv_port or 40000 + self.port % 20000,
             "remote_block_ids": None,
             "kvtier": {
                 "v": 1,
-                "engine_id": f"id-{self.name}-{self.life}",
+                "engine_id": f"id-{self.name}-{self.instance}",
                 "export": self.export or f"secret-export-{self.name}-{len(self.seen)}",
                 "num_tokens": 7,
                 "digest": "00ff",
@@ -301,10 +301,10 @@ async def _disconnected(request: Request) -> None:
 
 
 class Cluster:
-    """``p``, ``d`` and ``pooling`` engines, the proxy, a client of it; ``released`` gets the exports given up.
+    """``p``, ``d`` and ``pooling`` engines, the proxy, and its client; ``released`` gets the released exports.
 
-    ``greet``: the proxy asks engines how they are at the start. ``kv``: (host, port) of all Ds' endpoints, as the
-    operator would give it. ``real_release``: exports that are given up are told to the endpoints that the engines name.
+    ``probe_on_start``: the proxy probes the engines at its start. ``kv``: (host, port) of all decode engines'
+    endpoints, as in the operator's options. ``real_release``: releases are sent to the endpoints that the engines name.
     ``engine``: options of all engines.
     """
 
@@ -313,16 +313,16 @@ class Cluster:
         self.d = [FakeEngine(f"D{i}") for i in range(d)]
         self.pooling = [FakeEngine(f"E{i}") for i in range(pooling)]
         self.released: asyncio.Queue[Any] = asyncio.Queue()
-        self._options = {"backoff_first": 0.02, "backoff_most": 0.1, "connect_timeout": 2.0} | options
+        self._options = {"backoff_initial": 0.02, "backoff_max": 0.1, "connect_timeout": 2.0} | options
         self._kv = self._options.pop("kv", None)
         self._real_release = self._options.pop("real_release", False)
-        self._greet = self._options.pop("greet", False)
+        self._probe_on_start = self._options.pop("probe_on_start", False)
 
     async def __aenter__(self) -> Cluster:
         for engine in (*self.p, *self.d, *self.pooling):
             await engine.start()
         release = None if self._real_release else self.released.put
-        self.app = create_app(self.config(), release=release, greet=self._greet)
+        self.app = create_app(self.config(), release=release, probe_on_start=self._probe_on_start)
         self._proxy = QuietServer(self.app, lifespan="on")
         await self._proxy.begin()
         while self.app.core is None:
@@ -338,7 +338,7 @@ class Cluster:
             await engine.kill()
 
     def config(self, **changes: Any) -> ProxyConfig:
-        """As it is, but for ``changes``. ``engine``: options of all engines; ``kv`` of all Ds."""
+        """The configuration with ``changes``. ``engine``: options of all engines; ``kv`` of all decode engines."""
         options = self._options | changes
         engine = options.pop("engine", {})
         kv = dict(zip(("kv_host", "kv_port"), self._kv, strict=True)) if self._kv else {}
@@ -360,7 +360,7 @@ class Cluster:
         )
 
     async def until(self, condition, seconds: float = 10) -> None:
-        """Wait for what no event tells (state inside the proxy)."""
+        """Wait for state of the proxy that has no event."""
         with anyio.fail_after(seconds):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -385,7 +385,7 @@ ALONE = {"do_remote_prefill": False, "do_remote_decode": False, "kvtier": {"sour
 
 
 def alone(seen: Seen) -> bool:
-    """Whether this D was to compute alone, with nobody to ask."""
+    """Whether this decode engine was to compute the prompt, without sources."""
     return seen.body["kv_transfer_params"] == ALONE
 
 

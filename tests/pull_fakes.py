@@ -9,14 +9,14 @@ import torch
 
 from vllm_kvtier import codecs
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull, PullJob
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
-from vllm_kvtier.worker.coded_memory import CodedMemory
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.pulls import Pulls
-from vllm_kvtier.worker.transport import Transfer, TransferState
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupPull, PullOrder, SumBatch
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import Transfer, TransferState
+from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 
 TOKENS, HEADS, INNER, LAYERS = 4, 2, 16, 3
 
@@ -173,9 +173,9 @@ def pull_of(local, remote, valid=None, group=0, keys=None) -> GroupPull:
     return GroupPull(group, np.array(local, np.int64), np.array(remote, np.int64), keys, np.array(valid, np.int32))
 
 
-def batch_of(ids, valid=None, group=0) -> SumBatch:
+def batch_of(ids, valid=None, group=0) -> ChecksumJob:
     valid = [TOKENS] * len(ids) if valid is None else valid
-    return SumBatch(group, np.array(ids, np.int64), keys_of(ids), np.array(valid, np.int32))
+    return ChecksumJob(group, np.array(ids, np.int64), keys_of(ids), np.array(valid, np.int32))
 
 
 class Pair:
@@ -184,13 +184,13 @@ class Pair:
             self.here, self.there = (CacheMemory(cache(n, i, groups), host_buffer) for i, n in enumerate(blocks))
         else:
             kept = [codecs.get(codec)]
-            self.here, self.there = (CodedMemory(cache_of_numbers(n, i, device), kept) for i, n in enumerate(blocks))
+            self.here, self.there = (EncodedMemory(cache_of_numbers(n, i, device), kept) for i, n in enumerate(blocks))
         self.transport = FakeTransport()
         self.pulls = Pulls(self.transport, self.here, 0)
-        self.pulls.introduce("s/1", [info(self.there, rank=1, agent="other"), info(self.there)])
+        self.pulls.add_engine("s/1", [info(self.there, rank=1, agent="other"), info(self.there)])
 
     def order(self, *groups, timeout=5.0, source="s/1", name="r"):
-        return PullOrder(name, source, list(groups), timeout)
+        return PullJob(name, source, list(groups), timeout)
 
     def run(self, order, rounds=50):
         return self.goes_on(rounds, self.pulls.start(order))
@@ -201,7 +201,7 @@ class Pair:
                 return result
             if self.here.view.device.type == "cuda":
                 torch.cuda.synchronize()
-            result = next(iter(self.pulls.drive()), None)
+            result = next(iter(self.pulls.poll()), None)
         return result
 
     def block(self, memory, block, valid=TOKENS, group=0):

@@ -1,4 +1,4 @@
-"""A connector any of whose functions can be made to raise, once, on vLLM's own thread; for engines of tests.
+"""A connector whose functions can be made to raise, once, on vLLM's thread; for engines of tests.
 
     "kv_connector": "RaisingConnector", "kv_connector_module_path": "raising_connector"
 
@@ -9,9 +9,9 @@ The environment names a Unix socket (``KVTIER_RAISING``) on which the engine ans
     {"do": "arm", "name": N, "skip": K}   the function raises at its next call but K
     {"do": "disarm"}                    {"fired": how often it raised, "errors": what was contained, by place}
 
-With ``uni`` as executor the scheduler half and the worker half are called on one thread. A profile function sees each
-call on it, and what it raises is raised in the function called. ``containment`` itself is left out: it is what catches;
-so are the wrappers of vLLM's methods, which call vLLM's and nothing of ours that is not contained.
+With ``uni`` as executor the scheduler connector and the worker connector run on one thread. A profile function sees
+each call on it, and its exceptions are raised in the called function. ``containment`` is left out, because it catches;
+so are the wrappers of vLLM's methods, which call vLLM's method and contained functions only.
 """
 
 import inspect
@@ -25,20 +25,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from raising_names import LEFT_OUT, VARIABLE
+
 import vllm_kvtier
-from vllm_kvtier import containment
+from vllm_kvtier import containment, logs
 from vllm_kvtier.connector import KVTierConnector
 
-VARIABLE = "KVTIER_RAISING"
 ROOT = str(Path(vllm_kvtier.__file__).parent) + os.sep
-LEFT_OUT = {
-    "containment.py", "vllm_compat/turns.py:Turns.turn.<locals>.turn",
-    "vllm_compat/engine.py:EngineThread._install.<locals>.notify",
-    "vllm_compat/blocks.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
-    # These do nothing, or look at one field of their own.
-    "vllm_compat/stats.py:KVTierStats.is_empty",
-    *(f"connector.py:KVTierConnector.{name}" for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")),
-}  # fmt: skip
 
 
 class Raised(Exception):
@@ -61,7 +54,7 @@ class Switch:
         if found is None:
             path = code.co_filename
             where = f"{path[len(ROOT) :]}:{code.co_qualname}" if path.startswith(ROOT) else ""
-            left_out = where in LEFT_OUT or where.partition(":")[0] in LEFT_OUT or where.startswith("devtools")
+            left_out = where in LEFT_OUT or where.partition(":")[0] in LEFT_OUT
             found = self.names[code] = "" if left_out else where
         return found
 
@@ -97,6 +90,7 @@ class Switch:
             case "arm":
                 for each in self.containments:
                     each.recent.clear()  # so many in a row are this test's
+                logs.LIMIT.forget()  # so are so many lines of one place
                 self.errors.clear()
                 self.logged = 0
                 self.fired, self.skip, self.armed = 0, asked["skip"], asked["name"]

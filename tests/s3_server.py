@@ -1,7 +1,7 @@
-"""A real S3-speaking server (moto's) as a process of its own, for tests: it can be hung, killed and started again.
+"""An S3 server (moto's) in a separate process, for tests, which can pause, kill and restart it.
 
-What is in it is lost when it is killed. It takes any credentials until it is told to ``check`` them, as S3 does: then
-only those of ``add_user`` are good, for what the user may do.
+A kill loses its content. It accepts any credentials until ``check``; then only those of ``add_user``, for the user's
+permissions, as S3 does.
 """
 
 import json
@@ -50,7 +50,7 @@ class S3Server:
             self._process = None
 
     def hang(self) -> None:
-        """It answers nobody until ``go_on``."""
+        """It answers no request until ``go_on``."""
         stop(self._process.pid)
 
     def go_on(self) -> None:
@@ -71,7 +71,7 @@ class S3Server:
         )  # fmt: skip
 
     def add_user(self, name: str, actions: list[str]) -> Mapping[str, str]:
-        """One who may do that in S3; the variables that its processes need."""
+        """A user with these permissions; returns the variables for its processes."""
         iam = self.client("iam")
         iam.create_user(UserName=name)
         policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": actions, "Resource": "*"}]}

@@ -1,7 +1,7 @@
-"""A disk that exists only in memory, with a page cache over it, to crash and to fail at any operation.
+"""A disk in memory with a page cache, which can crash and fail at any operation.
 
-What was written is in the cache; what was synced is on the disk. A crash keeps of the rest whatever it likes: nothing,
-all, a beginning, single sectors in any order, half a sector. Names in the folder likewise.
+Writes go to the cache, syncs to the disk. A crash keeps a random part of unsynced data: nothing, all, a beginning,
+single sectors in any order, half a sector. The same holds for names in the folder.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
-from vllm_kvtier.store.lower.disk.files import Files
+from vllm_kvtier.store.tiers.disk.file_ops import Files
 
 SECTOR = 512
 

@@ -1,7 +1,7 @@
 """A CPU engine's worker that sleeps: for ``--worker-cls sleeping_worker.SleepingWorker``.
 
-vLLM's own ignores sleep mode. This one tells the connector what vLLM 0.33 tells it on a GPU, and at the same moments;
-and as a GPU's memory comes back with anything in it, so does the cache.
+vLLM's CPU worker ignores sleep mode. This one calls the connector as vLLM 0.33 does on a GPU, at the same moments, and
+overwrites the cache, because a GPU's memory has any content after waking.
 """
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -6,19 +6,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from store_support import BLOCK_PAGES, EVERYTHING, SPACE, RawClient, engine_hello, pattern, tool_hello
+from store_support import BLOCK_PAGES, EVERYTHING, NAMESPACE_ID, RawClient, engine_hello, pattern, tool_hello
 from support import eventually
 
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.launch import serves
-from vllm_kvtier.store.lower.base import TierCounts
-from vllm_kvtier.store.mapping import PoolMapping
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import serves
+from vllm_kvtier.store.memory.client_mapping import PoolMapping
+from vllm_kvtier.store.tiers.base import TierCounts
 
 POOL = 4 << 20  # 256 blocks
 
 
 class Store:
-    """``python -m vllm_kvtier.store`` over a directory, killed and started anew at will.
+    """``python -m vllm_kvtier.store`` over a directory; tests kill and restart it.
 
     ``before``: words before the command, ``ip netns exec NAME`` perhaps. ``env``: beside this process's.
     """
@@ -56,8 +56,8 @@ class Store:
     def disk(self) -> TierCounts:
         return self.tier("disk")
 
-    def mover(self) -> int:
-        """Pid of the disk's mover; 0: there is none just now."""
+    def tier_process(self) -> int:
+        """Pid of the disk's tier process; 0 if there is none."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
@@ -65,7 +65,7 @@ class Store:
                     parent = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
                 except OSError:
                     continue
-                if b"vllm_kvtier.store.lower.runner" in words and parent == self.process.pid:
+                if b"vllm_kvtier.store.tiers.process.main" in words and parent == self.process.pid:
                     return int(entry.name)
         return 0
 
@@ -77,29 +77,31 @@ class Engine(RawClient):
         super().__init__(store.path, engine_hello())
         self.pool = PoolMapping(os.dup(self.fds[0]), POOL, "here")
 
-    def fill(self, chain: bytes) -> int:
+    def fill(self, block_hashes: bytes) -> int:
         """Blocks newly stored."""
-        units = self.lookup(chain)
-        self.tell(m.Release(units.lease))
-        if units.units * m.HASH == len(chain):
+        num_hash_blocks = self.lookup(block_hashes)
+        self.send(m.Release(num_hash_blocks.lease))
+        if num_hash_blocks.num_hash_blocks * m.HASH == len(block_hashes):
             return 0
-        slots = self.reserve(chain, units.units)
-        for block, slot in enumerate(slots, units.units):
+        slots = self.reserve(block_hashes, num_hash_blocks.num_hash_blocks)
+        for block, slot in enumerate(slots, num_hash_blocks.num_hash_blocks):
             if slot > 0:
-                data = pattern(chain[block * m.HASH : (block + 1) * m.HASH])
+                data = pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH])
                 self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE] = data
         written = [slot for slot in slots if slot > 0]
-        self.tell(m.Commit(written))
+        self.send(m.Commit(written))
         return len(written)
 
-    def find(self, chain: bytes, patience: float = 20.0) -> int:
+    def find(self, block_hashes: bytes, wait_seconds: float = 20.0) -> int:
         """Blocks found, all of them right."""
-        found = self.ask(m.Lookup(1, SPACE, chain, 0, EVERYTHING, patience))
+        found = self.ask(m.Lookup(1, NAMESPACE_ID, block_hashes, 0, EVERYTHING, wait_seconds))
         for block, slot in enumerate(found.slots[0]):
             there = self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE]
-            assert there == pattern(chain[block * m.HASH : (block + 1) * m.HASH]), f"block {block} in slot {slot}"
-        self.tell(m.Release(found.lease))
-        return found.units
+            assert there == pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH]), (
+                f"block {block} in slot {slot}"
+            )
+        self.send(m.Release(found.lease))
+        return found.num_hash_blocks
 
     def close(self) -> None:
         self.pool.close()

@@ -1,7 +1,7 @@
-"""Clients of the node store for its tests: one that blocks, and a process that keeps the store busy and checks it.
+"""Clients of the node store for its tests: a blocking one, and a process that loads the store and checks its answers.
 
-    python tests/store_support.py PATH SECONDS SEED     the process; it says when it is connected, and how much it
-                                                        did; exit status 3: a leased slot held wrong bytes
+    python tests/store_support.py PATH SECONDS SEED     the process; prints when it is connected, and how much it did;
+                                                        exit status 3: a leased slot had wrong bytes
 """
 
 import hashlib
@@ -11,18 +11,25 @@ import socket
 import sys
 import time
 
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.client import Failed, StoreClient
+from vllm_kvtier.store.memory.client_mapping import PoolMapping, shake_hands
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
-SPACE = b"a space 16 bytes"
+NAMESPACE_ID = b"a space 16 bytes"
 EVERYTHING = 1 << 40  # a pages_limit
 BLOCK_PAGES = 4
 
 
-def chain_of(*lengths_and_names: tuple[int, object]) -> bytes:
-    """A chain of hashes: so many units that follow from a name, then so many of another, each from all before."""
+def map_pool(path: str) -> PoolMapping:
+    """The pool of the store at ``path``; it does not follow a restart of the store. Raises KVTierError."""
+    welcome, fd = shake_hands(path, m.Hello("mapping", os.getpid(), "tool"), 5.0)
+    return PoolMapping(fd, welcome.pool_pages * m.PAGE, welcome.instance)
+
+
+def block_hashes_of(*lengths_and_names: tuple[int, object]) -> bytes:
+    """Block hashes: (count, name) pairs; each hash depends on its name and all hashes before."""
     hashes, last = [], b""
     for length, name in lengths_and_names:
         for number in range(length):
@@ -31,15 +38,21 @@ def chain_of(*lengths_and_names: tuple[int, object]) -> bytes:
     return b"".join(hashes)
 
 
-def items_of(chain: bytes, start: int = 0) -> tuple[list[int], bytes, bytes]:
-    """(groups, hashes, parents) of a Reserve for blocks ``start`` and later of a chain; one group, one unit a block."""
-    hashes = chain[start * m.HASH :]
-    before = chain[(start - 1) * m.HASH : start * m.HASH] if start else m.NO_PARENT
+def items_of(block_hashes: bytes, start: int = 0) -> tuple[list[int], bytes, bytes]:
+    """(groups, hashes, parents) of a Reserve for blocks from ``start``; one group, one hash block per block."""
+    hashes = block_hashes[start * m.HASH :]
+    before = block_hashes[(start - 1) * m.HASH : start * m.HASH] if start else m.NO_PARENT
     return [0] * (len(hashes) // m.HASH), hashes, (before + hashes[: -m.HASH])
 
 
 def engine_hello(name: str = "engine", pages: int = BLOCK_PAGES) -> m.Hello:
-    return m.Hello(name, os.getpid(), "engine", unit_tokens=16, groups=[m.GroupShape(units=1, slot_pages=pages)])
+    return m.Hello(
+        name,
+        os.getpid(),
+        "engine",
+        hash_block_size=16,
+        groups=[m.GroupShape(hash_blocks_per_block=1, slot_pages=pages)],
+    )
 
 
 def tool_hello() -> m.Hello:
@@ -47,7 +60,7 @@ def tool_hello() -> m.Hello:
 
 
 class RawClient:
-    """A connection that blocks: says what it is told to, also nonsense, and reads what comes."""
+    """A blocking connection: sends any message, also malformed ones, and reads answers."""
 
     def __init__(self, path: str, hello: m.Hello | None = None, seconds: float = 10.0):
         self.seconds, self.fds = seconds, []
@@ -56,7 +69,7 @@ class RawClient:
         self.socket.connect(path)
         self.welcome = self.ask(hello) if hello is not None else None
 
-    def tell(self, message) -> None:
+    def send(self, message) -> None:
         write_frame(self.socket, message if isinstance(message, bytes) else m.encode(message))
 
     def hear(self):
@@ -67,7 +80,7 @@ class RawClient:
                 return reply
 
     def ask(self, message):
-        self.tell(message)
+        self.send(message)
         return self.hear()
 
     def ended(self) -> bool:
@@ -79,17 +92,17 @@ class RawClient:
             pass
         return True
 
-    def lookup(self, chain: bytes, start: int = 0) -> m.Found:
-        return self.ask(m.Lookup(1, SPACE, chain, start, EVERYTHING))
+    def lookup(self, block_hashes: bytes, start: int = 0) -> m.Found:
+        return self.ask(m.Lookup(1, NAMESPACE_ID, block_hashes, start, EVERYTHING))
 
-    def reserve(self, chain: bytes, start: int = 0) -> list[int]:
-        groups, hashes, parents = items_of(chain, start)
-        return self.ask(m.Reserve(2, SPACE, b"", groups, hashes, parents, EVERYTHING)).slots
+    def reserve(self, block_hashes: bytes, start: int = 0) -> list[int]:
+        groups, hashes, parents = items_of(block_hashes, start)
+        return self.ask(m.Reserve(2, NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)).slots
 
-    def store(self, chain: bytes) -> list[int]:
+    def store(self, block_hashes: bytes) -> list[int]:
         """Reserve and commit; the slots given. Everybody can find them on return."""
-        slots = [slot for slot in self.reserve(chain) if slot > 0]
-        self.tell(m.Commit(slots))
+        slots = [slot for slot in self.reserve(block_hashes) if slot > 0]
+        self.send(m.Commit(slots))
         self.stat()  # answered behind the commit
         return slots
 
@@ -118,7 +131,7 @@ class WrongBytes(Exception):
 
 
 class Busy:
-    """Looks up, checks, reserves, writes, commits, aborts and forgets to, at random, over chains shared by all."""
+    """Look up, check, reserve, write, commit, abort or omit that, at random, over prompts that all clients share."""
 
     def __init__(self, path: str, seed: int):
         self.random = random.Random(seed)
@@ -139,7 +152,7 @@ class Busy:
             if self.mapped():
                 self.round()
             else:
-                time.sleep(0.01)  # the store is being restarted by somebody else
+                time.sleep(0.01)  # another process restarts the store
         self.reactor.stop()
 
     def mapped(self) -> bool:
@@ -155,42 +168,42 @@ class Busy:
     def round(self) -> None:
         self.rounds += 1
         conversation = self.random.randrange(60)
-        chain = chain_of((8, conversation % 6), (self.random.randrange(1, 40), conversation))
-        units = len(chain) // m.HASH
-        pending = self.client.lookup(SPACE, chain, 0, EVERYTHING)
+        block_hashes = block_hashes_of((8, conversation % 6), (self.random.randrange(1, 40), conversation))
+        num_hash_blocks = len(block_hashes) // m.HASH
+        pending = self.client.lookup(NAMESPACE_ID, block_hashes, 0, EVERYTHING)
         found = self.outcome(pending)
         if found is None or pending.session != self.client.session or self.pool.instance != self.client.instance:
             return
-        if found.units:
-            self.check(chain, found.slots[0], pending.session)
+        if found.num_hash_blocks:
+            self.check(block_hashes, found.slots[0], pending.session)
             self.held.append((found.lease, pending.session))
         while self.held and (len(self.held) > 4 or self.random.random() < 0.7):
             self.client.release(*self.held.pop(self.random.randrange(len(self.held))))
-        if found.units < units:
-            self.store(chain, found.units)
+        if found.num_hash_blocks < num_hash_blocks:
+            self.store(block_hashes, found.num_hash_blocks)
         if self.random.random() < 0.02:
-            self.outcome(self.client.clear(SPACE) if self.random.random() < 0.1 else self.client.stat())
+            self.outcome(self.client.clear(NAMESPACE_ID) if self.random.random() < 0.1 else self.client.stat())
         if self.random.random() < 0.05:
-            self.outcome(self.client.pin(SPACE, chain, self.random.random() < 0.5))
+            self.outcome(self.client.pin(NAMESPACE_ID, block_hashes, self.random.random() < 0.5))
 
-    def check(self, chain: bytes, slots: list[int], session: int) -> None:
+    def check(self, block_hashes: bytes, slots: list[int], session: int) -> None:
         for block, slot in enumerate(slots):
             there = self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE]
-            if there != pattern(chain[block * m.HASH : (block + 1) * m.HASH]):
+            if there != pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH]):
                 if self.client.session != session:
                     return  # the lease ended meanwhile
                 raise WrongBytes(f"block {block} in slot {slot}")
             self.loaded += 1
 
-    def store(self, chain: bytes, start: int) -> None:
-        groups, hashes, parents = items_of(chain, start)
-        pending = self.client.reserve(SPACE, b"", groups, hashes, parents, EVERYTHING)
+    def store(self, block_hashes: bytes, start: int) -> None:
+        groups, hashes, parents = items_of(block_hashes, start)
+        pending = self.client.reserve(NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)
         reserved = self.outcome(pending)
         if reserved is None or self.pool.instance != self.client.instance:
             return
         given = [(block, slot) for block, slot in enumerate(reserved.slots, start) if slot > 0]
         for block, slot in given:
-            data = pattern(chain[block * m.HASH : (block + 1) * m.HASH])
+            data = pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH])
             self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE] = data
         slots = [slot for _, slot in given]
         self.stored += len(slots)

@@ -1,4 +1,4 @@
-"""Waiting for what another thread does, and stand-ins for vLLM's objects that the scheduler half touches."""
+"""Waiting for other threads, and fakes of vLLM's objects that the scheduler connector uses."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 class Uncontained(Containment):
-    """Lets pass what the real one contains: an exception that a test does not ask for fails it."""
+    """Does not contain exceptions, so that an unexpected one fails the test."""
 
     def __init__(self) -> None:
         super().__init__(Counters())
@@ -60,7 +60,7 @@ def interruptible() -> None:
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that the test moves."""
 
     def __init__(self, now: float = 1000.0):
         self.now = now
@@ -141,20 +141,22 @@ class FakePool:
 
 
 @cache
-def _hasher(unit: int):
+def _hasher(hash_block_size: int):
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
     function = get_hash_fn_by_name("sha256_cbor")
     kv_cache_utils.init_none_hash(function)
-    return kv_cache_utils.get_request_block_hasher(unit, function)
+    return kv_cache_utils.get_request_block_hasher(hash_block_size, function)
 
 
-def make_request(request_id: str, tokens: list[int], unit: int, params: dict | None = None, salt: str | None = None):
-    """A real vLLM request with its hash chain."""
+def make_request(
+    request_id: str, tokens: list[int], hash_block_size: int, params: dict | None = None, salt: str | None = None
+):
+    """A real vLLM request with its block hashes."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     sampling = SamplingParams(max_tokens=64, extra_args={"kv_transfer_params": params} if params else None)
-    fields = dict(cache_salt=salt, block_hasher=_hasher(unit), arrival_time=0.0)
+    fields = dict(cache_salt=salt, block_hasher=_hasher(hash_block_size), arrival_time=0.0)
     return Request(request_id, list(tokens), sampling, None, **fields)

@@ -1,13 +1,16 @@
-"""Stand-ins for the node store's client and an engine's ranks, under a real HostTier."""
+"""Stand-ins for the node store's client and an engine's ranks, under a real NodeStoreSource."""
 
 import time
 from types import SimpleNamespace
 
+from source_fakes import load_context
+
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler import tier as tier_module
-from vllm_kvtier.scheduler.tier import HostTier
+from vllm_kvtier.scheduler.sources import node_store as node_store_module
+from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.messages import HASH, PAGE, Found
+from vllm_kvtier.store.protocol import HASH, PAGE, Found
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
 
@@ -39,12 +42,12 @@ class FakePending:
 
 
 class FakeClient:
-    """``StoreClient``; what it is told and asked stays here. Leases must come back exactly once while it lives."""
+    """A ``StoreClient`` that records messages and lookups. Each lease must be released exactly once."""
 
-    def __init__(self, reactor, path, hello, *, launch=None, ask_timeout=2.0, on_change=None):
+    def __init__(self, reactor, path, hello, *, launch=None, lookup_timeout=2.0, on_change=None):
         self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
         self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
-        self.started, self.tiers, self.ask_timeout = False, (), ask_timeout
+        self.started, self.tiers, self.lookup_timeout = False, (), lookup_timeout
         self.open = []  # lookups without an answer
         self.held = set()
         self.leases = 0
@@ -66,25 +69,46 @@ class FakeClient:
             pending.resolve(Failed("gone"))
         self.on_change()
 
-    def lookup(self, space, chain, start, pages_limit, patience=0.0, nodes=(), mix=b"", stride=1):
-        assert len(space) == HASH and len(chain) % HASH == 0 and start <= len(chain) // HASH and pages_limit
-        asked = SimpleNamespace(
-            space=space, chain=chain, start=start, limit=pages_limit, patience=patience, nodes=nodes, mix=mix,
-            stride=stride,
+    def lookup(
+        self,
+        namespace_id,
+        block_hashes,
+        start,
+        pages_limit,
+        wait_seconds=0.0,
+        nodes=(),
+        key_mask=b"",
+        hash_blocks_per_block=1,
+    ):
+        assert (
+            len(namespace_id) == HASH
+            and len(block_hashes) % HASH == 0
+            and start <= len(block_hashes) // HASH
+            and pages_limit
         )
-        pending = FakePending(self.session, asked, time.monotonic() + self.ask_timeout + patience)
+        asked = SimpleNamespace(
+            namespace_id=namespace_id,
+            block_hashes=block_hashes,
+            start=start,
+            limit=pages_limit,
+            wait_seconds=wait_seconds,
+            nodes=nodes,
+            key_mask=key_mask,
+            hash_blocks_per_block=hash_blocks_per_block,
+        )
+        pending = FakePending(self.session, asked, time.monotonic() + self.lookup_timeout + wait_seconds)
         if self.connected:
             self.open.append(pending)
         else:
             pending.resolve(Failed(self.reason))
         return pending
 
-    def answer(self, pending, units, slots, holders=()):
+    def answer(self, pending, num_hash_blocks, slots, holders=()):
         """With a lease, as the store does if it found something."""
         self.open.remove(pending)
         self.leases += 1
         self.held.add(self.leases)
-        pending.resolve(Found(1, self.leases, units, slots, holders=list(holders)))
+        pending.resolve(Found(1, self.leases, num_hash_blocks, slots, holders=list(holders)))
 
     def refuse(self, pending, outcome=None, holders=()):
         self.open.remove(pending)
@@ -120,22 +144,26 @@ def described(rank, groups, shards, **view):
     return m.Described(rank, tuple(group_view(g, n, w, **view) for g, (n, w) in enumerate(groups)), tuple(shards))
 
 
-def make_tier(groups, ranks=None, *, unit=4, namespace=NAMESPACE, reached=POOL, connect=True, **options):
-    """A HostTier with its fake client; ``ranks``: Described messages, one rank with everything if not given."""
+def make_tier(
+    groups, ranks=None, *, hash_block_size=4, namespace=NAMESPACE, reached=POOL, connect=True, context=None,
+    events=None, **options,
+):  # fmt: skip
+    """A NodeStoreSource with its fake client; ``ranks``: Described messages, one rank with everything if not given.
+    ``context``: keywords of ``load_context``."""
     ranks = ranks or [described(0, groups, [0] * len(groups))]
-    facts = SimpleNamespace(groups=groups, world_size=len(ranks), engine_id="engine", release="1")
     later, setups, lost = [], [], []
     reactor = SimpleNamespace(call_later=lambda delay, callback: later.append(callback))
-    config = KVTierConfig(store="/nowhere/store.sock", **options)
-    tier = HostTier(config, facts, unit, reactor, setups.append, lambda: lost.append(1))
-    real, tier_module.StoreClient = tier_module.StoreClient, FakeClient
+    given = {"config": KVTierConfig(store="/nowhere/store.sock", **options), "info": {"world_size": len(ranks)}}
+    load = load_context(groups, hash_block_size, **{**given, "reactor": reactor, **(context or {})})
+    tier = NodeStoreSource(load, setups.append, lambda: lost.append(1), PeerGpuSource(load), None, events)
+    real, node_store_module.StoreClient = node_store_module.StoreClient, FakeClient
     try:
         tier.open(namespace, {rank.rank: rank for rank in ranks})
     finally:
-        tier_module.StoreClient = real
-    client = tier._client
+        node_store_module.StoreClient = real
+    client = tier.client
     if connect:
         client.connect("life 1")
         for rank in ranks:
             tier.reached(m.PoolReady(rank.rank, "life 1", reached * PAGE))
-    return SimpleNamespace(tier=tier, client=client, setup=setups[0], lost=lost, later=later)
+    return SimpleNamespace(tier=tier, client=client, setup=setups[0], lost=lost, later=later, load=load)

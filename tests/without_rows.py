@@ -7,11 +7,11 @@ environment variable KVTIER_WITHOUT (separated by ";"), fail.
 import os
 
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.vllm_compat import probe
+from vllm_kvtier.vllm_compat.probe import features
 
-for row in probe.rows():
+for row in features.rows():
     if row.name in os.environ["KVTIER_WITHOUT"].split(";"):
-        probe._results[row.name] = probe.Result(row, probe.State.FAILED, "a test took it away")
+        features._results[row.name] = features.Result(row, features.State.FAILED, "a test took it away")
 
 
 class ConnectorWithoutRows(KVTierConnector):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StoreJob
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.offload import Offload
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupLoad, LoadOrder, StoreOrder
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.store.copy_engine import CopyEngine
 
 MIB = 1 << 20
 LIFE = "life 1"
@@ -40,7 +40,7 @@ class Link:
         call = SimpleNamespace(kind=kind, group=group, blocks=blocks.tolist(), nbytes=nbytes, over=self.free[kind])
         call.bad = np.isin(blocks, list(self.bad)) if kind == "load" else None
         call.done, call.held = lambda: self._done(call), False
-        call.hold = lambda: setattr(call, "held", True)
+        call.make_stream_wait = lambda: setattr(call, "held", True)
         self.calls.append(call)
         return call
 
@@ -73,15 +73,15 @@ ids = itertools.count()
 
 
 def store(count, step=0, group=0, first=1, instance=LIFE):
-    return StoreOrder(next(ids), group, **arrays(count, first), after_step=step, instance=instance)
+    return StoreJob(next(ids), group, **arrays(count, first), after_step=step, instance=instance)
 
 
 def load(name, *counts, timeout=10.0, first=1, instance=LIFE):
-    return LoadOrder(name, [GroupLoad(g, **arrays(n, first)) for g, n in enumerate(counts)], timeout, instance)
+    return LoadJob(name, [GroupLoad(g, **arrays(n, first)) for g, n in enumerate(counts)], timeout, instance)
 
 
 def engine(link, clock, **options):
-    return Offload(SimpleNamespace(current=link), [link.block_bytes] * 2, clock=clock, **options)
+    return CopyEngine(SimpleNamespace(current=link), [link.block_bytes] * 2, clock=clock, **options)
 
 
 def run(offload, clock, seconds, step=lambda: None):
@@ -90,7 +90,7 @@ def run(offload, clock, seconds, step=lambda: None):
     loads, stored, cut = [], [], []
     while clock.now < end:
         step()
-        ended = offload.drive()
+        ended = offload.poll()
         drives += 1
         loads += ended.loads
         stored += ended.stored
@@ -107,7 +107,7 @@ def run_real(offload, enough):
     total = SimpleNamespace(loads=[], stored=[], cut=[])
     pause = threading.Event()
     for _ in range(10_000):
-        ended = offload.drive()
+        ended = offload.poll()
         total.loads += ended.loads
         total.stored += ended.stored
         total.cut += ended.cut

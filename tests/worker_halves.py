@@ -1,28 +1,54 @@
-"""Worker halves with real NIXL, that read each other; what their scheduler halves would hear and order."""
+"""Workers of a rank: with real NIXL, reading each other, or without threads."""
+
+from types import SimpleNamespace
 
 import torch
 from pull_fakes import batch_of, pull_of
 from support import Uncontained, eventually
 
+from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker.half import WorkerHalf
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.pulls import Stage
-from vllm_kvtier.worker.work import PullOrder, StepWork
+from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
+from vllm_kvtier.worker.context import CacheSetup, RankContext
+from vllm_kvtier.worker.job_table import JobTable
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.pulls import Stage
+from vllm_kvtier.worker.peer_exchange import PeerExchange
+
+
+def worker_without_threads(containment=None):
+    """Nothing is set up; what would run on the reactor's thread is in ``queued``."""
+    made = KVTierConnectorWorker.__new__(KVTierConnectorWorker)
+    made.queued, made._jobs = [], JobTable()
+    made._reactor = SimpleNamespace(call_soon=made.queued.append, errors=0)
+    made._link = SimpleNamespace(send=lambda message: None)
+    made._context = RankContext(0, made._reactor, lambda message: made._link.send(message), made._jobs.finish)
+    made._exchange = PeerExchange(made._context, "agent", None, None)
+    contain_with(made, containment or Uncontained())
+    made._store = made._submitted = made._device = made._step_events = made._before = None
+    made._errors, made._idle = 0, False
+    return made
+
+
+def contain_with(worker, containment):
+    worker._contain = worker._exchange._contain = containment
 
 
 class Half:
-    """One over ``view``; what it says to its scheduler half is in ``heard``."""
+    """A worker over ``view``; its messages to the scheduler are in ``heard``."""
 
     def __init__(self, folder, number, view, memory=lambda view: CacheMemory(view, False)):
         self.view, self.heard, self.reactor = view, [], Reactor(f"s{number}")
         path = str(folder / f"{number}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
-        self.made, self.steps = WorkerHalf(0, f"agent{number}", path, ["UCX"], Uncontained(), movable=True), 0
-        self.made.register(lambda: self.view, memory, lambda view: (0,))
+        self.made, self.steps = (
+            KVTierConnectorWorker(0, f"agent{number}", path, ["UCX"], Uncontained(), movable=True),
+            0,
+        )
+        self.made.register(CacheSetup(lambda: self.view, memory, lambda view: (0,)))
 
     def info(self, count=1):
         """Of the ``count``-th time that it registered."""
@@ -33,22 +59,22 @@ class Half:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def serve(self):
-        self.reactor.call_soon(lambda: self.server.tell(m.Serve(True)))
+        self.reactor.call_soon(lambda: self.server.send(m.Serve(True)))
 
     def sum(self, *blocks):
         self.steps += 1
         self.made.submit(StepWork(self.steps, [batch_of(blocks)]))
-        eventually(lambda: m.Summed(0, self.steps) in self.heard, 20)
+        eventually(lambda: m.ChecksumsReady(0, self.steps) in self.heard, 20)
 
     def pull(self, name, local, remote, source="s/1", infos=None, timeout=20.0):
-        order = PullOrder(name, source, [pull_of([local], [remote])], timeout)
-        work = StepWork(self.steps, pulls=[order], sources=infos or {})
+        order = PullJob(name, source, [pull_of([local], [remote])], timeout)
+        work = StepWork(self.steps, pulls=[order], new_peers=infos or {})
         self.made.begin(work)
         self.made.submit(work)
 
     def reading(self):
-        """Whether NIXL was told to read."""
-        return any(pull.stage is Stage.READING for pull in list(self.made._pulls._pulls))
+        """Whether a NIXL read was started."""
+        return any(pull.stage is Stage.READING for pull in list(self.made._exchange.pulls._pulls))
 
     def results(self, count=1):
         found = []

@@ -8,7 +8,8 @@ process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
 another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
-of the examples and of the documentation's commands, which their tests run as a user does.
+of the examples and of the documentation's commands, which their tests run as a user does. ``start_script`` forks for a
+script that makes an engine in its own process.
 """
 
 import gc
@@ -45,13 +46,24 @@ IMPORTS = (
 LATE = {
     "KVTIER_FAULTS",
     "KVTIER_RAISING",
+    "KVTIER_WITHOUT",
     "PYTEST_CURRENT_TEST",
+    "PYTHONHASHSEED",  # which vLLM's block hashes start from; the hashes of this interpreter's strings stay as they are
     "PYTHONPATH",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
     "VLLM_SERVER_DEV_MODE",
     "XDG_RUNTIME_DIR",
+}
+# Variables that torch, vLLM and cv2 set when they are imported: a test's process that has imported them has them too.
+SET_BY_IMPORTS = {
+    "LD_LIBRARY_PATH",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TILELANG_CLEANUP_TEMP_FILES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TRITON_CACHE_AUTOTUNING",
 }
 _MESSAGE_BYTES = 1 << 18
 
@@ -75,13 +87,24 @@ class Zygote:
                 command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session
             )
         assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
-        if self._process is None:
-            self._start()
-        request = {"argv": list(command[2:]), "env": dict(env), "cwd": os.getcwd()}
-        return Forked(self, self.ask(request, [stdout.fileno()]))
+        request = {"argv": list(command[2:]), "env": dict(env), "cwd": os.getcwd(), "script": False}
+        return Forked(self, self.ask(request, [stdout.fileno(), stdout.fileno()]))
+
+    def start_script(self, argv: Sequence[str], env: Mapping[str, str], stdout, stderr) -> "Forked":
+        """Run the script argv[0] as a new interpreter would. ``env`` may differ in LATE only."""
+        assert _fixed(env) == _fixed(self._env), set(env.items()) ^ set(self._env.items())
+        request = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "script": True}
+        return Forked(self, self.ask(request, [stdout.fileno(), stderr.fileno()]))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of a forked process, but for LATE."""
+        return dict(self._env)
 
     def ask(self, request: Any, fds: Sequence[int] = ()) -> Any:
         with self._lock:
+            if self._process is None:
+                self._start()
             socket.send_fds(self._link, [json.dumps(request).encode()], fds)
             answer = self._link.recv(_MESSAGE_BYTES)
         assert answer, "the zygote ended"
@@ -107,7 +130,7 @@ class Zygote:
 
 
 def _fixed(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in LATE}
+    return {name: value for name, value in env.items() if name not in LATE and name not in SET_BY_IMPORTS}
 
 
 class Forked:
@@ -143,7 +166,7 @@ def _serve(link: socket.socket) -> dict[str, Any]:
     """Fork and reap for the session until it ends. Returns in a child, with what that is to run."""
     codes: dict[int, int] = {}  # of children that were reaped
     while True:
-        message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 1)
+        message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
         if not message:
             sys.exit()
         request = json.loads(message)
@@ -151,12 +174,13 @@ def _serve(link: socket.socket) -> dict[str, Any]:
             link.send(json.dumps(_exit_code(request, codes)).encode())
         elif pid := os.fork():
             codes.pop(pid, None)  # of an earlier child that had this number
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
         else:
             os.setsid()  # before it is known by its number, which is that of its group
-            os.dup2(fds[0], 1)
-            os.dup2(fds[0], 2)
-            os.close(fds[0])
+            for number, fd in enumerate(fds, 1):
+                os.dup2(fd, number)
+                os.close(fd)
             with link:
                 link.send(json.dumps(os.getpid()).encode())
             return request
@@ -179,6 +203,9 @@ def _run(request: dict[str, Any]) -> None:
     more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path[1:])]
     sys.argv = request["argv"]
+    if request["script"]:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
     sys.modules.pop(sys.argv[0], None)  # it is run as a script, and what it imports is there
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -26,15 +26,15 @@ DASHBOARD = ROOT / "examples" / "grafana" / "kvtier.json"
 PICTURE = ROOT / "docs" / "dashboard.png"
 INTERVAL = 1.0  # seconds between scrapes
 WINDOW = "15s"  # of rates; Grafana's $__rate_interval is four scrapes
-# What the picture shows of the dashboard: the rows as they are, of these panels.
+# The panels in the picture; the rows are those of the dashboard.
 SHOWN = (
-    "Prompt tokens not computed", "Brought by kvtier", "Requests/s", "Store memory in use", "Wrong checksums, 1 h",
-    "Stores and tiers up", "Prompt tokens by source", "Time to first token", "Requests by who had their prompt",
-    "Bytes by source and codec", "Loads, fetches and pulls: p95", "Where the time of a host hit goes",
-    "Full blocks: stored or why not", "Waiting for what comes up from disk or objects", "Memory", "Tiers: bandwidth",
-    "Tiers: requests, p95", "Leases between engines", "Blocks held for others", "Asking: p95 until the answer",
-    "Decisions by reason", "Taken over expected", "Bandwidth it goes by", "Requests by outcome",
-    "First byte and whole answer", "Known of prompts",
+    "Prompt tokens not computed", "Loaded by kvtier", "Requests/s", "Store memory in use", "Wrong checksums, 1 h",
+    "Stores and tiers up", "Prompt tokens by source", "Time to first token", "Requests by source of their prefix",
+    "Bytes by source and codec", "Loads, fetches and pulls: p95", "Duration of a host hit, by stage",
+    "Full blocks: stored or skipped", "Waits for promotions", "Memory", "Tiers: bandwidth", "Tiers: requests, p95",
+    "Leases between engines", "Blocks kept for leases", "Lookups: p95", "Decisions by reason",
+    "Actual over expected duration", "Expected bandwidth", "Requests by outcome", "First byte and whole answer",
+    "Known of prompts",
 )  # fmt: skip
 
 
@@ -44,12 +44,12 @@ SHOWN = (
 def run(seconds: float) -> dict[str, Any]:
     """{"from", "to": seconds since 1970, "panels": {title: {legend: [[second, value], ...]}}}."""
     import prometheus_server
-    from fleet import ENGINE_FLAGS
-    from node_fleet import OPTIONS, SLOT_PAGES, runtime_dir, store_env
+    from engine_fixtures import ENGINE_FLAGS
+    from node_fixtures import OPTIONS, SLOT_PAGES, runtime_dir, store_env
 
     from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
     from vllm_kvtier.devtools.processes import free_port, kill_all, start_all, wait_all
-    from vllm_kvtier.store.messages import PAGE
+    from vllm_kvtier.store.protocol import PAGE
 
     program, metrics_port, services = prometheus_server.programs()["prometheus"], free_port(), []
     model = str(ROOT / "models" / "recall-6m")
@@ -139,18 +139,7 @@ def answers(prometheus: Any, begin: float, end: float) -> dict[str, dict[str, li
 
 # -- the picture -------------------------------------------------------------------------------------------------------
 
-_COLOURS = (
-    "#73bf69",
-    "#f2cc0c",
-    "#5794f2",
-    "#ff9830",
-    "#b877d9",
-    "#f2495c",
-    "#8ab8ff",
-    "#fade2a",
-    "#96d98d",
-    "#ca95e5",
-)
+_COLOURS = tuple("#73bf69 #f2cc0c #5794f2 #ff9830 #b877d9 #f2495c #8ab8ff #fade2a #96d98d #ca95e5".split())
 _BACK, _FRONT, _TEXT, _GRID = "#111217", "#181b1f", "#d0d1d6", "#2b2e34"
 _SCALES = {
     "Bps": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")),
@@ -199,7 +188,10 @@ def draw(data: dict[str, Any], file: Path) -> None:
 def _rows() -> list[tuple[int, Any]]:
     """[(height, title of a row, or panels beside each other)]."""
     out: list[tuple[int, Any]] = []
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    if missing := set(SHOWN) - {panel["title"] for panel in panels}:
+        raise SystemExit(f"no such panels: {missing}; update SHOWN")
+    for panel in panels:
         if panel["type"] == "row":
             out.append((1, panel["title"]))
         elif panel["title"] in SHOWN:

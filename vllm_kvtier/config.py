@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.renamed import warn as warn_renamed
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
 logger = get_logger("vllm.kvtier.config")
@@ -31,7 +32,14 @@ ALIASES = {
     "decoder_kv_blocks_ttl": "retain_seconds",
     "backends": "nixl_backends",
 }
-# Options of vLLM's NixlConnector without a counterpart: named in the error instead of guessed at.
+# {old: new}: the old names work for one release.
+RENAMED = {
+    "lend_share": "peer_lease_share",
+    "store_patience": "promotion_timeout",
+    "ask_timeout": "lookup_timeout",
+    "store_hold_share": "store_inflight_share",
+}
+# Options of vLLM's NixlConnector without a counterpart: the error names them.
 NIXL_ONLY = (
     "enable_cross_layers_blocks",
     "enforce_handshake_compat",
@@ -50,218 +58,218 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of one engine. Times are in seconds, sizes in tokens, shares are of all KV cache blocks."""
 
     bidirectional: Annotated[
-        bool, _doc("Keep finished requests' blocks pullable: prefill engines can pull from decode engines.")
+        bool, _doc("Retain finished requests' blocks, so that prefill engines can pull them from decode engines.")
     ] = False
     pull_threshold: Annotated[
-        int, _doc("Fewest tokens worth a pull; a prompt that lacks fewer is computed.", ge=0)
+        int, _doc("Minimum number of tokens for a pull; a prompt that lacks fewer is computed.", ge=0)
     ] = 64
     handoff_seconds: Annotated[
-        float,
-        _doc("How long a prefill engine holds a finished prefill for the decode engine to fetch.", gt=0),
+        float, _doc("How long a prefill engine keeps a finished prefill for the decode engine to pull.", gt=0)
     ] = 30.0
     retain_seconds: Annotated[
-        float, _doc("How long a finished request's blocks stay pullable when bidirectional is on.", gt=0)
+        float, _doc("How long a finished request's blocks can be pulled when bidirectional is on.", gt=0)
     ] = 480.0
     retain_share: Annotated[
-        float,
-        _doc("Largest share of the KV cache so kept; above it the oldest are dropped at once.", gt=0, le=1),
+        float, _doc("Maximum share of the KV cache for retained blocks; beyond it the oldest are dropped.", gt=0, le=1)
     ] = 0.25
     handoff_share: Annotated[
-        float, _doc("Largest share of the KV cache that prefills waiting to be fetched may hold.", gt=0, le=1)
+        float, _doc("Maximum share of the KV cache for prefills that wait to be pulled.", gt=0, le=1)
     ] = 0.9
     peer_fetch: Annotated[
         Literal["auto", "off"],
         _doc(
-            "Prefixes that other engines of this node have in their GPU caches: auto (copied from there, if that is "
-            "sooner than loading or computing them; needs the node store, which knows who has what) or off, both ways."
+            "Prefixes in GPU caches of this node's other engines. auto: the engine copies them if that is expected to "
+            "be faster than loading or computing them; needs the node store, which has the directory of blocks. off: "
+            "the engine neither fetches from peers nor leases blocks to them."
         ),
     ] = "auto"
-    lend_share: Annotated[
-        float,
-        _doc("Largest share of the KV cache that engines of this node may be copying from at a time.", gt=0, le=1),
+    peer_lease_share: Annotated[
+        float, _doc("Maximum share of the KV cache that is leased to peers of this node at a time.", gt=0, le=1)
     ] = 0.5
     endpoint_host: Annotated[
-        str,
-        _doc("Address on which other engines reach this one; beyond loopback only with cluster_key_file."),
+        str, _doc("Address on which other engines reach this one; other than loopback only with cluster_key_file.")
     ] = "127.0.0.1"
     endpoint_port: Annotated[
-        int, _doc("TCP port; 0 takes any free one, else the data-parallel rank is added.", ge=0, le=65535)
+        int, _doc("TCP port. 0: any free one. Otherwise the data-parallel rank is added to it.", ge=0, le=65535)
     ] = 0
     advertise_host: Annotated[
-        str | None, _doc("Address told to other engines, where it differs from endpoint_host.")
+        str | None, _doc("Address that other engines are given, if it differs from endpoint_host.")
     ] = None
-    cluster_key_file: Annotated[
-        str | None, _doc("File with the key that all engines of the cluster share.")
-    ] = None
+    cluster_key_file: Annotated[str | None, _doc("File with the key that all engines of the cluster share.")] = None
     lease_seconds: Annotated[
-        float, _doc("How long a lease on another engine's blocks lasts unless it is renewed.", gt=0)
+        float, _doc("Duration of a lease on another engine's blocks, unless it is renewed.", gt=0)
     ] = 10.0
-    ask_timeout: Annotated[
-        float,
-        _doc("Longest wait for another engine to say what it holds; then the prompt is computed.", gt=0),
+    lookup_timeout: Annotated[
+        float, _doc("Maximum wait for the answer of another engine or of the store; then the prompt is computed.", gt=0)
     ] = 2.0
-    handshake_timeout: Annotated[
-        float, _doc("Longest wait for the first exchange with another engine.", gt=0)
-    ] = 10.0
-    transfer_timeout: Annotated[float, _doc("Longest time for the blocks of one pull to arrive.", gt=0)] = (
-        60.0
+    handshake_timeout: Annotated[float, _doc("Maximum duration of the first exchange with another engine.", gt=0)] = (
+        10.0
     )
+    transfer_timeout: Annotated[float, _doc("Maximum duration of one load, peer fetch or pull.", gt=0)] = 60.0
     kv_load_failure_policy: Annotated[
         Literal["recompute", "fail"],
-        _doc("What becomes of a request whose load failed; vLLM's own field of this name is not used."),
+        _doc("What happens to a request whose load failed. vLLM's own field of this name is not used."),
     ] = "recompute"
     host_buffer: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Whether pulls pass through host memory; auto: only where devices cannot be read directly."),
+        _doc("Whether pulls pass through host memory; auto: only if NIXL cannot read the devices directly."),
     ] = "auto"
     nixl_backends: Annotated[
-        tuple[str, ...], _doc("NIXL backends to transfer with, in order of preference.", min_length=1)
+        tuple[str, ...], _doc("NIXL backends for transfers, in order of preference.", min_length=1)
     ] = ("UCX",)
     model_fingerprint: Annotated[
         str | None,
         _doc(
-            "Name of the exact model and weights, equal on all engines; made of the weights' files if not given. KV of "
-            "weights that are in no files, or changed while the engine runs, is shared only with it: see `weights.md`."
+            "Name of the exact model and weights, equal on all engines. Default: a digest of the weight files. Engines "
+            "whose weights are in no files, or change at run time, share KV only if this is set: see `weights.md`."
         ),
     ] = None
     store: Annotated[
         str,
         _doc(
-            "The node store, host memory shared by all engines of the node: auto (use the one that runs, or start it), "
-            "off, or the path of the Unix socket of one that you run yourself (`kvtier store`)."
+            "The node store, host memory that all engines of the node share. auto: use the running one, or start it. "
+            "off: none. Otherwise the path of the Unix socket of a store that you run (`kvtier store`)."
         ),
     ] = "auto"
     store_size: Annotated[
         str | int,
         _doc(
-            "Memory of a node store that this engine starts: bytes, a number with a unit (64GiB), or a share of what "
-            "the container may use (25%). A store that runs already keeps its size and its tiers."
+            "Memory of a node store that this engine starts: bytes, a number with a unit (64GiB), or a share of the "
+            "container's memory (25%). A running store keeps its size and its tiers."
         ),
     ] = "10%"
     codec: Annotated[
         str | dict[str, str],
         _doc(
-            "How KV is kept in the node store: raw (as it is), fp8, int8, k8v4, int4, ... (`kvtier quality` lists and "
-            "measures them), auto (the smallest that a quality record for this model admits, else raw), or one by kind "
-            'of attention: {"full": "fp8", "sliding": "int4"}. Quantized caches always stay as they are.'
+            "Codec of KV in the node store: raw (unchanged), fp8, int8, k8v4, int4, ... (`kvtier quality` lists and "
+            "measures them), auto (the smallest that a quality record of this model admits, otherwise raw), or one by "
+            'kind of attention: {"full": "fp8", "sliding": "int4"}. Quantized caches are always stored unchanged.'
         ),
     ] = "raw"
     wire_codec: Annotated[
         str | dict[str, str],
         _doc(
-            "The same for pulls between engines, equal on both; other than raw, they pass through encoded host memory."
+            "Codec of pulls between engines, equal on both. Codecs other than raw use a host buffer for encoded pages."
         ),
     ] = "raw"
     store_write: Annotated[
         Literal["all", "prompt", "off"],
-        _doc("What goes to the node store as blocks fill: prompts and generated text, prompts only, or nothing."),
+        _doc("What is copied to the node store as blocks fill: prompts and generated text, prompts only, or nothing."),
     ] = "all"
-    store_hold_share: Annotated[
+    store_inflight_share: Annotated[
         float,
         _doc(
-            "Largest share of the KV cache kept from reuse while it is copied to the node store; blocks beyond it are "
-            "stored later.",
+            "Maximum share of the KV cache that waits for copies to the node store and is not reused until then; "
+            "further blocks are stored later.",
             gt=0,
             le=1,
         ),
     ] = 0.9
     store_queue_gib: Annotated[
-        float | None, _doc("Deprecated and ignored, with a warning: store_hold_share bounds what waits.")
+        float | None, _doc("Deprecated and ignored, with a warning; see store_inflight_share.")
     ] = None
     load_policy: Annotated[
         Literal["measured", "always"],
-        _doc("Load from the node store only what is expected to arrive before it could be computed, or all it has."),
+        _doc(
+            "measured: load from the node store only what is expected to arrive before it could be computed. always: "
+            "load everything it has."
+        ),
     ] = "measured"
     sync_load_ms: Annotated[
         float,
         _doc(
-            "A request that is alone in the engine is computed in the step that loads it, on the heels of its blocks, "
-            "if the load is expected to take no more milliseconds than this; among others, if it is brief as well (a "
-            "quarter of a step that only generates, or 2 ms) and nobody else waits to begin. 0: never.",
+            "Maximum expected duration, in ms, of a synchronous load. With no other request running, the step waits "
+            "for the load. With others running, the load must also be shorter than a quarter of a decode step or 2 ms, "
+            "whichever is longer, and no request may be waiting. 0 disables.",
             ge=0,
         ),
     ] = 100.0
     switch_interval_ms: Annotated[
         float,
         _doc(
-            "Longest that a thread of the engine's process keeps Python's interpreter from the others (Python's own "
-            "5 ms hold up vLLM's steps, its answers and this connector's messages); 0: left as it is.",
+            "Python's thread switch interval in the engine's process, in ms. Python's default of 5 ms delays vLLM's "
+            "steps, its answers and this connector's messages. 0: unchanged.",
             ge=0,
         ),
     ] = 0.5
     store_idle_seconds: Annotated[
-        float,
-        _doc("A node store that this engine starts ends after so long without engines; 0: never.", ge=0),
+        float, _doc("A node store that this engine starts ends after this time without engines; 0: never.", ge=0)
     ] = 600.0
     store_huge_pages: Annotated[
         Literal["auto", "never"], _doc("Huge pages for the memory of a node store that this engine starts.")
     ] = "auto"
     store_numa: Annotated[
         Literal["local", "interleave"],
-        _doc("On which NUMA nodes that memory lies: where it is first touched, or on all of them in turn."),
+        _doc("NUMA nodes of that memory: the node that first touches a page, or all nodes in turn."),
     ] = "local"
     store_policy: Annotated[
         str, _doc("Eviction policy of a node store that this engine starts: aging (if empty), arc, lru or s3fifo.")
     ] = ""
     store_tenant_share: Annotated[
-        float, _doc("Largest share of the node store one tenant (cache salt) may fill.", gt=0, le=1)
+        float, _doc("Maximum share of the node store that one tenant (cache salt) may fill.", gt=0, le=1)
     ] = 1.0
     store_disk_path: Annotated[
         str,
         _doc(
-            "Directory where a node store that this engine starts keeps blocks on disk; empty: none. One store a "
-            "directory; what it held is found again after a restart or a crash."
+            "Directory of the disk tier of a node store that this engine starts; empty: no disk tier. One store a "
+            "directory. The blocks in it are found again after a restart or a crash."
         ),
     ] = ""
-    store_disk_size: Annotated[str | int, _doc("Most it may take there: bytes, or a number with a unit.")] = "64GiB"
+    store_disk_size: Annotated[str | int, _doc("Maximum size of the disk tier: bytes, or a number with a unit.")] = (
+        "64GiB"
+    )
     store_disk_preallocate: Annotated[
-        bool, _doc("Take all of that from the file system at once, instead of as it fills.")
+        bool, _doc("Allocate all of the disk tier at the start, instead of as it fills.")
     ] = False
     store_disk_backend: Annotated[
-        Literal["auto", "POSIX", "GDS", "GDS_MT"], _doc("NIXL backend that reads and writes there; auto is POSIX.")
+        Literal["auto", "POSIX", "GDS", "GDS_MT"], _doc("NIXL backend of the disk tier; auto is POSIX.")
     ] = "auto"
     store_disk_admission: Annotated[
         Literal["reuse", "all"],
         _doc(
-            "What is written to disk: blocks that were seen a second time (found in memory, or stored anew after it "
-            "had forgotten them), or all of them at the first."
+            "Which blocks are demoted to disk. reuse: on their second use (a hit in memory, or stored again after "
+            "eviction). all: on their first."
         ),
     ] = "reuse"
     store_disk_min_tokens: Annotated[
-        int, _doc("Prompts shorter than this are not written to disk or objects: computing them takes no longer.", ge=0)
+        int,
+        _doc(
+            "Prompts with fewer tokens are not demoted to disk or to the object store: computing takes no longer.", ge=0
+        ),
     ] = 0
     store_object_url: Annotated[
         str,
         _doc(
-            "s3://bucket/prefix where a node store that this engine starts keeps blocks and shares them with other "
-            "nodes; credentials come from where AWS's own tools find them."
+            "s3://bucket/prefix of the object tier of a node store that this engine starts, shared with other nodes. "
+            "Credentials: AWS's default chain."
         ),
     ] = ""
-    store_object_endpoint: Annotated[
-        str, _doc("URL of an S3-compatible service, if it is not AWS's own.")
-    ] = ""
-    store_object_region: Annotated[str, _doc("Region of the bucket; empty: as AWS's own tools find it.")] = ""
+    store_object_endpoint: Annotated[str, _doc("URL of an S3-compatible service; empty: AWS.")] = ""
+    store_object_region: Annotated[str, _doc("Region of the bucket; empty: AWS's default chain.")] = ""
     store_object_admission: Annotated[
-        Literal["reuse", "all"], _doc("What is written to the object store, as store_disk_admission.")
+        Literal["reuse", "all"], _doc("Which blocks are demoted to the object store, as store_disk_admission.")
     ] = "reuse"
     store_nodes: Annotated[
         str,
         _doc(
-            "Other nodes' stores (host:port,host:port) that are asked for what is not here; see cluster_key_file. With "
-            "store off this engine asks them and reads from them by itself, and keeps nothing."
+            "Other nodes' stores (host:port,host:port) for lookups of what is not on this node; see cluster_key_file. "
+            "With store off the engine itself looks up and loads from them, and stores nothing."
         ),
     ] = ""
     store_node_listen: Annotated[
-        str, _doc("host:port where other nodes' stores may ask a store that this engine starts; empty: nowhere.")
+        str, _doc("host:port on which a store that this engine starts serves other nodes' stores; empty: none.")
     ] = ""
     store_metrics_port: Annotated[
         int, _doc("Port of 127.0.0.1 for Prometheus, of a store that this engine starts; 0: none.", ge=0, le=65535)
     ] = 0
-    store_patience: Annotated[
+    store_show_hidden_metrics: Annotated[
+        bool, _doc("That store exports renamed metrics under their old names as well, for one release.")
+    ] = False
+    promotion_timeout: Annotated[
         float,
         _doc(
-            "Longest wait for blocks that the node store is bringing up from disk, another node or an object store; "
-            "a request waits only while that is expected to beat computing them.",
+            "Maximum wait of a request while the node store promotes its blocks to memory from disk, another node or "
+            "an object store. A request waits only while that is expected to be faster than computing.",
             ge=0,
         ),
     ] = 30.0
@@ -276,16 +284,14 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         extra = dict(extra or {})
         problems: list[str] = []
         given: dict[str, Any] = {}
-        renamed: list[str] = []
         for option, value in extra.items():
-            name = ALIASES.get(option, option)
+            name = ALIASES.get(option) or RENAMED.get(option, option)
             if name not in _ANNOTATIONS:
                 problems.append(_unknown(option))
             elif name != option and name in extra:
-                problems.append(f"{option} is NixlConnector's name for {name}; both are given: keep {name}.")
+                whose = "NixlConnector's" if option in ALIASES else "the old"
+                problems.append(f"{option} is {whose} name for {name}; both are given: keep {name}.")
             else:
-                if name != option:
-                    renamed.append(option)
                 try:
                     given[name] = _convert(name, value)
                 except ConfigError as error:
@@ -293,14 +299,16 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not problems:
             config = cls(**given)  # before anything is logged: the combination may be refused
             if config.store_queue_gib is not None:
-                _warn_deprecated("store_queue_gib", "store_hold_share")
-            if renamed:
-                _note_aliases(tuple(renamed))
+                _warn_deprecated("store_queue_gib", "store_inflight_share")
+            if aliases := tuple(option for option in extra if option in ALIASES):
+                _note_aliases(aliases)
+            for option in filter(RENAMED.get, extra):
+                warn_renamed(option, RENAMED[option])
             return config
         raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
 
     def without_prefixes(self) -> "KVTierConfig":
-        """The same where vLLM's prefix caching is off: nothing is stored, or found by its content."""
+        """The options of an engine without vLLM's prefix caching: blocks have no hashes to store or find them by."""
         return msgspec.structs.replace(self, store="off", store_nodes="", bidirectional=False)
 
     def __post_init__(self) -> None:
@@ -309,7 +317,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _impossible(config: KVTierConfig):
-    """Sentences about options that are right one by one and impossible together, or on this machine."""
+    """Yield a sentence for each combination of options that cannot work, also on this machine."""
     host, advertised = config.endpoint_host, config.advertise_host
     if not _is_loopback(host) and config.cluster_key_file is None:
         yield (
@@ -317,16 +325,16 @@ def _impossible(config: KVTierConfig):
             f"set cluster_key_file, or leave endpoint_host at 127.0.0.1."
         )
     if host in _ANY_ADDRESS and advertised is None:
-        yield f"endpoint_host {host!r} is no address that others could connect to: set advertise_host too."
+        yield f"endpoint_host {host!r} is not an address that other engines can connect to: set advertise_host too."
     if advertised is not None and advertised in _ANY_ADDRESS:
-        yield f"advertise_host {advertised!r} is no address that others could connect to."
+        yield f"advertise_host {advertised!r} is not an address that other engines can connect to."
     elif advertised is not None and _is_loopback(host) and not _is_loopback(advertised):
         yield (
             f"advertise_host {advertised!r} cannot be reached while endpoint_host {host!r} accepts only this "
-            f"machine's connections: set endpoint_host to an address of the network, or drop advertise_host."
+            f"machine's connections: set endpoint_host to a network address, or remove advertise_host."
         )
     if config.cluster_key_file is not None and not Path(config.cluster_key_file).is_file():
-        yield f"cluster_key_file {config.cluster_key_file!r} is not a file here."
+        yield f"cluster_key_file {config.cluster_key_file!r} is not a file on this machine."
     if len(set(config.nixl_backends)) < len(config.nixl_backends):
         yield f"nixl_backends {list(config.nixl_backends)} names a backend twice: name each once."
 
@@ -341,8 +349,7 @@ def _is_loopback(host: str) -> bool:
 def _unknown(option: str) -> str:
     if option in NIXL_ONLY:
         return f"{option} is an option of NixlConnector that KVTierConnector does not have: remove it."
-    near = difflib.get_close_matches(option, [*_ANNOTATIONS, *ALIASES], n=1, cutoff=0.5)
-    if near:
+    if near := difflib.get_close_matches(option, [*_ANNOTATIONS, *ALIASES], n=1, cutoff=0.5):
         return f"{option} is not an option; did you mean {ALIASES.get(near[0], near[0])}?"
     return f"{option} is not an option; there are {', '.join(_ANNOTATIONS)}."
 
@@ -362,11 +369,10 @@ def _convert(name: str, value: Any) -> Any:
     return converted
 
 
-@functools.cache  # once a process: both halves of the connector read the options
+@functools.cache  # once a process: both sides of the connector read the options
 def _note_aliases(names: tuple[str, ...]) -> None:
     logger.info(
-        "kv_connector_extra_config: %s",
-        ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names),
+        "kv_connector_extra_config: %s", ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names)
     )
 
 
@@ -405,34 +411,17 @@ _ANNOTATIONS: dict[str, Any] = {
 }
 
 
-class Option(msgspec.Struct, frozen=True):
-    """A row of the documentation: type in words, default as JSON, NixlConnector's name for it or None."""
-
-    name: str
-    type: str
-    default: str
-    meaning: str
-    alias: str | None
-
-
-def options() -> list[Option]:
-    """All options in the order of the class, for documentation."""
-    aliases = {own: other for other, own in ALIASES.items()}
-    rows = []
-    for name, default in zip(KVTierConfig.__struct_fields__, KVTierConfig.__struct_defaults__, strict=True):
-        annotation = _ANNOTATIONS[name]
-        meta = next(m for m in get_args(annotation) if isinstance(m, Meta))
-        text = msgspec.json.encode(default).decode()
-        rows.append(Option(name, _type_in_words(annotation), text, meta.description, aliases.get(name)))
-    return rows
-
-
 def markdown_table() -> str:
-    """The options as a Markdown table, a row an option."""
+    """The options as a Markdown table, a row an option, in the order of the class."""
     lines = ["| Option | Value | Default | Meaning |", "|---|---|---|---|"]
-    for row in options():
-        also = f" NixlConnector's `{row.alias}` is accepted." if row.alias else ""
-        lines.append(f"| `{row.name}` | {row.type} | `{row.default}` | {row.meaning}{also} |")
+    for name, default in zip(KVTierConfig.__struct_fields__, KVTierConfig.__struct_defaults__, strict=True):
+        annotation, shown = _ANNOTATIONS[name], msgspec.json.encode(default).decode()
+        meaning = next(m for m in get_args(annotation) if isinstance(m, Meta)).description
+        for other, own in ALIASES.items():
+            meaning += f" NixlConnector's `{other}` is accepted." * (own == name)
+        for old, own in RENAMED.items():
+            meaning += f" Old name, for one release: `{old}`." * (own == name)
+        lines.append(f"| `{name}` | {_type_in_words(annotation)} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
 

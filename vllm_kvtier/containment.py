@@ -1,39 +1,41 @@
 """Containment: an exception in our code on one of vLLM's threads costs at most a request.
 
 vLLM's scheduler and model runner do not expect a connector to raise: the engine process would end. So every method of
-the connector that vLLM calls is ``contained``, and inside the two halves each part of a step is run by ``attempt``.
-An exception is counted (metric ``internal_errors``, by place), its traceback is logged once a place, and the place is
-repaired. What vLLM is answered, and what the repair does:
+the connector that vLLM calls is ``contained``, and each part of a step on either side is run by ``attempt``. An
+exception is counted (metric ``internal_errors``, by place), its traceback is logged once per place, and the state is
+repaired. vLLM's answer and the repair:
 
 - ``bind_gpu_block_pool``, ``register_kv_caches``: the connector is passive: no hits, no stores.
-- ``on_new_request``: what was asked ahead for the request is given up.
-- ``get_num_new_matched_tokens``: 0 tokens; the request gives back all that it holds. While an unverified synchronous
-  load is in vLLM's prefix cache: None ("ask again"), because its blocks must not be shared.
+- ``on_new_request``: lookups that were prefetched for the request are cancelled.
+- ``get_num_new_matched_tokens``: 0 tokens; the request releases all leases. While an unverified synchronous load is in
+  vLLM's prefix cache: None ("ask again"), because its blocks must not be shared.
 - ``update_state_after_alloc``: vLLM counts on the load if there are external tokens: the workers report that it failed.
-- ``build_connector_meta``: at least the loads that vLLM counts on. Orders that did not get into the answer stay. Block
-  tables that may lack blocks are forgotten: by them content would get wrong names.
-- ``update_connector_output``: a bad verdict on a synchronous load comes before all else; then each request for itself.
-  One whose result could not be taken in counts as failed.
-- ``request_finished*``: no export, no params; tables, pins and leases of the request go. A load goes on until it ends.
-- ``take_events``, ``get_kv_connector_stats``, ``get_external_cache_hit_sources``, ``has_pending_block_frees``: nothing.
-- ``reset_cache`` and vLLM's own reset: what must not outlive a reset, because weights may be others now, is tried
-  twice; if it fails twice the connector is passive.
+- ``build_connector_meta``: at least the loads that vLLM counts on. Jobs that did not get into the answer stay. Block
+  tables that may lack blocks are dropped: blocks would be stored under wrong hashes.
+- ``update_connector_output``: a failed synchronous load is handled before all else; then each request separately. A
+  request whose result could not be handled counts as failed.
+- ``request_finished*``: no export, no params; tables, pins and leases of the request go. A load continues until it
+  ends.
+- ``take_events``, ``get_kv_connector_stats``, ``get_external_cache_hit_sources``, ``has_pending_block_frees``: empty.
+- ``reset_cache`` and vLLM's own reset: state that must not survive a reset, because weights may have changed, is
+  dropped twice; if that fails twice, the connector is passive.
 - ``start_load_kv``: synchronous loads that were not begun are reported failed with the step's output.
-- ``get_finished``, ``get_transfer_results``, ``get_block_ids_with_load_errors``, ``build_connector_worker_meta``: tried
-  again. Results leave their queue only when all are put together; an order that no part of the worker knows any more is
-  reported failed (``WorkerHalf``).
-- ``shutdown``, ``unregister_kv_caches``: the rest of it goes on.
+- ``get_finished``, ``get_transfer_results``, ``get_block_ids_with_load_errors``, ``build_connector_worker_meta``:
+  called again. Results leave their table only when all are put together; a job that no part of the worker knows any
+  more is reported failed (``worker.job_table``).
+- ``shutdown``, ``unregister_kv_caches``: the remaining parts run.
 
-vLLM's own methods that we wrap (``turns``, ``engine``, ``blocks``) run exactly once, whatever we do, and what they
-raise passes unchanged. Errors that are meant for a user to read (``KVTierError``) pass where an engine starts. Two
-things end the engine if they fail twice, since it would answer wrongly (``Unsafe``): taking back what was computed on
-wrong KV, and, before vLLM 0.30, telling the scheduler which requests' loads failed.
+vLLM's own methods that hooks wrap (``vllm_compat.hooks``) run exactly once, and their exceptions pass unchanged. Errors
+for the user (``KVTierError``) pass when an engine starts. Two failures end the engine if they happen twice, since it
+would answer wrongly (``Unsafe``): rolling back tokens that were computed on wrong KV, and, before vLLM 0.30, marking
+requests with failed loads in vLLM's scheduler.
 
-More than ``MOST`` errors within ``WINDOW`` seconds are no accident: the scheduler half then becomes passive for good,
-with one line in the log. This module is what all else relies on: it calls the logger, the counters and repairs.
+After more than ``MAX_ERRORS`` errors within ``WINDOW`` seconds the scheduler side becomes passive for good, with one
+line in the log. This module calls only the logger, the counters and repairs.
 """
 
 import functools
+import re
 import sys
 import time
 from collections import deque
@@ -45,52 +47,52 @@ from vllm_kvtier.telemetry.stats import Counters
 
 logger = get_logger("vllm.kvtier.containment")
 
-MOST, WINDOW = 16, 60.0  # errors, seconds
-MOST_LOGGED = 64  # places whose traceback is logged
+MAX_ERRORS, WINDOW = 16, 60.0  # errors, seconds
+MAX_LOGGED = 64  # places whose traceback is logged
 
 
 class Unsafe(Exception):
-    """To go on would give wrong answers, which is worse than to end: this passes through and ends the engine."""
+    """The engine would give wrong answers: this exception passes and ends it."""
 
 
 class Containment:
-    """Of one half of the connector, on vLLM's threads."""
+    """For one side of the connector, on vLLM's threads."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic):
         self._counters, self._clock = counters, clock
         self._logged: set[tuple[str, int]] = set()
-        self.recent: deque[float] = deque(maxlen=MOST + 1)
+        self.recent: deque[float] = deque(maxlen=MAX_ERRORS + 1)
         self.errors = 0
-        self.on_limit: Callable[[], None] = lambda: None  # the half becomes passive
+        self.on_limit: Callable[[], None] = lambda: None  # makes the side passive
 
     def failed(self, where: str) -> None:
         """Call while an exception is handled."""
         self.errors += 1
-        self._counters.count("internal_errors", where)
+        self._counters.count("internal_errors", re.sub(r"\W+", "_", where).strip("_"))
         _, error, trace = sys.exc_info()
         while trace.tb_next is not None:
             trace = trace.tb_next
-        place = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if place not in self._logged and len(self._logged) < MOST_LOGGED:
-            self._logged.add(place)
-            words = "kvtier: internal error in %s; the request is computed (logged once a place)"
-            logger.exception(words, where, extra=unlimited())  # all are logged on one line of this file
+        where_raised = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if where_raised not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(where_raised)
+            words = "kvtier: internal error in %s; the request is recomputed (logged once per place)"
+            logger.exception(words, where, extra=unlimited())  # the limit counts by line of code, and this is one line
         now = self._clock()
         self.recent.append(now)
-        if len(self.recent) > MOST and now - self.recent[0] <= WINDOW:
+        if len(self.recent) > MAX_ERRORS and now - self.recent[0] <= WINDOW:
             self.recent.clear()
-            self.give_up(f"{MOST} internal errors within {WINDOW:g} s, the last in {where}: {error!r}")
+            self.give_up(f"{MAX_ERRORS} internal errors within {WINDOW:g} s, the last in {where}: {error!r}")
 
     def give_up(self, reason: str) -> None:
-        """For good."""
-        logger.error("kvtier: %s; from now on this engine neither loads nor keeps KV: restart it", reason)
+        """Make the side passive for good."""
+        logger.error("kvtier: connector: disabled (%s); this engine neither loads nor stores KV: restart it", reason)
         try:
             self.on_limit()
         except Exception:
-            logger.exception("kvtier: becoming passive failed in part")
+            logger.exception("kvtier: connector: disabling it failed in part")
 
     def attempt(self, where: str, part: Callable[..., Any], *args: Any, repair: Callable[[], Any] | None = None) -> Any:
-        """``part(*args)``; if it raises, what ``repair()`` returns, or None."""
+        """Return ``part(*args)``; if it raises, ``repair()`` or None."""
         try:
             return part(*args)
         except Unsafe:
@@ -106,8 +108,8 @@ class Containment:
             return None
 
     def insist(self, where: str, part: Callable[[], Any], unsafe: bool = False) -> None:
-        """``part()``, which must have happened before the engine goes on: tried twice, then ``give_up``. ``unsafe``: or
-        Unsafe is raised, because not even a passive connector could make it good."""
+        """Run ``part()``, without which the engine must not continue: tried twice, then ``give_up``. ``unsafe``: raise
+        Unsafe instead, because even a passive connector would give wrong answers."""
         try:
             part()
             return
@@ -123,17 +125,18 @@ class Containment:
 
 
 def contained(
-    half: str = "",
+    side: str = "",
     otherwise: Callable[[], Any] = lambda: None,
     repair: Callable[..., Any] | None = None,
     passes: tuple[type[Exception], ...] = (),
     again: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a method that vLLM calls, of an object with a ``containment``.
+    """Contain a method that vLLM calls, of an object with a ``containment``.
 
-    If it raises, vLLM gets what ``repair`` returns, called with the same arguments; if that raises too, or there is
-    none, ``otherwise()``. The same if the attribute ``half`` is None: there is no such half, or it could not be made.
-    ``passes``: errors meant for vLLM. ``again``: the repair is the method itself, which changes nothing.
+    If it raises, vLLM gets the result of ``repair``, called with the same arguments; if that raises too, or there is
+    none, ``otherwise()``. vLLM also gets ``otherwise()`` if the attribute ``side`` is None: this process has no such
+    side, or making it failed. ``passes``: errors meant for vLLM. ``again``: the repair is the method itself, called
+    again.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +144,7 @@ def contained(
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if half and getattr(self, half) is None:
+            if side and getattr(self, side) is None:
                 return otherwise()
             try:
                 return method(self, *args, **kwargs)

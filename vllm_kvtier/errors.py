@@ -18,4 +18,4 @@ class UnsupportedLayout(KVTierError):
 
 
 class PeerRefused(KVTierError):
-    """The other side of a pull refused, with the reason in words."""
+    """The other side of a pull refused, with the reason."""

@@ -1,11 +1,11 @@
-"""Digests of files of weights: by samples of every tensor, remembered for as long as a file is not written to.
+"""Digests of files of weights, from samples of every tensor; cached until a file is written to. Any thread.
 
-A file of 5 GiB cannot be read whole at each start, and evenly spaced samples miss small tensors (scales, norms). Where
-each tensor lies is written in the file, in safetensors, GGUF and PyTorch's zip format alike. So all tensors of up to
-``WHOLE`` bytes are read whole; of larger ones the first and the last page, and pages between them at most ``STRIDE``
-apart, ``FEWEST`` at least. A tensor that was trained, scaled or quantized anew differs nearly everywhere and is
-noticed, as is any run of ``STRIDE`` bytes. What is not: a few numbers in the middle of a large tensor, as one row of an
-embedding.
+A file of 5 GiB cannot be read whole at each start, and evenly spaced samples miss small tensors (scales, norms). But
+safetensors, GGUF and PyTorch's zip format list the position of each tensor. So tensors of up to ``WHOLE_BYTES`` are
+read whole. Of larger ones the first and the last page are read, and pages between them at most ``STRIDE_BYTES`` apart,
+at least ``MIN_SAMPLES``. A tensor that was trained, scaled or quantized anew differs nearly everywhere and is noticed,
+as is any run of ``STRIDE_BYTES``. A few numbers in the middle of a large tensor, such as one row of an embedding, are
+not.
 
 That is some 5,000 reads for a model of 16 GB and 230,000 for one of 700 GB with 45,000 experts, ``THREADS`` at a time.
 """
@@ -25,21 +25,21 @@ from typing import BinaryIO
 
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.fingerprint")
+logger = get_logger("vllm.kvtier.file_digests")
 
 PAGE = 4 << 10
-WHOLE = 64 << 10
-STRIDE = 4 << 20
-FEWEST = 4
-BLIND_STRIDE = 32 << 10  # where a file does not say where its tensors lie
+WHOLE_BYTES = 64 << 10
+STRIDE_BYTES = 4 << 20
+MIN_SAMPLES = 4
+BLIND_STRIDE_BYTES = 32 << 10  # for files without a list of tensors
 THREADS = 8
-CHUNK = 1 << 20  # bytes a read, at most
+READ_BYTES = 1 << 20  # bytes a read, at most
 MAX_HEADER = 100 << 20  # safetensors' own limit
-MOST_REMEMBERED = 8192  # files
-# A file system's clock ticks every few milliseconds: a second change within a tick leaves the times as they are. Where
-# the change time has whole seconds only, nothing is remembered.
+MAX_REMEMBERED = 8192  # files
+# Age of a file's last change before its digest is cached: a file system's clock ticks every few milliseconds, and a
+# second change within a tick does not change the times. Where change times have whole seconds only, nothing is cached.
 SETTLED_NS = 2_000_000_000
-_VERSION = 1  # of what a digest is made of, and of the file that remembers them
+_VERSION = 1  # of the digests and of the cache file
 
 _MALFORMED = (
     ValueError, KeyError, TypeError, AttributeError, RecursionError, NotImplementedError, struct.error,
@@ -54,8 +54,8 @@ class Changed(OSError):
 
 
 def file_digests(files: Sequence[Path]) -> list[str]:
-    """32 hexadecimal digits a file, which say nothing of its name. Raises OSError for what cannot be read, or changes
-    meanwhile."""
+    """A digest of 32 hexadecimal digits per file, independent of its name. Raises OSError for a file that cannot be
+    read or changes meanwhile."""
     remembered = _load(_memory())
     before = [os.stat(file) for file in files]
     keys = [_key(state) for state in before]
@@ -75,12 +75,12 @@ def file_digests(files: Sequence[Path]) -> list[str]:
 
 
 def _key(state: os.stat_result) -> str:
-    """The change time is the kernel's own: tools that set the modification time back cannot set that."""
+    """Contains the change time, which no tool can set, unlike the modification time."""
     return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
 
 
 def _digests(files: list[Path]) -> list[str]:
-    """By threads that do not keep the interpreter from exiting, as those of an executor: a file system may hang."""
+    """On daemon threads, because an executor's would keep the interpreter from exiting if a file system hangs."""
     left: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
     for each in enumerate(files):
         left.put(each)
@@ -114,7 +114,7 @@ def _digest(file: Path) -> str:
         digest.update(f"{_VERSION}|{size}|".encode())
         for start, end in _joined(_samples(stream, size)):
             while start < end:
-                data = os.pread(stream.fileno(), min(CHUNK, end - start), start)
+                data = os.pread(stream.fileno(), min(READ_BYTES, end - start), start)
                 if not data:
                     raise Changed(f"{file} became shorter while it was read")
                 digest.update(data)
@@ -126,7 +126,7 @@ def _digest(file: Path) -> str:
 
 
 def _samples(stream: BinaryIO, size: int) -> Iterator[Span]:
-    """In rising order; they may touch. A file that is not what it seems to be is sampled blindly."""
+    """In rising order; they may touch. A file in no known format is sampled at even distances."""
     for read in (_safetensors, _zip, _gguf):
         try:
             tensors = read(stream, size)
@@ -135,26 +135,26 @@ def _samples(stream: BinaryIO, size: int) -> Iterator[Span]:
         head = min((start for start, _ in tensors), default=size)
         yield 0, head
         for start, end in tensors:
-            yield from _pages(start, end, STRIDE)
+            yield from _pages(start, end, STRIDE_BYTES)
         yield max((end for _, end in tensors), default=size), size
         return
-    yield from _pages(0, size, BLIND_STRIDE)
+    yield from _pages(0, size, BLIND_STRIDE_BYTES)
 
 
 def _pages(start: int, end: int, stride: int) -> Iterator[Span]:
-    """Of one tensor."""
-    if end - start <= WHOLE:
+    """Samples of one tensor."""
+    if end - start <= WHOLE_BYTES:
         yield start, end
         return
     last = end - PAGE
-    gaps = max(FEWEST - 1, -(-(last - start) // stride))
+    gaps = max(MIN_SAMPLES - 1, -(-(last - start) // stride))
     for i in range(gaps + 1):
         at = start + (last - start) * i // gaps
         yield at, at + PAGE
 
 
 def _joined(spans: Iterator[Span]) -> Iterator[Span]:
-    """Thousands of small tensors in a row are read together."""
+    """Merge adjacent samples: thousands of small tensors are read together."""
     first = after = 0
     for start, end in spans:
         if start > after:
@@ -167,7 +167,7 @@ def _joined(spans: Iterator[Span]) -> Iterator[Span]:
 
 
 def _ordered(tensors: list[Span], size: int) -> list[Span]:
-    """Raises ValueError unless they lie in the file."""
+    """Sorted, without empty ones. Raises ValueError unless all are within the file."""
     tensors = sorted(span for span in tensors if span[0] != span[1])
     if any(not (isinstance(start, int) and 0 <= start < end <= size) for start, end in tensors):
         raise ValueError("tensors beyond the file's end")
@@ -175,7 +175,7 @@ def _ordered(tensors: list[Span], size: int) -> list[Span]:
 
 
 def _safetensors(stream: BinaryIO, size: int) -> list[Span]:
-    """Its length (8 bytes) and a header of JSON: name -> "data_offsets", from the header's end."""
+    """The header's length (8 bytes), then JSON: name -> "data_offsets", counted from the header's end."""
     stream.seek(0)
     (length,) = struct.unpack("<Q", stream.read(8))
     if length > min(size - 8, MAX_HEADER):
@@ -186,7 +186,7 @@ def _safetensors(stream: BinaryIO, size: int) -> list[Span]:
 
 
 def _zip(stream: BinaryIO, size: int) -> list[Span]:
-    """As torch.save writes: a zip archive, not compressed, a file in it for each storage."""
+    """As torch.save writes: an uncompressed zip archive with a file for each storage."""
     stream.seek(0)
     if stream.read(2) != b"PK":
         raise ValueError("not a zip archive")
@@ -248,7 +248,7 @@ def _gguf(stream: BinaryIO, size: int) -> list[Span]:
     return _ordered(list(zip(places, [*places[1:], size], strict=True)), size)
 
 
-# -- what is remembered ----------------------------------------------------------------------------------------------
+# -- the cache file --------------------------------------------------------------------------------------------------
 
 
 def _memory() -> Path:
@@ -257,7 +257,7 @@ def _memory() -> Path:
 
 
 def _load(file: Path) -> dict[str, str]:
-    """Whatever is wrong with it: then nothing is remembered."""
+    """Empty if the file is missing or malformed."""
     try:
         found = json.loads(file.read_bytes())
         digests = found["digests"]
@@ -266,18 +266,20 @@ def _load(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("kvtier: digests of weights are made anew, %s cannot be used: %s", file, error)
+        logger.warning("kvtier: file digests: cache %s is unusable (%s); weights are read again", file, error)
         return {}
 
 
 def _remember(file: Path, new: dict[str, str]) -> None:
-    """As a whole or not at all; of two processes that write at once, what one adds may be missing."""
+    """Replace the file atomically. If two processes write at once, the additions of one may be lost."""
     digests = _load(file) | new
-    kept = dict(list(digests.items())[-MOST_REMEMBERED:])
+    kept = dict(list(digests.items())[-MAX_REMEMBERED:])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
             json.dump({"version": _VERSION, "digests": kept}, stream)
         os.replace(stream.name, file)
     except OSError as error:
-        logger.info("kvtier: digests of weights are made at each start, %s cannot be written: %s", file, error)
+        logger.info(
+            "kvtier: file digests: cache %s cannot be written (%s); weights are read at each start", file, error
+        )

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 BURST = 10  # lines of one place in the code that may come at once
-SECONDS = 10.0  # then one in so many
-MOST = 4096  # places that are remembered; ours are some hundreds
+REFILL_SECONDS = 10.0  # then one in so many
+MAX_PLACES = 4096  # places that are remembered; ours are some hundreds
 
 
 class RateLimit(logging.Filter):
@@ -26,12 +26,12 @@ class RateLimit(logging.Filter):
     def __init__(
         self,
         burst: int = BURST,
-        seconds: float = SECONDS,
-        most: int = MOST,
+        seconds: float = REFILL_SECONDS,
+        max_places: int = MAX_PLACES,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
-        self._burst, self._seconds, self._most, self._clock = burst, seconds, most, clock
+        self._burst, self._seconds, self._max_places, self._clock = burst, seconds, max_places, clock
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int], list[float]] = {}  # -> [lines it may write, as of, lines left out]
 
@@ -51,7 +51,7 @@ class RateLimit(logging.Filter):
         """How many lines were left out before this one; None: this one is, too."""
         now = self._clock()
         if place not in self._places:
-            while len(self._places) >= self._most:
+            while len(self._places) >= self._max_places:
                 del self._places[next(iter(self._places))]
             self._places[place] = [self._burst, now, 0]
         bucket = self._places[place]

@@ -14,20 +14,20 @@ logger = get_logger("vllm.kvtier.plugin")
 def register() -> None:
     """Register the connector with vLLM's factory; vLLM calls this in each of its processes, maybe repeatedly.
 
-    Never raises: an engine that does not ask for our connector must start whatever the state of this package.
-    One that does ask gets vLLM's "unsupported connector" error, with this function's warning above it.
+    Never raises: an engine without our connector must start whatever the state of this package. An engine with it gets
+    vLLM's "unsupported connector" error, with this function's warning above it.
     """
     try:
         check_supported()
     except UnsupportedVLLM as reason:
-        logger.warning("%s is not registered. %s", CONNECTOR_NAME, reason)
+        logger.warning("kvtier: plugin: %s is not registered (%s)", CONNECTOR_NAME, reason)
         return
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError as error:
-        logger.warning("%s is not registered: vLLM's factory cannot be imported (%s).", CONNECTOR_NAME, error)
+        logger.warning("kvtier: plugin: %s is not registered (no connector factory in vLLM: %s)", CONNECTOR_NAME, error)
         return
     try:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
-    except ValueError as error:  # the factory's way to say "already registered"
-        logger.debug("%s: %s", CONNECTOR_NAME, error)
+    except ValueError as error:  # it is registered already
+        logger.debug("kvtier: plugin: %s: %s", CONNECTOR_NAME, error)

@@ -1,8 +1,8 @@
-"""How fast KV goes between a GPU's cache and slots of pinned host memory when a codec keeps it, as the model sees it.
+"""Rates between a GPU's cache and encoded slots of pinned host memory, by codec.
 
-For each codec, shape and direction (out of the GPU, into it, both at once): GB/s of logical KV (10^9 bytes as they lie
-in the cache), checksum on, random blocks and slots, beside one pinned memcpy of raw bytes in the same run. Every round
-trip is compared with the codec's reference first, and a flipped bit and a wrong key must be found.
+For each codec, shape and direction (from the GPU, to it, both): GB/s of logical KV (10^9 bytes in the cache), with
+checksums, for random blocks and slots, and one pinned memcpy of raw bytes in the same run. Every round trip is compared
+with the codec's reference first, and a flipped bit and a wrong key must be detected.
 
     python benchmarks/codec [--quick] [--codecs fp8 int4 ...] [--out codec.json]
     python benchmarks/codec --ways        # also other cuts, programs and pieces, and the kernels by themselves
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> None:
     from cases import SHAPES, Bench, Coded, fill
     from peers import memcpy
     from rates import Kernels, compile_all
-    from vllm_kvtier.kernels import coded
+    from vllm_kvtier.kernels import encoded_pages as encoded
 
     from vllm_kvtier import codecs
-    from vllm_kvtier.store.memory import PoolMemory
+    from vllm_kvtier.store.memory.pool_memory import PoolMemory
     from vllm_kvtier.wire.slots import PIECE
     from vllm_kvtier.worker import tuning
-    from vllm_kvtier.worker.cuda import Driver
+    from vllm_kvtier.worker.device.cuda_driver import Driver
 
     began = time.monotonic()
     repeats = args.repeats or (3 if args.quick else 5)
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, {torch.cuda.get_device_properties(0).multi_processor_count} SMs")
     current = tuning.for_device(device)
-    choices = [current.choose(gather, MIB, coded=True) for gather in (True, False)]
-    tuned = [coded.Shape(c.numbers, c.warps if c.numbers else 0, c.stages) for c in choices]
-    sweep = [coded.Shape(*c) for c in cuts()] if args.ways else []
+    choices = [current.choose(gather, MIB, encoded=True) for gather in (True, False)]
+    tuned = [encoded.Shape(c.numbers, c.warps if c.numbers else 0, c.stages) for c in choices]
+    sweep = [encoded.Shape(*c) for c in cuts()] if args.ways else []
     kernels_too = args.ways or args.kernels or args.only_kernels
     compile_all([(s, n, list(dict.fromkeys(tuned + sweep))) for s in SHAPES for n in names if codecs.get(n).formats])
     print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
@@ -139,9 +139,9 @@ def run(args: argparse.Namespace) -> None:
         benches: dict[str, Bench] = {}
         for name in names:
             benches[name] = bench = Bench(shape, codecs.get(name), stored, cache, pool)
-            changes = {"tuned": {}} | (ways() if args.ways and bench.layout.coded else {})
+            changes = {"tuned": {}} | (ways() if args.ways and bench.layout.encoded else {})
             try:
-                if bench.layout.coded and kernels_too:
+                if bench.layout.encoded and kernels_too:
                     measured = Kernels(bench, 2 * GIB)
                     alone += [measured.row(16, cut) for cut in (sweep or tuned[:1])]
                     if args.ways:

@@ -16,7 +16,7 @@ from vllm_kvtier.codecs.base import DTYPES
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Coded(Ours):
         bench, copier = self.bench, self.copier
         n = min(bench.count, 64)
         source, target = bench.blocks["store"][:n], bench.blocks["load"][:n]
-        if not bench.layout.coded:
+        if not bench.layout.encoded:
             super().check()
             self._fill(source)
             return
@@ -101,7 +101,7 @@ class Coded(Ours):
             raise AssertionError(f"{load.bad} bad blocks")
         view, memory = bench.view, bench.pool[2].view(-1)
         different = numbers = 0
-        for part in (*bench.layout.coded[:2], *bench.layout.coded[-2:]):
+        for part in (*bench.layout.encoded[:2], *bench.layout.encoded[-2:]):
             region = view.groups[0].regions[part.region]
             before, after = (self._lines(region, part, blocks) for blocks in (source, target))
             data, scales = part.format.encode(before)
@@ -119,7 +119,7 @@ class Coded(Ours):
             print(f"  {bench.codec.name}: {different} of {numbers} numbers differ from the reference", flush=True)
             if different > 2e-3 * numbers:
                 raise AssertionError(f"{different} of {numbers} numbers differ from the reference")
-        address = int(slots[0]) * PAGE + bench.layout.coded[-1].scale_offset
+        address = int(slots[0]) * PAGE + bench.layout.encoded[-1].scale_offset
         memory[address] ^= 1
         keys[n - 1] ^= np.uint64(1)
         load = copier.load(0, target, keys, slots)

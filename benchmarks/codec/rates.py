@@ -7,27 +7,30 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import torch
 from cases import Bench, Shape
-from vllm_kvtier.kernels import coded
+from vllm_kvtier.kernels import encoded_pages, page_copy
 
 from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
-from vllm_kvtier.worker.copier_parts import MAX_ROWS, ROW_ALIGN, coded_lines
-from vllm_kvtier.worker.cuda import Driver
+from vllm_kvtier.worker.copy.part_tables import MAX_ROWS, ROW_ALIGN, encoded_lines
+from vllm_kvtier.worker.device.cuda_driver import Driver
 
 _FAKE_BASE = 1 << 40  # an address of some alignment; nothing is launched
 
 
-def _compile(shape: Shape, name: str, cuts: list[coded.Shape]) -> None:
+def _compile(shape: Shape, name: str, cuts: list[encoded_pages.Shape]) -> None:
     group = shape.group(_FAKE_BASE, 16)
     layout = part_layout(group, codecs.get(name))
     scratch = (torch.empty((1, 4), dtype=torch.int64, device="cuda"), torch.empty(1, dtype=torch.int64, device="cuda"))
     for cut in cuts:
         for gather in (True, False):
-            mover = coded.CodedMover(gather, coded_lines(group, layout), layout.sum_offset, scratch, 8, cut)
-            mover.launch(0, 0, torch.cuda.current_stream())
+            setup = page_copy.LaunchSetup(scratch, 8)
+            page_copier = encoded_pages.EncodedPageCopier(
+                gather, encoded_lines(group, layout), layout.sum_offset, setup, cut
+            )
+            page_copier.launch(0, 0, torch.cuda.current_stream())
 
 
-def compile_all(jobs: list[tuple[Shape, str, list[coded.Shape]]]) -> None:
+def compile_all(jobs: list[tuple[Shape, str, list[encoded_pages.Shape]]]) -> None:
     """Fills Triton's cache on disk."""
     with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(_compile, shape, name, [cut]) for shape, name, cuts in jobs for cut in cuts]:
@@ -39,7 +42,7 @@ class Kernels:
 
     def __init__(self, bench: Bench, logical: int):
         layout, group = bench.layout, bench.view.groups[0]
-        self.bench, self.lines = bench, coded_lines(group, layout)
+        self.bench, self.lines = bench, encoded_lines(group, layout)
         self.n = n = min(MAX_ROWS, logical // group.block_bytes, bench.count)
         pitch = -(-layout.nbytes // ROW_ALIGN) * ROW_ALIGN
         self.rows = torch.empty(n * pitch + ROW_ALIGN, dtype=torch.uint8, device="cuda")
@@ -56,22 +59,21 @@ class Kernels:
         self.driver = Driver(torch.cuda.current_device())
         self.logical, self.stored = n * group.block_bytes, n * layout.nbytes
 
-    def seconds(self, gather: bool, programs: int, cut: coded.Shape, checked: bool, repeats: int = 4) -> float:
-        mover = coded.CodedMover(
-            gather, self.lines, self.bench.layout.sum_offset, self.scratch, programs, cut, checked, self.driver.launch
-        )
+    def seconds(self, gather: bool, programs: int, cut: encoded_pages.Shape, checked: bool, repeats: int = 4) -> float:
+        setup = page_copy.LaunchSetup(self.scratch, programs, checked, self.driver.launch)
+        page_copier = encoded_pages.EncodedPageCopier(gather, self.lines, self.bench.layout.sum_offset, setup, cut)
         stream = torch.cuda.Stream()
         times = []
         for _ in range(repeats + 2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(stream)
-            mover.launch(self.table.data_ptr(), self.n, stream)
+            page_copier.launch(self.table.data_ptr(), self.n, stream)
             end.record(stream)
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         return statistics.median(times[2:])
 
-    def row(self, programs: int, cut: coded.Shape) -> dict:
+    def row(self, programs: int, cut: encoded_pages.Shape) -> dict:
         """Logical GB/s of encoding and decoding, without and with the checksum, and stored GB/s of the checksum."""
         found = {"codec": self.bench.codec.name, "shape": self.bench.shape.name, "programs": programs}
         found |= {"numbers": cut.numbers, "warps": cut.warps, "stages": cut.stages}

@@ -1,15 +1,15 @@
-"""How fast blocks go between a GPU's KV cache and slots of pinned host memory, by the size of a layer's page.
+"""Rates of blocks between a GPU's KV cache and slots of pinned host memory, by the size of a layer's page.
 
-A block's slot holds one page of each layer; blocks and slots are random. For each page size and direction (out of
-the GPU, into it, both at once), beside one pinned memcpy of 2 GiB:
+A block's slot has one page of each layer; blocks and slots are random. For each page size and direction (from the GPU,
+to it, both), and for one pinned memcpy of 2 GiB:
 
-  kvtier     our copier as it would run (tuned), with the checksum, and without
-  direct / staged / mixed ...   its ways, one by one (``worker.tuning.Choice``)
-  swap_blocks_batch, triton     vLLM's own copies of the same pages, where vLLM can be imported
-  memcpy_batch                  cuMemcpyBatchAsync of the same pages (what swap_blocks_batch calls)
+  kvtier     this project's copier with its tuning, with checksums and without
+  direct / staged / mixed ...   its ways separately (``worker.tuning.Choice``)
+  swap_blocks_batch, triton     vLLM's copies of the same pages, if vLLM is installed
+  memcpy_batch                  cuMemcpyBatchAsync of the same pages (called by swap_blocks_batch)
 
-Medians of several repetitions, interleaved by way; GB = 10^9 bytes of pages. Every way's bytes are checked once: what
-came back into other blocks equals what was stored, and flipped bytes are found.
+Medians of several repetitions, interleaved by way; GB = 10^9 bytes of pages. The bytes of every way are checked once: a
+round trip into other blocks is exact, and flipped bytes are detected.
 
     python benchmarks/copy [--quick] [--out copy.json]   # some minutes; --quick under one
     python benchmarks/copy --tune                        # writes the best ways to this user's cache
@@ -32,10 +32,10 @@ from ours import Bench, Ours
 from peers import memcpy, peers
 from rounds import DIRECTIONS, rates
 
-from vllm_kvtier.store.memory import PoolMemory
+from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.wire.slots import PIECE
 from vllm_kvtier.worker import tuning
-from vllm_kvtier.worker.cuda import Driver
+from vllm_kvtier.worker.device.cuda_driver import Driver
 from vllm_kvtier.worker.tuning import Choice
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

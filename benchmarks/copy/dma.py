@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.wire.slots import PIECE
-from vllm_kvtier.worker.cuda import ANY_ORDER, ORDERED, Driver
+from vllm_kvtier.worker.device.cuda_driver import ANY_ORDER, ORDERED, Driver
 
 KIB, MIB = 1 << 10, 1 << 20
 TOTAL = 512 * MIB

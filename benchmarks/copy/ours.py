@@ -8,9 +8,9 @@ import torch
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, part_layout, slot_layout
 from vllm_kvtier.worker import tuning
-from vllm_kvtier.worker.copier_cuda import CudaCopier
-from vllm_kvtier.worker.cuda import Driver
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.copy.cuda_copier import CudaCopier
+from vllm_kvtier.worker.device.cuda_driver import Driver
 
 # One call's work, as the offload engine cuts it.
 CALL_BYTES = 64 << 20
@@ -71,7 +71,8 @@ class Ours:
     def __init__(self, bench: Bench, choice: tuning.Tuning, checked: bool = True, adjacent: bool = False):
         self.bench, self.checked, self.adjacent = bench, checked, adjacent
         driver = Registered(torch.cuda.current_device())
-        self.copier = CudaCopier(bench.view, bench.pool, [bench.layout], [0], choice, checked, driver)
+        copier = type("Copier", (CudaCopier,), {"checked": checked})
+        self.copier = copier(bench.view, bench.pool, [bench.layout], [0], choice, driver)
         for at in range(0, bench.pool[1], PIECE):
             self.copier.register(at, PIECE)
         self.copier.warm_up()

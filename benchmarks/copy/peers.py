@@ -9,7 +9,7 @@ from ours import Bench
 from rounds import DIRECTIONS
 
 from vllm_kvtier.wire.slots import PAGE
-from vllm_kvtier.worker.cuda import ORDERED, Driver
+from vllm_kvtier.worker.device.cuda_driver import ORDERED, Driver
 
 # Copies of one measurement where each page is one: they take some 3 us each however small.
 _MAX_COPIES = 32768

@@ -26,7 +26,7 @@ def rates(
     for repetition in range(repeats + 1):
         for direction in DIRECTIONS:
             for name, way in ways.items():
-                if name in dead or repetition > 1 and time.monotonic() > deadline:
+                if name in dead or (repetition > 1 and time.monotonic() > deadline):
                     continue
                 try:
                     seconds = way.run(direction)

@@ -1,11 +1,11 @@
-"""Bandwidth of the disk tier's mover beside fio on the same disk, in the same directory, in alternating rounds.
+"""Bandwidth of the disk's tier process and of fio, in the same directory, in alternating rounds.
 
     python benchmarks/disk [--folder DIR] [--gib 4] [--rounds 5]       writes benchmarks/results/disk.json
 
-The mover is a process of its own and is driven over its socket as the store drives it: Read and Write messages of at
-most 32 MiB or 256 blocks at random places, two Reads or one Write (and, "two writes", two) under way. A Write gives
-up what lay in its places, in the journal, syncs its data and then the journal again. fio: libaio, O_DIRECT, the same
-block sizes and as much under way as we have in one batch, an fdatasync for as many writes as we have in one.
+The tier process is driven over its socket as by the store: Read and Write messages of at most 32 MiB or 256 blocks at
+random positions, with two Reads or one Write (for "two writes", two) under way. A Write evicts the old blocks in the
+journal, syncs its data, and then the journal again. fio: libaio, O_DIRECT, the same block sizes, the queue depth of one
+batch, and an fdatasync for the writes of one batch.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from disk_support import MoverProcess, make_pool, name_of  # noqa: E402
+from disk_support import DiskTierProcess, make_pool, name_of  # noqa: E402
 
-from vllm_kvtier.store.lower import moving as m  # noqa: E402
-from vllm_kvtier.store.lower.disk.data import PIECE_BYTES, WINDOW  # noqa: E402
-from vllm_kvtier.store.messages import PAGE  # noqa: E402
-from vllm_kvtier.store.records import ZERO  # noqa: E402
+from vllm_kvtier.store.index.types import ZERO  # noqa: E402
+from vllm_kvtier.store.protocol import PAGE  # noqa: E402
+from vllm_kvtier.store.tiers.disk.data_file import PIECE_BYTES, WINDOW  # noqa: E402
+from vllm_kvtier.store.tiers.process import protocol as m  # noqa: E402
 from vllm_kvtier.wire.stream import write_frame  # noqa: E402
 
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "2.25 MiB": 9 << 18}
 BATCH_BYTES, BATCH_BLOCKS = 32 << 20, 256
 KERNEL_QUEUE = 1024  # of NIXL's POSIX backend
-SPACE = b"a space 16 bytes"
+NAMESPACE_ID = b"a space 16 bytes"
 
 
 def batch_of(size: int) -> int:
@@ -41,7 +41,7 @@ def batch_of(size: int) -> int:
 
 
 class Ours:
-    """A mover with a tier full of blocks of one size."""
+    """A tier process with a tier full of blocks of one size."""
 
     def __init__(self, folder: Path, size: int, nbytes: int, seed: int, options: dict):
         self.size, self.pages, self.rng = size, size // PAGE, random.Random(seed)
@@ -51,8 +51,8 @@ class Ours:
         self.pool.view[:] = random.Random(seed).randbytes(1 << 20) * (self.pool.nbytes >> 20) + bytes(
             self.pool.nbytes % (1 << 20)
         )
-        self.mover = MoverProcess(self.pool, {"path": str(folder), "size": nbytes, **options})
-        assert isinstance(self.mover.opened, m.Opened), self.mover.opened
+        self.process = DiskTierProcess(self.pool, {"path": str(folder), "size": nbytes, **options})
+        assert isinstance(self.process.opened, m.Opened), self.process.opened
         self.name, self.id = 0, 0
         self.names = [0] * self.blocks
         order = list(range(self.blocks))
@@ -72,35 +72,37 @@ class Ours:
             self.name += 1
             self.names[block] = self.name
             name = name_of(self.name)
-            moves.append(m.Move(SPACE, 0, name, ZERO, b"", self._slot(bank, number), self.pages, self._place(block)))
+            moves.append(
+                m.Move(NAMESPACE_ID, 0, name, ZERO, b"", self._slot(bank, number), self.pages, self._place(block))
+            )
         self.id += 1
         return m.Write(self.id, moves, gone)
 
     def _read(self, blocks: list[int], bank: int) -> m.Read:
         self.id += 1
         moves = [
-            m.Move(SPACE, 0, name_of(self.names[b]), ZERO, b"", self._slot(bank, n), self.pages, self._place(b))
+            m.Move(NAMESPACE_ID, 0, name_of(self.names[b]), ZERO, b"", self._slot(bank, n), self.pages, self._place(b))
             for n, b in enumerate(blocks)
         ]
         return m.Read(self.id, 0, moves)
 
     def _run(self, messages: list, depth: int) -> float:
-        """Seconds for all of them, so many under way."""
+        """Seconds for all messages, with a limited number under way."""
         frames = [m.encode(message) for message in messages]
-        self.mover.socket.settimeout(60)
+        self.process.socket.settimeout(60)
         begun = time.perf_counter()
         answered: set[int] = set()
         for number, frame in enumerate(frames):
             if number >= depth:
                 self._wait(messages[number - depth].id, answered)  # its slots are used again
-            write_frame(self.mover.socket, frame)
+            write_frame(self.process.socket, frame)
         for message in messages[-depth:]:
             self._wait(message.id, answered)
         return time.perf_counter() - begun
 
     def _wait(self, number: int, answered: set[int]) -> None:
         while number not in answered:
-            answer = self.mover.hear()
+            answer = self.process.hear()
             assert all(answer.good), answer.error
             answered.add(answer.id)
 
@@ -114,7 +116,7 @@ class Ours:
         return len(blocks) * self.size / self._run(messages, depth) / 1e9
 
     def stop(self) -> None:
-        self.mover.stop()
+        self.process.stop()
 
 
 def fio(path: Path, op: str, size: int, nbytes: int, amount: int) -> float:

@@ -11,7 +11,7 @@ from . import counters
 from .client import ask, encode
 from .targets import Target
 
-POLL_SECONDS = 0.05  # nobody tells when a counter has stopped: it has to be asked
+POLL_SECONDS = 0.05  # there is no event for a counter at rest, so it is polled
 STILL_SECONDS = 0.4
 TRIES = 3  # an engine may fail a request and live
 NUDGE_TOKENS = 4  # fewer than any block has
@@ -66,7 +66,7 @@ class Hands:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             await self.nudge(target)
-            if await counters.gauge(self._session, target, "vllm:kvtier_store_usable_bytes") >= nbytes:
+            if await counters.gauge(self._session, target, "vllm:kvtier_store_registered_bytes") >= nbytes:
                 return
             await asyncio.sleep(POLL_SECONDS)
         raise ServerFailed(f"{target.base_url} has not got {nbytes} bytes of its node store after {seconds:g} s")

@@ -15,7 +15,7 @@ from tiers import GIB, bytes_per_token, prepare
 from vllm_kvtier.devtools.engines import Engine
 from vllm_kvtier.devtools.processes import start_all
 from vllm_kvtier.devtools.stores import end_store
-from vllm_kvtier.store.launch import store_path
+from vllm_kvtier.store.launcher import store_path
 
 from .targets import Target, targets_of
 from .variants import Variant
@@ -60,7 +60,7 @@ def host_bytes(args: argparse.Namespace, needs: Needs) -> int:
 
 
 def start(variants: Sequence[Variant], args: argparse.Namespace, needs: Needs) -> list[Running]:
-    """All of them, together. Raises ServiceFailed, with what the engine said, if one does not come up."""
+    """Start all, together. Raises ServiceFailed with the engine's log if one does not start."""
     model = prepare(args.model, needs.longest) if any(not v.urls for v in variants) else None
     running: list[Running] = []
     try:

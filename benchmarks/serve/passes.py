@@ -1,8 +1,7 @@
-"""The same load, several times: cold, then warm, on every variant in turn; and that again with other conversations.
+"""The same load several times: cold, then warm, on each variant; repeated with other conversations.
 
-A round has conversations that nobody has seen. Each variant plays them once (cold), then once more with the same
-prompts to the token (warm). Variants take turns pass by pass, in another order each round, so that noise meets them
-alike.
+A round has new conversations. Each variant runs them once (cold), then again with the same tokens (warm). Variants
+alternate pass by pass, in another order each round, so that noise affects them alike.
 """
 
 import time
@@ -123,7 +122,7 @@ async def _one(
 
 
 async def _still(player: Player) -> counters.Counts:
-    """What the engines count when they have put away what came before, so that it disturbs nobody after it."""
+    """The engines' counters after all pending stores have ended, so that they do not disturb the next pass."""
     counts: counters.Counts = {}
     for target in player.running.targets:
         counts |= await player.hands.settle(target)
@@ -131,7 +130,7 @@ async def _still(player: Player) -> counters.Counts:
 
 
 async def _warm_up(player: Player, plan: Plan, session: aiohttp.ClientSession) -> None:
-    """Asks everywhere: what a first long prompt pays for is nobody's."""
+    """Send a long prompt to each engine, because the first one has extra costs."""
     for number in range(len(player.running.targets)):
         said = [conversation.unplayed() for conversation in plan.fresh(-1)]
         limits = Limits(plan.limits.concurrency)

@@ -1,14 +1,14 @@
-"""One prompt at a time on idle engines: what a first token takes by where the prompt's KV is.
+"""One prompt at a time on idle engines: time to first token by the source of the prompt's KV.
 
-  computed     nowhere: a fresh prompt
-  same rank    in the engine's own prefix cache: the same prompt again
-  cross rank   in another engine's: the same prompt, asked there
-  host         in host memory alone: the same prompt where it was first, after all prefix caches were emptied
+  computed     none: a new prompt
+  same rank    the engine's prefix cache: the same prompt again
+  cross rank   another engine's prefix cache: the same prompt, sent to another engine
+  host         host memory: the same prompt at its first engine, after all prefix caches were reset
 
-Every repetition goes through these in this order, with a prompt of its own, beginning at another engine each time;
-variants take turns within it. A connector may serve a cross-rank hit out of host memory: where tokens came from is
-counted, by the engines, for each kind, and the kind's repetitions are told apart by it. A few tokens at the end are
-computed each time. The first repetitions warm up. Medians; milliseconds from sending to the first event.
+Every repetition has these steps in this order, with a new prompt, starting at another engine; variants alternate within
+it. A connector may serve a cross-rank hit from host memory: the engines count tokens by source for each kind, and
+repetitions are classified by them. A few tokens at the end are always computed. The first repetitions warm up. Medians
+in milliseconds from sending to the first event.
 """
 
 import random

@@ -49,7 +49,7 @@ def from_vllm(flags: str, tokenizer: Any) -> list[Conversation]:
 def from_sharegpt(
     path: Path, tokenizer: Any, count: int, most_turns: int, longest: int, seed: int
 ) -> list[Conversation]:
-    """Whole conversations, of which vLLM's loader keeps the first turn only.
+    """Whole conversations; vLLM's loader keeps only the first turn.
 
     The file: a list of ``{"conversations": [{"from": "human" or "gpt", "value": text}, ...]}``. An answer may be as
     long as the one in the file. Picks ``count`` at random. Raises NoData if there is none that fits.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier.devtools.engines import kvtier
-from vllm_kvtier.store.limits import memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import memory_limits, pool_bytes
 
 WORDS = ("none", "kvtier", "offloading")
 

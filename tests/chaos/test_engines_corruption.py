@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from drive import Refused, random_tokens, with_sources
+from engine_client import Refused, random_tokens, with_sources
 
 FAILURES = "vllm:kvtier_integrity_failures_total"
 
@@ -41,8 +41,8 @@ async def corrupted(driver, trio, where: str, kind: str, prompt: list[int]):
     return reply
 
 
-@pytest.mark.parametrize(("kind", "where"), [("pages", "FP"), ("sums", "FP"), ("arrival", "FD")])
-async def test_one_flipped_bit_is_found(trio, driver, kind, where):
+@pytest.mark.parametrize(("kind", "where"), [("pages", "FP"), ("checksums", "FP"), ("arrival", "FD")])
+async def test_pull_with_flipped_bit_is_recomputed_and_counted(trio, driver, kind, where):
     rng = random.Random(f"corrupt {kind}")
     for length in (40, 333, 1024):
         before = await driver.metric(trio.decode, FAILURES)
@@ -58,7 +58,7 @@ async def test_one_flipped_bit_is_found(trio, driver, kind, where):
     await driver.assert_right(reply, prompt)
 
 
-async def test_corruption_on_the_way_back_is_found_too(trio, driver):
+async def test_pull_from_decode_engine_with_corruption_is_recomputed(trio, driver):
     rng = random.Random("corrupt back")
     prompt = random_tokens(rng, 300)
     reply = await driver.ask(trio.decode, prompt)
@@ -71,7 +71,7 @@ async def test_corruption_on_the_way_back_is_found_too(trio, driver):
     await failures(driver, trio.prefill, before)
 
 
-async def test_the_log_says_it_once(trio, driver):
+async def test_pull_integrity_failure_is_logged_once_per_source(trio, driver):
     rng = random.Random("said once")
     trio.faults["FD"].set(corrupt="arrival")
     for _ in range(3):
@@ -79,11 +79,11 @@ async def test_the_log_says_it_once(trio, driver):
         assert reply.pulled == 0
     source = (await driver.prefill(trio.prefill, random_tokens(rng, 40))).params["kvtier"]["instance"]
     lines = trio.decode.log_path.read_text().splitlines()
-    said = [line for line in lines if "said once for this source" in line and source in line]
+    said = [line for line in lines if "logged once for this source" in line and source in line]
     assert len(said) == 1, said  # of whatever went wrong with it first
 
 
-async def test_a_strict_engine_fails_the_request(trio, driver):
+async def test_pull_with_corruption_fails_request_of_strict_engine(trio, driver):
     rng = random.Random("strict")
     trio.faults["FS"].set(corrupt="arrival")
     prompt = random_tokens(rng, 100)

@@ -5,8 +5,8 @@ import random
 from contextlib import asynccontextmanager
 
 import pytest
-from drive import PREFILL, Refused, random_tokens
-from fleet import SHORT
+from engine_client import PREFILL, Refused, random_tokens
+from engine_fixtures import SHORT
 
 from vllm_kvtier.devtools.processes import free_port
 
@@ -52,7 +52,7 @@ async def assert_pulls_again(driver, trio, rng, engine=None) -> None:
     await driver.until(pulled, 20.0, f"{engine.name} pulls from P again")
 
 
-async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
+async def test_prefill_engine_death_before_pull_recomputes_and_new_instance_serves(trio, driver):
     rng = random.Random("p dies")
     for engine in (trio.decode, trio.strict):  # they know P
         await assert_pulls_again(driver, trio, rng, engine)
@@ -63,7 +63,7 @@ async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
         *(driver.ask(trio.decode, *pair) for pair in ((prompts[i], 8, firsts[i].params) for i in (0, 1)))
     )
     for i, reply in enumerate(replies):
-        assert reply.pulled == 0 and reply.seconds < SHORT["ask_timeout"] + SLACK
+        assert reply.pulled == 0 and reply.seconds < SHORT["lookup_timeout"] + SLACK
         await driver.assert_right(reply, prompts[i])
     # Restarted under the same address between the prefill and the pull: it never heard of that export.
     trio.prefill.start()
@@ -78,7 +78,7 @@ async def test_p_dies_before_d_asks_and_comes_back_as_another(trio, driver):
     await driver.assert_right(reply, prompt)
 
 
-async def test_p_dies_during_the_transfer(trio, driver):
+async def test_prefill_engine_death_during_pull_recomputes_or_fails_strictly(trio, driver):
     """One read was not posted yet when P died, for another it is unknown how far it got; the strict engine says so."""
     rng = random.Random("p dies in transfer")
     for engine in (trio.decode, trio.strict):  # connections exist: the death is found by the read itself
@@ -107,7 +107,7 @@ async def test_p_dies_during_the_transfer(trio, driver):
     await driver.assert_right(await driver.ask(trio.strict, fresh), fresh, "the strict engine lives")
 
 
-async def test_d_dies_while_it_holds_a_lease(trio, driver):
+async def test_decode_engine_death_ends_its_lease_after_lease_time(trio, driver):
     """P's blocks are free again once D is silent for as long as a lease lasts, and the hand-off's time is over."""
     rng = random.Random("d dies")
     await assert_pulls_again(driver, trio, rng)
@@ -134,7 +134,7 @@ async def test_d_dies_while_it_holds_a_lease(trio, driver):
     await driver.assert_right(await driver.ask(trio.prefill, prompt), prompt)
 
 
-async def test_a_peer_that_is_stopped_is_a_slow_peer(trio, driver):
+async def test_stopped_prefill_engine_costs_bounded_wait_and_is_pulled_again(trio, driver):
     """SIGSTOP: its sockets stay open and nothing answers. It costs a bounded wait, and counts again when it goes on."""
     rng = random.Random("stopped")
     await assert_pulls_again(driver, trio, rng)
@@ -156,7 +156,7 @@ async def test_a_peer_that_is_stopped_is_a_slow_peer(trio, driver):
     await driver.until_no_exports(trio.prefill, LEASE + HANDOFF + SLACK)
 
 
-async def test_a_source_that_stops_while_p_asks_it(trio, driver):
+async def test_prefill_engine_query_of_stopped_source_times_out(trio, driver):
     """D to P: the asker waits no longer than it said, and computes."""
     rng = random.Random("stopped source")
     prompt = random_tokens(rng, 300)
@@ -173,7 +173,7 @@ async def test_a_source_that_stops_while_p_asks_it(trio, driver):
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 4096, b""])
-async def test_an_address_that_is_no_engine(trio, driver, answer):
+async def test_pull_from_address_of_no_engine_recomputes_within_timeout(trio, driver, answer):
     """A port that accepts and never answers, or answers with anything else."""
     rng = random.Random(f"no engine {answer}")
     async with listening(answer) as port:
@@ -188,7 +188,7 @@ async def test_an_address_that_is_no_engine(trio, driver, answer):
             await driver.assert_right(reply, prompt)
 
 
-async def test_an_address_where_nobody_listens(trio, driver):
+async def test_pull_from_address_without_listener_recomputes(trio, driver):
     prompt = random_tokens(random.Random("nobody"), 100)
     address = {"remote_host": "127.0.0.1", "remote_port": free_port()}
     params = {"do_remote_prefill": True, "remote_request_id": "x", **address}
@@ -198,22 +198,22 @@ async def test_an_address_where_nobody_listens(trio, driver):
         await driver.assert_right(reply, prompt)
 
 
-async def test_an_expired_export_is_computed(trio, driver):
+async def test_pull_of_expired_export_is_refused_and_recomputed(trio, driver):
     prompts = [random_tokens(random.Random(name), 300) for name in ("expired", "overwritten")]
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
     await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
     reply = await driver.ask(trio.decode, prompts[0], 8, firsts[0].params)
-    assert reply.seconds < SHORT["ask_timeout"] + SLACK, "P refused; D does not wait for what nobody serves"
+    assert reply.seconds < SHORT["lookup_timeout"] + SLACK, "P refused; D does not wait for what nobody serves"
     await driver.assert_right(reply, prompts[0])
     # Its blocks may still hold the very same tokens, and be read and verified; once they are overwritten they are not.
     for i in range(2):
         await driver.ask(trio.prefill, random_tokens(random.Random(f"flood {i}"), 3000), 1)
     reply = await driver.ask(trio.decode, prompts[1], 8, firsts[1].params)
-    assert reply.pulled == 0 and reply.seconds < SHORT["ask_timeout"] + SLACK
+    assert reply.pulled == 0 and reply.seconds < SHORT["lookup_timeout"] + SLACK
     await driver.assert_right(reply, prompts[1])
 
 
-async def test_a_lease_that_lapsed_under_a_read(trio, driver):
+async def test_lease_expired_during_read_fails_pull_and_recomputes(trio, driver):
     """D's pings are lost and its read is slow: P hands the blocks out anew. D reads the wrong bytes and sees it, or
     reads nothing because P no longer serves it; either way the pull fails and the answer is right."""
     rng = random.Random("lapsed")
@@ -239,7 +239,7 @@ async def test_a_lease_that_lapsed_under_a_read(trio, driver):
     await driver.until(counted, 5.0, "the failed pull was counted")
 
 
-async def test_a_read_that_fails(trio, driver):
+async def test_failed_read_recomputes_or_fails_strict_request_only(trio, driver):
     """By default the request is computed; the strict engine fails this request alone."""
     rng = random.Random("reads fail")
     for engine in (trio.decode, trio.strict):
@@ -265,12 +265,12 @@ async def test_a_read_that_fails(trio, driver):
     assert await driver.metric(trio.decode, PULLS, 'kind="failed"') == before + 1
 
 
-@pytest.mark.parametrize("lost", ["release", "granted", "refused", "ping"])
-async def test_lost_messages(trio, driver, lost):
+@pytest.mark.parametrize("lost", ["release", "lease_granted", "lease_refused", "ping"])
+async def test_lost_messages_recompute_and_release(trio, driver, lost):
     """Each kind of message, lost from both sides: answers are right, and time limits free what it would have."""
     rng = random.Random(f"lost {lost}")
     for name in ("FP", "FD"):
-        trio.faults[name].set(drop=[lost, "drop"])
+        trio.faults[name].set(drop=[lost, "release_export"])
 
     def met() -> bool:
         """A ping is only sent while a lease gets old; whoever was set aside in a test before is not asked at once."""
@@ -281,11 +281,11 @@ async def test_lost_messages(trio, driver, lost):
             break
         prompt = random_tokens(rng, 300)
         first = await driver.prefill(trio.prefill, prompt)
-        if lost == "refused":  # what there is to refuse: an export that P does not have
+        if lost == "lease_refused":  # what there is to refuse: an export that P does not have
             first.params["kvtier"]["export"] = first.params["remote_request_id"] = "gone"
             first.params["remote_block_ids"] = []
         reply = await driver.ask(trio.decode, prompt, 8, first.params)
-        assert reply.seconds < SHORT["ask_timeout"] + SHORT["handshake_timeout"] + SLACK
+        assert reply.seconds < SHORT["lookup_timeout"] + SHORT["handshake_timeout"] + SLACK
         await driver.assert_right(reply, prompt)
     assert met()
     # Meanwhile a connection whose pings were lost is given up too, which is not to happen in the next test.
@@ -295,7 +295,7 @@ async def test_lost_messages(trio, driver, lost):
     await assert_pulls_again(driver, trio, rng)
 
 
-async def test_an_abort_during_the_read_releases_p_when_the_read_ended(trio, driver):
+async def test_abort_during_pull_releases_export_after_the_read(trio, driver):
     """Not before: P may not reuse what is still being read."""
     rng = random.Random("abort in read")
     await assert_pulls_again(driver, trio, rng)

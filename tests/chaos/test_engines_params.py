@@ -5,8 +5,8 @@ import random
 from typing import Any
 
 import msgspec
-from drive import PREFILL, Refused, random_tokens, with_sources
-from fleet import RETAIN_SECONDS
+from engine_client import PREFILL, Refused, random_tokens, with_sources
+from engine_fixtures import RETAIN_SECONDS
 
 from vllm_kvtier.devtools.processes import free_port
 
@@ -76,7 +76,7 @@ def carried(params: dict[str, Any]) -> bool:
     return True
 
 
-async def test_no_params_can_hurt_an_engine(fleet, driver):
+async def test_any_kv_transfer_params_leave_engines_running_and_correct(fleet, driver):
     rng = random.Random("params")
     prompts = [random_tokens(rng, n) for n in (20, 33, 64, 90)]
     wants = [await driver.truth(prompt, 2) for prompt in prompts]

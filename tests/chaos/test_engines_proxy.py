@@ -8,7 +8,7 @@ from collections import Counter
 
 import httpx
 import pytest
-from fleet import ENGINE_FLAGS, SHORT, start_missing
+from engine_fixtures import ENGINE_FLAGS, SHORT, start_missing
 
 CLIENTS, ANSWER = 6, 24
 
@@ -67,7 +67,7 @@ class Load:
 
 
 @pytest.mark.slow
-async def test_engines_killed_one_after_the_other_under_load(make_engine, make_proxy):
+async def test_proxy_engines_killed_in_turn_under_load_bounds_lost_requests(make_engine, make_proxy):
     engines = [make_engine(name, SHORT, **ENGINE_FLAGS) for name in ("P", "D1", "D2")]
     start_missing(engines)
     rng = random.Random(5)

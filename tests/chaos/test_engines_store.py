@@ -10,12 +10,12 @@ import time
 
 import httpx
 import pytest
-from drive import assert_same, random_tokens
-from node_fleet import ASK_TIMEOUT, ASKED, SLOT_PAGES, Node, NodeDriver, seeded
+from engine_client import assert_same, random_tokens
+from node_fixtures import ASK_TIMEOUT, ASKED, SLOT_PAGES, Node, NodeDriver, seeded
 
 from vllm_kvtier.devtools.engines import Engine
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 
 BLOCK = 32
 SLACK = 3.0  # beyond what the options promise, for two busy cores
@@ -25,7 +25,7 @@ LONGEST = 45.0  # of any request, while engines start next to it
 
 STARTER = """
 import sys
-from vllm_kvtier.store.launch import start_store
+from vllm_kvtier.store.launcher import start_store
 from vllm_kvtier.store.options import StoreOptions
 start_store(sys.argv[1], StoreOptions(size="384MiB", idle_seconds=60))
 """
@@ -56,7 +56,7 @@ async def right_without(nodes: NodeDriver, engine: Engine, prompts: list[list[in
     return seconds
 
 
-async def test_no_store(node: Node, nodes):
+async def test_engines_without_store_answer_correctly(node: Node, nodes):
     """It is gone, and nobody starts one; then somebody does."""
     rng = seeded("no store")
     prompts = [random_tokens(rng, 300) for _ in range(3)]
@@ -78,11 +78,11 @@ async def test_no_store(node: Node, nodes):
     assert (await nodes.inspect(node.first)).store == (await nodes.inspect(node.second)).store != ""
 
 
-async def test_a_store_that_is_killed_under_load(node: Node, nodes):
+async def test_store_killed_under_load_is_restarted_by_engines(node: Node, nodes):
     rng = seeded("killed")
     prompts = [random_tokens(rng, rng.randrange(700, 1300)) for _ in range(8)]
     await asyncio.gather(*map(nodes.truth, prompts))
-    lost = [await nodes.kvtier(engine, "store_lost") for engine in node.engines]
+    lost = [await nodes.kvtier(engine, "store_disconnects") for engine in node.engines]
 
     async def client(number: int) -> None:
         for i in range(8):
@@ -98,10 +98,10 @@ async def test_a_store_that_is_killed_under_load(node: Node, nodes):
     await asyncio.gather(*clients)
     for engine, before in zip(node.engines, lost, strict=True):
         await nodes.flushed(engine)
-        assert await nodes.kvtier(engine, "store_lost") - before >= 3
+        assert await nodes.kvtier(engine, "store_disconnects") - before >= 3
 
 
-async def test_a_store_that_hangs(node: Node, nodes):
+async def test_hung_store_costs_one_wait_and_is_used_again(node: Node, nodes):
     """SIGSTOP: its socket is there and nothing answers. That costs one wait, and counts again when it goes on."""
     rng = seeded("hangs")
     prompts = [random_tokens(rng, 300) for _ in range(4)]
@@ -129,7 +129,7 @@ def _resumed_instance(node: Node) -> str:
     return node.store.until_up().instance
 
 
-async def test_a_store_that_is_full(node: Node, nodes):
+async def test_full_store_evicts_but_long_prompt_does_not_evict_itself(node: Node, nodes):
     """Room for 60 blocks: less than one long prompt, of which it keeps the beginning. Then one with more room."""
     rng = seeded("full")
     prompts = [random_tokens(rng, length) for length in (900, 1300, 2600, 1000)]
@@ -151,7 +151,7 @@ async def test_a_store_that_is_full(node: Node, nodes):
         await asyncio.to_thread(node.store.kill)
 
 
-async def test_every_flipped_bit_is_noticed(node: Node, nodes):
+async def test_store_flipped_bits_are_each_counted_recomputed_and_stored_again(node: Node, nodes):
     """A bit in each of many blocks: each costs one block, counted once, computed and stored again."""
     rng = seeded("flips")
     await asyncio.to_thread(node.store.kill)  # so that the memory is new, and what is written in it known
@@ -301,7 +301,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-async def test_random_deaths_and_flipped_bits(node: Node, nodes, seconds):
+async def test_random_kills_and_flipped_bits_keep_answers_correct(node: Node, nodes, seconds):
     """Store and engines killed and stopped at random moments under load, bits flipped wherever something is."""
     seed = os.environ.get("KVTIER_SEED", f"storm {seconds}")
     storm = Storm(nodes, seeded(seed), seconds)
@@ -311,14 +311,14 @@ async def test_random_deaths_and_flipped_bits(node: Node, nodes, seconds):
     assert storm.slowest < LONGEST
 
 
-async def test_a_store_of_another_version(node: Node, nodes):
+async def test_store_of_other_protocol_version_is_refused_and_not_replaced(node: Node, nodes):
     """It refuses, which is said in words; the engines serve without, and do not start another."""
     rng = seeded("version")
     prompts = [random_tokens(rng, 300) for _ in range(2)]
     await asyncio.gather(*map(nodes.truth, prompts))
     with node.store.alone():
         await asyncio.to_thread(node.store.kill)
-        await asyncio.to_thread(node.store.serve, code="import vllm_kvtier.store.messages as m; m.PROTOCOL = 99")
+        await asyncio.to_thread(node.store.serve, code="import vllm_kvtier.store.protocol as m; m.PROTOCOL = 99")
         for engine in node.engines:
             assert max(await right_without(nodes, engine, prompts)) < SLACK
             assert (await nodes.inspect(engine)).store == ""

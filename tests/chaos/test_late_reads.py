@@ -15,13 +15,13 @@ import pytest
 import torch
 from support import eventually, stop
 
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull, PullJob
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.pulls import Pulls
-from vllm_kvtier.worker.transport import NixlTransport
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupPull, PullOrder, SumBatch
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
+from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 
 PAGE, BLOCKS, LAYERS = 1 << 20, 65, 2
 ROLE = "KVTIER_LATE_READS_ROLE"
@@ -66,7 +66,7 @@ def source(name: str) -> None:
     kept, transport = memory(), NixlTransport(name, ["UCX"])
     paint(pages(kept), 7)
     ids = np.arange(1, BLOCKS)
-    kept.make_sums([SumBatch(0, ids, ids.astype(np.uint64), np.full(len(ids), 4, np.int32))], None)
+    kept.compute_checksums([ChecksumJob(0, ids, ids.astype(np.uint64), np.full(len(ids), 4, np.int32))], None)
     kept.register(transport)
     print(json.dumps(msgspec.msgpack.encode(info_of(name, transport, kept)).hex()), flush=True)
     over = threading.Event()
@@ -100,9 +100,9 @@ def start():
         process.wait()
 
 
-def order(name: str, source: str, ids, seconds: float) -> PullOrder:
+def order(name: str, source: str, ids, seconds: float) -> PullJob:
     ids = np.array(ids)
-    return PullOrder(
+    return PullJob(
         name, source, [GroupPull(0, ids, ids, ids.astype(np.uint64), np.full(len(ids), 4, np.int32))], seconds
     )
 
@@ -114,7 +114,7 @@ def order(name: str, source: str, ids, seconds: float) -> PullOrder:
         pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_hanging_peer_sends_late_lands_nowhere(start, monkeypatch, end):
+def test_late_read_of_hung_peer_writes_no_block(start, monkeypatch, end):
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")  # else UCX sees one machine, and reads the peer's memory without it
     process, first = start("first")
@@ -123,25 +123,25 @@ def test_what_a_hanging_peer_sends_late_lands_nowhere(start, monkeypatch, end):
     mine = pages(kept)
     kept.register(transport)
     pulls = Pulls(transport, kept, 0)
-    pulls.introduce("first", [first])
-    pulls.introduce("second", [second])
+    pulls.add_engine("first", [first])
+    pulls.add_engine("second", [second])
 
     def whole(name: str, ids) -> None:
         assert pulls.start(order(name, name, ids, 20.0)) is None
-        [result] = eventually(pulls.drive, 20)
+        [result] = eventually(pulls.poll, 20)
         assert not result.failed, result.reason
 
     for name in ("first", "second"):
         whole(name, [1, 2])
     paint(mine, 1)
     assert pulls.start(order("stuck", "first", range(1, BLOCKS), 0.5)) is None
-    eventually(lambda: pulls.drive() or share(mine, 7) > 0, 10)
+    eventually(lambda: pulls.poll() or share(mine, 7) > 0, 10)
     stop(process.pid) if end == signal.SIGSTOP else process.kill()
     assert share(mine, 7) < 0.9, "in the middle"
     began = time.monotonic()
     results = {}
     while "stuck" not in results:
-        results |= {result.request_id: result for result in pulls.drive()}
+        results |= {result.request_id: result for result in pulls.poll()}
         assert time.monotonic() - began < 5
     assert results["stuck"].failed and results["stuck"].bad_blocks == set(range(1, BLOCKS)) and not pulls.active
     assert not pulls.connected("second"), "the agent that read has ended"

@@ -45,10 +45,10 @@ class Nodes:
 
     def connect(self) -> None:
         """A first read over the network: one that UCX fails to begin costs a request its hit, and is tried again."""
-        self._server.ask("store", units=1, name="hello")
+        self._server.ask("store", num_hash_blocks=1, name="hello")
 
         def reads() -> bool:
-            self._asker.tell("read", units=1, name="hello", keep=False)
+            self._asker.send("read", num_hash_blocks=1, name="hello", keep=False)
             self._asker.hear()
             answer = self._asker.hear()
             self._asker.ask("written")  # gives back what failed
@@ -71,113 +71,113 @@ def nodes(tmp_path_factory):
 
 def ready(*nodes: NodeProcess) -> None:
     for node in nodes:
-        node.tell("ready")
+        node.send("ready")
     assert all(node.hear()["ok"] for node in nodes)
 
 
-def finds(asker: NodeProcess, units: int, name: str, of: int, seconds: float = 20) -> None:
+def finds(asker: NodeProcess, num_hash_blocks: int, name: str, of: int, seconds: float = 20) -> None:
     """In the end: it may have been told to leave the server alone for a while."""
-    eventually(lambda: asker.ask("find", units=of, name=name)["units"] == units, seconds)
+    eventually(lambda: asker.ask("find", num_hash_blocks=of, name=name)["units"] == num_hash_blocks, seconds)
 
 
-def reads(asker: NodeProcess, units: int, name: str, seconds: float = 30) -> None:
+def reads(asker: NodeProcess, num_hash_blocks: int, name: str, seconds: float = 30) -> None:
     """In the end: a server that hung may be ended by UCX as it wakes, for a reader that has given up; then its process
     begins anew, and what is read until then fails."""
 
     def good() -> bool:
-        finds(asker, units, name, units, seconds)
-        asker.tell("read", units=units, name=name)
+        finds(asker, num_hash_blocks, name, num_hash_blocks, seconds)
+        asker.send("read", num_hash_blocks=num_hash_blocks, name=name)
         asker.hear()
         answer = asker.hear()
         assert answer["wrong"] == 0
         # What failed to come, of this read or an earlier one, comes no more; its slots are free for the next one.
         assert asker.ask("written")["written"] == 0
-        return answer["good"] == units
+        return answer["good"] == num_hash_blocks
 
     eventually(good, seconds)
 
 
-def read_most(asker: NodeProcess, units: int, name: str, break_it) -> dict:
+def read_most(asker: NodeProcess, num_hash_blocks: int, name: str, break_it) -> dict:
     """Read a chain, and do something once that has begun."""
-    finds(asker, units, name, units)
-    asker.tell("read", units=4, name=name, keep=False)  # connects
+    finds(asker, num_hash_blocks, name, num_hash_blocks)
+    asker.send("read", num_hash_blocks=4, name=name, keep=False)  # connects
     assert asker.hear() and asker.hear()["good"] == 4
-    asker.tell("read", units=units, name=name, keep=False)
+    asker.send("read", num_hash_blocks=num_hash_blocks, name=name, keep=False)
     asker.hear()
     time.sleep(0.03)  # some of it is to be there, and some not
     break_it()
     return asker.hear()
 
 
-def test_a_chain_is_found_and_read_across(nodes):
+def test_prefix_is_found_and_read_from_another_node(nodes):
     server, asker = nodes.both()
-    assert server.ask("store", units=40, name="a")["stored"] == 40
-    assert asker.ask("find", units=50, name="a")["units"] == 40
-    assert asker.ask("find", units=50, name="b")["units"] == 0
-    asker.tell("read", units=50, name="a")
+    assert server.ask("store", num_hash_blocks=40, name="a")["stored"] == 40
+    assert asker.ask("find", num_hash_blocks=50, name="a")["units"] == 40
+    assert asker.ask("find", num_hash_blocks=50, name="b")["units"] == 0
+    asker.send("read", num_hash_blocks=50, name="a")
     assert asker.hear() == {"begins": 40}
     answer = asker.hear()
     assert (answer["units"], answer["good"], answer["wrong"]) == (40, 40, 0)
     # From the middle on.
-    assert server.ask("store", units=60, name="c")["stored"] == 60
-    assert asker.ask("store", units=20, name="c")["stored"] == 20
-    asker.tell("read", units=60, name="c", start=20)
+    assert server.ask("store", num_hash_blocks=60, name="c")["stored"] == 60
+    assert asker.ask("store", num_hash_blocks=20, name="c")["stored"] == 20
+    asker.send("read", num_hash_blocks=60, name="c", start=20)
     assert asker.hear() == {"begins": 40} and asker.hear()["good"] == 40
     eventually(lambda: server.ask("stat")["leases"] == 0)
     assert asker.ask("stat")["state"] == server.ask("stat")["state"] == "ready"
 
 
-def test_without_the_key_nobody_is_heard(nodes):
+def test_client_without_cluster_key_is_ignored(nodes):
     server, _ = nodes.both()
-    server.ask("store", units=8, name="k")
+    server.ask("store", num_hash_blocks=8, name="k")
     stranger = nodes.start(1, nodes=nodes.address, cluster_key_file=nodes.other_key)
     nobody = nodes.start(1, cluster_key_file="")
     friend = nodes.start(1)
     ready(stranger, nobody, friend)
-    before = server.ask("stat")["lent_leases"]
-    assert stranger.ask("find", units=8, name="k")["units"] == 0
-    answer = nobody.ask("find", units=8, name="k", nodes=[nodes.address])
+    before = server.ask("stat")["leases_granted"]
+    assert stranger.ask("find", num_hash_blocks=8, name="k")["units"] == 0
+    answer = nobody.ask("find", num_hash_blocks=8, name="k", nodes=[nodes.address])
     assert answer["units"] == 0 and answer["seconds"] < 0.5  # it was not even asked
-    assert server.ask("stat")["lent_leases"] == before
+    assert server.ask("stat")["leases_granted"] == before
     # With it, also one that a request names.
-    assert friend.ask("find", units=8, name="k")["units"] == 0
+    assert friend.ask("find", num_hash_blocks=8, name="k")["units"] == 0
     named = ["nonsense", f"{nodes.pair.addresses[0]}:1", nodes.address]
-    assert friend.ask("find", units=8, name="k", nodes=named)["units"] == 8
+    assert friend.ask("find", num_hash_blocks=8, name="k", nodes=named)["units"] == 8
 
 
-def test_the_reading_node_dies(nodes):
+def test_killed_reading_node_releases_its_leases(nodes):
     server, asker = nodes.both()
-    server.ask("store", units=120, name="d")
+    server.ask("store", num_hash_blocks=120, name="d")
     finds(asker, 120, "d", 120)
-    asker.tell("read", units=120, name="d")
+    asker.send("read", num_hash_blocks=120, name="d")
     asker.hear()
     asker.process.kill()
     asker.process.wait()  # or it is taken for one that lives
     eventually(lambda: server.ask("stat")["leases"] == 0, 10)
     # Somebody else is served.
     server, other = nodes.both()
-    server.ask("store", units=120, name="d")
+    server.ask("store", num_hash_blocks=120, name="d")
     finds(other, 120, "d", 120)
 
 
 @pytest.mark.parametrize(
     "cable", [pytest.param(True, id="cable", marks=pytest.mark.slow), pytest.param(False, id="stopped")]
 )
-def test_the_serving_node_is_silent_in_the_middle_of_a_read(nodes, cable):
+def test_silent_serving_node_fails_read_and_late_data_is_discarded(nodes, cable):
     """The cable is pulled, or its process hangs; then all goes on, and what was on its way arrives."""
     server, asker = nodes.both()
-    mover = server.ask("stat")["mover"]
+    tier_process = server.ask("stat")["mover"]
 
     def silence(silent: bool) -> None:
         if cable:
             nodes.pair.plug(0, not silent)
         elif silent:
-            stop(mover)
+            stop(tier_process)
         else:
-            os.kill(mover, signal.SIGCONT)
+            os.kill(tier_process, signal.SIGCONT)
 
-    server.ask("store", units=4, name="q")
-    server.ask("store", units=120, name="p")
+    server.ask("store", num_hash_blocks=4, name="q")
+    server.ask("store", num_hash_blocks=120, name="p")
     began = time.monotonic()
     answer = read_most(asker, 120, "p", lambda: silence(True))
     assert answer["good"] < 120 and answer["wrong"] == 0
@@ -192,9 +192,9 @@ def test_the_serving_node_is_silent_in_the_middle_of_a_read(nodes, cable):
     eventually(lambda: server.ask("stat")["leases"] == 0, 10)
 
 
-def test_the_serving_node_dies_in_the_middle_of_a_read(nodes):
+def test_serving_node_killed_during_read_fails_rest_and_returns_empty(nodes):
     server, asker = nodes.both()
-    server.ask("store", units=120, name="s")
+    server.ask("store", num_hash_blocks=120, name="s")
     began = time.monotonic()
     answer = read_most(asker, 120, "s", server.kill)
     assert answer["units"] == 120 and answer["good"] < 120 and answer["wrong"] == 0
@@ -202,11 +202,11 @@ def test_the_serving_node_dies_in_the_middle_of_a_read(nodes):
     assert asker.ask("written")["written"] == 0
     stat = asker.ask("stat")
     assert (stat["state"], stat["restarts"], stat["reserved"]) == ("ready", 0, 0)
-    assert asker.ask("find", units=120, name="s")["units"] == 0
+    assert asker.ask("find", num_hash_blocks=120, name="s")["units"] == 0
     # It comes back, without what it had.
     server.process.wait()
     again, asker = nodes.both()
-    again.ask("store", units=10, name="s")
+    again.ask("store", num_hash_blocks=10, name="s")
     finds(asker, 10, "s", 120)
-    asker.tell("read", units=10, name="s")
+    asker.send("read", num_hash_blocks=10, name="s")
     assert asker.hear() == {"begins": 10} and asker.hear()["good"] == 10

@@ -15,16 +15,16 @@ import pytest
 from s3_server import REGION, S3Server
 from support import eventually
 
-from vllm_kvtier.store.entries import Shape
-from vllm_kvtier.store.lower import mover as mover_module
-from vllm_kvtier.store.lower.base import Block, Want
-from vllm_kvtier.store.lower.child import spawn
-from vllm_kvtier.store.lower.objects.tier import ObjectTier
-from vllm_kvtier.store.records import HASH, ZERO
+from vllm_kvtier.store.index.types import HASH, ZERO, GroupShape
+from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.objects.tier import ObjectTier
+from vllm_kvtier.store.tiers.process import tier_process as tier_process_module
+from vllm_kvtier.store.tiers.process.child import spawn
+from vllm_kvtier.store.tiers.process.tier_process import TierContext
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE
 
-SPACE = b"a space 16 bytes"
+NAMESPACE_ID = b"a space 16 bytes"
 BUCKET = "kv-blocks"
 BLOCKS, PAGES = 24, 16  # of 64 KiB
 SIZE = PAGES * PAGE
@@ -32,7 +32,7 @@ POOL = (1 + 2 * BLOCKS * PAGES) * PAGE
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"  # as Amazon's manuals print it
 
 
-def chain_of(name: str, length: int = BLOCKS) -> bytes:
+def block_hashes_of(name: str, length: int = BLOCKS) -> bytes:
     return b"".join(hashlib.blake2b(f"{name} {i}".encode(), digest_size=HASH).digest() for i in range(length))
 
 
@@ -40,12 +40,12 @@ def contents(block: Block) -> bytes:
     return (hashlib.sha512(block.hash).digest() * (SIZE // 64 + 1))[:SIZE]
 
 
-def blocks_of(chain: bytes, half: int = 0) -> list[Block]:
+def blocks_of(block_hashes: bytes, half: int = 0) -> list[Block]:
     """Of a chain, in the first half of a pool or in the second."""
-    hashes = [chain[i : i + HASH] for i in range(0, len(chain), HASH)]
+    hashes = [block_hashes[i : i + HASH] for i in range(0, len(block_hashes), HASH)]
     first = 1 + half * BLOCKS * PAGES
     return [
-        Block(SPACE, 0, block_hash, hashes[i - 1] if i else ZERO, b"", first + i * PAGES, PAGES, i + 1)
+        Block(NAMESPACE_ID, 0, block_hash, hashes[i - 1] if i else ZERO, b"", first + i * PAGES, PAGES, i + 1)
         for i, block_hash in enumerate(hashes)
     ]
 
@@ -60,14 +60,15 @@ class Node:
         os.ftruncate(self.fd, POOL)
         self.pool = mmap.mmap(self.fd, POOL)
         self.reactor = Reactor("node")
+        options = {"url": url, "endpoint": endpoint, "region": REGION, "backend": backend}
         waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **seconds}
-        self.tier = ObjectTier(url, endpoint, REGION, backend, self.fd, POOL, self.reactor, spawn=self._spawn, **waits)
+        self.tier = ObjectTier(TierContext(self.fd, POOL, self.reactor, spawn=self._spawn), {**options, **waits})
         self.reactor.call_soon(self.tier.start)
         self.reactor.start()
 
     def _spawn(self, kind, sock, pool_fd, pool_bytes):
         """As ``spawn_mover``; it logs all that it may."""
-        command = [sys.executable, "-m", "vllm_kvtier.store.lower.runner", f"--kind={kind}", "--log-level=debug"]
+        command = [sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}", "--log-level=debug"]
         command += [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
         child = spawn(command, (sock.fileno(), pool_fd))
         self.pids.append(child.pid)
@@ -100,8 +101,10 @@ class Node:
         eventually(lambda: told, 40)
         return told[0]
 
-    def find(self, chain: bytes, start: int = 0):
-        return self.ask(lambda done: self.tier.find(Want(SPACE, 16, [Shape(1, None, PAGES)], chain, start), done))
+    def find(self, block_hashes: bytes, start: int = 0):
+        return self.ask(
+            lambda done: self.tier.find(Want(NAMESPACE_ID, 16, [GroupShape(1, PAGES)], block_hashes, start), done)
+        )
 
     def fill(self, blocks: list[Block]) -> None:
         for block in blocks:
@@ -111,10 +114,10 @@ class Node:
         self.fill(blocks)
         return self.ask(lambda done: self.tier.write(blocks, done))
 
-    def read(self, chain: bytes) -> tuple[list[bool], list[bool]]:
+    def read(self, block_hashes: bytes) -> tuple[list[bool], list[bool]]:
         """(what was said to be there, what is right) of all that is found."""
-        find = self.find(chain)
-        blocks = blocks_of(chain, half=1)[: find.units]
+        find = self.find(block_hashes)
+        blocks = blocks_of(block_hashes, half=1)[: find.num_hash_blocks]
         good = self.ask(lambda done: self.tier.read(find, blocks, done))
         right = [self.pool[b.slot * PAGE : b.slot * PAGE + SIZE] == contents(b) for b in blocks]
         return good, right
@@ -129,7 +132,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch):
-    monkeypatch.setattr(mover_module, "PAUSES", (0.1, 0.4))
+    monkeypatch.setattr(tier_process_module, "BACKOFF_SECONDS", (0.1, 0.4))
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
@@ -151,24 +154,26 @@ def node_of(server):
         node.stop()
 
 
-def test_nodes_share_blocks_write_them_at_once_and_survive_bad_objects(server, node_of):
+def test_object_tier_nodes_share_blocks_and_rewrite_bad_objects(server, node_of):
     one, other = node_of(), node_of()
     one.ready(), other.ready()
-    chain = chain_of("shared")
-    assert one.find(chain).units == 0
+    block_hashes = block_hashes_of("shared")
+    assert one.find(block_hashes).num_hash_blocks == 0
 
-    assert one.write(blocks_of(chain)) == [True] * BLOCKS
-    assert other.find(chain).units == BLOCKS and other.find(chain, 10).units == BLOCKS
-    good, right = other.read(chain)
+    assert one.write(blocks_of(block_hashes)) == [True] * BLOCKS
+    assert other.find(block_hashes).num_hash_blocks == BLOCKS and other.find(block_hashes, 10).num_hash_blocks == BLOCKS
+    good, right = other.read(block_hashes)
     assert good == right == [True] * BLOCKS
-    assert all(other.tier.has(SPACE, 0, block.hash) for block in blocks_of(chain)), "it need not write them"
+    assert all(other.tier.has(NAMESPACE_ID, 0, block.hash) for block in blocks_of(block_hashes)), (
+        "it need not write them"
+    )
 
     # Both write the same at the same time, while they also read.
-    race = chain_of("race")
+    race = block_hashes_of("race")
     for node in (one, other):
         node.fill(blocks_of(race))
     told = [node.begin(lambda done, node=node: node.tier.write(blocks_of(race), done)) for node in (one, other)]
-    assert one.read(chain)[1] == [True] * BLOCKS
+    assert one.read(block_hashes)[1] == [True] * BLOCKS
     eventually(lambda: all(told))
     assert told == [[[True] * BLOCKS]] * 2
     for node in (one, other):
@@ -177,43 +182,45 @@ def test_nodes_share_blocks_write_them_at_once_and_survive_bad_objects(server, n
     # Somebody else's hands on the bucket: one object is cut, one gone, one holds other bytes of the same length.
     s3 = server.client()
     third = node_of().ready()
-    bad = [f"shared/{SPACE.hex()}/0/{block.hash.hex()}" for block in blocks_of(chain)]
+    bad = [f"shared/{NAMESPACE_ID.hex()}/0/{block.hash.hex()}" for block in blocks_of(block_hashes)]
     s3.put_object(Bucket=BUCKET, Key=bad[20], Body=b"cut")
     s3.put_object(Bucket=BUCKET, Key=bad[5], Body=bytes(SIZE))
-    good, right = third.read(chain)
+    good, right = third.read(block_hashes)
     # The search may have come upon the one that was cut, or not.
     assert [*good, False][:21] == [True] * 20 + [False] and right[:20] == [i != 5 for i in range(20)]
-    assert third.find(chain).units == 20, "and nobody sets the tier aside for that"
+    assert third.find(block_hashes).num_hash_blocks == 20, "and nobody sets the tier aside for that"
     # Who loads the foreign one sees that its checksum is wrong.
-    third.on(lambda: third.tier.discard(SPACE, 0, blocks_of(chain)[5].hash))
+    third.on(lambda: third.tier.discard(NAMESPACE_ID, 0, blocks_of(block_hashes)[5].hash))
     eventually(lambda: "Contents" not in s3.list_objects_v2(Bucket=BUCKET, Prefix=bad[5]))
-    assert third.find(chain).units == 5
+    assert third.find(block_hashes).num_hash_blocks == 5
     # It is computed again and written, as is the cut one.
-    assert third.write(blocks_of(chain)[5:]) == [True] * (BLOCKS - 5)
-    assert third.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+    assert third.write(blocks_of(block_hashes)[5:]) == [True] * (BLOCKS - 5)
+    assert third.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
     assert third.tier.usable and third.tier.counts().restarts == 0
 
 
-def test_a_server_that_hangs_or_is_killed_costs_the_tier_until_it_is_back(node_of, monkeypatch):
+def test_object_tier_unavailable_until_server_returns(node_of, monkeypatch):
     own = S3Server().start()
     try:
         own.client().create_bucket(Bucket=BUCKET)
         one = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
         other = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
-        chain = chain_of("shared")
-        assert one.write(blocks_of(chain)) == [True] * BLOCKS
+        block_hashes = block_hashes_of("shared")
+        assert one.write(blocks_of(block_hashes)) == [True] * BLOCKS
 
         own.hang()
-        assert one.find(chain_of("else")).units == 0
-        eventually(lambda: one.tier.counts().state == "set aside")
+        assert one.find(block_hashes_of("else")).num_hash_blocks == 0
+        eventually(lambda: one.tier.counts().state == "unavailable")
         assert "no answer" in one.tier.counts().reason
         own.go_on()
-        assert one.ready().find(chain).units == BLOCKS, "its objects are still there, and what it knew of them"
+        assert one.ready().find(block_hashes).num_hash_blocks == BLOCKS, (
+            "its objects are still there, and what it knew of them"
+        )
 
         # Killed while both are at it: everybody is answered, and what is said to be there is.
-        find = other.find(chain)
-        blocks = blocks_of(chain, half=1)
-        new = blocks_of(chain_of("new"))
+        find = other.find(block_hashes)
+        blocks = blocks_of(block_hashes, half=1)
+        new = blocks_of(block_hashes_of("new"))
         one.fill(new)
         reading = [other.begin(lambda done: other.tier.read(find, blocks, done)) for _ in range(2)]
         writing = [one.begin(lambda done: one.tier.write(new, done)) for _ in range(2)]
@@ -224,7 +231,7 @@ def test_a_server_that_hangs_or_is_killed_costs_the_tier_until_it_is_back(node_o
             for block, there in zip(blocks, good, strict=True):
                 assert not there or other.pool[block.slot * PAGE : block.slot * PAGE + SIZE] == contents(block)
         for node in (one, other):
-            node.find(chain_of("something else"))
+            node.find(block_hashes_of("something else"))
             eventually(lambda node=node: not node.tier.usable)
         eventually(lambda: "cannot be reached" in one.tier.counts().reason, what="why")
 
@@ -233,30 +240,30 @@ def test_a_server_that_hangs_or_is_killed_costs_the_tier_until_it_is_back(node_o
         eventually(lambda: "no such bucket" in one.tier.counts().reason, 20)
         own.client().create_bucket(Bucket=BUCKET)
         one.ready(), other.ready()
-        assert other.find(chain).units == 0
+        assert other.find(block_hashes).num_hash_blocks == 0
         one.on(lambda: one.tier.clear(None))
-        assert one.write(blocks_of(chain)) == [True] * BLOCKS
-        eventually(lambda: other.find(chain).units == BLOCKS, 10)
-        assert other.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+        assert one.write(blocks_of(block_hashes)) == [True] * BLOCKS
+        eventually(lambda: other.find(block_hashes).num_hash_blocks == BLOCKS, 10)
+        assert other.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
     finally:
         own.kill()
 
 
-def test_a_mover_that_is_killed_is_started_again(node_of):
+def test_tier_process_killed_is_restarted(node_of):
     node = node_of().ready()
-    chain = chain_of("killed")
-    node.fill(blocks_of(chain))
-    told = node.begin(lambda done: node.tier.write(blocks_of(chain), done))
+    block_hashes = block_hashes_of("killed")
+    node.fill(blocks_of(block_hashes))
+    told = node.begin(lambda done: node.tier.write(blocks_of(block_hashes), done))
     os.kill(node.pids[-1], signal.SIGKILL)
     eventually(lambda: told)
     eventually(lambda: len(node.pids) == 2)
-    assert "signal 9" in node.tier._mover._said or told[0] == [True] * BLOCKS
+    assert "signal 9" in node.tier._tier_process._logged or told[0] == [True] * BLOCKS
     node.ready()
-    assert node.write(blocks_of(chain)) == [True] * BLOCKS
-    assert node.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+    assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
+    assert node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
 
 
-def test_credentials_matter_and_are_told_to_nobody(monkeypatch, caplog):
+def test_credentials_are_required_and_never_logged(monkeypatch, caplog):
     own, said = S3Server().start(), []
 
     def node_as(variables, words):
@@ -266,7 +273,7 @@ def test_credentials_matter_and_are_told_to_nobody(monkeypatch, caplog):
         node = Node(own.endpoint, url=f"s3://{BUCKET}/{len(said)}")
         try:
             eventually(lambda: words in repr(node.tier.counts()), 30, words)
-            good = node.write(blocks_of(chain_of("x"))[:3])
+            good = node.write(blocks_of(block_hashes_of("x"))[:3])
             said.extend([repr(node.tier.counts()), repr(node.tier), *node.command_lines])
             return node.tier.counts().state, good
         finally:
@@ -283,7 +290,7 @@ def test_credentials_matter_and_are_told_to_nobody(monkeypatch, caplog):
         assert node_as(wrong, "the secret key is not the one")[1] == [False] * 3
         nobody = {**writer, "AWS_ACCESS_KEY_ID": "AKIANOBODYATALL"}
         assert node_as(nobody, "does not know the access key")[1] == [False] * 3
-        assert node_as(reader, "lack the right") == ("read only", [False] * 3)
+        assert node_as(reader, "lack the right") == ("read_only", [False] * 3)
     finally:
         own.kill()
     assert "the secret key is not the one" in caplog.text
@@ -292,7 +299,7 @@ def test_credentials_matter_and_are_told_to_nobody(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for a stand-in of libcuobjclient")
-def test_obj_moves_the_bytes_where_it_can_be_loaded(monkeypatch, tmp_path):
+def test_object_tier_uses_nixl_obj_plugin_where_it_loads(monkeypatch, tmp_path):
     """NIXL's own plugin. What it lacks here, a library for transfers straight to GPUs, is only there to be loaded."""
     plugin = pytest.importorskip("nixl_cu13")
     plugins = Path(plugin.__file__).parents[1] / "nixl_cu13.libs" / "nixl" / "libplugin_OBJ.so"
@@ -312,20 +319,20 @@ def test_obj_moves_the_bytes_where_it_can_be_loaded(monkeypatch, tmp_path):
         own.client().create_bucket(Bucket=BUCKET)
         node.ready()
         assert node.tier.counts().reason == ""
-        chain = chain_of("by OBJ")
-        assert node.write(blocks_of(chain)) == [True] * BLOCKS
-        assert node.read(chain) == ([True] * BLOCKS, [True] * BLOCKS)
+        block_hashes = block_hashes_of("by OBJ")
+        assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
+        assert node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
         assert log.read_text().count(" 206 ") == BLOCKS, "it reads ranges; boto3 does not"
-        key = f"shared/{SPACE.hex()}/0/{blocks_of(chain)[7].hash.hex()}"
+        key = f"shared/{NAMESPACE_ID.hex()}/0/{blocks_of(block_hashes)[7].hash.hex()}"
         own.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(100))
-        good, _ = node.read(chain)
+        good, _ = node.read(block_hashes)
         assert good[:8] == [True] * 7 + [False]
         own.client().delete_object(Bucket=BUCKET, Key=key)
-        find = node.find(chain)
-        good = node.ask(lambda done: node.tier.read(find, [blocks_of(chain, half=1)[7]], done))
+        find = node.find(block_hashes)
+        good = node.ask(lambda done: node.tier.read(find, [blocks_of(block_hashes, half=1)[7]], done))
         assert good == [False] and node.tier.usable, "a missing object is nobody's fault"
         own.kill()
-        told = node.begin(lambda done: node.tier.read(find, blocks_of(chain, half=1)[:2], done))
+        told = node.begin(lambda done: node.tier.read(find, blocks_of(block_hashes, half=1)[:2], done))
         eventually(lambda: told, 30)
         assert told == [[False, False]] and "cannot be reached" in node.tier.counts().reason
     finally:

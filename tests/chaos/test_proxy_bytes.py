@@ -12,7 +12,7 @@ from vllm_kvtier.proxy.config import EngineAddress
 
 
 class CutEngine:
-    """Answers every request with the same bytes, of which it sends ``cut``; then it resets or ends the connection."""
+    """Answers every request with the first ``cut`` of the same bytes, then resets or ends the connection."""
 
     def __init__(self, name: str, *, stream: bool, chunked: bool = True):
         self.name = name
@@ -61,10 +61,10 @@ class CutEngine:
 
 
 class Cut(Cluster):
-    """Two such engines as Ds; the first is asked first, and is well again before each request."""
+    """Two such decode engines; the first gets the request first, and is healthy again before each request."""
 
     def __init__(self, **how):
-        super().__init__(p=0, d=0, decode=(EngineAddress("http://unused:1"),), backoff_first=60, backoff_most=60)
+        super().__init__(p=0, d=0, decode=(EngineAddress("http://unused:1"),), backoff_initial=60, backoff_max=60)
         self.how = how
 
     async def __aenter__(self):
@@ -77,14 +77,14 @@ class Cut(Cluster):
     def again(self, cut: int) -> CutEngine:
         for engine in self.core.decode:
             engine.succeeded()
-        self.core.decode[0].turns, self.core.decode[1].turns = 0, 1e9
+        self.core.decode[0].weighted_picks, self.core.decode[1].weighted_picks = 0, 1e9
         self.d[0].cut, self.d[0].asked, self.d[1].asked = cut, 0, 0
         return self.d[0]
 
 
 @pytest.mark.parametrize("reset", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_a_stream_that_dies_at_any_byte(chunked, reset):
+async def test_stream_cut_at_any_byte_is_retried_or_ends_with_error(chunked, reset):
     async with Cut(stream=True, chunked=chunked) as c:
         first = c.d[0]
         first.reset = reset
@@ -111,7 +111,7 @@ async def test_a_stream_that_dies_at_any_byte(chunked, reset):
         assert all(engine.outstanding == 0 for engine in c.core.decode)
 
 
-async def test_a_stream_that_ends_in_order_but_too_early_is_not_taken_for_whole():
+async def test_stream_ending_early_without_last_event_is_an_error():
     """As an engine's that is shut down politely: HTTP is content, but the last event is missing."""
     async with Cut(stream=True) as c:
         early = c.d[0]
@@ -121,7 +121,7 @@ async def test_a_stream_that_ends_in_order_but_too_early_is_not_taken_for_whole(
         reply = await c.chat("u", stream=True)
         *chunks, error, done = events(reply.content)
         assert [chunk["choices"][0]["text"] for chunk in chunks] == early.texts[:2]
-        assert error["error"]["code"] == 502 and done == "[DONE]" and not c.core.decode[0].well
+        assert error["error"]["code"] == 502 and done == "[DONE]" and not c.core.decode[0].healthy
         # Before its first event there is time for another.
         early.whole = early.head + b"0\r\n\r\n"
         c.again(len(early.whole))
@@ -129,7 +129,7 @@ async def test_a_stream_that_ends_in_order_but_too_early_is_not_taken_for_whole(
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_a_whole_answer_that_dies_at_any_byte_comes_from_the_other(chunked):
+async def test_unstreamed_answer_cut_at_any_byte_comes_from_other_engine(chunked):
     async with Cut(stream=False, chunked=chunked) as c:
         whole = c.d[0].whole
         for cut in range(len(whole) + 1):
@@ -142,7 +142,7 @@ async def test_a_whole_answer_that_dies_at_any_byte_comes_from_the_other(chunked
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_what_is_passed_on_and_breaks_is_never_taken_for_whole(chunked):
+async def test_broken_answer_is_never_taken_for_complete(chunked):
     """An answer of known length comes from the other engine; one of unknown length, begun, ends its connection."""
     async with Cut(stream=False, chunked=chunked) as c:
         whole, broke = c.d[0].whole, 0
@@ -161,8 +161,8 @@ async def test_what_is_passed_on_and_breaks_is_never_taken_for_whole(chunked):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_p_that_dies_at_any_byte_only_costs_its_work(stream):
-    async with Cluster(p=1, d=1, backoff_first=60, backoff_most=60) as c:
+async def test_prefill_engine_death_at_any_byte_only_costs_its_work(stream):
+    async with Cluster(p=1, d=1, backoff_initial=60, backoff_max=60) as c:
         cut_p = await CutEngine("P0", stream=False).start()
         c.p = [cut_p]
         c.core.apply(c.config())
@@ -179,7 +179,7 @@ async def test_a_p_that_dies_at_any_byte_only_costs_its_work(stream):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_engines_that_come_go_die_and_fill_up_lose_nobodys_output(seed):
+async def test_random_kills_reloads_and_drains_lose_no_output(seed):
     """Kills, reloads that add and remove engines, drains, small limits: every answer is whole, or a beginning that ends
     in an error, or a refusal that says when to come back; and at the end nothing is held."""
     rng = random.Random(seed)
@@ -252,13 +252,13 @@ async def test_engines_that_come_go_die_and_fill_up_lose_nobodys_output(seed):
             over.set()
             await chaos_task
         assert outcomes["ok"] > 60, outcomes
-        await c.until(lambda: all(e.outstanding == 0 and e.tokens == 0 and e.well for e in c.core.fleet))
+        await c.until(lambda: all(e.outstanding == 0 and e.tokens == 0 and e.healthy for e in c.core.fleet))
         await c.until(lambda: c.core.state()["leaving"] == [])
         assert sum(c.core.state()["waiting"].values()) == 0
         assert (await c.chat("and still")).status_code == 200
 
 
-def test_the_fake_is_no_proxy_of_itself():
+def test_fake_engine_texts_differ_by_engine_prompt_and_position():
     """The texts that the checks above go by differ by engine, prompt and position."""
     one, two = FakeEngine("D0"), FakeEngine("D1")
     texts = {e.text(turn(t), i) for e in (one, two) for t in ("a", "b") for i in range(4)}

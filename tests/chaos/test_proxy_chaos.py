@@ -8,9 +8,9 @@ import httpx
 import pytest
 from proxy_fakes import Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.proxy import release
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.engines import Engine, EngineFailure
+from vllm_kvtier.proxy.engines import export_release
+from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
 
 
 async def begin_stream(c: Cluster, *texts: str, **fields) -> httpx.Response:
@@ -25,7 +25,7 @@ async def within(seconds: float, awaitable):
 # ---------------------------------------------------------------- P
 
 
-async def test_dead_p_d_computes_alone_until_p_is_back():
+async def test_prefill_engine_dead_decode_engine_computes_until_it_is_back():
     async with Cluster() as c:
         await c.p[0].kill()
         for _ in range(2):
@@ -33,15 +33,15 @@ async def test_dead_p_d_computes_alone_until_p_is_back():
             assert reply.status_code == 200
         assert all(alone(seen) for seen in c.d[0].seen)
         counts = c.core.state()["counts"]
-        assert counts["prefill_failures"] == 1, "a P that is set aside is not asked"
+        assert counts["prefill_failures"] == 1, "an unavailable prefill engine gets no request"
         assert counts["decoded_alone"] == 2
         await c.p[0].start()
-        await c.until(lambda: c.core.prefill[0].well)
+        await c.until(lambda: c.core.prefill[0].healthy)
         await c.chat("u1")
         assert not alone(c.d[0].seen[-1])
 
 
-async def test_p_killed_while_it_computes():
+async def test_prefill_engine_killed_while_computing_leaves_prompt_to_decode_engine():
     async with Cluster() as c:
         c.p[0].hold = asyncio.Event()
         asked = asyncio.create_task(c.chat("u1"))
@@ -51,7 +51,7 @@ async def test_p_killed_while_it_computes():
         assert reply.status_code == 200 and alone(c.d[0].seen[0])
 
 
-async def test_a_p_that_stalls_has_a_deadline_and_is_told_to_stop():
+async def test_stalled_prefill_engine_meets_deadline_and_is_aborted():
     async with Cluster(prefill_timeout=0.2) as c:
         c.p[0].hold = asyncio.Event()
         reply = await within(5, c.chat("u1"))
@@ -59,35 +59,35 @@ async def test_a_p_that_stalls_has_a_deadline_and_is_told_to_stop():
         await within(5, c.p[0].seen[0].aborted.wait())
 
 
-async def test_another_p_takes_over_and_back_off_grows_while_requests_fail():
+async def test_prefill_retry_uses_another_engine_and_backoff_grows():
     async with Cluster(p=2) as c:
         c.p[0].status = 500
         for i in range(4):
             reply = await c.chat(f"u{i}")
             assert reply.status_code == 200
-            await c.until(lambda: c.core.prefill[0].well)
+            await c.until(lambda: c.core.prefill[0].healthy)
         sick = len(c.p[0].seen)
         assert sick >= 2 and c.core.prefill[0].failures == sick, (
             "a good probe does not make up for bad requests"
         )
         c.p[0].status = 200
-        await c.until(lambda: c.core.prefill[0].well)
+        await c.until(lambda: c.core.prefill[0].healthy)
         while len(c.p[0].seen) == sick:
             await c.chat(f"more {len(c.p[1].seen)}")
         assert c.core.prefill[0].failures == 0
 
 
-async def test_a_p_whose_health_is_bad_stays_aside():
+async def test_prefill_engine_with_failing_health_stays_unavailable():
     async with Cluster() as c:
         c.p[0].status, c.p[0].health = 503, 503
         await c.chat("u1")
         await c.until(lambda: c.p[0].probes >= 3)
-        assert not c.core.prefill[0].well and c.core.prefill[0].failures >= 3
+        assert not c.core.prefill[0].healthy and c.core.prefill[0].failures >= 3
         assert len(c.p[0].seen) == 1
 
 
 @pytest.mark.parametrize("drops", [1, 2])
-async def test_a_connection_closed_under_a_request_is_tried_once_more(drops):
+async def test_connection_closed_under_request_is_retried_once(drops):
     """An engine may close a kept connection just as a request arrives on it; that is no sick engine."""
     connections = 0
 
@@ -99,7 +99,7 @@ async def test_a_connection_closed_under_a_request_is_tried_once_more(drops):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         writer.close()
 
-    config = ProxyConfig(decode=(EngineAddress("http://unused:1"),), backoff_first=60, backoff_most=60)
+    config = ProxyConfig(decode=(EngineAddress("http://unused:1"),), backoff_initial=60, backoff_max=60)
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         engine = Engine("prefill", 0, EngineAddress(f"http://127.0.0.1:{port}"), config)
@@ -114,7 +114,7 @@ async def test_a_connection_closed_under_a_request_is_tried_once_more(drops):
         await engine.aclose()
 
 
-async def test_params_that_are_nonsense():
+async def test_malformed_kv_transfer_params_of_engines_are_ignored():
     async with Cluster() as c:
         c.p[0].params = lambda body: ["not", "an", "object"]
         c.d[0].params = lambda body: {"remote_port": "x", "remote_host": 5, "kvtier": []}
@@ -127,7 +127,7 @@ async def test_params_that_are_nonsense():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_dead_d_another_takes_over_with_the_same_params(stream):
+async def test_decode_engine_dead_another_gets_the_same_params(stream):
     async with Cluster(d=2) as c:
         await c.chat("u1")
         home, other = c.d if c.d[0].seen else c.d[::-1]
@@ -139,7 +139,7 @@ async def test_dead_d_another_takes_over_with_the_same_params(stream):
         assert other.seen[0].body["kv_transfer_params"]["kvtier"]["export"] == "secret-export-P0-2"
         # The dead one is no source any more, also when it is back with an empty cache.
         await home.start()
-        await c.until(lambda: all(d.well for d in c.core.decode))
+        await c.until(lambda: all(d.healthy for d in c.core.decode))
         await c.chat("u1", "a1", "u2", "a2", "u3")
         sources = c.p[0].seen[-1].body["kv_transfer_params"]["kvtier"]["sources"]
         assert [s["engine_id"] for s in sources] == [f"id-{other.name}-1"]
@@ -147,7 +147,7 @@ async def test_dead_d_another_takes_over_with_the_same_params(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_d_killed_before_its_first_byte(stream):
+async def test_decode_engine_killed_before_first_byte_is_retried(stream):
     async with Cluster(d=2) as c:
         for d in c.d:
             d.hold = asyncio.Event()
@@ -161,7 +161,7 @@ async def test_d_killed_before_its_first_byte(stream):
         assert c.released.empty(), "the other D took the export"
 
 
-async def test_d_killed_after_its_headers_but_before_its_first_byte():
+async def test_decode_engine_killed_between_headers_and_first_byte_is_retried():
     async with Cluster(d=2) as c:
         for d in c.d:
             d.gate = asyncio.Semaphore(0)
@@ -175,7 +175,7 @@ async def test_d_killed_after_its_headers_but_before_its_first_byte():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_d_that_stalls_has_a_deadline(stream):
+async def test_decode_engine_stalled_meets_deadline(stream):
     async with Cluster(d=2, first_byte_timeout=0.3, answer_timeout=0.3) as c:
         for d in c.d:
             d.hold = asyncio.Event()
@@ -188,7 +188,7 @@ async def test_a_d_that_stalls_has_a_deadline(stream):
         await within(5, first.seen[0].aborted.wait())
 
 
-async def test_d_killed_after_its_first_bytes_ends_the_stream_with_an_error():
+async def test_decode_engine_killed_after_first_bytes_ends_stream_with_error():
     async with Cluster(d=2) as c:
         for d in c.d:
             d.gate = asyncio.Semaphore(2)
@@ -206,7 +206,7 @@ async def test_d_killed_after_its_first_bytes_ends_the_stream_with_an_error():
         assert c.core.state()["counts"]["broken_streams"] == 1
 
 
-async def test_a_stream_that_falls_silent_ends():
+async def test_silent_stream_ends_with_error_after_idle_timeout():
     async with Cluster(stream_idle_timeout=0.2) as c:
         c.d[0].gate = asyncio.Semaphore(1)
         reply = await begin_stream(c, "u1")
@@ -215,7 +215,7 @@ async def test_a_stream_that_falls_silent_ends():
         await within(5, c.d[0].seen[0].aborted.wait())
 
 
-async def test_all_ds_dead_is_an_error_and_the_export_is_released():
+async def test_all_decode_engines_dead_returns_error_and_releases_export():
     async with Cluster(d=2) as c:
         for d in c.d:
             await d.kill()
@@ -225,12 +225,12 @@ async def test_all_ds_dead_is_an_error_and_the_export_is_released():
         assert (await c.client.get("/ready")).status_code == 503
         assert (await c.client.get("/health")).status_code == 200, "the proxy itself lives"
         assert (await c.client.get("/v1/models")).json()["data"][0]["id"] == "P0", "any engine can say"
-        # They are tried all the same: a D that is back serves before its probe.
+        # They are tried nevertheless: a decode engine that is back serves before its probe.
         await c.d[1].start()
         assert (await within(5, c.chat("u1"))).status_code == 200
 
 
-async def test_errors_of_all_ds_are_the_clients_and_attempts_are_bounded():
+async def test_decode_errors_of_all_engines_reach_client_after_bounded_attempts():
     async with Cluster(d=4, max_decode_attempts=3) as c:
         for d in c.d:
             d.status = 500
@@ -242,7 +242,7 @@ async def test_errors_of_all_ds_are_the_clients_and_attempts_are_bounded():
 # ---------------------------------------------------------------- clients that leave
 
 
-async def test_client_leaves_while_p_computes():
+async def test_client_leaving_during_prefill_aborts_it():
     async with Cluster() as c:
         c.p[0].hold = asyncio.Event()
         asked = asyncio.create_task(c.chat("u1"))
@@ -250,11 +250,11 @@ async def test_client_leaves_while_p_computes():
         asked.cancel()
         await within(5, c.p[0].seen[0].aborted.wait())
         await c.until(lambda: c.core.prefill[0].outstanding == 0)
-        assert not c.d[0].seen and c.core.prefill[0].well
+        assert not c.d[0].seen and c.core.prefill[0].healthy
         assert c.core.state()["counts"]["clients_left"] == 1
 
 
-async def test_client_leaves_while_d_has_not_begun():
+async def test_client_leaving_before_decode_starts_aborts_it():
     async with Cluster() as c:
         c.d[0].hold = asyncio.Event()
         asked = asyncio.create_task(c.chat("u1", stream=True))
@@ -262,11 +262,11 @@ async def test_client_leaves_while_d_has_not_begun():
         asked.cancel()
         await within(5, c.d[0].seen[0].aborted.wait())
         assert (await within(5, c.released.get())).export == "secret-export-P0-1"
-        assert c.core.decode[0].well
+        assert c.core.decode[0].healthy
 
 
-async def test_client_leaves_while_the_proxy_connects_to_d():
-    """P is done, D is not asked yet: only the proxy can give P's blocks back."""
+async def test_client_leaving_during_connect_to_decode_engine_releases_export():
+    """After the prefill and before the decode request, only the proxy can release the export."""
     async with Cluster(connect_timeout=30) as c:
         await c.d[0].kill()
         with socket.socket() as listener:
@@ -287,7 +287,7 @@ async def test_client_leaves_while_the_proxy_connects_to_d():
                 filler.close()
 
 
-async def test_client_leaves_in_the_middle_of_a_stream():
+async def test_client_leaving_during_stream_aborts_decode():
     async with Cluster() as c:
         c.d[0].gate = asyncio.Semaphore(1)
         reply = await begin_stream(c, "u1")
@@ -295,10 +295,10 @@ async def test_client_leaves_in_the_middle_of_a_stream():
         await reply.aclose()
         await within(5, c.d[0].seen[0].aborted.wait())
         await c.until(lambda: c.core.decode[0].outstanding == 0)
-        assert c.released.empty() and c.core.decode[0].well
+        assert c.released.empty() and c.core.decode[0].healthy
 
 
-async def test_a_client_that_takes_nothing_is_let_go():
+async def test_client_that_reads_nothing_is_disconnected_after_timeout():
     async with Cluster(client_timeout=0.3) as c:
         c.d[0].chunks = 10**9
         c.d[0].text = lambda body, i: "x" * 65536
@@ -310,7 +310,7 @@ async def test_a_client_that_takes_nothing_is_let_go():
             await within(20, c.d[0].seen[0].aborted.wait())
 
 
-async def test_a_client_that_never_sends_its_body_is_let_go():
+async def test_client_that_never_sends_its_body_gets_408():
     async with Cluster(client_timeout=0.2) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 99\r\n\r\n{")
@@ -321,24 +321,24 @@ async def test_a_client_that_never_sends_its_body_is_let_go():
 # ---------------------------------------------------------------- releases
 
 
-async def test_a_release_that_fails_is_harmless_and_said_once(caplog):
+async def test_failed_release_is_harmless_and_logged_once(caplog):
     async def unreachable(export):
         raise ConnectionError("nobody there")
 
-    releaser = release.ExportReleaser(unreachable)
+    releaser = export_release.ExportReleaser(unreachable)
     for _ in range(3):
-        releaser.schedule(release.Export("h", 5, "secret-export"))
+        releaser.schedule(export_release.Export("h", 5, "secret-export"))
     await releaser.aclose()
     assert releaser.released == 0
-    (record,) = [r for r in caplog.records if r.name == release.__name__]
+    (record,) = [r for r in caplog.records if r.name == export_release.__name__]
     assert "nobody there" in record.getMessage() and "secret-export" not in record.getMessage()
 
 
 # ---------------------------------------------------------------- all at once
 
 
-async def test_conversations_live_on_while_engines_come_and_go():
-    """Whatever dies, every answer that is complete is right, errors are said, and nothing stays held."""
+async def test_conversations_continue_while_engines_fail_and_return():
+    """Whatever engine dies, complete answers are right, errors are reported, and no slot or export is leaked."""
     rng = random.Random(20261121)
     async with Cluster(p=2, d=3, stream_idle_timeout=5, prefill_timeout=5, first_byte_timeout=5) as c:
         served = broken = left = 0
@@ -379,5 +379,5 @@ async def test_conversations_live_on_while_engines_come_and_go():
         over.set()
         await chaos_task
         assert served > 40, (served, broken, left)
-        await c.until(lambda: all(e.outstanding == 0 and e.well for e in (*c.core.prefill, *c.core.decode)))
+        await c.until(lambda: all(e.outstanding == 0 and e.healthy for e in (*c.core.prefill, *c.core.decode)))
         assert (await c.chat("and still")).status_code == 200

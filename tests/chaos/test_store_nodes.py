@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from netns import NetnsPair, why_not
 from store_process import Engine, Store
-from store_support import chain_of
+from store_support import block_hashes_of
 from support import eventually
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 NODE_PORT, S3_PORT = 7200, 7300
 S3 = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "thing", "AWS_DEFAULT_REGION": "us-east-1"}
-CHAINS = [chain_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
+PREFIXES = [block_hashes_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
 MAKE_BUCKET = """
 import sys, time, boto3
 from botocore.exceptions import EndpointConnectionError
@@ -90,25 +90,25 @@ def written(store: Store) -> None:
     eventually(idle, 60, "all of it is in the object store")
 
 
-def test_what_one_node_has_the_other_finds(pair):
+def test_blocks_of_one_node_are_found_by_another(pair):
     a, b = pair.stores
     with Engine(a) as near, Engine(b) as far:
-        assert [near.fill(chain) for chain in CHAINS] == [32] * len(CHAINS)
-        assert [far.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        assert [near.fill(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
+        assert [far.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
         assert b.tier("nodes").read_blocks >= 32
         # From here on it is B's own, too.
-        assert far.find(CHAINS[-1], patience=0) == 32
+        assert far.find(PREFIXES[-1], wait_seconds=0) == 32
     written(a)
     for store in pair.stores:
         eventually(lambda store=store: (i := store.counts().index).leases == i.reservations == 0, 20)
 
 
-def test_one_is_killed_while_the_other_reads_and_the_object_store_has_it(pair):
+def test_node_killed_during_read_falls_back_to_object_store(pair):
     a, b = pair.stores
-    fresh = [chain_of((32, f"fresh {number}")) for number in range(6)]
+    fresh = [block_hashes_of((32, f"fresh {number}")) for number in range(6)]
     with Engine(a) as near:
-        for chain in fresh:  # not faster than it is written: memory would give up what waits
-            near.fill(chain)
+        for block_hashes in fresh:  # not faster than it is written: memory would give up what waits
+            near.fill(block_hashes)
             written(a)
         assert not a.tier("object").extra["dropped_evicted"]
     b.kill()
@@ -116,24 +116,26 @@ def test_one_is_killed_while_the_other_reads_and_the_object_store_has_it(pair):
     with Engine(b) as far:
         began = threading.Timer(0.05, a.kill)
         began.start()
-        found = [far.find(chain) for chain in fresh]  # what is found is right
+        found = [far.find(block_hashes) for block_hashes in fresh]  # what is found is right
         began.join()
-        assert all(units <= 32 for units in found)
-        eventually(lambda: [far.find(chain) for chain in fresh] == [32] * 6, 60, "what A had is found without A")
+        assert all(num_hash_blocks <= 32 for num_hash_blocks in found)
+        eventually(
+            lambda: [far.find(block_hashes) for block_hashes in fresh] == [32] * 6, 60, "what A had is found without A"
+        )
         assert b.tier("object").read_blocks
         eventually(lambda: (i := b.counts().index).leases == i.reservations == 0, 20)
     a.start(*pair.options[0])
     with Engine(a) as near:  # and A gets it back, from B or from the object store
-        assert [near.find(chain) for chain in fresh] == [32] * 6
+        assert [near.find(block_hashes) for block_hashes in fresh] == [32] * 6
 
 
-def test_without_the_key_nobody_is_answered(pair, tmp_path):
+def test_client_without_cluster_key_gets_no_answer(pair, tmp_path):
     stranger = Store(tmp_path, pair.stores[1]._before, S3)
     try:
         key = tmp_path / "other.key"
         subprocess.run([sys.executable, "-m", "vllm_kvtier.wire.auth", str(key)], check=True, capture_output=True)
         stranger.start(f"--nodes={pair.options[1][0].split('=')[1]}", f"--cluster-key-file={key}")
         with Engine(stranger) as engine:
-            assert engine.find(CHAINS[0], patience=3.0) == 0
+            assert engine.find(PREFIXES[0], wait_seconds=3.0) == 0
     finally:
         stranger.kill()

@@ -7,13 +7,13 @@ import time
 
 import pytest
 from store_process import Engine, Store
-from store_support import EVERYTHING, SPACE, chain_of
+from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of
 from support import eventually, stop
 
 from vllm_kvtier.devtools.processes import free_port
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 
-CHAINS = [chain_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
+PREFIXES = [block_hashes_of((32, number)) for number in range(6)]  # three quarters of what one memory holds
 
 
 class Pair:
@@ -47,15 +47,15 @@ def pair(tmp_path):
     try:
         a = pair.start(0)
         with Engine(a) as near:
-            assert [near.fill(chain) for chain in CHAINS] == [32] * len(CHAINS)
+            assert [near.fill(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
 
             def written() -> bool:
                 lane = a.disk().extra
-                return lane["queued_blocks"] == 0 and lane["written"] == 32 * len(CHAINS)
+                return lane["queued_blocks"] == 0 and lane["written"] == 32 * len(PREFIXES)
 
             eventually(written, 30, "all of it is on the disk")
         a = pair.start(0)
-        assert a.disk().blocks == 32 * len(CHAINS) and a.counts().index.entries == 0
+        assert a.disk().blocks == 32 * len(PREFIXES) and a.counts().index.entries == 0
         pair.start(1)
         yield pair
     finally:
@@ -67,70 +67,71 @@ def quiet(*stores: Store) -> None:
         eventually(lambda store=store: (i := store.counts().index).leases == i.reservations == 0, 20)
 
 
-def test_what_is_on_the_others_disk_is_found(pair):
+def test_blocks_on_disk_of_another_node_are_found(pair):
     a, b = pair.stores
     with Engine(b) as far:
         # Asked for half of the first, so that there is a beginning in A's memory when all of it is asked for.
-        assert far.find(CHAINS[0][: len(CHAINS[0]) // 2]) == 16
-        assert [far.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
-        assert far.find(chain_of((32, "nobody's"))) == 0
-        assert [far.find(chain, patience=0) for chain in CHAINS] == [32] * len(CHAINS)  # it is B's own by now
+        assert far.find(PREFIXES[0][: len(PREFIXES[0]) // 2]) == 16
+        assert [far.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
+        assert far.find(block_hashes_of((32, "nobody's"))) == 0
+        # it is B's own by now
+        assert [far.find(block_hashes, wait_seconds=0) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
     mine, theirs = a.tier("nodes"), b.tier("nodes")
-    assert a.disk().read_blocks == theirs.read_blocks == 32 * len(CHAINS)
-    assert mine.extra["lent_brought_up"] == len(CHAINS) + 1 and mine.extra["lent_blocks"] >= 32 * len(CHAINS)
+    assert a.disk().read_blocks == theirs.read_blocks == 32 * len(PREFIXES)
+    assert mine.extra["lease_promotions"] == len(PREFIXES) + 1 and mine.extra["leased_blocks"] >= 32 * len(PREFIXES)
     # A did not ask B, who was asking.
-    assert mine.finds == 0 and theirs.extra["lent_leases"] == 0
+    assert mine.lookups == 0 and theirs.extra["leases_granted"] == 0
     quiet(a, b)
 
 
-def test_the_other_forgets_and_gets_it_again_from_memory(pair):
+def test_restarted_reader_gets_promoted_blocks_from_memory_again(pair):
     a, b = pair.stores
     with Engine(b) as far:
-        assert far.find(CHAINS[0]) == 32
+        assert far.find(PREFIXES[0]) == 32
     b = pair.start(1)
     with Engine(b) as far:
-        assert far.find(CHAINS[0]) == 32
+        assert far.find(PREFIXES[0]) == 32
     assert a.disk().read_blocks == 32  # once
 
 
-def test_a_disk_that_stands_still_costs_who_asks_his_patience_and_no_more(pair):
+def test_hung_disk_delays_lookup_by_promotion_timeout_only(pair):
     a, b = pair.stores
-    mover = _disk_mover(a)
-    stop(mover)
+    tier_process = _disk_mover(a)
+    stop(tier_process)
     with Engine(b) as far:
         began = time.monotonic()
-        assert far.find(CHAINS[1], patience=1.0) == 0
+        assert far.find(PREFIXES[1], wait_seconds=1.0) == 0
         assert time.monotonic() - began < 3
         # An engine that asks meanwhile is told how much is coming, and can tell whether that is worth a wait.
-        told = far.ask(m.Lookup(1, SPACE, CHAINS[1], 0, EVERYTHING)).below
-        assert told.units == 32 and 0 < told.seconds < 5
-        os.kill(mover, signal.SIGCONT)
-        assert far.find(CHAINS[1]) == 32
+        told = far.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[1], 0, EVERYTHING)).promotion
+        assert told.num_hash_blocks == 32 and 0 < told.seconds < 5
+        os.kill(tier_process, signal.SIGCONT)
+        assert far.find(PREFIXES[1]) == 32
         # It was waited for, not given up as dead: neither side began anew.
         assert (b.tier("nodes").restarts, b.tier("nodes").timeouts, a.disk().restarts) == (0, 0, 0)
     quiet(a, b)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_dies_while_it_is_brought_up(pair, victim):
+def test_node_dying_during_promotion_fails_the_read(pair, victim):
     a, b = pair.stores
-    mover = _disk_mover(a)
-    stop(mover)
+    tier_process = _disk_mover(a)
+    stop(tier_process)
     with Engine(b) as far:
         began = time.monotonic()
-        assert far.find(CHAINS[2], patience=0.5) == 0  # A is bringing it up
-        eventually(lambda: a.tier("nodes").extra["lent_brought_up"] == 1)
+        assert far.find(PREFIXES[2], wait_seconds=0.5) == 0  # A is bringing it up
+        eventually(lambda: a.tier("nodes").extra["lease_promotions"] == 1)
         pair.stores[victim].kill()
         if victim == 0:
-            assert far.find(CHAINS[3], patience=1.0) == 0
+            assert far.find(PREFIXES[3], wait_seconds=1.0) == 0
             assert time.monotonic() - began < 6
         else:
-            os.kill(mover, signal.SIGCONT)
+            os.kill(tier_process, signal.SIGCONT)
             quiet(a)
     survivor = pair.start(victim)
     quiet(survivor, pair.stores[1 - victim])
     with Engine(b) as far:
-        eventually(lambda: far.find(CHAINS[2], patience=5.0) == 32, 60, "found as soon as both are there again")
+        eventually(lambda: far.find(PREFIXES[2], wait_seconds=5.0) == 32, 60, "found as soon as both are there again")
 
 
 def _disk_mover(store: Store) -> int:

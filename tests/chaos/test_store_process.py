@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, tool_hello
+from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, tool_hello
 from support import eventually, stop
 
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.client import Failed, StoreClient
-from vllm_kvtier.store.launch import serves, start_store
+from vllm_kvtier.store.launcher import serves, start_store
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.wire.reactor import Reactor
 
-CHAIN = chain_of((20, "a"))
+BLOCK_HASHES = block_hashes_of((20, "a"))
 CLIENTS = 4
 BUSY_SECONDS = 1.2  # until a busy client ends by itself
 LIFE_SECONDS = 0.05, 2.0  # until it is killed, if it still lives
@@ -60,7 +60,7 @@ def store(tmp_path):
 def client(store):
     reactor = Reactor("test")
     reactor.start()
-    client = StoreClient(reactor, store.path, engine_hello(), ask_timeout=0.5)
+    client = StoreClient(reactor, store.path, engine_hello(), lookup_timeout=0.5)
     client.start()
     eventually(lambda: client.connected)
     yield client
@@ -75,18 +75,18 @@ def outcome(pending):
 HOLDER = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from store_support import RawClient, chain_of, engine_hello
+from store_support import RawClient, block_hashes_of, engine_hello
 client = RawClient(sys.argv[1], engine_hello("holder"))
-assert client.lookup(chain_of((20, "a"))).units == 20
-assert min(client.reserve(chain_of((50, "b")))) > 0
+assert client.lookup(block_hashes_of((20, "a"))).num_hash_blocks == 20
+assert min(client.reserve(block_hashes_of((50, "b")))) > 0
 print("holds", flush=True)
 sys.stdin.read()
 """
 
 
-def test_what_a_killed_client_held_is_free_at_once(store, root):
+def test_killed_client_releases_leases_and_reservations_at_once(store, root):
     with RawClient(store.path, engine_hello()) as client:
-        client.store(CHAIN)
+        client.store(BLOCK_HASHES)
         holder = subprocess.Popen(
             [sys.executable, "-c", HOLDER, store.path, str(root / "tests")],
             stdin=subprocess.PIPE,
@@ -107,13 +107,13 @@ def test_what_a_killed_client_held_is_free_at_once(store, root):
         assert client.stat().index.used_pages == 0
 
 
-def test_a_killed_server_is_replaced_and_old_memory_stays_valid(store, client):
+def test_killed_store_is_replaced_and_old_mapping_stays_valid(store, client):
     pool = client.open_pool()
     pool.buffer[m.PAGE : m.PAGE + 4] = b"data"
     first = client.instance
     store.kill()
     eventually(lambda: not client.connected)
-    assert isinstance(client.lookup(SPACE, CHAIN, 0, EVERYTHING).outcome, Failed)
+    assert isinstance(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING).outcome, Failed)
     pool.buffer[-4:] = b"late"
     assert bytes(pool.buffer[m.PAGE : m.PAGE + 4]) == b"data"
     store.start()
@@ -125,13 +125,13 @@ def test_a_killed_server_is_replaced_and_old_memory_stays_valid(store, client):
     fresh.close()
 
 
-def test_a_server_that_hangs_costs_one_timeout_and_its_leases(store, client):
+def test_hung_store_costs_one_timeout_and_releases_leases(store, client):
     with RawClient(store.path, engine_hello("writer")) as writer:
-        writer.store(CHAIN)
-    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20
+        writer.store(BLOCK_HASHES)
+    assert outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)).num_hash_blocks == 20
     stop(store.process.pid)
     started = time.monotonic()
-    asked = [client.lookup(SPACE, CHAIN, 0, EVERYTHING) for _ in range(50)]
+    asked = [client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING) for _ in range(50)]
     assert time.monotonic() - started < 0.4, "asking never waits"
     assert all(isinstance(outcome(pending), Failed) for pending in asked)
     assert time.monotonic() - started < 1.5
@@ -140,10 +140,10 @@ def test_a_server_that_hangs_costs_one_timeout_and_its_leases(store, client):
     os.kill(store.process.pid, signal.SIGCONT)
     eventually(lambda: client.connected)
     eventually(lambda: store.counts().index.leases == 0)
-    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20, "nothing was lost"
+    assert outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)).num_hash_blocks == 20, "nothing was lost"
 
 
-def test_clients_bring_a_killed_store_back_and_only_one(tmp_path):
+def test_clients_restart_a_killed_store_exactly_once(tmp_path):
     path, options = str(tmp_path / "s.sock"), StoreOptions(size="1MiB", idle_seconds=20)
     reactors = [Reactor(f"test{number}") for number in range(6)]
     clients = []
@@ -250,12 +250,12 @@ def assert_nothing_leaked(store: Store) -> None:
         index = client.stat().index
         assert (index.used_pages, index.entries, index.pinned_entries) == (0, 0, 0)
         pages = counts.pool_bytes // m.PAGE
-        whole = client.store(chain_of((pages - 1, "whole")))
+        whole = client.store(block_hashes_of((pages - 1, "whole")))
         assert sorted(whole) == list(range(1, pages)), "every page can be had again"
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["clients die", "the server dies too"])
-def test_a_busy_crowd_sees_no_wrong_byte_and_leaks_nothing(store, root, restarts):
+def test_many_clients_under_load_read_correct_bytes_and_leak_nothing(store, root, restarts):
     crowd = run_crowd(store, root, 10, seed=1 + restarts, restarts=restarts)
     counts = store.counts().index
     print(f"{crowd.done} ended, {crowd.killed} killed, {crowd.loaded} blocks checked; {counts}")
@@ -267,7 +267,7 @@ def test_a_busy_crowd_sees_no_wrong_byte_and_leaks_nothing(store, root, restarts
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_busy_crowd_for_minutes(store, root):
+def test_many_clients_for_minutes_leak_nothing(store, root):
     for seed in range(10, 16):
         run_crowd(store, root, 60, seed, restarts=seed % 2 == 1)
         assert_nothing_leaked(store)

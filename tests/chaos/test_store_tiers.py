@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from store_process import Engine, Store
-from store_support import EVERYTHING, SPACE, chain_of
+from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of
 from support import eventually
 
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 
-CHAINS = [chain_of((32, number)) for number in range(20)]  # two and a half times what memory holds
+PREFIXES = [block_hashes_of((32, number)) for number in range(20)]  # two and a half times what memory holds
 ALL = ["--disk-admission=all"]
 
 
@@ -40,73 +40,73 @@ def all_written(store: Store, blocks: int):
 def fill_all(store: Store) -> None:
     with Engine(store) as engine:
         done = 0
-        for chain in CHAINS:
-            assert engine.fill(chain) == 32
+        for block_hashes in PREFIXES:
+            assert engine.fill(block_hashes) == 32
             done += 32
             all_written(store, done)
 
 
-def test_more_than_memory_holds_comes_back_from_disk(store):
+def test_working_set_beyond_memory_loads_from_disk(store):
     store.start(*ALL)
     fill_all(store)
     with Engine(store) as engine:
-        at_once = engine.find(CHAINS[0], patience=0)
+        at_once = engine.find(PREFIXES[0], wait_seconds=0)
         assert at_once < 32  # memory has lost most of it
-        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        assert [engine.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
         # The disk has as much as it had, and nothing is under way any more.
         counts = engine.stat()
         assert counts.index.leases == counts.index.reservations == 0
-        assert counts.tiers[0].read_blocks > 32 * len(CHAINS) / 2 and counts.tiers[0].blocks == 32 * len(CHAINS)
+        assert counts.tiers[0].read_blocks > 32 * len(PREFIXES) / 2 and counts.tiers[0].blocks == 32 * len(PREFIXES)
 
 
-def test_a_killed_store_finds_its_disk_again(store):
+def test_killed_store_restores_blocks_from_disk(store):
     store.start(*ALL)
     fill_all(store)
     store.kill()
     store.start(*ALL)
     with Engine(store) as engine:
-        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        assert [engine.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
 
 
-def test_what_is_warmed_is_in_memory_when_it_is_asked_for(store):
+def test_prefetched_blocks_are_in_memory_at_lookup(store):
     store.start(*ALL)
     fill_all(store)
     with Engine(store) as engine:
-        engine.tell(m.Warm(SPACE, CHAINS[3], EVERYTHING))
-        eventually(lambda: engine.ask(m.Inspect(1, SPACE, CHAINS[3])).units == 32, 10)
-        assert engine.find(CHAINS[3], patience=0) == 32
+        engine.send(m.Prefetch(NAMESPACE_ID, PREFIXES[3], EVERYTHING))
+        eventually(lambda: engine.ask(m.Inspect(1, NAMESPACE_ID, PREFIXES[3])).num_hash_blocks == 32, 10)
+        assert engine.find(PREFIXES[3], wait_seconds=0) == 32
 
 
-def test_only_what_is_seen_twice_is_written(store):
+def test_admission_reuse_writes_blocks_seen_twice(store):
     store.start()
     with Engine(store) as engine:
-        for chain in CHAINS[:4]:
-            engine.fill(chain)
-        assert engine.find(CHAINS[1]) == 32
+        for block_hashes in PREFIXES[:4]:
+            engine.fill(block_hashes)
+        assert engine.find(PREFIXES[1]) == 32
         all_written(store, 32)
     time.sleep(0.3)  # nothing else may follow: there is no event for that
     assert store.disk().blocks == 32
 
 
-def test_what_fails_its_checksum_is_gone_from_the_disk_too(store):
+def test_block_with_bad_checksum_is_removed_from_disk(store):
     store.start(*ALL)
     with Engine(store) as engine:
-        engine.fill(CHAINS[0])
+        engine.fill(PREFIXES[0])
         all_written(store, 32)
-        found = engine.lookup(CHAINS[0])
-        engine.tell(m.Discard(SPACE, 0, CHAINS[0][5 * m.HASH : 6 * m.HASH], found.slots[0][5]))
-        engine.tell(m.Release(found.lease))
-        assert engine.find(CHAINS[0]) == 5
-        engine.fill(CHAINS[1])
+        found = engine.lookup(PREFIXES[0])
+        engine.send(m.Discard(NAMESPACE_ID, 0, PREFIXES[0][5 * m.HASH : 6 * m.HASH], found.slots[0][5]))
+        engine.send(m.Release(found.lease))
+        assert engine.find(PREFIXES[0]) == 5
+        engine.fill(PREFIXES[1])
         all_written(store, 63)  # and before anything else is written, the journal says that it is gone
     store.kill()
     store.start(*ALL)
     with Engine(store) as engine:
-        assert engine.find(CHAINS[0]) == 5
+        assert engine.find(PREFIXES[0]) == 5
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(120, marks=pytest.mark.slow)])
-def test_killed_again_and_again_under_load(store, seconds):
+def test_repeated_kills_under_load_keep_blocks_correct(store, seconds):
     """Two engines store, look up and check at random while the mover dies, and now and then the store."""
     store.start(*ALL)
     rng = random.Random(seconds)
@@ -125,7 +125,7 @@ def test_killed_again_and_again_under_load(store, seconds):
         if rng.random() < 0.15:
             store.kill()
             store.start(*ALL)
-        elif pid := store.mover():
+        elif pid := store.tier_process():
             os.kill(pid, signal.SIGKILL)
             kills += 1
     for each in busy:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from store_process import Engine, Store
-from store_support import EVERYTHING, SPACE, chain_of
+from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of
 from support import eventually, stop
 
-from vllm_kvtier.store import messages as m
+from vllm_kvtier.store import protocol as m
 
-CHAINS = [chain_of((32, number)) for number in range(20)]  # two and a half times what memory holds
+PREFIXES = [block_hashes_of((32, number)) for number in range(20)]  # two and a half times what memory holds
 ALL = ["--disk-admission=all", "--disk-size=64MiB"]
 
 
@@ -23,7 +23,7 @@ ALL = ["--disk-admission=all", "--disk-size=64MiB"]
 def store(tmp_path):
     store = Store(tmp_path)
     yield store
-    if pid := store.process and store.mover():
+    if pid := store.process and store.tier_process():
         os.kill(pid, signal.SIGCONT)
     store.kill()
 
@@ -53,60 +53,60 @@ def opens(store: Store, *options: str, state: str):
     return eventually(lambda: (d := store.disk()).state == state and d, 20, f"the disk is {state}")
 
 
-def fill(store: Store, engine: Engine, chains=CHAINS) -> None:
-    for done, chain in enumerate(chains, 1):
-        engine.fill(chain)
+def fill(store: Store, engine: Engine, prefixes=PREFIXES) -> None:
+    for done, block_hashes in enumerate(prefixes, 1):
+        engine.fill(block_hashes)
         eventually(lambda done=done: store.disk().blocks >= done * 32, 20)
 
 
-def seconds_of_lookups(engine: Engine, count: int, patience: float = 0.0) -> list[float]:
+def seconds_of_lookups(engine: Engine, count: int, wait_seconds: float = 0.0) -> list[float]:
     took = []
     for number in range(count):
         began = time.monotonic()
-        found = engine.ask(m.Lookup(1, SPACE, CHAINS[number % len(CHAINS)], 0, EVERYTHING, patience))
+        found = engine.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[number % len(PREFIXES)], 0, EVERYTHING, wait_seconds))
         took.append(time.monotonic() - began)
-        engine.tell(m.Release(found.lease))
+        engine.send(m.Release(found.lease))
     return sorted(took)
 
 
-def test_lookups_do_not_wait_for_a_process_that_hangs(store):
+def test_lookup_does_not_wait_for_hung_tier_process(store):
     store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
     with Engine(store) as engine:
         fill(store, engine)
         busy = seconds_of_lookups(engine, 300)
-        pid = store.mover()
+        pid = store.tier_process()
         stop(pid)
         hung = seconds_of_lookups(engine, 300)
         began = time.monotonic()
-        engine.ask(m.Lookup(1, SPACE, CHAINS[0], 0, EVERYTHING, 0.3))
+        engine.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[0], 0, EVERYTHING, 0.3))
         assert time.monotonic() - began < 1.0  # its patience ends all the same
         print(f"p50 {statistics.median(hung) * 1e6:.0f} us, p99 {hung[297] * 1e6:.0f}, busy {busy[297] * 1e6:.0f}")
         assert hung[297] < 0.05
         eventually(lambda: not alive(pid), 30, "it is killed")
         eventually(lambda: store.disk().state == "ready", 30)
-        assert engine.find(CHAINS[0]) == 32
+        assert engine.find(PREFIXES[0]) == 32
         eventually(lambda: (i := store.counts().index).leases == i.reservations == 0, 10)
 
 
-def test_a_process_that_hangs_does_not_outlive_its_store(store):
+def test_hung_tier_process_ends_with_its_store(store):
     store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
-    pid = store.mover()
+    pid = store.tier_process()
     stop(pid)
     store.kill()
     eventually(lambda: not alive(pid), 5, "it dies with its store")
 
 
-def test_the_end_in_the_midst_of_everything(store):
+def test_store_stop_during_reads_and_writes_leaves_reusable_disk_data(store):
     """Reads, writes and lookups that wait are under way: it ends soon, with all its processes and with nothing but
     the tier's data left, all of which the next one can use."""
     folder = store.folder / "disk"
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
         fill(store, engine)
-        for number, chain in enumerate(CHAINS):
-            engine.tell(m.Lookup(number, SPACE, chain, 0, EVERYTHING, 20.0))
-        engine.tell(m.Warm(SPACE, chain_of((32, 3), (9, "more")), EVERYTHING))
-        pid = store.mover()
+        for number, block_hashes in enumerate(PREFIXES):
+            engine.send(m.Lookup(number, NAMESPACE_ID, block_hashes, 0, EVERYTHING, 20.0))
+        engine.send(m.Prefetch(NAMESPACE_ID, block_hashes_of((32, 3), (9, "more")), EVERYTHING))
+        pid = store.tier_process()
         began = time.monotonic()
         store.process.terminate()
         assert store.process.wait(10) == 0
@@ -117,14 +117,14 @@ def test_the_end_in_the_midst_of_everything(store):
     assert names[1:] == ["lock", "slots"] and names[0].startswith("journal.")
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
-        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        assert [engine.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
 
 
 @pytest.mark.slow
-def test_nothing_adds_up_over_many_lives_of_a_mover(store):
+def test_tier_process_restarts_leak_nothing(store):
     store.start(f"--disk-path={store.folder / 'disk'}", *ALL)
     with Engine(store) as engine:
-        fill(store, engine, CHAINS[:2])
+        fill(store, engine, PREFIXES[:2])
 
         def descriptors() -> int:
             return len(os.listdir(f"/proc/{store.process.pid}/fd"))
@@ -132,17 +132,17 @@ def test_nothing_adds_up_over_many_lives_of_a_mover(store):
         before, lives = descriptors(), 0
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
-            pid = eventually(store.mover, 70)
+            pid = eventually(store.tier_process, 70)
             os.kill(pid, signal.SIGKILL)
             lives += 1
             eventually(lambda pid=pid: not alive(pid), 5)
         eventually(lambda: store.disk().state == "ready", 70)
         assert descriptors() <= before + 1
-        assert engine.find(CHAINS[0]) == 32
+        assert engine.find(PREFIXES[0]) == 32
 
 
 @pytest.mark.parametrize("what", ["a file", "no folder", "another store's", "too small"])
-def test_a_directory_that_is_no_use_is_said_in_words(store, tmp_path, what):
+def test_unusable_directory_is_reported_with_cause(store, tmp_path, what):
     path, options, words = tmp_path / "disk", [], ""
     other = Store(tmp_path / "other")
     other.folder.mkdir()
@@ -159,16 +159,16 @@ def test_a_directory_that_is_no_use_is_said_in_words(store, tmp_path, what):
         other.start(f"--disk-path={path}", *ALL)
         words = "another store uses"
     try:
-        disk = opens(store, f"--disk-path={path}", *ALL, *options, state="set aside")
+        disk = opens(store, f"--disk-path={path}", *ALL, *options, state="unavailable")
         assert words in disk.reason
         with Engine(store) as engine:
-            engine.fill(CHAINS[0])
-            assert engine.find(CHAINS[0]) == 32
+            engine.fill(PREFIXES[0])
+            assert engine.find(PREFIXES[0]) == 32
     finally:
         other.kill()
 
 
-def test_a_smaller_disk_than_before_and_a_larger_one(store):
+def test_disk_resized_between_starts_keeps_within_size(store):
     folder = store.folder / "disk"
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
@@ -178,57 +178,57 @@ def test_a_smaller_disk_than_before_and_a_larger_one(store):
     store.start(f"--disk-path={folder}", *small)
     assert os.stat(folder / "slots").st_size == 2 << 20 and store.disk().used_bytes <= 2 << 20
     with Engine(store) as engine:
-        for chain in CHAINS:
-            engine.find(chain)  # right, as far as it goes
-            engine.fill(chain)
+        for block_hashes in PREFIXES:
+            engine.find(block_hashes)  # right, as far as it goes
+            engine.fill(block_hashes)
     store.kill()
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
-        for chain in CHAINS:
-            engine.find(chain)
+        for block_hashes in PREFIXES:
+            engine.find(block_hashes)
 
 
 @pytest.mark.parametrize("preallocate", [False, True])
-def test_a_full_file_system(store, small, preallocate):
+def test_full_file_system_keeps_what_fits_and_reports_cause(store, small, preallocate):
     """It promises 64 MiB and has 4: what fits is kept, the rest is refused in words, and the store serves."""
     store.start(f"--disk-path={small / 'disk'}", *ALL, f"--disk-preallocate={preallocate}")
     with Engine(store) as engine:
-        for chain in CHAINS:
-            engine.fill(chain)
-            assert engine.find(chain) == 32
+        for block_hashes in PREFIXES:
+            engine.fill(block_hashes)
+            assert engine.find(block_hashes) == 32
             time.sleep(0.15)
         disk = eventually(lambda: (d := store.disk()).reason and d, 10)
         assert "full" in disk.reason or "No space" in disk.reason
         assert disk.used_bytes <= 4 << 20
-        assert engine.find(CHAINS[-1]) == 32
+        assert engine.find(PREFIXES[-1]) == 32
     store.kill()
     store.await_tiers = False
     store.start(f"--disk-path={small / 'disk'}", *ALL)
     with Engine(store) as engine:
         eventually(lambda: store.disk().state != "opening", 10)
-        assert sum(engine.find(chain) for chain in CHAINS) > 32
+        assert sum(engine.find(block_hashes) for block_hashes in PREFIXES) > 32
 
 
-def test_a_file_system_that_cannot_be_written_any_more(store, small):
+def test_read_only_file_system_serves_reads(store, small):
     store.start(f"--disk-path={small / 'disk'}", *ALL)
     with Engine(store) as engine:
-        fill(store, engine, CHAINS[:3])
+        fill(store, engine, PREFIXES[:3])
     store.kill()
     remount = ["mount", "-o", "remount,ro", small]  # not as long as the process has files open
     eventually(lambda: subprocess.run(remount, capture_output=True).returncode == 0, 10)
-    disk = opens(store, f"--disk-path={small / 'disk'}", *ALL, state="read only")
+    disk = opens(store, f"--disk-path={small / 'disk'}", *ALL, state="read_only")
     assert "Read-only file system" in disk.reason
     with Engine(store) as engine:
-        assert engine.find(CHAINS[0]) == 32
-        engine.fill(CHAINS[5])
+        assert engine.find(PREFIXES[0]) == 32
+        engine.fill(PREFIXES[5])
 
 
 @pytest.mark.parametrize("part", ["journal", "slots", "header"])
-def test_a_damaged_disk_gives_nothing_wrong(store, part):
+def test_damaged_disk_returns_no_wrong_block_and_is_rewritten(store, part):
     folder = store.folder / "disk"
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
-        fill(store, engine, CHAINS[:4])
+        fill(store, engine, PREFIXES[:4])
     store.kill()
     if part == "journal":
         path = next(folder.glob("journal.*"))
@@ -240,10 +240,10 @@ def test_a_damaged_disk_gives_nothing_wrong(store, part):
         file.write(b"\xa5" * (100 if part != "slots" else 40 * 4096))
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
-        found = [engine.find(chain) for chain in CHAINS[:4]]  # right, as far as it goes
+        found = [engine.find(block_hashes) for block_hashes in PREFIXES[:4]]  # right, as far as it goes
         assert found == [0] * 4 if part != "slots" else found[0] < 32 and found[1:] == [32] * 3
-        for chain in CHAINS:
-            engine.fill(chain)  # also what was damaged: it is written anew
+        for block_hashes in PREFIXES:
+            engine.fill(block_hashes)  # also what was damaged: it is written anew
             time.sleep(0.1)
-        eventually(lambda: store.disk().blocks == 32 * len(CHAINS), 10)
-        assert [engine.find(chain) for chain in CHAINS] == [32] * len(CHAINS)
+        eventually(lambda: store.disk().blocks == 32 * len(PREFIXES), 10)
+        assert [engine.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)

@@ -34,10 +34,10 @@ def excluded(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     row = dict([one, other])
     made_for_recall = row.get("lora") or row.get("speculation") in ("eagle", "draft_model")
     return bool(
-        made_for_recall
-        and row.get("model", "recall") != "recall"
-        or row.get("lora")
-        and row.get("processes") in IN_PROCESS
+        (made_for_recall
+        and row.get("model", "recall") != "recall")
+        or (row.get("lora")
+        and row.get("processes") in IN_PROCESS)
     )
 
 

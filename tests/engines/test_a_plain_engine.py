@@ -4,7 +4,7 @@ it rightly."""
 from collections.abc import Iterator
 
 import pytest
-from fleet import start_missing
+from engine_fixtures import start_missing
 
 from vllm_kvtier.devtools.clients import chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -26,7 +26,7 @@ def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
     engine.kill()
 
 
-def test_the_demo_model_recalls(single):
+def test_plain_engine_recalls_code_with_demo_model(single):
     messages = [SYSTEM, FACTS, NOTED, QUESTION]
     answer = chat(single.base_url, messages)
     assert "77120" in answer.text and answer.finish_reason == "stop"
@@ -36,7 +36,7 @@ def test_the_demo_model_recalls(single):
     assert streamed.usage["prompt_tokens"] == answer.usage["prompt_tokens"]
 
 
-def test_counters_tell_computed_from_cached(single):
+def test_plain_engine_counters_separate_computed_from_cached_tokens(single):
     prompt = [300 + i % 1500 for i in range(320)]
     before = prompt_tokens(single.base_url)
     first = complete(single.base_url, prompt, max_tokens=4)
@@ -49,7 +49,7 @@ def test_counters_tell_computed_from_cached(single):
     assert (after - before).pulled == 0
 
 
-def test_an_engine_that_cannot_start_says_why(misspelt):
+def test_engine_with_misspelt_option_exits_with_suggestion(misspelt):
     with pytest.raises(ServiceFailed, match="did you mean bidirectional"):
         misspelt.wait_ready()
     assert not group_members(misspelt.pid)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from drive import assert_same, driving, random_tokens
-from fleet import ENGINE_FLAGS
-from node_fleet import ASKED, OPTIONS, NodeDriver, runtime_dir, seeded, store_env, store_in
+from engine_client import assert_same, driving, random_tokens
+from engine_fixtures import ENGINE_FLAGS
+from node_fixtures import ASKED, OPTIONS, NodeDriver, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, start_all, wait_all
@@ -99,7 +99,7 @@ async def load(drive, engine, folder: Path, name: str, inplace: bool = False) ->
     (await drive._http.post(f"{engine.base_url}/v1/load_lora_adapter", json=body)).raise_for_status()
 
 
-async def test_an_adapter_s_kv_serves_that_adapter_only(pair, drive, tmp_path):
+async def test_adapter_replaced_under_same_name_does_not_load_old_kv(pair, drive, tmp_path):
     """Of one name and path, with other files: the one that came first has stored its KV."""
     prompt = random_tokens(seeded("adapters"), LENGTH)
     folder = adapter(tmp_path / "style", 16)
@@ -126,7 +126,7 @@ async def test_an_adapter_s_kv_serves_that_adapter_only(pair, drive, tmp_path):
     assert_same(new, strong, "loaded in place")
 
 
-async def test_an_adapter_from_a_folder_that_is_gone_is_computed(pair, drive, tmp_path):
+async def test_adapter_whose_folder_was_deleted_is_recomputed(pair, drive, tmp_path):
     prompt = random_tokens(seeded("gone"), LENGTH)
     folder = adapter(tmp_path / "brief", 64)
     await load(drive, pair.first, folder, "brief")
@@ -137,7 +137,7 @@ async def test_an_adapter_from_a_folder_that_is_gone_is_computed(pair, drive, tm
     assert_same(reply, first)
 
 
-async def test_weights_that_are_pushed_make_what_was_stored_useless_to_that_engine_alone(pair, drive):
+async def test_reloaded_weights_invalidate_stored_kv_of_that_engine_only(pair, drive):
     prompt, other = (random_tokens(seeded(f"pushed {i}"), LENGTH) for i in range(2))
     first = await asked_and_stored(drive, pair, pair.first, prompt)
     assert (await ask(drive, pair.first, prompt)).pulled == WHOLE

@@ -1,6 +1,6 @@
 """`kvtier doctor`, `inspect` and `top` beside real engines and their store: two that share a node, not a hash seed.
 
-KVTIER_TOP_SVG=docs/top.svg pytest tests/engines/test_cli_engines.py -k top     makes the picture of the manual
+KVTIER_TOP_SVG=$PWD/docs/top.svg pytest tests/engines/test_cli_engines.py -k top -m slow     draws the manual's picture
 """
 
 import asyncio
@@ -11,15 +11,15 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from drive import driving, random_tokens
-from fleet import BLOCK, ENGINE_FLAGS, start_missing
-from node_fleet import OPTIONS, SLOT_PAGES, NodeDriver, runtime_dir, seeded, store_env, store_in
+from engine_client import driving, random_tokens
+from engine_fixtures import BLOCK, ENGINE_FLAGS, start_missing
+from node_fixtures import OPTIONS, SLOT_PAGES, NodeDriver, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.doctor.endpoint import EndpointProbe
-from vllm_kvtier.doctor.server import Server
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe
+from vllm_kvtier.doctor.engines.server import Server
+from vllm_kvtier.store.protocol import PAGE
 
 POOL = 60 * SLOT_PAGES * PAGE  # blocks of 32 tokens
 TEXT = "What the engine has seen before it need not compute again. " * 12
@@ -74,51 +74,51 @@ def given(*engines) -> list[str]:
     return [word for e in engines for word in ("--server", e.base_url, "--endpoint", e.endpoint)]
 
 
-async def test_an_engine_that_is_well(pair):
+async def test_doctor_healthy_engine_exits_zero(pair):
     first, _, store = pair
     code, checks = await doctor(*given(first), "--socket", store.path)
     assert code == 0, checks
-    said = " ".join(check["sentence"] for check in checks)
-    assert f"1 rank, blocks of {BLOCK} tokens, a node store in use" in said and "nothing went wrong" in said
+    said = " ".join(check["message"] for check in checks)
+    assert f"1 rank, blocks of {BLOCK} tokens, a node store in use" in said and "no errors counted" in said
 
 
-async def test_two_engines_with_two_hash_seeds(pair):
+async def test_doctor_different_hash_seeds_are_found(pair):
     first, second, store = pair
     code, checks = await doctor(*given(first, second), "--socket", store.path)
     broken = [check for check in checks if check["state"] == "fail"]
     assert code == 2 and len(broken) == 1, checks
-    assert "hash seed differs" in broken[0]["sentence"] and "PYTHONHASHSEED" in broken[0]["remedy"]
+    assert "hash seed differs" in broken[0]["message"] and "PYTHONHASHSEED" in broken[0]["fix"]
 
 
-async def test_why_a_prompt_missed(pair, driver, tmp_path):
+async def test_doctor_prompt_never_stored_then_evicted_is_explained(pair, driver, tmp_path):
     first, second, store = pair
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT)
     asked = [*given(first), "--socket", store.path, "--prompt", file]
     _, checks = await doctor(*asked)
-    assert "never stored: no engine that" in checks[-1]["sentence"]
-    assert "since the store started" in checks[-1]["sentence"]
+    assert "never stored: no engine that" in checks[-1]["message"]
+    assert "since the store started" in checks[-1]["message"]
 
     tokens = await asyncio.to_thread(Server(first.base_url).tokenize, TEXT)
     await driver.ask(first, tokens, 1)
     await driver.stored(first, tokens)
     code, checks = await doctor(*asked)
     whole = len(tokens) // BLOCK * BLOCK
-    assert code == 0 and f"all {whole} tokens of whole blocks are there" in checks[-1]["sentence"]
+    assert code == 0 and f"all {whole} tokens of whole blocks are cached" in checks[-1]["message"]
     done = await command("inspect", *given(first), "--prompt", file, "--json")
     found = json.loads(done.stdout)["engines"][0]
     assert found["stored_tokens"] == found["gpu_cache_tokens"] == whole
     assert found["block_tokens"] == BLOCK
-    told = [(each["start"], each["end"], each["place"], each["fate"]) for each in found["stretches"]]
-    assert told == [(0, whole, "memory", "")] and not found["weighed"], "its own cache has it: nothing to load"
+    spans = [(each["start"], each["end"], each["tier"], each["removal_reason"]) for each in found["spans"]]
+    assert spans == [(0, whole, "memory", "")] and not found["load_decisions"], "its own cache has it: nothing to load"
 
     code, checks = await doctor(*given(first, second), "--socket", store.path, "--prompt", file)
     missed = next(check for check in checks if check["name"] == f"prompt on {second.endpoint}")
-    assert "hash seed differs" in missed["sentence"] and first.endpoint in missed["sentence"]
-    assert "fixed by PYTHONHASHSEED" in missed["sentence"], "in the engine's own words"
+    assert "hash seed differs" in missed["message"] and first.endpoint in missed["message"]
+    assert "fixed by PYTHONHASHSEED" in missed["message"], "in the engine's own words"
 
     code, checks = await doctor(*asked, "--cache-salt", "somebody")
-    assert code == 2 and "were stored with no cache salt" in checks[-1]["sentence"]
+    assert code == 2 and "were stored with no cache salt" in checks[-1]["message"]
 
     # Only the store has it: what the engine would do with that follows from what it has measured.
     await driver.until_idle(first)
@@ -126,13 +126,13 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     done = await command("inspect", *given(first), "--prompt", file, "--json")
     found = json.loads(done.stdout)["engines"][0]
     assert (found["gpu_cache_tokens"], found["stored_tokens"]) == (0, whole)
-    (weighed,) = found["weighed"]
+    (weighed,) = found["load_decisions"]
     assert (weighed["source"], weighed["start"], weighed["end"], weighed["load"]) == ("host", 0, whole, True)
     assert weighed["load_seconds"] > 0
 
     # An adapter that this engine does not know.
     code, checks = await doctor(*asked, "--adapter", "nobody")
-    assert "no request to this engine has used an adapter 'nobody'" in checks[-1]["sentence"], checks[-1]
+    assert "no request to this engine has used an adapter 'nobody'" in checks[-1]["message"], checks[-1]
 
     # More than the store holds, and the engine's own cache emptied.
     for number in range(4):
@@ -140,13 +140,13 @@ async def test_why_a_prompt_missed(pair, driver, tmp_path):
     await driver.until_idle(first)
     await driver.reset(first)
     _, checks = await doctor(*asked)
-    assert f"tokens 0 to {whole}: evicted " in checks[-1]["sentence"], checks
-    assert " ago to make room, and no tier below memory had it" in checks[-1]["sentence"]
+    assert f"tokens 0 to {whole}: evicted, " in checks[-1]["message"], checks
+    assert " ago: no secondary tier had it" in checks[-1]["message"]
     done = await command("inspect", *given(first), "--prompt", file)
-    assert "its GPU's cache" in done.stdout and f"tokens 0 to {whole}: evicted, " in done.stdout, done.stdout
+    assert "GPU cache" in done.stdout and f"tokens 0 to {whole}: evicted, " in done.stdout, done.stdout
 
 
-async def test_a_beginning_is_still_there(pair, driver, tmp_path):
+async def test_doctor_prompt_reports_remaining_prefix(pair, driver, tmp_path):
     """The end goes first; the rest is found, and doctor says from where on it is not, and why."""
     first, _, store = pair
     file = tmp_path / "prompt.txt"
@@ -156,15 +156,15 @@ async def test_a_beginning_is_still_there(pair, driver, tmp_path):
     await driver.ask(first, tokens[:begin], 1)
     await driver.stored(first, tokens[:begin])
     code, checks = await doctor(*given(first), "--socket", store.path, "--prompt", file)
-    assert code == 1 and f"tokens from {begin} on of {len(tokens)} tokens missed" in checks[-1]["sentence"], checks[-1]
+    assert code == 1 and f"tokens {begin} to {len(tokens)} missed" in checks[-1]["message"], checks[-1]
 
 
-async def test_engines_say_who_they_are(pair):
+async def test_engines_report_their_identity(pair):
     first, second, _ = pair
     told = []
     for engine in (first, second):
         with EndpointProbe(engine.endpoint) as probe:
-            told.append(await asyncio.to_thread(probe.words))
+            told.append(await asyncio.to_thread(probe.description))
     same, other = told
     assert [name for name in same if same[name] != other[name]] == ["hash seed"]
     assert len(same["weights"].split(",")[0]) == 16 and same["codec of the store"] == "raw"
@@ -172,7 +172,7 @@ async def test_engines_say_who_they_are(pair):
 
 
 @pytest.mark.slow
-async def test_top_under_traffic(pair, driver, tmp_path):
+async def test_top_shows_engines_and_store_under_traffic(pair, driver, tmp_path):
     first, second, store = pair
     ending = asyncio.Event()
 

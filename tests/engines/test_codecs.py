@@ -19,17 +19,17 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from drive import SYSTEM, Reply, driving, question, random_tokens, told, with_sources
-from fleet import ENGINE_FLAGS
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from engine_client import SYSTEM, Reply, driving, question, random_tokens, told, with_sources
+from engine_fixtures import ENGINE_FLAGS
+from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier import codecs
-from vllm_kvtier.cli import pin
+from vllm_kvtier.cli import inputs
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
 from vllm_kvtier.quality.recall import NOUNS
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.wire.slots import PART_ALIGN, REGION_ALIGN, SUM_BYTES, align
 
 BLOCK = 32
@@ -219,10 +219,10 @@ def distances(got: Reply, want: Reply) -> list[float]:
 
 
 @EACH
-async def test_what_comes_back_is_near_and_takes_fewer_bytes(kept: Kept, driver):
+async def test_codec_round_trip_is_near_and_smaller(kept: Kept, driver):
     engine, price, rng = kept.engine, PRICES.get(kept.codec, DEFAULT), seeded("codecs")
     talks = [Talk(rng, tokens) for tokens in (700, 1100, 1700, 2400)]
-    ids = await asyncio.to_thread(pin.tokenize, engine.base_url, source()[:40000])
+    ids = await asyncio.to_thread(inputs.tokenize, engine.base_url, source()[:40000])
     texts = [ids[at : at + length] for at, length in ((100, 400), (3000, 800), (6000, 1100))]
 
     async def answers() -> tuple[list[bool], list[Reply], list[Reply]]:
@@ -285,7 +285,7 @@ async def test_what_comes_back_is_near_and_takes_fewer_bytes(kept: Kept, driver)
 
 
 @EACH
-async def test_the_pool_holds_as_many_blocks_as_the_codec_says(kept: Kept, driver):
+async def test_codec_pool_holds_promised_number_of_blocks(kept: Kept, driver):
     """More than fits into a small store, of which every page that can hold a block then does."""
     store, rng = kept.store, seeded(f"room {kept.codec}")
     room = POOL_PAGES // kept.layout.pages
@@ -311,7 +311,7 @@ async def test_the_pool_holds_as_many_blocks_as_the_codec_says(kept: Kept, drive
 
 
 @EACH
-async def test_a_flipped_bit_is_noticed(kept: Kept, driver):
+async def test_codec_flipped_bit_is_detected_and_block_stored_again(kept: Kept, driver):
     """In the first number, the last scale and the checksum of a block: each time it is computed, and stored anew."""
     engine, store, rng = kept.engine, kept.store, seeded(f"flips {kept.codec}")
     await asyncio.to_thread(store.kill)  # so that the memory is new, and what is written in it known
@@ -341,7 +341,7 @@ async def test_a_flipped_bit_is_noticed(kept: Kept, driver):
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param((Codec.RAW, FAST[0]), marks=pytest.mark.slow)])
-async def test_engines_with_other_codecs_share_nothing(engines, driver, names):
+async def test_engines_with_different_codecs_share_no_blocks(engines, driver, names):
     """Pulls between them are refused in words, nothing of the other is found in the store, and all is answered."""
     both = engines.have(*names)
     rng, pages = seeded("other codecs"), sum(layout_of(name).pages for name in names)
@@ -365,7 +365,7 @@ async def test_engines_with_other_codecs_share_nothing(engines, driver, names):
     await driver.until_idle(*both)
 
 
-async def test_pulls_carry_the_wire_codec(engines, driver):
+async def test_pulls_use_wire_codec_in_both_directions(engines, driver):
     """There and, in the next turn, back; both keep what they have in a store beside it."""
     p, d = engines.have(WIRE, WIRE + AGAIN)
     rng, layout, moved = seeded("wire"), layout_of(WIRE), []
@@ -374,7 +374,7 @@ async def test_pulls_carry_the_wire_codec(engines, driver):
         talk = Talk(rng, tokens)
         one, other = talk.names[:2]
         asked = f"<|end|><|user|>{question(other)}<|end|><|assistant|>"
-        asked = await asyncio.to_thread(pin.tokenize, d.base_url, asked)
+        asked = await asyncio.to_thread(inputs.tokenize, d.base_url, asked)
         before = await driver.counts(d, "pulled_bytes")
         first = [*talk.messages, {"role": "user", "content": question(one)}]
         _, reply = await driver.hand_off(p, d, first, 100)

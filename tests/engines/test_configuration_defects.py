@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +20,10 @@ import httpx
 import model_shapes
 import pytest
 import zmq.asyncio
-from drive import PREFILL, Reply, driving, random_tokens
-from fleet import start_missing
-from node_fleet import ASKED, OPTIONS, Memory, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from engine_client import PREFILL, Reply, driving, random_tokens
+from engine_fixtures import start_missing
+from node_fixtures import ASKED, OPTIONS, Memory, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from store_support import map_pool
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
@@ -90,7 +90,7 @@ def assert_equal(got: Reply, want: Reply) -> None:
     assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < TOLERANCE
 
 
-async def test_pooling_over_whole_prompts_is_left_alone(defects, driver):
+async def test_pooling_over_whole_prompt_disables_connector(defects, driver):
     """Vectors of a prompt whose beginning was stored would be means over the rest, and ended vLLM's engine."""
     rng, engine = seeded("pooling"), defects.pooling
     stem = random_tokens(rng, 200)
@@ -107,11 +107,11 @@ async def test_pooling_over_whole_prompts_is_left_alone(defects, driver):
         assert max(abs(a - b) for a, b in zip(first, again, strict=True)) < 1e-4
         assert all(max(abs(a - b) for a, b in zip(first, each, strict=True)) > 1e-3 for each in longer)
         assert (await http.get(f"{engine.base_url}/health")).status_code == 200
-    assert "nothing is pulled, stored or loaded" in engine.log_path.read_text()
+    assert "neither pulled, stored nor loaded" in engine.log_path.read_text()
     await refuses_peers(engine, "pooling")
 
 
-async def test_states_that_are_no_kv_are_left_alone(defects, driver):
+async def test_mamba_states_disable_connector(defects, driver):
     prompt = random_tokens(seeded("mamba"), 300)
     replies = [await driver.ask(defects.mamba, prompt, 4, params) for params in (ASKED, PREFILL, ASKED)]
     for reply in replies:
@@ -128,7 +128,7 @@ async def refuses_peers(engine: Engine, why: str) -> None:
         await socket.send(m.encode(hello))
         assert await socket.poll(10_000), "no answer"
         refused = m.decode_engine((await socket.recv_multipart())[-1])
-    assert isinstance(refused, m.Refused) and why in refused.reason
+    assert isinstance(refused, m.LeaseRefused) and why in refused.reason
 
 
 async def inspected(driver: NodeDriver, engine: Engine):
@@ -149,7 +149,7 @@ async def reset(engine: Engine) -> None:
         assert reply.json()["success"]
 
 
-async def test_windows_kept_as_full_attention_are_loaded(defects, driver):
+async def test_sliding_windows_kept_as_full_attention_are_loaded(defects, driver):
     """vLLM has no hybrid groups beside such a connector; the model's windows are in the specs all the same."""
     rng, engine = seeded("windows"), defects.multi
     prompts = [random_tokens(rng, length) for length in (70, 200, 512)]
@@ -164,7 +164,7 @@ async def test_windows_kept_as_full_attention_are_loaded(defects, driver):
         assert_equal(got, want)
 
 
-async def test_failed_loads_within_a_multi_connector_are_computed(defects, driver):
+async def test_failed_load_within_multi_connector_is_recomputed(defects, driver):
     """As ``kv_load_failure_policy`` of the connector says; vLLM's own, of the MultiConnector, is "fail"."""
     rng, engine = seeded("multi"), defects.multi
     prompt = random_tokens(rng, 300)
@@ -183,7 +183,7 @@ async def test_failed_loads_within_a_multi_connector_are_computed(defects, drive
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reset", "pause"])
-async def test_reset_while_a_hand_off_is_read_succeeds(trio, driver_of_trio, pauses):
+async def test_reset_during_handoff_read_succeeds_and_recomputes(trio, driver_of_trio, pauses):
     """P forgets what D is about to read, and fills its blocks anew; D finds that out by the checksums."""
     driver, rng = driver_of_trio, random.Random(f"reset {pauses}")
     prompt, faults = random_tokens(rng, 400), trio.faults["FD"]
@@ -225,30 +225,27 @@ async def driver_of_trio(trio, plain):
 # -- an engine without a loop, in a process of its own ------------------------------------------------------------
 
 
-def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(model_path, tmp_path):
+def test_failed_load_in_process_engine_of_old_vllm_is_recomputed(model_path, tmp_path, run_script):
     """vLLM before 0.30 takes failed requests only from its scheduler, which a connector without a loop did not know."""
     model = model_shapes.write(model_shapes.HYBRID, tmp_path / "hybrid", model_path)
     with runtime_dir() as folder:
-        env = {**os.environ, **store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        command = [sys.executable, __file__, str(model)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert told == [{"groups": 3, "good": ["right", 1, 0], "bad": ["right", 0, 1]}]
+        output = run_script(__file__, str(model), env={**store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert results == [{"groups": 3, "good": ["right", 1, 0], "bad": ["right", 0, 1]}]
 
 
 def main(model: str) -> None:
     from vllm import LLM, SamplingParams
 
     from vllm_kvtier import connector as ours
-    from vllm_kvtier.store.launch import store_path
-    from vllm_kvtier.store.mapping import PoolMapping
+    from vllm_kvtier.store.launcher import store_path
     from vllm_kvtier.telemetry.stats import merge
-    from vllm_kvtier.vllm_compat import types
+    from vllm_kvtier.vllm_compat import connector_types
 
     def as_before(step, by_request):
-        return types.TransferResults(finished_sending=set(), finished_recving=step.finished, failed_recving=set())
+        return connector_types.TransferResults(
+            finished_sending=set(), finished_recving=step.finished, failed_recving=set()
+        )
 
     ours.TransferResults, ours.transfer_results = None, as_before
     extra = {"store_size": "128MiB", "load_policy": "always", "store_idle_seconds": 5}
@@ -293,13 +290,13 @@ def main(model: str) -> None:
 
     rng = random.Random(1)
     prompt = random_tokens(rng, 400)
-    until(lambda: counts.get("store_usable_bytes"), "the store is up")
+    until(lambda: counts.get("store_registered_bytes"), "the store is up")
     truth = ask(prompt, 16)
     until(lambda: counts.get("stored_blocks", 0) >= 400 // 32 and not half._offloader.pinned, "the prompt is stored")
     until(llm.reset_prefix_cache, "nothing is held")
-    told = {"groups": len(half._facts.groups), "good": loaded(prompt, truth)}
+    told = {"groups": len(half._info.groups), "good": loaded(prompt, truth)}
     assert llm.reset_prefix_cache()
-    memory = Memory(PoolMapping.connect(store_path()))
+    memory = Memory(map_pool(store_path()))
     for page in memory.written():
         memory.flip(rng, page)
     told["bad"] = loaded(prompt, truth)

@@ -26,9 +26,9 @@ import httpx
 import model_shapes
 import pytest
 from configurations import AXES, IN_PROCESS, Row, covering, excluded, in_words, write_adapter, write_eagle
-from drive import LOGPROB_TOLERANCE, random_tokens
+from engine_client import LOGPROB_TOLERANCE, random_tokens
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import NodeStore, runtime_dir, store_env, store_in
+from node_fixtures import NodeStore, runtime_dir, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all, start_all
@@ -159,12 +159,12 @@ class Child:
         )
         self._path = engine.log_path
         try:
-            self.scheduler = self._tell({"do": "start"})
+            self.scheduler = self._send({"do": "start"})
         except BaseException:
             self.kill()
             raise
 
-    def _tell(self, order: dict[str, Any]) -> Any:
+    def _send(self, order: dict[str, Any]) -> Any:
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
@@ -180,13 +180,13 @@ class Child:
         raise ServiceFailed("\n".join(self._path.read_text("utf-8", "replace").splitlines()[-60:]))
 
     async def ask(self, asked: list[Request]) -> list[Answer]:
-        told = await asyncio.to_thread(self._tell, {"do": "ask", "bodies": [body_of(r) for r in asked]})
+        told = await asyncio.to_thread(self._send, {"do": "ask", "bodies": [body_of(r) for r in asked]})
         return [
             _answer([Choice(*c) for c in one["choices"]], one["prompt_logprobs"], one["report"]) for one in told
         ]
 
     async def reset(self) -> bool:
-        return await asyncio.to_thread(self._tell, {"do": "reset"})
+        return await asyncio.to_thread(self._send, {"do": "reset"})
 
     def kill(self) -> None:
         self._process.kill()
@@ -376,7 +376,7 @@ PARAMS += [pytest.param(row, id=in_words(row), marks=pytest.mark.slow) for row i
 
 
 @pytest.mark.parametrize("running", PARAMS, indirect=True)
-async def test_configuration_answers_are_right_and_hits_are_found(running: Running):
+async def test_configuration_answers_are_correct_and_hits_are_found(running: Running):
     row = running.row
     asked = taken_by_vllm(row, requests(row, in_words(row)))
     first = await running.right(asked, "computed")
@@ -484,7 +484,7 @@ async def nothing_left(running: Running) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_covering_has_every_pair_of_values_that_is_not_excluded():
+def test_configuration_rows_cover_every_allowed_pair_of_values():
     found = {pair for row in ROWS for pair in itertools.combinations(row.items(), 2)}
     assert not [pair for pair in found if excluded(*pair)]
     for (a, of_a), (b, of_b) in itertools.combinations(AXES.items(), 2):
@@ -496,7 +496,7 @@ def test_covering_has_every_pair_of_values_that_is_not_excluded():
 
 
 @pytest.mark.parametrize("pooling", ["LAST", pytest.param("CLS", marks=pytest.mark.slow), "MEAN"])
-async def test_pooling_model_embeddings_are_those_of_a_plain_engine(makers: Makers, pooling):
+async def test_pooling_model_embeddings_equal_plain_engine(makers: Makers, pooling):
     """vLLM switches prefix caching off where a prompt's end is not all that is pooled."""
     flags = ["--runner", "pooling", "--convert", "embed", "--pooler-config"]
     flags += [json.dumps({"pooling_type": pooling, "use_activation": True})]
@@ -533,7 +533,7 @@ async def test_pooling_model_embeddings_are_those_of_a_plain_engine(makers: Make
 @pytest.mark.slow
 @pytest.mark.parametrize("running", [pytest.param({**ROWS[0], "beside": "OffloadingConnector"}, id="offloading")],
                          indirect=True)  # fmt: skip
-async def test_offloading_connector_beside_ours_answers_are_right(running: Running):
+async def test_offloading_connector_beside_ours_answers_correctly(running: Running):
     """On machines without a GPU vLLM's connector does not start, which it says itself."""
     asked = requests(running.row, "offloading")
     await running.right(asked, "computed")
@@ -542,7 +542,7 @@ async def test_offloading_connector_beside_ours_answers_are_right(running: Runni
 
 
 @pytest.mark.slow
-async def test_sleep_and_wake_answers_are_right(makers: Makers, truths):
+async def test_sleep_and_wake_answers_are_correct(makers: Makers, truths):
     row = ROWS[0]
     with runtime_dir() as folder:
         ours, _ = makers.kv(row)

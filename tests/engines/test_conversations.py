@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from drive import (
+from engine_client import (
     PREFILL,
     SYSTEM,
     WORDS,
@@ -17,7 +17,7 @@ from drive import (
     told,
     with_sources,
 )
-from fleet import MAX_LENGTH, Fleet
+from engine_fixtures import MAX_LENGTH, Fleet
 
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
 
@@ -133,7 +133,7 @@ def tally() -> Tally:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_random_conversations(fleet, driver, tally, seed):
+async def test_random_conversations_answer_as_without_connector(fleet, driver, tally, seed):
     """Six at a time, with edited histories and clients that leave at any moment."""
     rngs = [random.Random(f"conversation {seed} {i}") for i in range(6)]
     before = tally.turns
@@ -141,14 +141,14 @@ async def test_random_conversations(fleet, driver, tally, seed):
     assert tally.turns - before >= 8
 
 
-def test_the_conversations_were_what_they_should_be(tally):
+def test_random_conversations_covered_aborts_edits_and_pulls(tally):
     if tally.turns < 40:
         pytest.skip("the conversations above did not all run")
     assert tally.aborts >= 10 and tally.edits >= 10, vars(tally)
     assert tally.to_decode >= tally.turns // 2 and tally.to_prefill >= 3, vars(tally)
 
 
-async def test_preempted_requests_answer_right(fleet, driver):
+async def test_preempted_pulled_requests_answer_correctly(fleet, driver):
     """More long answers than D has blocks for: pulled requests lose their blocks and are computed again."""
     rng = random.Random("preempted")
     before = await driver.metric(fleet.decode, "vllm:num_preemptions_total")
@@ -172,7 +172,7 @@ async def test_preempted_requests_answer_right(fleet, driver):
         await asyncio.gather(*(driver.assert_right(reply, prompt, reply.report) for prompt, reply in pair))
 
 
-async def test_what_p_lost_to_eviction_comes_back_from_d(fleet, driver):
+async def test_prefill_engine_pulls_evicted_prefix_from_decode_engine(fleet, driver):
     rng = random.Random("evicted")
     prompt = random_tokens(rng, 500)
     _, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt, 40)
@@ -186,7 +186,7 @@ async def test_what_p_lost_to_eviction_comes_back_from_d(fleet, driver):
 
 
 @pytest.mark.parametrize("change", ["edit", "strip", "reorder"])
-async def test_a_changed_history_matches_less_and_answers_right(fleet, driver, change):
+async def test_changed_history_pulls_only_common_prefix(fleet, driver, change):
     """P takes from D what is still the same, and not one block more."""
     rng = random.Random(f"history {change}")
     turns = [random_tokens(rng, 96) for _ in range(4)]

@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from drive import driving, random_tokens
-from fleet import start_missing
+from engine_client import driving, random_tokens
+from engine_fixtures import start_missing
 from model_shapes import GPUS
-from node_fleet import Node, runtime_dir, store_env, store_in, wrong_checksums
+from node_fixtures import Node, runtime_dir, store_env, store_in, wrong_checksums
 from test_peer_fetch import NEAR, Ranks, flags, right  # noqa: F401
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -40,7 +40,7 @@ def folder() -> Iterator:
         yield made
 
 
-async def test_ranks_of_vllms_own_data_parallelism(model_path, log_dir, folder, right):  # noqa: F811
+async def test_data_parallel_ranks_fetch_from_each_other(model_path, log_dir, folder, right):  # noqa: F811
     """Behind one server, which spreads requests over them; here each request names its rank."""
     one = engine(
         model_path, log_dir, folder, "data-parallel", devices(0, 2), 1, ("--data-parallel-size", "2")
@@ -71,7 +71,7 @@ async def test_ranks_of_vllms_own_data_parallelism(model_path, log_dir, folder, 
 
 
 @pytest.mark.slow
-async def test_tensor_parallel_sizes_that_differ(model_path, log_dir, folder, right):  # noqa: F811
+async def test_peer_fetch_between_different_tensor_parallel_sizes(model_path, log_dir, folder, right):  # noqa: F811
     """Heads of one cache are spread over two in the other: both ways, and every token right."""
     engines = [
         engine(model_path, log_dir, folder, "one-rank", devices(0, 1), 1),

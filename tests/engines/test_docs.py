@@ -14,7 +14,7 @@ from pathlib import Path
 import netns
 import pytest
 from docs_running import Place, ended, steps_of, unlike
-from node_fleet import runtime_dir, store_in
+from node_fixtures import runtime_dir, store_in
 from s3_server import S3Server
 from support import eventually
 
@@ -46,13 +46,13 @@ def place(model_path, log_dir, tmp_path_factory, objects):
             yield place
 
 
-def test_host_cache(place):
+def test_docs_host_cache_commands_run(place):
     for step in steps_of(f"{GUIDES}/host-cache.md")[1:]:
         place.until_as_shown(step)
 
 
 @pytest.mark.parametrize("page", ["disk", "s3"])
-def test_below_memory(place, page):
+def test_docs_secondary_tiers_commands_run(place, page):
     """The store that the engine started is ended, and the page's takes its place; the engine goes on."""
 
     def no_store() -> None:
@@ -83,7 +83,7 @@ def test_below_memory(place, page):
         no_store()
 
 
-def test_prefill_and_decode_on_one_node(model_path, log_dir, tmp_path):
+def test_docs_pd_one_node_commands_run(model_path, log_dir, tmp_path):
     with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
         printed = place.play(f"{GUIDES}/pd-one-node.md")
         answer = json.loads(printed[0].partition("vllm:")[0])
@@ -93,7 +93,7 @@ def test_prefill_and_decode_on_one_node(model_path, log_dir, tmp_path):
         assert all(engine["gpu_cache_tokens"] >= 1000 for engine in held["engines"]), held
 
 
-def test_prefill_and_decode_on_two_nodes(model_path, log_dir, tmp_path):
+def test_docs_pd_two_nodes_commands_run(model_path, log_dir, tmp_path):
     if netns.why_not():
         pytest.skip(netns.why_not())
     # UCX sees that both nodes are one machine, and would copy without the network. The machine's name has no address in
@@ -105,20 +105,20 @@ def test_prefill_and_decode_on_two_nodes(model_path, log_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_data_parallel(model_path, log_dir, tmp_path):
+def test_docs_data_parallel_commands_run(model_path, log_dir, tmp_path):
     with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
         # Ranks that have forgotten for good share nothing any more.
         place.play(f"{GUIDES}/data-parallel.md", forget="false")
 
 
-def test_every_guide_that_starts_engines_is_run(root):
+def test_docs_every_guide_with_commands_is_run(root):
     """And none has commands that are run by nobody."""
     text = Path(__file__).read_text("utf-8")
     run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "s3"}
     assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run
 
 
-def test_what_is_printed_is_compared():
+def test_docs_samples_are_compared_with_output():
     sample = 'a{x="0"} 1408.0\nused pages 2134\nevictions 0\n'
     assert unlike(sample, 'b\na{x="0"} 3.0\n used  pages    7 \nevictions 5') == []
     assert unlike(sample, 'a{x="1"} 3.0\nused pages 0\nevictions 0') == ['a{x="0"} 1408.0', "used pages 2134"]

@@ -13,7 +13,7 @@ from model_shapes import GPUS
 ENDS = {
     "agent_loop": "agents found what their last turns had left",
     "dp_sharing": "with sharing every document was computed once",
-    "move_conversation": "Every continuation is what A would have said",
+    "move_conversation": "Every continuation equals A's answer",
 }
 
 
@@ -30,7 +30,7 @@ def play(root, name: str, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_agents_find_what_they_left(root):
+def test_agent_loop_example_reloads_conversations(root):
     """Two of them, without the plain engine."""
     said = play(root, "agent_loop", "--quick")
     assert "6a*" in said and "7b" in said, said
@@ -38,5 +38,5 @@ def test_agents_find_what_they_left(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ENDS))
-def test_whole(root, name):
+def test_example_runs_to_its_end(root, name):
     play(root, name)

@@ -8,9 +8,9 @@ One engine with a small cache, in float32 (vLLM's Triton kernels), so that its a
 import asyncio
 
 import pytest
-from drive import Reply, driving, random_tokens
+from engine_client import Reply, driving, random_tokens
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in, wrong_checksums
+from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in, wrong_checksums
 from test_node_store_models import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -107,7 +107,7 @@ async def sleeper(engines: Node):
         yield driver
 
 
-async def test_preempted_requests_find_their_blocks(sleeper: Sleeper):
+async def test_preempted_requests_load_lost_blocks_on_gpu(sleeper: Sleeper):
     """More long answers than there are blocks for: what a request lost is brought back, and goes on right."""
     rng, engine = seeded("gpu preempted"), sleeper.node.first
     prompts = [random_tokens(rng, 600 - 11 * i) for i in range(4)]
@@ -124,7 +124,7 @@ async def test_preempted_requests_find_their_blocks(sleeper: Sleeper):
     await sleeper.sound()
 
 
-async def test_a_reset_prefix_cache(sleeper: Sleeper):
+async def test_prefix_cache_reset_loads_from_store_and_external_reset_does_not(sleeper: Sleeper):
     """vLLM's own: the store has it all. With the connector: nothing that was stored before is its own any more."""
     rng, engine = seeded("gpu reset"), sleeper.node.first
     prompts = [random_tokens(rng, length) for length in (16, 17, 500, 1500)]
@@ -142,7 +142,7 @@ async def test_a_reset_prefix_cache(sleeper: Sleeper):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-async def test_sleep(sleeper: Sleeper, level: int):
+async def test_engine_asleep_shares_nothing_and_wakes_correct(sleeper: Sleeper, level: int):
     """Level 1 takes the cache away, 2 the weights too. Right after waking all is computed; then the store has it."""
     rng, engine = seeded(f"gpu sleep {level}"), sleeper.node.first
     prompts = [random_tokens(rng, length) for length in (33, 500, 1500)]
@@ -167,7 +167,7 @@ async def test_sleep(sleeper: Sleeper, level: int):
     await sleeper.sound()
 
 
-async def test_sleep_in_the_middle(sleeper: Sleeper):
+async def test_sleep_during_compute_and_load_answers_correctly_afterwards(sleeper: Sleeper):
     """While prompts are computed and stored, and while they are loaded: no copy touches memory that is gone."""
     if await sleeper.version() < (0, 33):
         pytest.skip("this vLLM does not tell a connector that it goes to sleep")

@@ -4,13 +4,13 @@ import asyncio
 import random
 import time
 
-from drive import random_tokens
-from fleet import RETAIN_SECONDS
+from engine_client import random_tokens
+from engine_fixtures import RETAIN_SECONDS
 
 SECONDS = 10.0
 
 
-async def test_an_idle_engine_costs_no_more_than_one_without_the_connector(fleet, driver):
+async def test_idle_engine_uses_no_more_cpu_than_without_connector(fleet, driver):
     """To a hundredth of a core, once it pulled, was pulled from, and holds nothing any more."""
     rng = random.Random("idle")
     for _ in range(3):

@@ -12,37 +12,22 @@ import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from drive import assert_same, driving, random_tokens
-from fleet import ENGINE_FLAGS, start_missing
-from node_fleet import ASKED, OPTIONS, NodeDriver, runtime_dir, store_env, store_in
-from raising_connector import VARIABLE
+from engine_client import assert_same, driving, random_tokens
+from engine_fixtures import ENGINE_FLAGS, TESTS_ON_PATH, start_missing
+from node_fixtures import ASKED, OPTIONS, NodeDriver, runtime_dir, store_env, store_in
+from raising_names import KNOWN, LOADS, VARIABLE
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.store.protocol import PAGE
 
 BLOCK = 32
 NUM_BLOCKS = 48
-# What the test must reach at least, or it tests nothing.
-KNOWN = {
-    "connector.py:KVTierConnector.get_num_new_matched_tokens", "connector.py:KVTierConnector.build_connector_meta",
-    "scheduler/half.py:SchedulerHalf.begin_step", "scheduler/matching.py:Matcher.match",
-    "scheduler/matching.py:Matcher.allocated", "scheduler/matching.py:Matcher.loaded",
-    "scheduler/hurry.py:Hurry.settle", "vllm_compat/undo.py:compute_again", "worker/half.py:WorkerHalf.submit",
-    "worker/half.py:WorkerHalf.collect", "worker/hurried.py:Hurried.judge",
-    "scheduler/tables.py:BlockTables.begin_step",
-    "scheduler/exporting.py:Exporter.finished", "scheduler/offloading.py:Offloader._collect",
-    "vllm_compat/blocks.py:BlockPool.pin", "vllm_compat/turns.py:Turns._run", "scheduler/orders.py:pull_order",
-    "scheduler/orders.py:load_order", "scheduler/orders.py:fetch_order",
-}  # fmt: skip
-# Whatever a copier or NIXL raises is the end of a load: it is counted as such, and logged once for all.
-LOADS = ("worker/copier", "worker/peer_copier", "worker/pulls.py", "worker/transport.py", "worker/fetches.py")
 FLOOR = 400  # functions
 QUICK = 4  # one in so many is made to raise in each run; all with -m slow
 
@@ -250,8 +235,7 @@ def engines(model_path, log_dir, plain) -> Iterator[tuple[Engine, Engine, Engine
     with runtime_dir() as folder:
         control = str(folder / "raising")
         options = {**OPTIONS, "store_size": 64 << 20, "load_policy": "always", "retain_seconds": 20.0}
-        tests = str(Path(__file__).parents[1])
-        env = {**store_env(folder), VARIABLE: control, "PYTHONPATH": os.pathsep.join([tests, *_python_path()])}
+        env = {**store_env(folder), **TESTS_ON_PATH, VARIABLE: control}
         kv = kvtier({**options, "endpoint_port": free_port()})
         kv |= {"kv_connector": "RaisingConnector", "kv_connector_module_path": "raising_connector"}
         flags = {**ENGINE_FLAGS, "max_model_len": 1024, "num_blocks": NUM_BLOCKS}
@@ -261,10 +245,6 @@ def engines(model_path, log_dir, plain) -> Iterator[tuple[Engine, Engine, Engine
         start_missing([raising, neighbour, plain])
         yield raising, neighbour, plain, store_in(folder), control
         kill_all([raising, neighbour])
-
-
-def _python_path() -> list[str]:
-    return [path for path in (os.environ.get("PYTHONPATH"),) if path]
 
 
 @pytest.fixture
@@ -319,7 +299,7 @@ async def until_both_share(load: Load) -> None:
 
 @pytest.mark.parametrize("share", [QUICK, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.timeout(2400)
-async def test_internal_errors_each_function_raising_once_costs_no_answer(engines, load, share):
+async def test_each_internal_error_keeps_every_answer(engines, load, share):
     control = Control(engines[-1])
     await until_both_share(load)
     found = await recorded(load, control)

@@ -5,8 +5,8 @@ import re
 import urllib.request
 
 import pytest
-from drive import random_tokens
-from node_fleet import Node, seeded
+from engine_client import random_tokens
+from node_fixtures import Node, seeded
 
 from vllm_kvtier.telemetry import table
 from vllm_kvtier.telemetry.stats import GAUGES
@@ -49,22 +49,22 @@ async def grown(node: Node, nodes):
     return {key: value - before.get(key, 0.0) for key, value in after.items()}, text, reply
 
 
-async def test_hits_misses_tokens_and_times(grown):
+async def test_metrics_count_hits_misses_tokens_and_seconds(grown):
     more, _, reply = grown
     assert reply.pulled == 672
     assert more["hits_total", "host"] == 1 and more["prompt_tokens_total", "host"] == 672
     # The first time, and what the second left; and the short ones that flush.
-    assert more["prompt_tokens_total", "computed"] >= 700 + 28
+    assert more["prompt_tokens_total", "local_compute"] >= 700 + 28
     assert sum(value for (name, _), value in more.items() if name == "misses_total") >= 1
     assert more["loads_total", "ok"] == more["load_seconds_count", "ok"] == 1 and more["load_seconds_sum", "ok"] > 0
-    for stage in ("asking", "placing", "loading"):
+    for stage in ("lookup", "allocate", "transfer"):
         assert more["host_hit_seconds_count", stage] == 1
-    assert more["planned_ratio_count", "host"] <= 1 and more["ask_seconds_count", "host"] >= 2
+    assert more["load_time_ratio_count", "host"] <= 1 and more["lookup_seconds_count", "host"] >= 2
     assert more["loaded_bytes_total", "raw"] > 0 and more["stored_bytes_total", "raw"] > 0
     assert more["integrity_failures_total", "host"] == 0
 
 
-async def test_every_metric_is_in_the_table_and_gauges_are_there(grown):
+async def test_metrics_equal_documented_table_and_gauges_exist(grown):
     _, text, _ = grown
     types = dict(re.findall(r"^# TYPE (vllm:kvtier_\S+) (\w+)$", text, re.M))
     told = {family.name: family.sort for family in table.families()["engine"]}

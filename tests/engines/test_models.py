@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import model_shapes
 import pytest
-from drive import Driver, Reply, driving, random_tokens, with_sources
+from engine_client import Driver, Reply, driving, random_tokens, with_sources
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, start_all
@@ -152,7 +152,7 @@ async def _hand_off(driver: Driver, pair: Pair, prompt: list[int]) -> tuple[Repl
 
 
 @_with_driver
-async def test_a_prefill_is_pulled(pair, driver):
+async def test_prefill_of_any_length_is_pulled(pair, driver):
     """Of every length that matters: around a block's end, and where a block ends just before the window."""
     block = await _block(driver, pair.prefill)
     window = min(k.window for k in pair.case.shape.layers if k.window) if pair.case.shape.name == "hybrid" else 17
@@ -173,7 +173,7 @@ async def test_a_prefill_is_pulled(pair, driver):
 
 
 @_with_driver
-async def test_other_kv_would_answer_otherwise(pair, driver):
+async def test_different_kv_changes_the_answer(pair, driver):
     """Or all the rest proves nothing: D computes the same last token both times, on other KV."""
     rng = random.Random(2)
     for at in (0, 150):
@@ -189,7 +189,7 @@ async def test_other_kv_would_answer_otherwise(pair, driver):
 
 
 @_with_driver
-async def test_several_at_once(pair, driver):
+async def test_concurrent_prefills_are_pulled(pair, driver):
     rng = random.Random(3)
     prompts = [random_tokens(rng, rng.randrange(40, 500)) for _ in range(6)]
     answers = await asyncio.gather(*(_hand_off(driver, pair, prompt) for prompt in prompts))
@@ -201,7 +201,7 @@ async def test_several_at_once(pair, driver):
 
 
 @_with_driver
-async def test_the_next_turn_is_pulled_back(pair, driver):
+async def test_next_turn_is_pulled_back_from_decode_engine(pair, driver):
     """P lacks what D generated, and asks D for it by hash; D then needs only what is new."""
     block = await _block(driver, pair.prefill)
     rng = random.Random(4)
@@ -237,7 +237,7 @@ async def _resumes(driver: Driver, pair: Pair) -> bool:
 
 
 @_with_driver
-async def test_nothing_is_left(pair, driver):
+async def test_models_leave_no_lease_or_block(pair, driver):
     await driver.until_idle(pair.prefill, pair.decode, seconds=RETAIN_SECONDS + 10)
 
 
@@ -247,7 +247,7 @@ async def _assert_sound(driver: Driver, pair: Pair) -> None:
         assert await driver.metric(engine, "vllm:kvtier_pulls_total", 'kind="failed"') == 0
 
 
-def test_the_models_are_small(log_dir, model_path):
+def test_test_models_stay_small_on_disk(log_dir, model_path):
     """They are written anew for each run."""
     for name, shape in SHAPES.items():
         directory: Path = model_shapes.write(shape, log_dir / "small" / name, model_path)

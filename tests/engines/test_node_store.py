@@ -6,11 +6,11 @@ import sys
 import time
 
 import pytest
-from drive import assert_same, driving, random_tokens
+from engine_client import assert_same, driving, random_tokens
 from node_events import Follower
-from node_fleet import ASKED, Node, NodeDriver, events_of, seeded, wrong_checksums
+from node_fixtures import ASKED, Node, NodeDriver, events_of, seeded, wrong_checksums
 
-from vllm_kvtier.cli import pin
+from vllm_kvtier.cli import inputs
 from vllm_kvtier.devtools.engines import Engine
 
 BLOCK = 32
@@ -63,7 +63,7 @@ async def several(nodes: NodeDriver, engine: Engine, prompts: list[list[int]], a
     return replies, seconds
 
 
-async def test_both_engines_use_one_store(node: Node, nodes):
+async def test_two_engines_share_one_store(node: Node, nodes):
     """Which they started themselves, together."""
     counts = await asyncio.to_thread(node.store.until_up)
     for engine in node.engines:
@@ -73,7 +73,7 @@ async def test_both_engines_use_one_store(node: Node, nodes):
     assert sorted(clients) == ["engine", "engine", "worker", "worker"]
 
 
-async def test_every_engine_publishes_what_it_can_load(node: Node, nodes):
+async def test_kv_events_of_each_engine_name_loadable_blocks(node: Node, nodes):
     """Also what the other one stored: a router that asks who has a prompt finds both right, and right no longer when it
     is gone."""
     prompt = random_tokens(seeded("events"), 500)
@@ -109,7 +109,7 @@ async def test_every_engine_publishes_what_it_can_load(node: Node, nodes):
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-async def test_a_working_set_of_three_times_the_cache(node: Node, nodes, at_once):
+async def test_working_set_of_three_times_gpu_cache_loads_from_store(node: Node, nodes, at_once):
     """Prompts of 1500 tokens or so, in a cache of 4480: nothing would be there again when its turn comes."""
     rng = seeded("working set")
     prompts = [random_tokens(rng, rng.randrange(1440, 1560)) for _ in range(9)]
@@ -135,7 +135,7 @@ async def test_a_working_set_of_three_times_the_cache(node: Node, nodes, at_once
     print(f"{other_seconds:.2f} s on the other engine")
 
 
-async def test_prompts_of_every_length(node: Node, nodes):
+async def test_prompts_of_every_length_load_whole_blocks(node: Node, nodes):
     """Around the ends of blocks, of steps and of the longest prompt; a block short of nothing, and one too short."""
     rng = seeded("lengths")
     lengths = (1, 2, 31, 32, 33, 64, 65, 127, 511, 512, 513, 1025, 3300)
@@ -151,7 +151,7 @@ async def test_prompts_of_every_length(node: Node, nodes):
         assert (reply.pulled, reply.report["local_tokens"]) == (expected(len(prompt)), 0), reply.report
 
 
-async def test_generated_text_is_kept_too(node: Node, nodes):
+async def test_generated_tokens_are_stored_and_loaded(node: Node, nodes):
     """Three turns of two conversations at a time; each finds the whole last one, prompt and answer."""
     rng = seeded("turns")
 
@@ -178,7 +178,7 @@ async def test_generated_text_is_kept_too(node: Node, nodes):
     assert await brought() - before >= 500
 
 
-async def test_salts_isolate(node: Node, nodes):
+async def test_cache_salts_isolate_tenants(node: Node, nodes):
     prompt = random_tokens(seeded("salts"), 300)
     await nodes.asked(node.first, prompt, cache_salt="one")
     await nodes.stored(node.first, prompt, salt="one")
@@ -190,7 +190,7 @@ async def test_salts_isolate(node: Node, nodes):
         assert (await nodes.asked(engine, prompt, cache_salt="one")).pulled == expected(300)
 
 
-async def test_what_many_wait_for_is_loaded_once(node: Node, nodes):
+async def test_concurrent_requests_of_one_prefix_load_once(node: Node, nodes):
     """Six that share a long beginning, at once: its blocks are brought for one of them."""
     rng = seeded("together")
     shared = random_tokens(rng, 1280)
@@ -210,7 +210,7 @@ async def test_what_many_wait_for_is_loaded_once(node: Node, nodes):
     assert (await nodes.kvtier(node.first, "loaded_bytes") - before) / (384 << 10) < 41
 
 
-async def test_the_same_prompt_on_both_engines_is_stored_once(node: Node, nodes):
+async def test_prompt_on_both_engines_is_stored_once(node: Node, nodes):
     rng = seeded("twice")
     prompts = [random_tokens(rng, 640) for _ in range(2)]
     before = await nodes.nothing_left(*node.engines)
@@ -223,7 +223,7 @@ async def test_the_same_prompt_on_both_engines_is_stored_once(node: Node, nodes)
     assert 40 <= entries <= 40 + 1, "and of the short request that asks for counters none"
 
 
-async def test_preempted_requests_find_their_blocks(node: Node, nodes):
+async def test_preempted_requests_load_lost_blocks(node: Node, nodes):
     """More long answers than there are blocks for: what a request lost is brought back, and goes on right."""
     rng = seeded("preempted")
     prompts = [random_tokens(rng, 1056 - 11 * i) for i in range(4)]
@@ -238,7 +238,7 @@ async def test_preempted_requests_find_their_blocks(node: Node, nodes):
     assert await nodes.kvtier(node.first, "loads", "ok") > loads, f"{await nodes.counters(node.first)}"
 
 
-async def test_clients_that_leave_in_the_middle(node: Node, nodes):
+async def test_clients_leaving_at_any_time_leak_nothing(node: Node, nodes):
     """While the store is asked, while it is loaded, while the answer is made, and while it is stored."""
     rng = seeded("leave")
     prompts = [random_tokens(rng, rng.randrange(1000, 1500)) for _ in range(5)]
@@ -261,7 +261,7 @@ async def test_clients_that_leave_in_the_middle(node: Node, nodes):
             await nodes.asked(engine, prompt)
 
 
-async def test_load_or_compute_is_measured(node: Node, nodes):
+async def test_load_decisions_are_measured(node: Node, nodes):
     """B weighs every offer, and says what it decided and how far off it was; A takes all."""
     rng = seeded("measured")
     prompts = [random_tokens(rng, length) for length in (40, 100, 400, 1500)]
@@ -270,21 +270,21 @@ async def test_load_or_compute_is_measured(node: Node, nodes):
         await nodes.stored(node.first, prompt)
     for engine in node.engines:
         await nodes.flushed(engine)
-    before = {e.name: await nodes.kvtier(e, "planned") for e in node.engines}
+    before = {e.name: await nodes.kvtier(e, "load_decisions") for e in node.engines}
     taken = {}
     for engine in node.engines:
         await nodes.reset(engine)
         taken[engine.name] = [(await nodes.asked(engine, prompt)).pulled for prompt in prompts]
         await nodes.flushed(engine)
-        assert await nodes.kvtier(engine, "planned") - before[engine.name] == len(prompts)
-        assert await nodes.kvtier(engine, "planned_seconds", "taken") > 0
-        assert await nodes.kvtier(engine, "planned_seconds", "expected") > 0
+        assert await nodes.kvtier(engine, "load_decisions") - before[engine.name] == len(prompts)
+        assert await nodes.kvtier(engine, "load_decision_seconds", "actual") > 0
+        assert await nodes.kvtier(engine, "load_decision_seconds", "expected") > 0
     assert taken[node.first.name] == [expected(len(prompt)) for prompt in prompts]
     assert all(n in (0, expected(len(p))) for n, p in zip(taken[node.second.name], prompts, strict=True))
     print(f"\nmeasured: {taken[node.second.name]} of {[len(p) for p in prompts]}")
 
 
-async def test_hand_offs_go_on(node: Node, nodes):
+async def test_handoff_is_pulled_although_store_has_it(node: Node, nodes):
     """A prefills, B pulls it from A although the store has it too; then B finds its own answer in the store."""
     rng = seeded("hand-off")
     prompt = random_tokens(rng, 700)
@@ -312,7 +312,7 @@ async def test_hand_offs_go_on(node: Node, nodes):
     assert reply.pulled >= expected(700), reply.report  # A's blocks may not have been overwritten yet
 
 
-async def test_reset_with_the_connector_then_a_restart(node: Node, nodes):
+async def test_external_reset_hides_own_blocks_until_restart(node: Node, nodes):
     """A is told to forget: its old blocks are not its own any more, while B keeps them. A new A has them again."""
     with Follower(events_of(node.store, "A")) as follower:
         await nodes.until_heard(node.first, follower)
@@ -359,10 +359,10 @@ async def reset_then_restart(node: Node, nodes: NodeDriver, follower: Follower) 
     assert (await nodes.asked(node.first, prompt)).pulled == expected(500), "a restarted engine's cache is warm"
 
 
-async def test_a_prompt_can_be_pinned_by_the_command(node: Node, nodes, single):
+async def test_pin_command_pins_and_unpins_a_prompt(node: Node, nodes, single):
     """With the server's own tokenizer; and let go again."""
     engine, text = node.engines[0], "def keep(this):\n    return this\n" * 60
-    tokens = await asyncio.to_thread(pin.tokenize, engine.base_url, text)
+    tokens = await asyncio.to_thread(inputs.tokenize, engine.base_url, text)
     await nodes.ask(engine, tokens, 4)
     await nodes.flushed(engine)
     args = ["--server", engine.base_url, "--endpoint", engine.kv_address, "--prompt", text]

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import model_shapes
 import pytest
-from drive import Reply, driving, random_tokens
-from fleet import start_missing
+from engine_client import Reply, driving, random_tokens
+from engine_fixtures import start_missing
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
@@ -172,7 +172,7 @@ async def lost(kinds: NodeDriver, pair: Pair) -> float:
     for a core. Then they compute, as they should, and what was meant to be seen is tried again.
     """
     await kinds.flushed(pair.engine)
-    return await kinds.kvtier(pair.engine, "store_lost")
+    return await kinds.kvtier(pair.engine, "store_disconnects")
 
 
 async def kept(kinds: NodeDriver, pair: Pair, prompt: list[int], tokens: int | None = None) -> None:
@@ -205,7 +205,7 @@ def lengths_of(pair: Pair) -> list[int]:
     return lengths + ([5 * block + window - 1, 5 * block + window + 1] if pair.kind.model == "hybrid" else [])
 
 
-async def test_cold_and_warm_answers(kinds, pair: Pair):
+async def test_stored_kv_answers_equal_computed(kinds, pair: Pair):
     rng = seeded(f"kinds {pair.engine.name}")
     prompts = [random_tokens(rng, length) for length in lengths_of(pair)]
     cold = [await answers(kinds, pair, prompt) for prompt in prompts]
@@ -230,7 +230,7 @@ async def test_cold_and_warm_answers(kinds, pair: Pair):
     await sound(kinds, pair)
 
 
-async def test_other_kv_would_answer_otherwise(kinds, pair: Pair):
+async def test_different_kv_changes_the_answer(kinds, pair: Pair):
     """Or the rest proves nothing: a rotten beginning that nobody checked would be seen in the answer."""
     rng = seeded(f"otherwise {pair.engine.name}")
     tail = random_tokens(rng, 12)
@@ -243,7 +243,7 @@ async def test_other_kv_would_answer_otherwise(kinds, pair: Pair):
     assert max(differ) > 3 * pair.kind.tolerance
 
 
-async def test_generated_text_and_several_at_once(kinds, pair: Pair):
+async def test_generated_tokens_of_concurrent_requests_load_from_store(kinds, pair: Pair):
     """Longer than a window, so that what generating left behind matters."""
     rng, block = seeded(f"turns {pair.engine.name}"), pair.kind.block
     prompts = [random_tokens(rng, rng.randrange(2 * block, 5 * block)) for _ in range(4)]
@@ -268,7 +268,7 @@ async def test_generated_text_and_several_at_once(kinds, pair: Pair):
     await sound(kinds, pair)
 
 
-async def test_flipped_bits_are_noticed(kinds, pair: Pair):
+async def test_flipped_bits_are_detected_and_recomputed(kinds, pair: Pair):
     """In any rank's part and any group's block: the request is computed, from where it is wrong on or whole."""
     rng = seeded(f"flips {pair.engine.name}")
     prompt = random_tokens(rng, 4 * pair.kind.block + 9)

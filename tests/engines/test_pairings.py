@@ -6,7 +6,7 @@ Not part of a normal run (``-m slow``): nine engines, the most that start in a f
 import random
 
 import pytest
-from drive import Driver, Reply, assert_same, driving, random_tokens, with_sources
+from engine_client import Driver, Reply, assert_same, driving, random_tokens, with_sources
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
@@ -84,7 +84,7 @@ async def _assert_sound(driver: Driver, *engines: Engine) -> None:
     await driver.until_idle(*engines, seconds=40)  # refused hand-offs end with their time
 
 
-async def test_two_ranks_pull_rank_by_rank(ranks):
+async def test_two_rank_engines_pull_rank_by_rank_and_refuse_other_sizes(ranks):
     async with driving(ranks["P2"]) as driver:
         for seed, length in enumerate((33, 161, 200)):
             prompt, reply = await _pulled(driver, ranks["P2"], ranks["D2"], length, seed)
@@ -94,7 +94,7 @@ async def test_two_ranks_pull_rank_by_rank(ranks):
         await _assert_sound(driver, *ranks.values())
 
 
-async def test_host_buffers_on_both_sides_and_on_one(buffers):
+async def test_host_buffers_on_one_or_both_sides_pull(buffers):
     async with driving(buffers["PH"]) as driver:
         for seed, length in enumerate((33, 161, 200)):
             for d in ("DH", "D"):

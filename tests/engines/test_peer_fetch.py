@@ -12,10 +12,10 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from drive import Reply, driving, random_tokens
-from fleet import ENGINE_FLAGS, start_missing
+from engine_client import Reply, driving, random_tokens
+from engine_fixtures import ENGINE_FLAGS, start_missing
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import (
+from node_fixtures import (
     ASKED,
     OPTIONS,
     STEP_TOKENS,
@@ -131,7 +131,7 @@ async def ranks(group) -> AsyncIterator[Ranks]:
             assert not wrong_checksums(counters), counters
 
 
-async def test_a_prefix_is_copied_and_not_computed(ranks):
+async def test_peer_fetch_copies_prefix_without_recompute(ranks):
     rng = random.Random("copied")
     source, reader = ranks.engines[:2]
     for length in (3 * BLOCK, 3 * BLOCK + 1, 700, 1900):
@@ -148,7 +148,7 @@ async def test_a_prefix_is_copied_and_not_computed(ranks):
         assert back.report["local_tokens"] >= length // BLOCK * BLOCK, "its own cache comes first"
 
 
-async def test_random_prompts_with_common_beginnings(ranks):
+async def test_peer_fetch_common_prefix_is_computed_once_on_node(ranks):
     """To random engines: right answers, and each beginning is computed once on the node."""
     rng = random.Random("beginnings")
     beginnings = [random_tokens(rng, rng.randrange(8, 20) * BLOCK) for _ in range(4)]
@@ -164,7 +164,7 @@ async def test_random_prompts_with_common_beginnings(ranks):
     assert computed <= own, f"{computed} tokens computed, {own} are different ones at most"
 
 
-async def test_many_at_once_while_sources_evict(ranks):
+async def test_peer_fetch_of_many_requests_while_sources_evict(ranks):
     """More than the caches hold: whatever is lent is being pushed out all the time."""
     rng = random.Random("pressure")
     beginnings = [random_tokens(rng, rng.randrange(10, 30) * BLOCK) for _ in range(8)]
@@ -182,7 +182,7 @@ async def test_many_at_once_while_sources_evict(ranks):
     assert sum([await ranks.fetched(engine) for engine in ranks.engines]) > before
 
 
-async def test_clients_that_leave(ranks):
+async def test_peer_fetch_client_leaving_leaves_answers_correct(ranks):
     rng = random.Random("leave")
     source, reader = ranks.engines[:2]
     async with httpx.AsyncClient() as http:
@@ -195,7 +195,7 @@ async def test_clients_that_leave(ranks):
             await ranks.asked(reader, prompt, 4)
 
 
-async def test_a_source_that_is_killed_or_hangs(ranks):
+async def test_peer_fetch_source_killed_or_hung_recomputes_in_time(ranks):
     """At any moment; the reader answers, right and soon."""
     rng = random.Random("killed")
     source, reader = ranks.engines[0], ranks.engines[1]
@@ -217,7 +217,7 @@ async def test_a_source_that_is_killed_or_hangs(ranks):
         await ranks.acquainted()
 
 
-async def test_a_reset_of_everything_ends_sharing_and_nothing_else(ranks):
+async def test_peer_fetch_external_reset_ends_sharing_of_that_engine(ranks):
     """``reset_external``: the weights may have changed; from then on this engine has no family."""
     source, reader = ranks.engines[:2]
     prompt = random_tokens(random.Random("reset"), 20 * BLOCK + 5)

@@ -1,18 +1,15 @@
 """Engines on a vLLM that lacks something: they serve without the feature that it carries."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from fleet import BLOCK, start_missing
+from engine_fixtures import BLOCK, TESTS_ON_PATH, start_missing
 
 from vllm_kvtier.devtools.clients import complete, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, group_members
-from vllm_kvtier.vllm_compat.probe import Feature
+from vllm_kvtier.vllm_compat.probe.row import Feature
 
-TESTS = Path(__file__).parents[1]
 SMALL = 24  # blocks of the engine's own cache: two of the prompts below
 PROMPTS = [[300 + (i * k) % 1500 for i in range(10 * BLOCK)] for k in (1, 7, 11)]
 
@@ -20,10 +17,7 @@ PROMPTS = [[300 + (i * k) % 1500 for i in range(10 * BLOCK)] for k in (1, 7, 11)
 def without(row: str, model_path, log_dir, **more) -> Engine:
     """An engine whose vLLM lacks what this row of the probe's table is about."""
     kv = kvtier({"store_size": 64 << 20, "load_policy": "always"}, kv_connector_module_path="without_rows")
-    env = {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "KVTIER_WITHOUT": row,
-    }
+    env = {**TESTS_ON_PATH, "KVTIER_WITHOUT": row}
     kv["kv_connector"] = "ConnectorWithoutRows"
     return Engine(
         model_path, name=f"without-{row.replace(' ', '-')}", kv=kv, env=env, log_dir=log_dir, block_size=BLOCK,
@@ -42,7 +36,7 @@ def lacking(model_path, log_dir, run_dir, plain) -> Iterator[tuple[Engine, Engin
         engine.kill()
 
 
-def test_engine_without_a_feature_serves_and_one_without_what_all_needs_does_not_start(lacking, single):
+def test_missing_feature_is_disabled_and_missing_requirement_stops_start(lacking, single):
     idle, pool = lacking
     with pytest.raises(ServiceFailed, match="cannot work with vLLM .*block pool: a test took it away"):
         pool.wait_ready()

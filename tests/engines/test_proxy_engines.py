@@ -1,4 +1,4 @@
-"""The package's own proxy before real engines: what it asks of them for a query, and for D alone."""
+"""The package's proxy with real engines: queries, and requests without prefill."""
 
 import random
 
@@ -14,7 +14,7 @@ BLOCK = 32
 
 @pytest.fixture
 def client(fleet, make_proxy):
-    """A client of a proxy before P and D that computes short prompts on D alone."""
+    """A client of a proxy whose decode engine computes short prompts."""
     with make_proxy([fleet.prefill], [fleet.decode], args=["--min-prefill-chars", "300"]) as proxy:
         with httpx.Client(base_url=proxy.base_url, timeout=60) as client:
             yield client
@@ -28,7 +28,7 @@ def say(client, messages, headers=ANN, **fields):
 
 
 def ask(client, headers=ANN, **body):
-    """(prompt tokens, P's line, D's line) of a query."""
+    """(prompt tokens, prefill engine's entry, decode engine's entry) of a query."""
     reply = client.post("/kvtier/query", json={"model": "model"} | body, headers=headers)
     assert reply.status_code == 200, reply.text
     answer = reply.json()
@@ -44,7 +44,7 @@ def held(line) -> tuple[int, int]:
     return line["gpu_cache_tokens"], line["exported_tokens"]
 
 
-def test_a_query_sees_what_generation_left(fleet, client):
+def test_query_reports_cached_tokens_after_generation(fleet, client):
     messages = [{"role": "user", "content": words(1, 150)}]
     n, p, d = ask(client, messages=messages)
     assert held(p) == held(d) == (0, 0)
@@ -55,10 +55,10 @@ def test_a_query_sees_what_generation_left(fleet, client):
     report = answer["kv_transfer_params"]["kvtier"]
     assert report["decode"]["pulled_tokens"] >= n - 1 and "pulled_from" not in report["decode"]
 
-    # As the same prompt again: both have its whole blocks, D exports them (P's hand-off was taken).
+    # The same prompt again: both engines have its whole blocks, and the decode engine retains them.
     asked, p, d = ask(client, messages=messages, max_tokens=5, stream=True)
     assert asked == n and p["gpu_cache_tokens"] == whole and held(d) == (whole, whole)
-    # As the next turn: D has the answer as well, as far as it tokenizes back.
+    # The next turn: the decode engine also has the answer, as far as it tokenizes back.
     turn = [*messages, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
     longer, p, d = ask(client, messages=[*turn, {"role": "user", "content": "And then?"}])
     assert longer > n and p["gpu_cache_tokens"] == whole and d["gpu_cache_tokens"] >= whole
@@ -72,7 +72,7 @@ def test_a_query_sees_what_generation_left(fleet, client):
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_completions(client, kind):
+def test_completions_pull_and_answer_correctly(client, kind):
     prompt = words(3, 150) if kind == "text" else [random.Random(3).randrange(100, 900) for _ in range(200)]
     body = {"model": "model", "prompt": prompt, "max_tokens": 1}
     reply = client.post("/v1/completions", json=body, headers=ANN)
@@ -81,12 +81,12 @@ def test_completions(client, kind):
     assert p["gpu_cache_tokens"] == d["gpu_cache_tokens"] == n // BLOCK * BLOCK > 0
 
 
-def test_unknown_models_are_refused_in_the_engines_words(client):
+def test_unknown_model_returns_engine_error(client):
     reply = client.post("/kvtier/query", json={"model": "none", "prompt": "x"})
     assert reply.status_code == 404 and "none" in reply.json()["error"]["message"]
 
 
-def test_d_alone_reports(client):
+def test_decode_engine_without_prefill_reports_tokens_by_source(client):
     messages = [{"role": "user", "content": words(4, 30)}]
     answer = say(client, messages)
     report = answer["kv_transfer_params"]["kvtier"]

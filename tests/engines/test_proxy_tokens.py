@@ -10,14 +10,14 @@ REPORT = {"X-KVTier-Report": "1", "Authorization": "Bearer ann"}
 
 @pytest.fixture
 def client(fleet, make_proxy):
-    """A client of a proxy before P and D."""
+    """A client of a proxy with a prefill and a decode engine."""
     with make_proxy([fleet.prefill], [fleet.decode]) as proxy:
         with httpx.Client(base_url=proxy.base_url, timeout=120) as client:
             yield client
 
 
-def test_tokens_in_and_out(client):
-    """P prefills, D pulls all of it but what it must compute, and both ways of asking give the same tokens."""
+def test_token_routes_pull_and_return_equal_tokens(client):
+    """The decode engine pulls the prefilled prompt, and both routes give the same tokens."""
     tokens = [random.Random(1).randrange(100, 900) for _ in range(200)]
     sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body = {"model": "model", "token_ids": tokens, "sampling_params": sampling}
@@ -38,7 +38,7 @@ def test_tokens_in_and_out(client):
                 streamed += choice["token_ids"] or []
     assert streamed == made
 
-    # The next turn: P has its part, and pulls what D generated.
+    # The next turn: the prefill engine pulls what the decode engine generated.
     longer = {**body, "token_ids": [*tokens, *made, *([5] * 100)], "sampling_params": sampling}
     report = client.post("/inference/v1/generate", json=longer, headers=REPORT).json()["kv_transfer_params"]["kvtier"]
     assert report["decode"]["prompt_tokens"] == 308

@@ -4,14 +4,14 @@ import asyncio
 import random
 
 import pytest
-from drive import PREFILL, SYSTEM, facts, known_from, question, random_tokens, told, with_sources
-from fleet import BLOCK, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
+from engine_client import PREFILL, SYSTEM, facts, known_from, question, random_tokens, told, with_sources
+from engine_fixtures import BLOCK, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
 
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
 
 
 @pytest.mark.parametrize("length", [17, 31, 32, 33, 63, 64, 65, 300, 1024, 1025, 3001])
-async def test_a_prefill_is_pulled_whole(fleet, driver, length):
+async def test_prefill_is_pulled_including_partial_last_block(fleet, driver, length):
     """Partial last block included: all that is left to D is the last token, which samples."""
     prompt = random_tokens(random.Random(f"whole {length}"), length)
     before = await driver.sources(fleet.decode)
@@ -25,7 +25,7 @@ async def test_a_prefill_is_pulled_whole(fleet, driver, length):
     await driver.assert_right(reply, prompt)
 
 
-async def test_a_chat_is_pulled_and_recalled(fleet, driver):
+async def test_pulled_chat_recalls_fact(fleet, driver):
     rng = random.Random("chat")
     codes = facts(rng, 30)
     name = rng.choice(list(codes))
@@ -38,7 +38,7 @@ async def test_a_chat_is_pulled_and_recalled(fleet, driver):
 
 
 @pytest.mark.parametrize("hint", ["sources", "params", "none"])
-async def test_p_pulls_the_conversation_from_d(fleet, driver, hint):
+async def test_prefill_engine_pulls_conversation_from_decode_engine(fleet, driver, hint):
     """By what a router tells, by D's own params, or because D pulled this chain from P before."""
     rng = random.Random(f"back {hint}")
     prompt = random_tokens(rng, 70)
@@ -53,7 +53,7 @@ async def test_p_pulls_the_conversation_from_d(fleet, driver, hint):
     await driver.assert_right(second, longer)
 
 
-async def test_query_tells_what_is_held_and_computes_nothing(fleet, driver):
+async def test_query_reports_cached_tokens_and_computes_nothing(fleet, driver):
     rng = random.Random("query")
     prompt = random_tokens(rng, 150)
     _, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt, 30)
@@ -72,14 +72,14 @@ async def test_query_tells_what_is_held_and_computes_nothing(fleet, driver):
     assert [await driver.sources(e) for e in fleet[:2]] == before
 
 
-async def test_query_knows_salts(fleet, driver):
+async def test_query_respects_cache_salt(fleet, driver):
     prompt = random_tokens(random.Random("salted"), 100)
     await driver.ask(fleet.decode, prompt, cache_salt="mine")
     assert (await driver.query(fleet.decode, prompt, salt="mine")).gpu_cache == 96
     assert (await driver.query(fleet.decode, prompt)).gpu_cache == 0
 
 
-async def test_another_tenant_pulls_nothing(fleet, driver):
+async def test_other_cache_salt_pulls_nothing(fleet, driver):
     """Equal prompts, another salt: not by the export's id, not by hash; the rightful tenant still can."""
     rng = random.Random("tenants")
     prompt = random_tokens(rng, 200)
@@ -99,7 +99,7 @@ async def test_another_tenant_pulls_nothing(fleet, driver):
         await driver.assert_right(first, longer)
 
 
-async def test_below_the_threshold_nothing_is_pulled_and_p_is_told(fleet, driver):
+async def test_pull_below_threshold_is_skipped_and_export_released(fleet, driver):
     prompt = random_tokens(random.Random("short"), THRESHOLD)
     first, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt)
     assert first.report["num_tokens"] == THRESHOLD and reply.pulled == 0
@@ -107,7 +107,7 @@ async def test_below_the_threshold_nothing_is_pulled_and_p_is_told(fleet, driver
     await driver.assert_right(reply, prompt)
 
 
-async def test_a_full_local_hit_pulls_nothing_and_p_is_told(fleet, driver):
+async def test_full_local_hit_pulls_nothing_and_releases_export(fleet, driver):
     prompt = random_tokens(random.Random("local"), 2 * BLOCK + 8)
     await driver.ask(fleet.decode, prompt)
     _, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt)
@@ -116,7 +116,7 @@ async def test_a_full_local_hit_pulls_nothing_and_p_is_told(fleet, driver):
     await driver.assert_right(reply, prompt)
 
 
-async def test_a_partial_local_hit_pulls_the_rest(fleet, driver):
+async def test_partial_local_hit_pulls_the_rest(fleet, driver):
     rng = random.Random("partial")
     prompt = random_tokens(rng, 130)
     await driver.ask(fleet.decode, prompt[:70])
@@ -126,7 +126,7 @@ async def test_a_partial_local_hit_pulls_the_rest(fleet, driver):
     await driver.assert_right(reply, prompt)
 
 
-async def test_a_request_that_needs_its_whole_prompt_computed_skips_the_pull(fleet, driver):
+async def test_prompt_logprobs_request_skips_the_pull(fleet, driver):
     """Logprobs of the prompt cannot be pulled."""
     prompt = random_tokens(random.Random("skip"), 200)
     first = await driver.prefill(fleet.prefill, prompt)
@@ -137,7 +137,7 @@ async def test_a_request_that_needs_its_whole_prompt_computed_skips_the_pull(fle
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_a_client_that_leaves_releases_p_at_once(fleet, driver, busy):
+async def test_client_leaving_releases_export_at_once(fleet, driver, busy):
     """Whether D was reading, was still asking, or had not even looked at the request behind a long prefill."""
     rng = random.Random(f"abort {busy}")
     for after in (0.1, 0.2, 0.35):
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_releases_p_at_once(fleet, driver, busy):
         await driver.until_no_exports(fleet.prefill)
 
 
-async def test_an_aborted_prefill_exports_nothing(fleet, driver):
+async def test_aborted_prefill_exports_nothing(fleet, driver):
     rng = random.Random("aborted prefill")
     for after in (0.05, 0.2, 0.5):
         await driver.disconnect(fleet.prefill, random_tokens(rng, 2000), after, PREFILL)
@@ -160,14 +160,14 @@ async def test_an_aborted_prefill_exports_nothing(fleet, driver):
     await driver.until_no_exports(fleet.prefill)
 
 
-async def test_an_export_that_nobody_fetches_ends(fleet, driver):
+async def test_export_without_reader_expires(fleet, driver):
     """Also while the engine has nothing else to do."""
     await driver.prefill(fleet.prefill, random_tokens(random.Random("unwanted"), 200))
     assert (await driver.inspect(fleet.prefill)).exports == 1
     await driver.until_no_exports(fleet.prefill, seconds=HANDOFF_SECONDS + 1.0)
 
 
-async def test_more_hand_offs_than_fit_drop_the_oldest_and_serve_on(fleet, driver):
+async def test_handoffs_beyond_capacity_drop_the_oldest(fleet, driver):
     rng = random.Random("flood")
     prompts = [random_tokens(rng, 700) for _ in range(8)]  # 176 blocks of 139
     firsts = [await driver.prefill(fleet.prefill, prompt) for prompt in prompts]

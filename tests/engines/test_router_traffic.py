@@ -6,7 +6,7 @@ import uuid
 
 import httpx
 import pytest
-from drive import PREFILL, random_tokens
+from engine_client import PREFILL, random_tokens
 
 from vllm_kvtier.vllm_compat.version import check_supported
 
@@ -49,8 +49,8 @@ def request_for(prompt: list[int], tokens: int) -> dict:
     return {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-async def test_toy_proxy(fleet, driver, http):
-    """P's params go to D unchanged, with the same request id on both sides; D streams."""
+async def test_vllm_toy_proxy_works_unchanged(fleet, driver, http):
+    """The prefill engine's params reach the decode engine unchanged, with the same request id; it streams."""
     prompt = random_tokens(random.Random("toy"), 333)
     request_id, body = str(uuid.uuid4()), request_for(prompt, 12)
     before = await driver.sources(fleet.decode)
@@ -63,8 +63,8 @@ async def test_toy_proxy(fleet, driver, http):
     await driver.until_no_exports(fleet.prefill)
 
 
-async def test_a_router_that_knows_only_nixl_connectors_fields(fleet, driver, http):
-    """One that builds D's params anew from the fields it knows loses ours; pulls still work."""
+async def test_router_with_nixl_fields_only_still_pulls(fleet, driver, http):
+    """A router that copies only the fields it knows drops ours; pulls still work."""
     prompt = random_tokens(random.Random("known fields"), 200)
     request_id, body = str(uuid.uuid4()), request_for(prompt, 12)
     params = await one_token(http, fleet.prefill, body, PREFILL, request_id)
@@ -74,8 +74,8 @@ async def test_a_router_that_knows_only_nixl_connectors_fields(fleet, driver, ht
     await driver.assert_right(reply, prompt)
 
 
-async def test_multi_turn_proxy(fleet, driver, http):
-    """What D returned goes to P in the next turn, at the top level, with do_remote_decode; P pulls D's part."""
+async def test_vllm_multi_turn_proxy_works_unchanged(fleet, driver, http):
+    """The decode engine's params go to the prefill engine of the next turn, at the top level, with do_remote_decode."""
     rng, prompt, known = random.Random("multi turn"), [], {}
     for turn in range(3):
         prompt = [*prompt, *random_tokens(rng, 70)]
@@ -92,7 +92,7 @@ async def test_multi_turn_proxy(fleet, driver, http):
         prompt = [*prompt, *answer.tokens]
 
 
-async def test_streamed_answers_carry_params_where_vllm_can(fleet, driver, http):
+async def test_streamed_answers_carry_kv_transfer_params_where_vllm_supports_it(fleet, driver, http):
     """vLLM 0.33 can. Before, P still finds D's part by hash: D told P where it is when it pulled."""
     rng = random.Random("streamed")
     prompt = random_tokens(rng, 70)

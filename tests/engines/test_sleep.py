@@ -10,26 +10,23 @@ its own: what one has of the other comes through NIXL.
 """
 
 import asyncio
-import os
 import random
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from drive import PREFILL, Reply, driving, random_tokens, with_sources
-from fleet import start_missing
+from engine_client import PREFILL, Reply, driving, random_tokens, with_sources
+from engine_fixtures import TESTS_ON_PATH, start_missing
 from model_shapes import GPU_FLAGS, GPUS
-from node_fleet import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in, wrong_checksums
+from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in, wrong_checksums
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.scheduler.peers import DOWN_PAUSE
+from vllm_kvtier.scheduler.leases.lease_client import DOWN_PAUSE
 
 BLOCK = 16 if GPUS else 32
 NUM_BLOCKS = 4480 // BLOCK
 MAX_LENGTH = 2048
-TESTS = Path(__file__).parents[1]
 EXTRA = {**OPTIONS, "store_size": 192 << 20, "retain_seconds": 12.0, "retain_share": 0.5, "load_policy": "always"}
 # In float32 on a GPU other kernels compute a prefill than a decode step.
 TOLERANCE = 1e-2 if GPUS else 5e-4
@@ -51,7 +48,7 @@ def pair(model_path, log_dir, plain):
             single = Engine(model_path, name="sleep-S", args=("--dtype", "float32", *GPU_FLAGS), **flags)
         else:
             flags["kv_cache_bytes"], sleeps = 128 << 20, ("--worker-cls", "sleeping_worker.SleepingWorker")
-            env = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
+            env = TESTS_ON_PATH
         for name, role in (("P", "kv_producer"), ("D", "kv_consumer")):
             folder = stack.enter_context(runtime_dir())
             store = store_in(folder)
@@ -131,6 +128,8 @@ async def both(pair: Pair):
     async with driving(pair.nodes[pair.prefill.name].single, PairDriver) as driver:
         driver.pair, driver.node = pair, pair.nodes[pair.prefill.name]
         yield driver
+        for engine in pair[:2]:
+            await driver.reset(engine)  # which revokes exports that would expire later
         await driver.until_idle(*pair[:2], seconds=EXTRA["retain_seconds"] + 10)
         for engine in pair[:2]:
             await driver.flushed(engine)
@@ -138,7 +137,7 @@ async def both(pair: Pair):
             assert not wrong_checksums(counters) and not counters.get("loads failed"), counters
 
 
-async def test_prefill_engine_that_slept_is_pulled_from_pulls_stores_and_loads_again(both):
+async def test_prefill_engine_after_sleep_pulls_exports_stores_and_loads(both):
     p, d, rng = both.pair.prefill, both.pair.decode, seeded("P sleeps")
     prompts = [random_tokens(rng, length) for length in (300, 701, 900, 500)]
     await both.handed_off(prompts[0])
@@ -159,7 +158,7 @@ async def test_prefill_engine_that_slept_is_pulled_from_pulls_stores_and_loads_a
     await both.handed_off(random_tokens(rng, 400))
 
 
-async def test_decode_engine_that_slept_pulls_is_pulled_from_stores_and_loads_again(both):
+async def test_decode_engine_after_sleep_pulls_exports_stores_and_loads(both):
     d, rng = both.pair.decode, seeded("D sleeps")
     prompts = [random_tokens(rng, length) for length in (310, 650)]
     answer = await both.handed_off(prompts[0], 70)
@@ -176,7 +175,7 @@ async def test_decode_engine_that_slept_pulls_is_pulled_from_stores_and_loads_ag
     await both.stored_and_loaded(d, prompts[1])
 
 
-async def test_engines_that_fall_asleep_while_one_pulls_and_loads_answer_right_afterwards(both):
+async def test_sleep_during_pull_and_load_answers_correctly_afterwards(both):
     p, d, rng = both.pair.prefill, both.pair.decode, seeded("in the middle")
     for sleeper in (p, d, p, d):
         prompts = [random_tokens(rng, rng.randrange(700, 1000)) for _ in range(3)]
@@ -192,7 +191,7 @@ async def test_engines_that_fall_asleep_while_one_pulls_and_loads_answer_right_a
         await both.handed_off(random_tokens(rng, 400))
 
 
-async def test_requests_that_are_aborted_while_a_producer_computes_pulls_and_loads_leave_the_others_right(both):
+async def test_aborted_requests_on_producer_keep_other_answers_correct(both):
     """Their blocks are given to others at once: vLLM holds blocks back for consumers only."""
     p, d, rng = both.pair.prefill, both.pair.decode, seeded("aborted")
     both.node = both.pair.nodes[p.name]
@@ -227,7 +226,7 @@ async def test_requests_that_are_aborted_while_a_producer_computes_pulls_and_loa
 
 
 @pytest.mark.skipif(bool(GPUS), reason="a GPU's weights are gone then, and a trainer's to bring back")
-async def test_prefill_engine_whose_weights_sleep_threw_away_serves_none_for_good(both):
+async def test_prefill_engine_after_sleep_level_2_shares_nothing(both):
     """The last of this module: what they are afterwards has no name, unless the option ``model_fingerprint`` gives one.
     The tests' worker keeps them, so that it can be told whether an answer is right."""
     p, d, rng = both.pair.prefill, both.pair.decode, seeded("level 2")

@@ -5,10 +5,10 @@ import random
 
 import numpy as np
 import pytest
-from drive import assert_same, random_tokens
-from node_fleet import ASKED, SLOT_PAGES, Memory, Node, NodeDriver, seeded
+from engine_client import assert_same, random_tokens
+from node_fixtures import ASKED, SLOT_PAGES, Memory, Node, NodeDriver, seeded
 
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.store.protocol import PAGE
 
 BLOCK = 32
 
@@ -49,7 +49,7 @@ async def loads(nodes: NodeDriver, outcome: str) -> tuple[float, float]:
     return counts.get(f"synchronous_loads {outcome}", 0), counts.get(f"loads {outcome}", 0)
 
 
-async def test_one_request_is_computed_in_the_step_that_loads_it(node: Node, nodes):
+async def test_sync_load_computes_in_the_loading_step(node: Node, nodes):
     """Of whole blocks and not, with nothing to compute but the last token, and with more than a step of it."""
     rng = seeded("synchronous")
     prompts = [random_tokens(rng, length) for length in (32, 33, 640, 700, 1500)]
@@ -70,7 +70,7 @@ async def test_one_request_is_computed_in_the_step_that_loads_it(node: Node, nod
 
 
 @pytest.mark.parametrize("count", [1, 8])
-async def test_what_was_computed_on_bad_blocks_is_taken_back(node: Node, nodes, count):
+async def test_sync_load_bad_blocks_roll_back_the_step(node: Node, nodes, count):
     """In the first block, in the last, and in some between: with the next step under way or none, the answer is right,
     nothing wrong stays in vLLM's prefix cache, and the store has the blocks anew."""
     rng = seeded(f"bad {count}")
@@ -99,7 +99,7 @@ async def test_what_was_computed_on_bad_blocks_is_taken_back(node: Node, nodes, 
             assert reply.pulled == len(longer) // BLOCK * BLOCK, "whole again"
 
 
-async def test_nobody_shares_what_is_not_verified(node: Node, nodes):
+async def test_unverified_sync_load_is_not_shared(node: Node, nodes):
     """Several arrive at a moment, one of them first and alone: they share its beginning, in which a block is bad."""
     rng = seeded("shared")
     with node.store.memory() as memory:
@@ -122,7 +122,7 @@ async def test_nobody_shares_what_is_not_verified(node: Node, nodes):
             await nodes.nothing_left(node.first)
 
 
-async def test_clients_that_leave_while_it_is_not_verified(node: Node, nodes):
+async def test_sync_load_client_leaving_before_verification_leaks_nothing(node: Node, nodes):
     rng = seeded("left alone")
     with node.store.memory() as memory:
         prompt = random_tokens(rng, 1300)
@@ -136,7 +136,7 @@ async def test_clients_that_leave_while_it_is_not_verified(node: Node, nodes):
             await nodes.reset(node.first)
 
 
-async def test_beside_requests_that_generate(node: Node, nodes):
+async def test_sync_load_beside_generating_requests(node: Node, nodes):
     """A brief load among others is waited for by the step that computes on it, too; if it is bad, it alone is taken
     back, and what the others are answered is right."""
     rng = seeded("among others")

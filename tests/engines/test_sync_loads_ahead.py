@@ -7,12 +7,12 @@ platform is told otherwise, with the engine in that same process.
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 
 import numpy as np
-from node_fleet import SLOT_PAGES, Memory, runtime_dir, store_env
+from node_fixtures import SLOT_PAGES, Memory, runtime_dir, store_env
+from store_support import map_pool
 
 from vllm_kvtier.telemetry.stats import merge
 
@@ -20,17 +20,14 @@ BLOCK = 32
 CASES = ((650, 0, 8), (700, 20, 1), (1300, 17, 24))  # tokens, the bad block, tokens asked for
 
 
-def test_bad_blocks_are_taken_back_with_the_next_step_under_way(model_path):
+def test_sync_load_bad_blocks_roll_back_with_the_next_step_scheduled(model_path, run_script):
     with runtime_dir() as folder:
-        env = {**os.environ, **store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        command = [sys.executable, __file__, str(model_path)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert told.pop(0) == {"scheduler": "AsyncScheduler", "steps": 2}
-    assert len(told) == len(CASES)
-    for case in told:
+        env = {**store_env(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        output = run_script(__file__, str(model_path), env=env)
+    first, *cases = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert first == {"scheduler": "AsyncScheduler", "steps": 2}
+    assert len(cases) == len(CASES)
+    for case in cases:
         assert case == {"good": ["right", 1, 0], "bad": ["right", 0, 1], "again": ["right", 0, 0]}
 
 
@@ -82,7 +79,7 @@ class InProcess:
                 return
         raise AssertionError("the prefix cache cannot be reset")
 
-    def judged(self, prompt: list[int], count: int, truth: list[int]) -> list:
+    def verified(self, prompt: list[int], count: int, truth: list[int]) -> list:
         """(whether the answer is right, loads that a step waited for and that were right, that were wrong)."""
         names = ("synchronous_loads|ok", "synchronous_loads|failed")
         before = [self.counts.get(name, 0) for name in names]
@@ -93,24 +90,26 @@ class InProcess:
 
 
 def main(model: str) -> None:
-    from vllm_kvtier.store.launch import store_path
-    from vllm_kvtier.store.mapping import PoolMapping
+    from vllm_kvtier.store.launcher import store_path
 
     engine = InProcess(model)
     print(json.dumps({"scheduler": type(engine.core.scheduler).__name__, "steps": engine.core.batch_queue_size}))
+    while not engine.counts.get("store_registered_bytes"):  # without a loop, requests let time pass
+        engine.ask([300], 1)
+        time.sleep(0.05)
     engine.settle()
-    memory, rng = Memory(PoolMapping.connect(store_path())), random.Random(1)
+    memory, rng = Memory(map_pool(store_path())), random.Random(1)
     for length, which, count in CASES:
         prompt = [rng.randrange(300, 2000) for _ in range(length)]
         before, truth = memory.written(), engine.ask(prompt, 24)
         engine.settle()
-        told = {"good": engine.judged(prompt, 24, truth)}
+        told = {"good": engine.verified(prompt, 24, truth)}
         engine.settle()
         pages = sorted(memory.written() - before)[which * SLOT_PAGES :][: SLOT_PAGES - 1]
         numbers = np.random.default_rng(length).standard_normal((len(pages), memory.pages.shape[1] // 4), np.float32)
         memory.pages[pages] = 3 * numbers.view(np.uint8)
-        told["bad"] = engine.judged(prompt, count, truth)
-        told["again"] = engine.judged(prompt, 24, truth)  # from vLLM's own cache
+        told["bad"] = engine.verified(prompt, count, truth)
+        told["again"] = engine.verified(prompt, 24, truth)  # from vLLM's own cache
         print(json.dumps(told), flush=True)
     os._exit(0)
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from drive import Reply, assert_same, driving, random_tokens
-from fleet import ENGINE_FLAGS, start_missing
+from engine_client import Reply, assert_same, driving, random_tokens
+from engine_fixtures import ENGINE_FLAGS, start_missing
 from node_events import Follower, publishing
-from node_fleet import ASKED, runtime_dir, store_env, store_in
+from node_fixtures import ASKED, runtime_dir, store_env, store_in
 from support import eventually, stop
-from tier_fleet import (
+from tier_fixtures import (
     BLOCK,
     POOL_BLOCKS,
     SLOT_PAGES,
@@ -33,9 +33,9 @@ from tier_fleet import (
 )
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
-from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.devtools.stores import lives, mover_of
-from vllm_kvtier.store.messages import PAGE
+from vllm_kvtier.devtools.processes import free_port, kill_all, lives
+from vllm_kvtier.devtools.stores import tier_process_of
+from vllm_kvtier.store.protocol import PAGE
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def whole(prompt: list[int]) -> int:
     return len(prompt) // BLOCK * BLOCK
 
 
-async def test_what_memory_gave_up_comes_from_disk(node, tiers):
+async def test_blocks_evicted_from_memory_load_from_disk(node, tiers):
     """Prompts around the ends of blocks and of steps; and of two that begin alike, the beginning once."""
     rng = seeded("lengths")
     prompts = [random_tokens(rng, length) for length in (32, 33, 257, 1100, 2048)]
@@ -98,7 +98,7 @@ async def test_what_memory_gave_up_comes_from_disk(node, tiers):
     assert (reply.pulled, read) == (whole(longer[:900]), whole(longer[:900]))
 
 
-async def test_kv_events_say_what_is_in_memory_and_on_disk(node, tiers):
+async def test_kv_events_report_memory_and_disk_blocks(node, tiers):
     """A router that hears them has the store's own view, tier by tier, whatever becomes of the blocks."""
     prompts = prompts_of("events", 3, 700)
     with Follower(events_at(node.disk)) as follower:
@@ -145,7 +145,7 @@ async def test_kv_events_say_what_is_in_memory_and_on_disk(node, tiers):
         assert not follower.missed
 
 
-async def test_a_working_set_of_three_times_the_memory(node, tiers):
+async def test_working_set_of_three_times_memory_loads_from_disk(node, tiers):
     """One after the other, then several at a time that share what memory there is."""
     prompts = prompts_of("working set", 9, 1100)
     assert sum(map(len, prompts)) > 3 * POOL_BLOCKS * BLOCK
@@ -165,18 +165,18 @@ async def test_a_working_set_of_three_times_the_memory(node, tiers):
     print(f"\n{found} of {sum(map(len, prompts))} tokens found, nine at a time", end="")
 
 
-async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
+async def test_tier_process_killed_while_reading_recomputes(node, tiers):
     """SIGKILL in the middle of a promotion: what had come stays, the rest is computed, and the disk comes back."""
     stopped, random = prompts_of("killed reading", 2)
     await tiers.kept(stopped, random)
     await tiers.gone_from_memory(stopped, random)
     before = await tiers.disk()
-    mover = await tiers.mover()
-    stop(mover)  # it has been told to read, and will not have
+    tier_process = await tiers.tier_process()
+    stop(tier_process)  # it has been told to read, and will not have
 
     async def kill() -> None:
         await tiers.in_flight(lambda counts: counts.index.reservations > 0)
-        os.kill(mover, signal.SIGKILL)
+        os.kill(tier_process, signal.SIGKILL)
 
     reply = await while_under_way(tiers.asked(node.engine, stopped), kill)
     assert reply.pulled == 0, reply.report
@@ -185,7 +185,7 @@ async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
 
     async def kill_soon() -> None:
         await asyncio.sleep(seeded("when").uniform(0.002, 0.02))
-        os.kill(await tiers.mover(), signal.SIGKILL)
+        os.kill(await tiers.tier_process(), signal.SIGKILL)
 
     await while_under_way(tiers.asked(node.engine, random), kill_soon)
     await tiers.is_open_again(after)
@@ -195,21 +195,21 @@ async def test_a_mover_that_is_killed_while_it_reads(node, tiers):
 
 
 @pytest.mark.slow
-async def test_a_mover_that_is_killed_while_it_writes(node, tiers):
+async def test_tier_process_killed_while_writing_loses_only_these_blocks(node, tiers):
     before, others = prompts_of("killed writing", 3), prompts_of("then", 2)
     await tiers.kept(before[0])
     first = await tiers.disk()
-    mover = await tiers.mover()
-    stop(mover)
+    tier_process = await tiers.tier_process()
+    stop(tier_process)
     await tiers.asked(node.engine, before[1])  # is stored, and told to be written
     await tiers.stored(node.engine, before[1])
     await asyncio.sleep(0.1)  # batches linger for 0.05 s
-    os.kill(mover, signal.SIGKILL)
+    os.kill(tier_process, signal.SIGKILL)
     second = await tiers.is_open_again(first)
 
     async def kill_soon() -> None:
         await tiers.stored(node.engine, before[2], 64)
-        os.kill(await tiers.mover(), signal.SIGKILL)
+        os.kill(await tiers.tier_process(), signal.SIGKILL)
 
     await while_under_way(tiers.asked(node.engine, before[2]), kill_soon)
     await tiers.is_open_again(second)
@@ -224,7 +224,7 @@ async def test_a_mover_that_is_killed_while_it_writes(node, tiers):
 
 
 @pytest.mark.parametrize("found_by", ["the engine", "the mover"])
-async def test_damage_on_disk_is_found(node, tiers, found_by):
+async def test_disk_damage_is_detected_and_block_not_read_again(node, tiers, found_by):
     """One bit of one block: what precedes it is loaded, the rest computed, and the block never given again. The mover
     looks at a sample of each block, the engine at every byte."""
     [prompt] = prompts_of(f"damage {found_by}", 1)
@@ -258,12 +258,12 @@ async def test_damage_on_disk_is_found(node, tiers, found_by):
     assert await tiers.kvtier(node.engine, "integrity_failures") == wrong + noticed
 
 
-async def test_a_store_that_is_killed_finds_its_disk_again(node, tiers):
+async def test_killed_store_restores_written_blocks_from_disk(node, tiers):
     """The engine starts another one; in the middle of writing, too, what had been written is there."""
     kept, cut_off = prompts_of("killed store", 2, 1300)
     await tiers.kept(kept)
     before = await tiers.disk()
-    mover, pid = await tiers.mover(), node.store.pid
+    tier_process, pid = await tiers.tier_process(), node.store.pid
 
     async def kill() -> None:
         await tiers.stored(node.engine, cut_off, 256)
@@ -274,7 +274,7 @@ async def test_a_store_that_is_killed_finds_its_disk_again(node, tiers):
     assert node.store.pid != pid
     after = await tiers.is_open()
     assert before.blocks <= after.blocks, (before, after)
-    assert not lives(mover), "it ends with its store"
+    assert not lives(tier_process), "it ends with its store"
     await tiers.uses_store(node.engine)
     await tiers.reset(node.engine)
     reply, read = await tiers.from_disk(node.engine, kept)
@@ -291,12 +291,12 @@ def another_store(node: TieredNode, *options: str) -> Iterator[None]:
         try:
             yield
         finally:
-            mover = mover_of(node.store.pid)
+            tier_process = tier_process_of(node.store.pid)
             node.store.kill()
-            eventually(lambda: not lives(mover), 10, "the mover ends with its store")
+            eventually(lambda: not lives(tier_process), 10, "the mover ends with its store")
 
 
-async def test_a_disk_that_is_smaller_than_its_work(node, tiers):
+async def test_disk_smaller_than_working_set_evicts_without_failure(node, tiers):
     """It keeps to its size and gives up the oldest. That is no failure."""
     prompts = prompts_of("small", 4)
     size = 60 * SLOT_PAGES * PAGE
@@ -312,7 +312,7 @@ async def test_a_disk_that_is_smaller_than_its_work(node, tiers):
     await tiers.uses_store(node.engine)
 
 
-async def test_a_file_system_that_is_full_and_then_read_only(node, tiers):
+async def test_full_then_read_only_file_system_serves_what_fits(node, tiers):
     """What fitted is served; the rest is computed, and the store says why."""
     prompts = prompts_of("full", 4)
     with small_disk(node.disk.with_name("full"), 50 * SLOT_PAGES * PAGE) as folder:
@@ -331,7 +331,7 @@ async def test_a_file_system_that_is_full_and_then_read_only(node, tiers):
         with another_store(node, *serve_options(folder / "disk")):
             await tiers.until(lambda: _opened(tiers), 20, "the disk is open")
             disk = await tiers.disk()
-            assert disk.state == "read only" and disk.reason and disk.blocks > 0, disk
+            assert disk.state == "read_only" and disk.reason and disk.blocks > 0, disk
             await tiers.uses_store(node.engine)
             await tiers.reset(node.engine)
             loaded = [(await tiers.asked(node.engine, prompt)).pulled for prompt in prompts]
@@ -344,13 +344,13 @@ async def _opened(tiers: TierDriver) -> bool:
     return (await tiers.disk()).state != "opening"
 
 
-async def test_who_waits_in_the_queue_warms_its_blocks(node, tiers):
+async def test_queued_request_prefetches_its_blocks(node, tiers):
     """Long answers fill the engine's cache; meanwhile the next request's blocks come up."""
     [waiting], busy = prompts_of("queue", 1, 640), prompts_of("busy", 2, 1950)
     await tiers.kept(waiting)
     await tiers.gone_from_memory(waiting)
     await tiers.flushed(node.engine)
-    warmed, before = await tiers.kvtier(node.engine, "warmed"), await tiers.disk()
+    warmed, before = await tiers.kvtier(node.engine, "promotion_prefetches"), await tiers.disk()
     talking = [asyncio.ensure_future(tiers.ask(node.engine, prompt, 200)) for prompt in busy]
 
     async def full() -> bool:
@@ -369,11 +369,11 @@ async def test_who_waits_in_the_queue_warms_its_blocks(node, tiers):
     reply, *_ = await asyncio.gather(asked, *talking)
     assert reply.pulled == whole(waiting), reply.report
     await tiers.flushed(node.engine)
-    assert await tiers.kvtier(node.engine, "warmed") > warmed
+    assert await tiers.kvtier(node.engine, "promotion_prefetches") > warmed
     assert (await tiers.disk()).read_blocks - before.read_blocks >= whole(waiting) // BLOCK
 
 
-async def test_encoded_slots_go_down_and_up_unchanged(node, tiers):
+async def test_encoded_slots_demoted_and_promoted_are_unchanged(node, tiers):
     """As bytes, and so to the same answer as from memory."""
     [prompt] = prompts_of("coded", 1)
 

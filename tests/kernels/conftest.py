@@ -14,8 +14,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA and "triton" not in sys.modules:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    import vllm_kvtier.kernels.coded  # imports all the others, but for one
-    import vllm_kvtier.kernels.peer
+    import vllm_kvtier.kernels.encoded_pages  # imports all the others, but for one
+    import vllm_kvtier.kernels.peer_copy
 
     import vllm_kvtier.codecs
 
@@ -36,7 +36,7 @@ def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     pytest.importorskip("triton")
     from vllm_kvtier.kernels import checksum
 
-    if type(checksum._page_sums).__name__ != "InterpretedFunction":
+    if type(checksum._page_checksums).__name__ != "InterpretedFunction":
         pytest.fail(
             "Triton was imported before tests/kernels/conftest.py could choose the interpreter: "
             "run with TRITON_INTERPRET=1, or find which conftest imports Triton"

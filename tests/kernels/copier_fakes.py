@@ -86,7 +86,7 @@ class FakeCuda:
 
 
 class FakeDriver:
-    """In place of ``worker.cuda.Driver``: the DMA engine is memmove."""
+    """In place of ``worker.device.cuda_driver.Driver``: the DMA engine is memmove."""
 
     def __init__(self, device=0):
         self.registered, self.batches = {}, []
@@ -154,10 +154,10 @@ class FakeDriver:
             self._enqueue(handle, lambda a=a, b=b: ctypes.memmove(a, b, width))
 
 
-def later(mover):
+def later(page_copier):
     """``pages.Mover`` whose launches are work of their stream, done when the stream comes to it."""
 
-    class Later(mover):
+    class Later(page_copier):
         def launch(self, table, n, stream):
             work = super().launch
             World.current.enqueue(stream, ("work", lambda: work(table, n, None)))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm_kvtier.kernels import checksum_reference, peer_reference
+from vllm_kvtier.kernels import checksum_reference, peer_copy_reference
 
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared, SharedSpan
-from vllm_kvtier.worker.cover import Part
-from vllm_kvtier.worker.views import CacheView
-from vllm_kvtier.worker.work import GroupPull
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceRank
 
 ALIGN = 64
 ORDERS = ("block-outer-token", "block-token-outer", "outer-block-token")
@@ -74,7 +74,7 @@ class Rank:
 
     def sum_of(self, data: np.ndarray, block: int, key: int, valid: int) -> int:
         pages = [self.pages(data, r)[block] for r in self.group.regions]
-        return checksum_reference.block_sum(pages, [cells(r, valid) for r in self.group.regions], key)
+        return checksum_reference.block_checksum(pages, [cells(r, valid) for r in self.group.regions], key)
 
     def vouch(self, blocks, keys, valid) -> None:
         """Writes the blocks' checksums into the table."""
@@ -119,7 +119,7 @@ def cells(region: Region, valid: int) -> int:
     return sum(region.first_token + t * region.cell_tokens < valid for t in range(region.tokens))
 
 
-def expect(target: Rank, sources: dict[int, Rank], parts: list[Part], pulls: list[GroupPull], data: np.ndarray):
+def expect(target: Rank, sources: dict[int, Rank], parts: list[SourceRank], pulls: list[GroupPull], data: np.ndarray):
     """What a copy does: (memory of ``target`` that began as ``data``, {our block: whether it is right})."""
     right: dict[int, bool] = {}
     table_at = target.table.data_ptr() - target.memory.data_ptr()
@@ -131,7 +131,7 @@ def expect(target: Rank, sources: dict[int, Rank], parts: list[Part], pulls: lis
             for pull in pulls:
                 for local, remote, key, valid in zip(pull.local, pull.remote, pull.keys, pull.valid, strict=True):
                     pieces = [
-                        peer_reference.Piece(
+                        peer_copy_reference.Piece(
                             rank.pages(theirs, r.source)[remote],
                             None if r.target is None else target.pages(data, r.target)[local],
                             r.first_outer, r.outers, r.target_outer,
@@ -139,9 +139,9 @@ def expect(target: Rank, sources: dict[int, Rank], parts: list[Part], pulls: lis
                         for r in group.regions
                     ]  # fmt: skip
                     counts = [cells(r.source, int(valid)) for r in group.regions]
-                    good, total = peer_reference.copy(pieces, counts, int(key), int(told[remote]))
+                    good, total = peer_copy_reference.copy(pieces, counts, int(key), int(told[remote]))
                     right[int(local)] = right.get(int(local), True) and good
-                    entry = np.uint64(total).view(np.int64) if group.whole and good else 0
+                    entry = np.uint64(total).view(np.int64) if group.identical_layout and good else 0
                     table[local] = entry
     return data, right
 

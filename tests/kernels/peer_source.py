@@ -7,9 +7,9 @@ import torch
 
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
-from vllm_kvtier.worker import cuda_ipc
-from vllm_kvtier.worker.sums import BlockSums
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
+from vllm_kvtier.worker.peer_fetch import cuda_ipc
 
 LAYERS, BLOCKS, HEADS, TOKENS, INNER = 8, 512, 8, 16, 128
 PAGE = HEADS * TOKENS * INNER
@@ -48,7 +48,7 @@ def serve(pipe, gpu: int, lives: torch.Tensor, restless: bool) -> None:
     device = torch.device("cuda", gpu)
     view = make_view(device)
     table = torch.zeros(BLOCKS, dtype=torch.int64, device=device)
-    sums = BlockSums(view)
+    checksums = BlockChecksums(view)
 
     def write(ids: np.ndarray) -> None:
         lives[ids] += 1
@@ -56,7 +56,7 @@ def serve(pipe, gpu: int, lives: torch.Tensor, restless: bool) -> None:
         for layer in range(LAYERS):
             words(view, layer)[index] = content(layer, index, now)
         full = np.full(len(ids), TOKENS)
-        table[index] = sums.compute(0, ids, keys_of(ids, lives[ids].numpy()), full)
+        table[index] = checksums.compute(0, ids, keys_of(ids, lives[ids].numpy()), full)
 
     write(np.arange(BLOCKS))
     torch.cuda.synchronize()

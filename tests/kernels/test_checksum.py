@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from vllm_kvtier.kernels import checksum, checksum_reference
 
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.sums import BlockSums, _DeviceGroup
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums, _DeviceGroup
 
 ALIGN = 64
 
@@ -80,7 +80,7 @@ def expected(view: CacheView, ids, keys, valid) -> list[int]:
         cells = [
             sum(r.first_token + t * r.cell_tokens < tokens for t in range(r.tokens)) for r in group.regions
         ]
-        sums.append(checksum_reference.block_sum([p[block] for p in pages], cells, int(key)))
+        sums.append(checksum_reference.block_checksum([p[block] for p in pages], cells, int(key)))
     return sums
 
 
@@ -110,8 +110,8 @@ def on_device(view: CacheView, device: torch.device) -> CacheView:
 
 def kernel_sums(view: CacheView, ids, keys, valid, device: torch.device, programs: int = 3) -> list[int]:
     if device.type == "cuda":
-        sums = BlockSums(on_device(view, device), programs).compute(0, ids, keys, valid)
-    else:  # BlockSums takes numpy for host memory; the interpreter reads the same memory through the kernel
+        sums = BlockChecksums(on_device(view, device), programs).compute(0, ids, keys, valid)
+    else:  # BlockChecksums takes numpy for host memory; the interpreter reads the same memory through the kernel
         group = _DeviceGroup(view.groups[0], device, programs)
         sums = group.compute(np.asarray(ids, np.int64), keys, np.asarray(valid, np.int64))
     return sums.cpu().numpy().view(np.uint64).tolist()
@@ -129,16 +129,16 @@ def questions(draw):
 
 
 @given(questions())
-def test_host_path_equals_reference(question):
+def test_checksum_host_path_equals_reference(question):
     view, ids, keys, valid = question
-    sums = BlockSums(view).compute(0, ids, keys, np.array(valid, dtype=np.int32))
+    sums = BlockChecksums(view).compute(0, ids, keys, np.array(valid, dtype=np.int32))
     assert sums.dtype == torch.int64
     assert sums.numpy().view(np.uint64).tolist() == expected(view, ids, keys, valid)
 
 
 @given(questions())
 @settings(max_examples=40)
-def test_kernel_equals_reference(kernel_device, question):
+def test_checksum_kernel_equals_reference(kernel_device, question):
     view, ids, keys, valid = question
     assert kernel_sums(view, ids, keys, valid, kernel_device) == expected(view, ids, keys, valid)
 
@@ -153,9 +153,9 @@ def simple_view(inner: int = 24, tokens: int = 4, outer: int = 2, blocks: int = 
 
 
 @pytest.mark.parametrize("inner", [24, 12])
-def test_every_single_bit_flip_shows(inner):
+def test_checksum_changes_with_every_single_bit(inner):
     view = simple_view(inner)
-    sums = BlockSums(view)
+    sums = BlockChecksums(view)
     page = view.pages(view.groups[0].regions[0])[1]
     ask = ([1], np.array([5], np.uint64), np.array([4]))
     right = sums.compute(0, *ask).item()
@@ -169,9 +169,9 @@ def test_every_single_bit_flip_shows(inner):
     assert sums.compute(0, *ask).item() == right
 
 
-def test_wrong_key_shows_and_invalid_tokens_do_not():
+def test_checksum_depends_on_key_and_valid_tokens_only():
     view = simple_view()
-    sums = BlockSums(view)
+    sums = BlockChecksums(view)
     keys = np.array([5, 6, 5], np.uint64)
     a, b, c = sums.compute(0, [1, 1, 1], keys, np.array([2, 2, 3])).tolist()
     assert len({a, b, c}) == 3
@@ -182,14 +182,14 @@ def test_wrong_key_shows_and_invalid_tokens_do_not():
     assert sums.compute(0, [1], keys[:1], np.array([2])).item() != a
 
 
-def test_zero_tokens_more_or_less_show():
+def test_checksum_depends_on_number_of_zero_tokens():
     view = simple_view()
     view.pages(view.groups[0].regions[0]).zero_()
-    sums = BlockSums(view).compute(0, [0, 0, 0], np.zeros(3, np.uint64), np.array([1, 2, 3])).tolist()
+    sums = BlockChecksums(view).compute(0, [0, 0, 0], np.zeros(3, np.uint64), np.array([1, 2, 3])).tolist()
     assert len(set(sums)) == 3
 
 
-def test_order_in_memory_does_not_show():
+def test_checksum_is_independent_of_memory_order():
     """The same logical bytes, heads first and tokens first, make the same sum."""
     outer, tokens, inner = 3, 4, 40
     logical = _random_memory(outer * tokens * inner, 3).view(outer, tokens, inner)
@@ -202,42 +202,42 @@ def test_order_in_memory_does_not_show():
         group = GroupView(0, tokens, "full", None, (region,))
         views.append(CacheView([group], 1, "cpu", [memory.untyped_storage()]))
     ask = ([0], np.array([1], np.uint64), np.array([3]))
-    a, b = (BlockSums(v).compute(0, *ask).item() for v in views)
+    a, b = (BlockChecksums(v).compute(0, *ask).item() for v in views)
     assert a == b
 
 
-def test_pages_larger_than_a_tile(kernel_device):
+def test_checksum_of_pages_larger_than_a_tile_equals_reference(kernel_device):
     view = simple_view(inner=64 << 10, tokens=2, outer=3, blocks=2)
     ask = ([1, 0], np.array([1, 2], np.uint64), [2, 1])
     right = expected(view, *ask)
-    assert BlockSums(view).compute(0, *ask).numpy().view(np.uint64).tolist() == right
+    assert BlockChecksums(view).compute(0, *ask).numpy().view(np.uint64).tolist() == right
     assert kernel_sums(view, *ask, kernel_device, programs=32) == right
 
 
-def test_number_of_programs_does_not_show(kernel_device):
+def test_checksum_is_independent_of_number_of_programs(kernel_device):
     view = simple_view(inner=4096, tokens=8, outer=2, blocks=5)
     ask = (list(range(5)), np.arange(5, dtype=np.uint64), [8] * 5)
     assert len({tuple(kernel_sums(view, *ask, kernel_device, programs=p)) for p in (1, 2, 7, 32)}) == 1
 
 
-def test_no_blocks():
-    assert BlockSums(simple_view()).compute(0, [], np.empty(0, np.uint64), np.empty(0)).shape == (0,)
+def test_checksum_of_no_blocks_is_empty():
+    assert BlockChecksums(simple_view()).compute(0, [], np.empty(0, np.uint64), np.empty(0)).shape == (0,)
 
 
 @pytest.mark.parametrize(
     "ids, keys, valid", [([3], [1], [4]), ([-1], [1], [4]), ([0, 1], [1], [4, 4]), ([0], [1], [4, 4])]
 )
-def test_refuses_what_is_not_there(ids, keys, valid):
+def test_checksum_of_missing_blocks_is_refused(ids, keys, valid):
     with pytest.raises(ValueError):
-        BlockSums(simple_view()).compute(0, ids, np.array(keys, np.uint64), np.array(valid))
+        BlockChecksums(simple_view()).compute(0, ids, np.array(keys, np.uint64), np.array(valid))
 
 
-def test_cells_without_whole_words_are_refused():
+def test_checksum_of_cells_not_word_sized_is_refused():
     with pytest.raises(ValueError, match="6 bytes"):
         checksum.word_bytes(6)
 
 
-def test_launch_without_triton_says_so(monkeypatch):
+def test_checksum_launch_without_triton_raises(monkeypatch):
     monkeypatch.setattr(checksum, "triton", None)
     with pytest.raises(RuntimeError, match="need Triton"):
         checksum.launch(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 11), [])

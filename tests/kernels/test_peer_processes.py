@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.worker.cover import cover
-from vllm_kvtier.worker.peer_copier import CopyJob
-from vllm_kvtier.worker.peer_copier_cuda import CudaPeerCopier
-from vllm_kvtier.worker.sums import BlockSums
-from vllm_kvtier.worker.work import GroupPull
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
+from vllm_kvtier.worker.peer_fetch.base import CopyJob
+from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
+from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ class Reader:
         self.view = far.make_view(device)
         self.table = torch.full((far.BLOCKS,), -1, dtype=torch.int64, device=device)
         self.copier = CudaPeerCopier(self.view, self.table)
-        self.parts = cover(self.view.groups, far.HEAD_RANGES, 0, [info])
+        self.parts = map_source_ranks(self.view.groups, far.HEAD_RANGES, 0, [info])
         self.copier.add("source", self.parts)
 
     def order(self, local, remote, lives) -> CopyJob:
@@ -43,8 +43,8 @@ class Reader:
             return 0
         device = self.view.device
         index = torch.from_numpy(pull.local[good]).to(device)
-        sums = BlockSums(self.view).compute(0, pull.local[good], pull.keys[good], pull.valid[good])
-        assert torch.equal(sums, self.table[index])
+        checksums = BlockChecksums(self.view).compute(0, pull.local[good], pull.keys[good], pull.valid[good])
+        assert torch.equal(checksums, self.table[index])
         remote, now = (torch.from_numpy(a[good]).to(device) for a in (pull.remote, lives))
         for layer in range(far.LAYERS):
             assert torch.equal(far.words(self.view, layer)[index], far.content(layer, remote, now))
@@ -79,7 +79,7 @@ def source(restless: bool = False, visible: str | None = None):
 
 
 @pytest.mark.parametrize("visible", [None, "0"], ids=["sees-all", "sees-its-own"])
-def test_blocks_come_over(visible):
+def test_peer_process_blocks_are_copied_over_cuda_ipc(visible):
     with source(visible=visible) as (child, info, lives, device):
         reader = Reader(info, device)
         rng = np.random.default_rng(2)
@@ -105,7 +105,7 @@ def test_blocks_come_over(visible):
         reader.copier.close()
 
 
-def test_a_source_that_overwrites_all_the_time_is_never_believed():
+def test_peer_process_overwriting_source_never_passes_wrong_block():
     with source(restless=True) as (child, info, lives, device):
         reader = Reader(info, device)
         rng = np.random.default_rng(3)
@@ -124,7 +124,7 @@ def test_a_source_that_overwrites_all_the_time_is_never_believed():
         reader.copier.close()
 
 
-def test_a_source_that_is_killed_while_it_is_read():
+def test_peer_process_killed_during_read_raises_no_device_error():
     """No error on our device: a mapping keeps the memory. Then nothing of it can be mapped any more."""
     with source() as (child, info, lives, device):
         reader = Reader(info, device)

@@ -32,7 +32,7 @@ def halves(tmp_path):
         there.end()
 
 
-def test_pull_with_a_step_in_flight_begins_when_that_step_has_ended(halves):
+def test_pull_with_step_in_flight_starts_after_that_step(halves):
     """Of a request that was aborted: the step writes its block, which is the pull's now, when it is not to any more."""
     here, there = halves
     ended = torch.cuda.Event()
@@ -52,15 +52,15 @@ def test_pull_with_a_step_in_flight_begins_when_that_step_has_ended(halves):
     assert same(here, 5, there, 4)
 
 
-def test_half_that_slept_is_read_again_on_a_gpu(halves):
+def test_worker_after_suspend_is_pulled_from_again_on_gpu(halves):
     here, there = halves
     for life in range(2, 4):
-        there.made.sleep()
+        there.made.suspend()
         there.fill(3)
         here.pull("meanwhile", 2, 3, timeout=2.0)
         [result] = here.results()
         assert result.failed and result.bad_blocks == {2}
-        there.made.wake()
+        there.made.resume()
         info = there.info(life)
         there.fill(life)
         there.sum(3, 4)

@@ -57,14 +57,16 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", LOSSY, ids=repr)
 @given(data=st.data(), dtype=dtypes, count=st.sampled_from(HEADS))
 @settings(max_examples=60)
-def test_finite_lines_stay_within_the_bound(form, data, dtype, count):
+def test_codec_error_of_finite_numbers_is_within_tolerance(form, data, dtype, count):
     line = form.line(count)
-    assert line and count % line == 0
+    assert count % line == 0 if line else count not in (64, 128), "heads of these sizes are encoded"
+    if not line:
+        return  # such groups stay raw
     x = data.draw(lines(line, dtype, bad=False))
-    coded, scales = form.encode(x)
-    assert coded.dtype == scales.dtype == torch.uint8
-    assert coded.shape == (len(x), form.data_bytes(line)) and scales.shape == (len(x), form.scale_bytes(line))
-    y = form.decode(coded, scales, dtype)
+    encoded, scales = form.encode(x)
+    assert encoded.dtype == scales.dtype == torch.uint8
+    assert encoded.shape == (len(x), form.data_bytes(line)) and scales.shape == (len(x), form.scale_bytes(line))
+    y = form.decode(encoded, scales, dtype)
     assert y.dtype == dtype and y.shape == x.shape
     assert y.isfinite().all()
     error = (y.double() - x.double()).abs()
@@ -75,7 +77,7 @@ def test_finite_lines_stay_within_the_bound(form, data, dtype, count):
 
 @pytest.mark.parametrize("form", [f for f in LOSSY if f.name.startswith(("int8", "uint4"))], ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_the_bound_goes_by_the_step_that_was_written(form, dtype):
+def test_codec_tolerance_uses_the_stored_scale(form, dtype):
     """In one line of thousands another way of computing it ends in the next bfloat16."""
     x = torch.from_numpy(np.random.default_rng(5).standard_normal((1 << 17, 64))).to(dtype)
     _, scales = form.encode(x)
@@ -86,22 +88,22 @@ def test_the_bound_goes_by_the_step_that_was_written(form, dtype):
 @pytest.mark.parametrize("form", LOSSY, ids=repr)
 @given(data=st.data(), dtype=dtypes, count=st.sampled_from((64, 128)))
 @settings(max_examples=60)
-def test_what_is_not_finite_takes_its_own_line_and_no_other(form, data, dtype, count):
+def test_codec_non_finite_value_affects_its_row_only(form, data, dtype, count):
     x = data.draw(lines(form.line(count), dtype, bad=True))
-    coded, scales = form.encode(x)
-    y = form.decode(coded, scales, dtype)
+    encoded, scales = form.encode(x)
+    y = form.decode(encoded, scales, dtype)
     bad = (x.float().view(torch.int32) & 0x7FFFFFFF).amax(dim=1) >= INFINITE
     assert bad.any()
     assert y[bad].isnan().all() and y[~bad].isfinite().all()
     for i in range(len(x)):  # each line is coded as if it were alone
         alone = form.encode(x[i : i + 1])
         assert (alone[1][0] == scales[i]).all()
-        assert bad[i] or (alone[0][0] == coded[i]).all()
+        assert bad[i] or (alone[0][0] == encoded[i]).all()
 
 
 @pytest.mark.parametrize("form", LOSSY, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_zeros_and_an_outlier(form, dtype):
+def test_codec_zeros_stay_zero_and_outlier_affects_its_line_only(form, dtype):
     line = form.line(128)
     zeros = torch.zeros(3, line, dtype=dtype)
     zeros[1] = -0.0
@@ -115,17 +117,17 @@ def test_zeros_and_an_outlier(form, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_what_is_kept_is_kept_to_the_bit(dtype):
+def test_codec_raw_fields_round_trip_exactly(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 64)
-    coded, scales = KEEP.encode(every)
+    encoded, scales = KEEP.encode(every)
     assert scales.shape == (1024, 0) and not KEEP.lossy and KEEP.kernels is None
-    assert (bits(KEEP.decode(coded, scales, dtype)) == bits(every)).all()
+    assert (bits(KEEP.decode(encoded, scales, dtype)) == bits(every)).all()
 
 
 @pytest.mark.parametrize("form", [f for f in LOSSY if f.name.startswith("e4m3")], ids=repr)
 @given(data=st.data(), dtype=dtypes)
 @settings(max_examples=30)
-def test_a_second_time_changes_nothing_where_scales_are_powers_of_two(form, data, dtype):
+def test_encode_twice_with_power_of_two_scales_is_stable(form, data, dtype):
     x = data.draw(lines(form.line(128), dtype, bad=False))
     x = x[x.float().abs().amax(dim=1) < 2.0**125]  # rounded up, larger ones might count as infinite
     once = form.decode(*form.encode(x), dtype)
@@ -142,7 +144,7 @@ def group(dtype="bfloat16", kind="full", **fields: int) -> GroupView:
 
 
 @pytest.mark.parametrize("name", codecs.names())
-def test_sizes(name):
+def test_codec_layout_is_within_promised_bits(name):
     codec, attention = codecs.get(name), group(k=128, v=128)
     layout = part_layout(attention, codec)
     assert 8 * layout.sum_offset / (attention.block_bytes / 2) <= BITS.get(name, BEST)
@@ -151,16 +153,16 @@ def test_sizes(name):
     if name == "raw":
         assert layout == slots.part_layout(attention)
     latent = part_layout(group(latent=512, rope=64), codec)
-    kept = [p for p in latent.coded if p.format is KEEP]
+    kept = [p for p in latent.encoded if p.format is KEEP]
     assert [p.field for p in kept] == ([1, 1] if codec.formats else [])
 
 
-def test_formats_are_known_by_their_names():
+def test_codec_format_names_are_unique():
     assert len({f.name for f in FORMATS}) == len(FORMATS)
     assert codecs.names()[0] == "raw" and {"fp8", "int8", "int4", "k8v4"} < set(codecs.names())
 
 
-def test_a_name_that_is_not_there_gets_the_nearest():
+def test_codec_unknown_name_raises_with_nearest_name():
     with pytest.raises(ConfigError, match="did you mean 'int8'"):
         codecs.get("int_8")
     with pytest.raises(ConfigError, match="raw, "):
@@ -170,13 +172,13 @@ def test_a_name_that_is_not_there_gets_the_nearest():
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"dtype": "float8_e4m3fn"}, "keeps float8_e4m3fn"),
-        ({"fields": ()}, "is not known"),
+        ({"dtype": "float8_e4m3fn"}, "holds float8_e4m3fn"),
+        ({"fields": ()}, "is unknown"),
         ({"fields": (Field("k", 64), Field("state", 64))}, "no format for the field 'state'"),
-        ({"fields": (Field("k", 124), Field("v", 4))}, "cannot keep 124 numbers"),
+        ({"fields": (Field("k", 124), Field("v", 4))}, "cannot encode 124 numbers"),
     ],
 )
-def test_a_group_that_a_codec_cannot_keep_stays_raw(changed, words):
+def test_codec_choice_of_unsupported_group_is_raw(changed, words):
     whole = group(k=64, v=64)
     regions = (whole.regions[0], msgspec.structs.replace(whole.regions[1], **changed))
     partly = msgspec.structs.replace(whole, regions=regions)
@@ -185,7 +187,7 @@ def test_a_group_that_a_codec_cannot_keep_stays_raw(changed, words):
     assert codecs.choose("int4", partly).name == "raw" and codecs.get("raw").applies(partly)
 
 
-def test_each_kind_of_group_may_have_its_own():
+def test_codec_choice_may_differ_per_group_kind():
     option = {"full": "int8", "mla": "fp8"}
     assert codecs.choose(option, group(k=64, v=64)).name == "int8"
     assert codecs.choose(option, group(kind="mla", latent=512, rope=64)).name == "fp8"

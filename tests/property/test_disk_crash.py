@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_disk import Crash, SimDisk
 
-from vllm_kvtier.store.lower import moving as m
-from vllm_kvtier.store.lower.disk import journal
-from vllm_kvtier.store.lower.disk.mover import DiskMover
-from vllm_kvtier.store.messages import PAGE
-from vllm_kvtier.store.records import ZERO
+from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.protocol import PAGE
+from vllm_kvtier.store.tiers.disk import journal
+from vllm_kvtier.store.tiers.disk.process import DiskProcess
+from vllm_kvtier.store.tiers.process import protocol as m
 
 CAPACITY = 20  # pages of the disk
 POOL = 40  # pages
@@ -106,12 +106,12 @@ class Server:
 
     def open(self, power_loss=False):
         self.loop = Loop(self.rng)
-        self.mover = DiskMover(
+        self.tier_process = DiskProcess(
             self.loop,
             OPTIONS,
             files=self.disk,
             make_workers=self.loop.make_workers,
-            least_log=self.rng.choice((0, 900)),
+            min_log=self.rng.choice((0, 900)),
         )
         self.asked: dict[int, tuple[list[m.Move], set[bytes], int]] = {}
         self.given_up: list[int] = []
@@ -119,7 +119,7 @@ class Server:
         self.told_names: set[bytes] = set()  # it does
         self.reads: dict[int, list[m.Move]] = {}
         self.last = 0
-        return self.mover.open()
+        return self.tier_process.open()
 
     # -- what it asks for ---------------------------------------------------------------------------------------
 
@@ -142,19 +142,21 @@ class Server:
                 return False
         bank = next(b for b in BANKS if b not in [bank for *_, bank in self.asked.values()])
         taken, moves, slot = set(), [], bank
-        under_way = {p for moves, *_ in self.asked.values() for x in moves for p in range(x.place, x.place + x.pages)}
+        under_way = {
+            p for moves, *_ in self.asked.values() for x in moves for p in range(x.position, x.position + x.pages)
+        }
         gone = list(self.given_up)
         for _ in range(blocks):
-            pages, place = self.rng.randint(1, 3), self.rng.randint(1, CAPACITY - 3)
-            span = set(range(place, place + pages))
+            pages, position = self.rng.randint(1, 3), self.rng.randint(1, CAPACITY - 3)
+            span = set(range(position, position + pages))
             if span & (taken | under_way):
                 continue
             taken |= span
-            for old in [x for x in self.promised.values() if span & set(range(x.place, x.place + x.pages))]:
-                gone += self.give_up(old.place)
+            for old in [x for x in self.promised.values() if span & set(range(x.position, x.position + x.pages))]:
+                gone += self.give_up(old.position)
             self.number += 1
             parent = self.rng.choice([ZERO, *(x.hash for x in self.promised.values())])
-            move = move_of(self.number, slot, pages, place, parent)
+            move = move_of(self.number, slot, pages, position, parent)
             self.loop.pool.view[slot * PAGE : (slot + pages) * PAGE] = content_of(move.hash, pages)
             moves.append(move)
             slot += pages
@@ -168,23 +170,23 @@ class Server:
         self.last += 1
         self.asked[self.last] = (moves, before, bank)
         self.possible |= {x.hash: x for x in moves}
-        self.mover.handle(m.Write(self.last, moves, gone, [SHAPE]))
+        self.tier_process.handle(m.Write(self.last, moves, gone, [SHAPE]))
         return True
 
-    def give_up(self, place) -> list[int]:
-        move = self.promised.pop(place)
+    def give_up(self, position) -> list[int]:
+        move = self.promised.pop(position)
         self.possible[move.hash] = move
         self.given_names.add(move.hash)
-        return [place]
+        return [position]
 
     def drop(self, amount) -> bool:
-        places = [p for p in list(self.promised) if self.rng.random() < 0.3][:amount]
-        for place in places:
-            self.give_up(place)
+        positions = [p for p in list(self.promised) if self.rng.random() < 0.3][:amount]
+        for position in positions:
+            self.give_up(position)
         if self.rng.random() < 0.5:
-            self.given_up += places
+            self.given_up += positions
         else:
-            self.mover.handle(m.Drop(self.given_up + places))
+            self.tier_process.handle(m.Drop(self.given_up + positions))
             self.told_names |= self.given_names
             self.given_up, self.given_names = [], set()
         return True
@@ -199,7 +201,7 @@ class Server:
         if moves:
             self.last += 1
             self.reads[self.last] = moves
-            self.mover.handle(m.Read(self.last, 0, moves))
+            self.tier_process.handle(m.Read(self.last, 0, moves))
         return True
 
     # -- what it hears ------------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class Server:
             assert all(message.good) or self.disk.faults, message
             for move, good in zip(moves, message.good, strict=True):
                 if good:
-                    self.promised[move.place] = self.possible.pop(move.hash)
+                    self.promised[move.position] = self.possible.pop(move.hash)
             if all(message.good) and moves:
                 # What was given up before it was asked for is gone, once and for all.
                 for name in before:
@@ -230,13 +232,15 @@ class Server:
         for move, good in zip(moves, message.good, strict=True):
             if not good:  # given up meanwhile, or the disk failed
                 assert (
-                    self.disk.faults or move.place not in self.promised or self.promised[move.place].hash != move.hash
+                    self.disk.faults
+                    or move.position not in self.promised
+                    or self.promised[move.position].hash != move.hash
                 )
-            elif self.promised.get(move.place) and self.promised[move.place].hash == move.hash:
+            elif self.promised.get(move.position) and self.promised[move.position].hash == move.hash:
                 assert self.reads_right(move), "a read brought wrong bytes"
 
-    def name_at(self, place):
-        return self.promised[place].hash if place in self.promised else None
+    def name_at(self, position):
+        return self.promised[position].hash if position in self.promised else None
 
     def reads_right(self, move) -> bool:
         data = self.loop.pool.view[move.slot * PAGE : (move.slot + move.pages) * PAGE]
@@ -253,27 +257,27 @@ class Server:
         seen, used = set(), set()
         names = {move.hash for move in kept}
         for move in kept:
-            known = self.possible.get(move.hash) or self.promised.get(move.place)
+            known = self.possible.get(move.hash) or self.promised.get(move.position)
             assert known is not None and move_of_read(known, 0) == move, "what was never kept, or is gone, came back"
             assert move.parent not in names or move.parent in seen or move.parent == ZERO, "a child before its parent"
             seen.add(move.hash)
-            span = set(range(move.place, move.place + move.pages))
+            span = set(range(move.position, move.position + move.pages))
             assert not span & used, "two blocks overlap"
             used |= span
         assert len(seen) == len(kept)
         assert {move.hash for move in self.promised.values()} <= seen, "a block that was promised is lost"
         for move in kept:
             wanted = move_of_read(move, READS)
-            self.mover.handle(m.Read(1 << 30, 0, [wanted]))
+            self.tier_process.handle(m.Read(1 << 30, 0, [wanted]))
             self.loop.settle()
             (answer,) = self.loop.said
             self.loop.said = []
             assert answer.good == [True] and self.reads_right(wanted), "a block that is listed is not there"
-        self.promised, self.possible = {move.place: move for move in kept}, {}
+        self.promised, self.possible = {move.position: move for move in kept}, {}
 
 
 def move_of_read(move: m.Move, slot: int) -> m.Move:
-    return m.Move(move.space, move.group, move.hash, move.parent, move.tenant, slot, move.pages, move.place)
+    return m.Move(move.namespace_id, move.group, move.hash, move.parent, move.tenant, slot, move.pages, move.position)
 
 
 def attempt(script, seed, crash_at, fail) -> int:
@@ -312,7 +316,7 @@ QUICK = settings(
 
 @QUICK
 @given(SCRIPTS, st.integers(0, 1 << 30))
-def test_a_crash_at_any_operation(script, seed):
+def test_disk_tier_crash_at_any_operation_keeps_reported_blocks(script, seed):
     operations = attempt(script, seed, 0, {})
     for crash_at in range(1, operations + 1):
         attempt(script, seed, crash_at, {})
@@ -320,7 +324,7 @@ def test_a_crash_at_any_operation(script, seed):
 
 @QUICK
 @given(SCRIPTS, st.integers(0, 1 << 30), st.sampled_from([errno.EIO, errno.ENOSPC, "short"]))
-def test_a_fault_at_any_operation(script, seed, fault):
+def test_disk_tier_fault_at_any_operation_keeps_reported_blocks(script, seed, fault):
     operations = attempt(script, seed, 0, {})
     rng = random.Random(seed)
     for failing in range(1, operations + 1):

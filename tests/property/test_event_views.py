@@ -11,19 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import WITHOUT_SHRINKING, Clock
 from vllm.distributed.kv_events import AllBlocksCleared
 
-from vllm_kvtier.scheduler.events import Events
-from vllm_kvtier.store import changes as changes_module
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.changes import Changes
-from vllm_kvtier.store.entries import READY
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import HASH, Index
-from vllm_kvtier.store.messages import NO_PARENT, GroupShape
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.block_entry import READY
+from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import NO_PARENT, GroupShape
+from vllm_kvtier.store.server import event_feed as event_feed_module
+from vllm_kvtier.store.server.event_feed import EventFeed
 
-UNIT, PAGES, EVERYTHING = 4, 40, 1 << 30
-SPACES = [bytes([n]) * HASH for n in range(1, 4)]
-SHAPES = [GroupShape(units=1, slot_pages=3), GroupShape(units=2, slot_pages=2, window=16)]
-GROUPS = [(UNIT, None), (2 * UNIT, 16)]
+HASH_BLOCK_SIZE, PAGES, EVERYTHING = 4, 40, 1 << 30
+NAMESPACE_IDS = [bytes([n]) * HASH for n in range(1, 4)]
+SHAPES = [
+    GroupShape(hash_blocks_per_block=1, slot_pages=3),
+    GroupShape(hash_blocks_per_block=2, slot_pages=2, window=16),
+]
+GROUPS = [(HASH_BLOCK_SIZE, None), (2 * HASH_BLOCK_SIZE, 16)]
 ENGINES = (1, 2)
 TIERS = ["disk", "nodes", "object"]
 WRITTEN = {0: "disk", 2: "object"}
@@ -31,13 +34,13 @@ WRITTEN = {0: "disk", 2: "object"}
 
 def tokens_of(branch: int) -> list[int]:
     """Chains of 8 units that share their first 4."""
-    return [1] * (4 * UNIT) + [branch + 2] * (4 * UNIT)
+    return [1] * (4 * HASH_BLOCK_SIZE) + [branch + 2] * (4 * HASH_BLOCK_SIZE)
 
 
 def hashes_of(tokens: list[int]) -> list[bytes]:
     found, last = [], b""
-    for at in range(0, len(tokens), UNIT):
-        last = hashlib.sha256(last + bytes(tokens[at : at + UNIT])).digest()
+    for at in range(0, len(tokens), HASH_BLOCK_SIZE):
+        last = hashlib.sha256(last + bytes(tokens[at : at + HASH_BLOCK_SIZE])).digest()
         found.append(last)
     return found
 
@@ -46,31 +49,31 @@ class Machine(RuleBasedStateMachine):
     @initialize(most_waiting=st.sampled_from([3, 1000]), batch=st.sampled_from([1, 4, 512]), take=st.integers(1, 40))
     def begin(self, most_waiting, batch, take):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(changes_module, "MOST_WAITING", most_waiting)
-        self.patch.setattr(changes_module, "BATCH_BLOCKS", batch)
-        self.patch.setattr(changes_module, "RECHECK", 2)
-        self.patch.setattr(changes_module, "AWAITED", 3)
+        self.patch.setattr(event_feed_module, "MAX_WAITING", most_waiting)
+        self.patch.setattr(event_feed_module, "BATCH_BLOCKS", batch)
+        self.patch.setattr(event_feed_module, "RECHECK_LABELS", 2)
+        self.patch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 3)
         self.most, self.clock, self.loop = take, Clock(), Loop()
         self.events, self.wires, self.routers, self.woken = {}, {}, {}, {}
         for number in ENGINES:
-            events = Events(GROUPS, UNIT, self.loop, lambda number=number: self.woken.update({number: True}))
-            events.join(SPACES[0])
+            events = Events(GROUPS, HASH_BLOCK_SIZE, self.loop, lambda number=number: self.woken.update({number: True}))
+            events.join(NAMESPACE_IDS[0])
             self.events[number] = events
             self.wires[number] = Wire(number, events, TIERS)
             # One takes everything as it is meant, one knows no localities, one clears the GPU's blocks alone.
             self.routers[number] = [Router(), Router(localities=False), Router(clears=False)]
-        self.spaces = {number: [SPACES[0]] for number in ENGINES}
+        self.namespaces = {number: [NAMESPACE_IDS[0]] for number in ENGINES}
         self.start_store()
 
     def start_store(self):
         self.index = Index(SlotPool(PAGES, PAGES), None, self.clock)
         self.index.grow(PAGES)
         self.tiers = [FakeTier(name) for name in TIERS]
-        self.changes = Changes(self.index, self.tiers, self.send, self.loop.call_soon)
+        self.changes = EventFeed(self.index, self.tiers, self.send, self.loop.call_soon)
         self.reserved = {number: [] for number in ENGINES}
         self.labelled = set()
         for number, wire in self.wires.items():
-            self.index.connect(number, UNIT, SHAPES)
+            self.index.connect(number, HASH_BLOCK_SIZE, SHAPES)
             wire.connect(self.changes)
 
     def send(self, number, message):
@@ -84,26 +87,27 @@ class Machine(RuleBasedStateMachine):
     # -- blocks --------------------------------------------------------------------------------------------------
 
     @rule(
-        number=st.sampled_from(ENGINES), branch=st.integers(0, 2), units=st.integers(1, 8), group=st.integers(0, 1),
+        number=st.sampled_from(ENGINES), branch=st.integers(0, 2), num_hash_blocks=st.integers(1, 8),
+        group=st.integers(0, 1),
         labels=st.booleans(), ends=st.sampled_from(["commit", "abort", "later"]),
     )  # fmt: skip
-    def store(self, number, branch, units, group, labels, ends):
+    def store(self, number, branch, num_hash_blocks, group, labels, ends):
         if not self.wires[number].connected:
             return
-        space, per = self.spaces[number][-1], SHAPES[group].units
+        namespace_id, per = self.namespaces[number][-1], SHAPES[group].hash_blocks_per_block
         tokens = tokens_of(branch)
         hashes = hashes_of(tokens)
-        rows = range(units // per)
+        rows = range(num_hash_blocks // per)
         if not rows:
             return
         cut = [hashes[(i + 1) * per - 1][:HASH] for i in rows]
         parents = [hashes[i * per - 1][:HASH] if i else NO_PARENT for i in rows]
         slots = self.index.reserve(
-            number, space, b"", [group] * len(rows), b"".join(cut), b"".join(parents), EVERYTHING
+            number, namespace_id, b"", [group] * len(rows), b"".join(cut), b"".join(parents), EVERYTHING
         )
         if labels:
             events = self.events[number]
-            events.tell(space, events.describe(space, fake_request(tokens, hashes), group, rows))
+            events.send_labels(namespace_id, events.describe(namespace_id, fake_request(tokens, hashes), group, rows))
         given_slots = [slot for slot in slots if slot > 0]
         if ends == "commit":
             self.index.commit(number, given_slots)
@@ -131,12 +135,12 @@ class Machine(RuleBasedStateMachine):
             for tier in self.tiers:
                 tier.lose(name)
 
-    @rule(space=st.sampled_from([None, *SPACES]))
-    def clear(self, space):
-        self.index.clear(space)
+    @rule(namespace_id=st.sampled_from([None, *NAMESPACE_IDS]))
+    def clear(self, namespace_id):
+        self.index.clear(namespace_id)
         for tier in self.tiers:
             for name in list(tier.kept):
-                if space in (None, name[0]):
+                if namespace_id in (None, name[0]):
                     tier.lose(name)
 
     @rule(data=st.data(), where=st.sampled_from([[0], [2], [0, 2]]))
@@ -158,32 +162,32 @@ class Machine(RuleBasedStateMachine):
 
     # -- engines -------------------------------------------------------------------------------------------------
 
-    @rule(number=st.sampled_from(ENGINES), space=st.sampled_from(SPACES))
-    def join(self, number, space):
+    @rule(number=st.sampled_from(ENGINES), namespace_id=st.sampled_from(NAMESPACE_IDS))
+    def join(self, number, namespace_id):
         """As for a request with another adapter."""
-        if space not in self.spaces[number]:
-            self.spaces[number].append(space)
-            self.events[number].join(space)
+        if namespace_id not in self.namespaces[number]:
+            self.namespaces[number].append(namespace_id)
+            self.events[number].join(namespace_id)
 
-    @rule(number=st.sampled_from(ENGINES), space=st.sampled_from(SPACES))
-    def renew(self, number, space):
-        self.spaces[number] = [space]
+    @rule(number=st.sampled_from(ENGINES), namespace_id=st.sampled_from(NAMESPACE_IDS))
+    def renew(self, number, namespace_id):
+        self.namespaces[number] = [namespace_id]
         self.events[number].leave()
-        self.events[number].join(space)
+        self.events[number].join(namespace_id)
 
     @rule(number=st.sampled_from(ENGINES))
     def reset(self, number):
         """Of vLLM's own prefix cache; its event is published with or before ours."""
         for router in self.routers[number]:
             router.hear([AllBlocksCleared()])
-        self.events[number].say_again()
+        self.events[number].publish_again()
 
     @rule(number=st.sampled_from(ENGINES))
     def reconnect(self, number):
         self.wires[number].lose()
         self.index.disconnect(number)
         self.reserved[number] = []
-        self.index.connect(number, UNIT, SHAPES)
+        self.index.connect(number, HASH_BLOCK_SIZE, SHAPES)
         self.wires[number].connect(self.changes)
 
     @rule(data=st.data(), keeps=st.booleans())
@@ -241,15 +245,15 @@ class Machine(RuleBasedStateMachine):
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def check(self, number):
-        spaces = self.spaces[number]
+        namespaces = self.namespaces[number]
         served = {"memory": set(), "disk": set(), "object": set()}
         labelled = {each: set() for each in served}
-        for space in spaces:
+        for namespace_id in namespaces:
             for branch in range(3):
                 hashes = hashes_of(tokens_of(branch))
                 for group, shape in enumerate(SHAPES):
-                    for whole in hashes[shape.units - 1 :: shape.units]:
-                        name = space, group, whole[:HASH]
+                    for whole in hashes[shape.hash_blocks_per_block - 1 :: shape.hash_blocks_per_block]:
+                        name = namespace_id, group, whole[:HASH]
                         entry = self.index.find(*name)
                         there = {"memory": entry is not None and entry.state is READY}
                         there |= {each: self.tiers[i].keeps(*name) for i, each in WRITTEN.items()}
@@ -267,9 +271,9 @@ class Machine(RuleBasedStateMachine):
                     seen = router.view.get((where[0], None), set())
                     must, may = (set().union(*(x[w] for w in x if w[0] == where[0])) for x in (least, most))
                 assert must <= seen <= may, (where, router.localities, router.clears)
-            self.check_prefixes(router, spaces)
+            self.check_prefixes(router, namespaces)
 
-    def check_prefixes(self, router, spaces):
+    def check_prefixes(self, router, namespaces):
         """What a router takes for a prefix in memory, a lookup finds (full attention alone: the other group's windows
         are for routers that look at groups)."""
         memory = router.blocks("CPU", "LOCAL")
@@ -277,11 +281,11 @@ class Machine(RuleBasedStateMachine):
             hashes = hashes_of(tokens_of(branch))
             run = next((i for i, each in enumerate(hashes) if (each, 0) not in memory), len(hashes))
             found = 0
-            for space in spaces:
-                rows = [self.index.find(space, 0, each[:HASH]) for each in hashes]
+            for namespace_id in namespaces:
+                rows = [self.index.find(namespace_id, 0, each[:HASH]) for each in hashes]
                 here = [entry is not None and entry.state is READY for entry in rows]
                 found = max(found, here.index(False) if False in here else len(here))
-            assert run <= found or len(spaces) > 1
+            assert run <= found or len(namespaces) > 1
 
     def run(self):
         self.loop.run()
@@ -289,28 +293,30 @@ class Machine(RuleBasedStateMachine):
     def deliver_to_store(self, wire):
         if wire.to_store:
             request = m.decode_request(wire.to_store[0])
-            if isinstance(request, m.Labels) and request.space in self.following(wire.number):
+            if isinstance(request, m.Labels) and request.namespace_id in self.following(wire.number):
                 for i, group in enumerate(request.groups):
-                    name = request.space, group, request.hashes[i * HASH : (i + 1) * HASH]
+                    name = request.namespace_id, group, request.hashes[i * HASH : (i + 1) * HASH]
                     if self.exists(name):
                         self.labelled.add(name)
         return wire.deliver_to_store()
 
     def following(self, number):
         follower = self.changes._followers.get(number)
-        return follower.spaces if follower is not None else ()
+        return follower.namespaces if follower is not None else ()
 
     def exists(self, name):
         return self.index.find(*name) is not None or any(tier.keeps(*name) for tier in self.tiers)
 
     def names(self):
         found = []
-        for space in SPACES:
+        for namespace_id in NAMESPACE_IDS:
             for branch in range(3):
                 for group, shape in enumerate(SHAPES):
-                    for whole in hashes_of(tokens_of(branch))[shape.units - 1 :: shape.units]:
-                        if self.index.find(space, group, whole[:HASH]) is not None:
-                            found.append((space, group, whole[:HASH]))
+                    for whole in hashes_of(tokens_of(branch))[
+                        shape.hash_blocks_per_block - 1 :: shape.hash_blocks_per_block
+                    ]:
+                        if self.index.find(namespace_id, group, whole[:HASH]) is not None:
+                            found.append((namespace_id, group, whole[:HASH]))
         return sorted(set(found))
 
     @invariant()
@@ -324,7 +330,7 @@ class Machine(RuleBasedStateMachine):
         labels, nbytes = self.changes.labelled
         assert (labels == 0) == (nbytes == 0)
         for follower in self.changes._followers.values():
-            assert all(len(each) <= changes_module.MOST_WAITING for each in follower.waiting.values())
+            assert all(len(each) <= event_feed_module.MAX_WAITING for each in follower.waiting.values())
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, phases=WITHOUT_SHRINKING)

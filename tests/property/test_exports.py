@@ -9,14 +9,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from support import WITHOUT_SHRINKING, Clock
 
-from vllm_kvtier.scheduler.exports import LENT_SECONDS, Export, ExportTable, GroupBlocks, Kind, Lease, Refusal
+from vllm_kvtier.scheduler.leases.exports import (
+    PEER_FETCH_SECONDS,
+    Export,
+    ExportTable,
+    GroupBlocks,
+    Lease,
+    LeaseKind,
+    Refusal,
+)
 
-UNIT = 4
+HASH_BLOCK_SIZE = 4
 
 
-def chain_of(tokens: list[int]) -> list[bytes]:
+def block_hashes_of(tokens: list[int]) -> list[bytes]:
     """Chained hashes of the full blocks, readable in failures."""
-    ends = range(UNIT, len(tokens) + 1, UNIT)
+    ends = range(HASH_BLOCK_SIZE, len(tokens) + 1, HASH_BLOCK_SIZE)
     return [bytes([end]) + bytes(tokens[:end]) for end in ends]
 
 
@@ -46,17 +54,22 @@ class Exports(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from(
-            [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None)], [(UNIT, 7), (2 * UNIT, None)]]
+            [
+                [(HASH_BLOCK_SIZE, None)],
+                [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+                [(2 * HASH_BLOCK_SIZE, None)],
+                [(HASH_BLOCK_SIZE, 7), (2 * HASH_BLOCK_SIZE, None)],
+            ]
         ),
         handoff=st.integers(4, 24),
         retained=st.integers(4, 24),
     )
     def start(self, groups, handoff, retained):
         self.groups = groups
-        self.align = max(size for size, _ in groups) // UNIT
-        self.budget = {Kind.HANDOFF: handoff, Kind.RETAINED: retained, Kind.LENT: 20}
+        self.align = max(size for size, _ in groups) // HASH_BLOCK_SIZE
+        self.budget = {LeaseKind.HANDOFF: handoff, LeaseKind.RETAINED: retained, LeaseKind.PEER_FETCH: 20}
         self.clock = Clock()
-        self.table = ExportTable(UNIT, self.budget, self.clock, self.align)
+        self.table = ExportTable(HASH_BLOCK_SIZE, self.budget, self.clock, self.align)
         self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
         self.ended: list[ModelExport] = []
         self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
@@ -64,7 +77,7 @@ class Exports(RuleBasedStateMachine):
         self.served: set[int] = set()  # lent blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
         self.next_block = 1
-        self.summed = -1
+        self.checksums_ready = -1
 
     # -- the model's side of each event ------------------------------------------------------------------------
 
@@ -75,7 +88,7 @@ class Exports(RuleBasedStateMachine):
             self.ended.append(e)
 
     def lent(self) -> list[ModelExport]:
-        return [e for e in self.ended if e.export.kind is Kind.LENT and e.leases]
+        return [e for e in self.ended if e.export.kind is LeaseKind.PEER_FETCH and e.leases]
 
     def unlease(self, lease_id: int) -> ModelExport:
         e, _, _ = self.model_leases.pop(lease_id)
@@ -87,15 +100,19 @@ class Exports(RuleBasedStateMachine):
     @rule(
         target=names,
         name=st.sampled_from("abcdef"),
-        kind=st.sampled_from([Kind.HANDOFF, Kind.RETAINED]),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9 * UNIT),
+        kind=st.sampled_from([LeaseKind.HANDOFF, LeaseKind.RETAINED]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9 * HASH_BLOCK_SIZE),
         nulls=st.integers(0, 8),
         ready=st.integers(-1, 3),
         seconds=st.integers(1, 30),
-        variant=st.sampled_from([b"", b"v"]),
+        lora_fingerprint=st.sampled_from([b"", b"v"]),
     )
-    def add(self, name, kind, tokens, nulls, ready, seconds, variant):
-        n = len(tokens) if kind is Kind.HANDOFF else len(tokens) // (UNIT * self.align) * (UNIT * self.align)
+    def add(self, name, kind, tokens, nulls, ready, seconds, lora_fingerprint):
+        n = (
+            len(tokens)
+            if kind is LeaseKind.HANDOFF
+            else len(tokens) // (HASH_BLOCK_SIZE * self.align) * (HASH_BLOCK_SIZE * self.align)
+        )
         groups, pinned = [], []
         for size, window in self.groups:
             ids = list(range(self.next_block, self.next_block + -(-n // size)))
@@ -107,7 +124,15 @@ class Exports(RuleBasedStateMachine):
             groups.append(GroupBlocks(size, ids, window))
             pinned += [i for i in ids if i]
         export = Export(
-            name, kind, n, chain_of(tokens[:n]), bytes(tokens[:n]), variant, groups, list(pinned), ready,
+            name,
+            kind,
+            n,
+            block_hashes_of(tokens[:n]),
+            bytes(tokens[:n]),
+            lora_fingerprint,
+            groups,
+            list(pinned),
+            ready,
             self.clock.now + seconds,
         )
         e = ModelExport(export, tokens[:n], pinned)
@@ -129,12 +154,12 @@ class Exports(RuleBasedStateMachine):
     def lend(self, who, blocks, served):
         """Of the prefix cache: one lease, with which it ends, and nobody else finds it."""
         lent = sum(len(e.pinned) for e in self.lent())
-        assert self.table.room(Kind.LENT) == 20 - lent
+        assert self.table.room(LeaseKind.PEER_FETCH) == 20 - lent
         ids = list(range(self.next_block, self.next_block + blocks))
         self.next_block += blocks
-        group = GroupBlocks(UNIT, ids)
-        export = Export("", Kind.LENT, blocks * UNIT, (), b"", b"", [group], list(ids), -1, 0.0)
-        lease = self.table.lend(export, 0, who, 5.0, served)
+        group = GroupBlocks(HASH_BLOCK_SIZE, ids)
+        export = Export("", LeaseKind.PEER_FETCH, blocks * HASH_BLOCK_SIZE, (), b"", b"", [group], list(ids), -1, 0.0)
+        lease = self.table.lease_cached(export, 0, who, 5.0, served)
         e = ModelExport(export, [], ids, {lease.id}, ended=True)
         self.ended.append(e)
         self.model_leases[lease.id] = e, who, self.clock.now + 5.0
@@ -146,14 +171,16 @@ class Exports(RuleBasedStateMachine):
     def lease_export(self, name, who, start, right):
         e = self.exports.get(name)
         digest = e.export.digest if e and right else b"wrong"
-        got = self.table.lease_export(name, digest, e.export.variant if e else b"", start * UNIT, who, 5.0)
+        got = self.table.lease_export(
+            name, digest, e.export.lora_fingerprint if e else b"", start * HASH_BLOCK_SIZE, who, 5.0
+        )
         if e is None:
             assert got is Refusal.UNKNOWN
         elif not right:
             assert got is Refusal.DIGEST
-        elif e.export.ready_step > self.summed:
+        elif e.export.ready_step > self.checksums_ready:
             assert got is Refusal.NOT_READY
-        elif start * UNIT >= e.export.tokens or not e.covers(start * UNIT, e.export.tokens):
+        elif start * HASH_BLOCK_SIZE >= e.export.tokens or not e.covers(start * HASH_BLOCK_SIZE, e.export.tokens):
             assert got is Refusal.NOTHING
         else:
             assert isinstance(got, Lease) and got.export is e.export and got.tokens == e.export.tokens
@@ -164,24 +191,24 @@ class Exports(RuleBasedStateMachine):
         target=leases,
         name=names,
         cut=st.integers(0, 9),
-        tail=st.lists(st.integers(0, 1), max_size=2 * UNIT),
+        tail=st.lists(st.integers(0, 1), max_size=2 * HASH_BLOCK_SIZE),
         start=st.integers(0, 4),
         who=st.sampled_from("xyz"),
-        variant=st.sampled_from([b"", b"v"]),
+        lora_fingerprint=st.sampled_from([b"", b"v"]),
     )
-    def lease_chain(self, name, cut, tail, start, who, variant):
+    def lease_by_hashes(self, name, cut, tail, start, who, lora_fingerprint):
         known = self.exports[name].tokens_list if name in self.exports else []
-        tokens = known[: cut * UNIT] + tail
-        chain, start = chain_of(tokens), start * UNIT
-        got = self.table.lease_chain(chain, variant, start, who, 5.0)
+        tokens = known[: cut * HASH_BLOCK_SIZE] + tail
+        block_hashes, start = block_hashes_of(tokens), start * HASH_BLOCK_SIZE
+        got = self.table.lease_by_hashes(block_hashes, lora_fingerprint, start, who, 5.0)
         ready, waiting = 0, 0
         for e in self.exports.values():
-            if e.export.variant != variant:
+            if e.export.lora_fingerprint != lora_fingerprint:
                 continue
-            for i in range(self.align, len(chain) + 1, self.align):
-                n = i * UNIT
+            for i in range(self.align, len(block_hashes) + 1, self.align):
+                n = i * HASH_BLOCK_SIZE
                 if n > start and e.tokens_list[:n] == tokens[:n] and len(e.tokens_list) >= n and e.covers(start, n):
-                    if e.export.ready_step <= self.summed:
+                    if e.export.ready_step <= self.checksums_ready:
                         ready = max(ready, n)
                     else:
                         waiting = max(waiting, n)
@@ -206,12 +233,12 @@ class Exports(RuleBasedStateMachine):
         assert self.table.release(lease, who, done) == mine
         if mine:
             e = self.unlease(lease)
-            if done and e.export.kind is Kind.HANDOFF:
+            if done and e.export.kind is LeaseKind.HANDOFF:
                 self.end(e)
 
     @rule(name=consumes(names))
     def drop(self, name):
-        assert self.table.drop(name) == (name in self.exports)
+        assert self.table.end_export(name) == (name in self.exports)
         if name in self.exports:
             self.end(self.exports[name])
 
@@ -241,21 +268,21 @@ class Exports(RuleBasedStateMachine):
         assert until == (min(deadlines) - self.clock.now if deadlines else None)
 
     @rule(step=st.integers(-1, 4))
-    def mark_summed(self, step):
-        self.table.mark_summed(step)
-        self.summed = max(self.summed, step)
+    def mark_checksums_ready(self, step):
+        self.table.mark_checksums_ready(step)
+        self.checksums_ready = max(self.checksums_ready, step)
 
     @rule(blocks=st.integers(1, 12))
     def relieve(self, blocks):
-        got = self.table.relieve(blocks)
+        got = self.table.release_for_requests(blocks)
         expected = 0
-        for e in [e for e in self.exports.values() if e.export.kind is Kind.RETAINED and not e.leases]:
+        for e in [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]:
             if expected < blocks:
                 expected += len(e.pinned)
                 self.end(e)
         for lease_id, (e, *_) in list(self.model_leases.items()):  # what was lent long ago, oldest first
-            late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - LENT_SECONDS
-            if e.export.kind is Kind.LENT and late and expected < blocks:
+            late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - PEER_FETCH_SECONDS
+            if e.export.kind is LeaseKind.PEER_FETCH and late and expected < blocks:
                 expected += len(e.pinned)
                 self.unlease(lease_id)
         assert got == expected
@@ -270,7 +297,7 @@ class Exports(RuleBasedStateMachine):
     def reset(self):
         """Nothing is held any more, whoever reads."""
         self.clear()
-        self.table.recall(0.0)
+        self.table.revoke(0.0)
         held = [e for e in self.ended if e.pinned]
         assert sorted(sum(self.table.take_freed(), [])) == sorted(i for e in held for i in e.pinned)
         for e in held:
@@ -293,18 +320,19 @@ class Exports(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         counts = self.table.counts()
-        pinned = {k: sum(len(e.pinned) for e in self.exports.values() if e.export.kind is k) for k in Kind}
+        pinned = {k: sum(len(e.pinned) for e in self.exports.values() if e.export.kind is k) for k in LeaseKind}
         assert counts == {
             "exports": len(self.exports),
             "leases": len(self.model_leases),
-            "handoff_blocks": pinned[Kind.HANDOFF],
-            "retained_blocks": pinned[Kind.RETAINED],
-            "lent_blocks": sum(len(e.pinned) for e in self.lent()),
+            "handoff_blocks": pinned[LeaseKind.HANDOFF],
+            "retained_blocks": pinned[LeaseKind.RETAINED],
+            "peer_fetch_blocks": sum(len(e.pinned) for e in self.lent()),
             "served": sum(
-                e.export.kind is not Kind.LENT or n in self.served for n, (e, *_) in self.model_leases.items()
+                e.export.kind is not LeaseKind.PEER_FETCH or n in self.served
+                for n, (e, *_) in self.model_leases.items()
             ),
         }
-        assert all(pinned[kind] <= self.budget[kind] for kind in Kind)
+        assert all(pinned[kind] <= self.budget[kind] for kind in LeaseKind)
 
     def teardown(self):
         if not hasattr(self, "table"):
@@ -322,44 +350,44 @@ TestExports = Exports.TestCase
 
 
 def one_export(name: str, tokens: list[int], first_block: int, deadline: float = 1e9) -> Export:
-    ids = list(range(first_block, first_block + len(tokens) // UNIT))
-    group = GroupBlocks(UNIT, ids)
+    ids = list(range(first_block, first_block + len(tokens) // HASH_BLOCK_SIZE))
+    group = GroupBlocks(HASH_BLOCK_SIZE, ids)
     return Export(
-        name, Kind.RETAINED, len(tokens), chain_of(tokens), b"", b"", [group], list(ids), -1, deadline
+        name, LeaseKind.RETAINED, len(tokens), block_hashes_of(tokens), b"", b"", [group], list(ids), -1, deadline
     )
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_a_chain_that_lies_about_places_gets_nothing_beyond_what_it_names(places):
+def test_block_hashes_at_wrong_positions_get_only_named_blocks(places):
     """A peer that knows a few hashes of a conversation must not get blocks whose hashes it cannot name."""
-    tokens = [1] * (8 * UNIT)
-    table = ExportTable(UNIT, dict.fromkeys(Kind, 100))
+    tokens = [1] * (8 * HASH_BLOCK_SIZE)
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100))
     table.add(one_export("e", tokens, 1))
-    real = chain_of(tokens)
+    real = block_hashes_of(tokens)
     lying = [real[p] for p in places]
-    got = table.lease_chain(lying, b"", 0, "x", 5.0)
+    got = table.lease_by_hashes(lying, b"", 0, "x", 5.0)
     honest = [i for i, h in enumerate(lying) if real[i : i + 1] == [h]]
-    assert (got.tokens if isinstance(got, Lease) else 0) == (max(honest) + 1 if honest else 0) * UNIT
+    assert (got.tokens if isinstance(got, Lease) else 0) == (max(honest) + 1 if honest else 0) * HASH_BLOCK_SIZE
 
 
-def test_query_counts_only_what_could_be_leased():
+def test_exports_longest_prefix_equals_leasable_tokens():
     """A sliding window's blocks are gone for shorter prefixes: ``longest_prefix`` says what a lease would give."""
-    tokens = [1] * (8 * UNIT)
+    tokens = [1] * (8 * HASH_BLOCK_SIZE)
     for align, windowed in ((1, True), (2, False)):
-        table = ExportTable(UNIT, dict.fromkeys(Kind, 100), align=align)
+        table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100), align=align)
         export = one_export("e", tokens, 1)
         if windowed:
-            export.groups.append(GroupBlocks(UNIT, [0] * 6 + [50, 51], window=6))
+            export.groups.append(GroupBlocks(HASH_BLOCK_SIZE, [0] * 6 + [50, 51], window=6))
         table.add(export)
         for n in range(9):
-            chain = chain_of(tokens)[:n]
-            lease = table.lease_chain(chain, b"", 0, "x", 5.0)
-            assert table.longest_prefix(chain, b"") == (lease.tokens if isinstance(lease, Lease) else 0)
+            block_hashes = block_hashes_of(tokens)[:n]
+            lease = table.lease_by_hashes(block_hashes, b"", 0, "x", 5.0)
+            assert table.longest_prefix(block_hashes, b"") == (lease.tokens if isinstance(lease, Lease) else 0)
 
 
-def test_two_threads_never_free_a_block_twice():
+def test_exports_two_threads_free_each_block_once():
     """The engine's thread adds and drains while the endpoint's thread leases, releases and expires."""
-    table = ExportTable(UNIT, {Kind.HANDOFF: 40, Kind.RETAINED: 40})
+    table = ExportTable(HASH_BLOCK_SIZE, {LeaseKind.HANDOFF: 40, LeaseKind.RETAINED: 40})
     freed: list[int] = []
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -369,7 +397,7 @@ def test_two_threads_never_free_a_block_twice():
         try:
             while not stop.is_set():
                 n += 1
-                lease = table.lease_chain(chain_of([n % 5] * (4 * UNIT)), b"", 0, n % 3, 5.0)
+                lease = table.lease_by_hashes(block_hashes_of([n % 5] * (4 * HASH_BLOCK_SIZE)), b"", 0, n % 3, 5.0)
                 if isinstance(lease, Lease):
                     assert lease.export.pinned, "a lease on blocks that are freed already"
                     if n % 2:
@@ -385,10 +413,10 @@ def test_two_threads_never_free_a_block_twice():
     thread.start()
     block = 1
     for n in range(1500):
-        table.add(one_export(f"r{n}", [n % 5] * (4 * UNIT), block))
+        table.add(one_export(f"r{n}", [n % 5] * (4 * HASH_BLOCK_SIZE), block))
         block += 4
         if n % 11 == 0:
-            table.relieve(3)
+            table.release_for_requests(3)
         freed += sum(table.take_freed(), [])
     stop.set()
     thread.join(10)
@@ -402,21 +430,28 @@ def test_two_threads_never_free_a_block_twice():
 
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, phases=WITHOUT_SHRINKING)
-def test_long_random_lives(seed):
+def test_exports_random_operations_keep_invariants(seed):
     """The machine's own rules in long walks weighted towards leases; hypothesis alone seldom gets that far."""
     rng = random.Random(seed)
     m = Exports()
-    groups = [[(UNIT, None)], [(UNIT, None), (UNIT, 6)], [(2 * UNIT, None)], [(UNIT, 7), (2 * UNIT, None)]]
+    groups = [
+        [(HASH_BLOCK_SIZE, None)],
+        [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+        [(2 * HASH_BLOCK_SIZE, None)],
+        [(HASH_BLOCK_SIZE, 7), (2 * HASH_BLOCK_SIZE, None)],
+    ]
     m.start(groups=rng.choice(groups), handoff=rng.randint(8, 24), retained=rng.randint(8, 24))
     leases, who, variants = [0], "xyz", [b"", b"", b"", b"v"]
 
     def add():
-        tokens = [rng.randint(0, 1) if i > 2 * UNIT else 1 for i in range(rng.randint(1, 9 * UNIT))]
-        ready = rng.choice([-1, -1, -1, m.summed, m.summed + 1])
+        tokens = [
+            rng.randint(0, 1) if i > 2 * HASH_BLOCK_SIZE else 1 for i in range(rng.randint(1, 9 * HASH_BLOCK_SIZE))
+        ]
+        ready = rng.choice([-1, -1, -1, m.checksums_ready, m.checksums_ready + 1])
         m.add(
-            name=rng.choice("abcdef"), kind=rng.choice([Kind.HANDOFF, Kind.RETAINED]), tokens=tokens,
+            name=rng.choice("abcdef"), kind=rng.choice([LeaseKind.HANDOFF, LeaseKind.RETAINED]), tokens=tokens,
             nulls=rng.randint(0, 1), ready=ready,
-            seconds=rng.randint(1, 30), variant=rng.choice(variants),
+            seconds=rng.randint(1, 30), lora_fingerprint=rng.choice(variants),
         )  # fmt: skip
 
     def by_id():
@@ -424,13 +459,13 @@ def test_long_random_lives(seed):
             name, start = rng.choice(list(m.exports)), rng.choice([0, 0, 1, 3])
             leases.append(m.lease_export(name=name, who=rng.choice(who), start=start, right=rng.random() < 0.8))
 
-    def by_chain():
+    def by_hashes():
         if m.exports:
-            tail = [rng.randint(0, 1) for _ in range(rng.randint(0, 2 * UNIT))]
+            tail = [rng.randint(0, 1) for _ in range(rng.randint(0, 2 * HASH_BLOCK_SIZE))]
             leases.append(
-                m.lease_chain(
+                m.lease_by_hashes(
                     name=rng.choice(list(m.exports)), cut=rng.randint(1, 9), tail=tail,
-                    start=rng.choice([0, 0, 0, 1, 2]), who=rng.choice(who), variant=rng.choice(variants),
+                    start=rng.choice([0, 0, 0, 1, 2]), who=rng.choice(who), lora_fingerprint=rng.choice(variants),
                 )  # fmt: skip
             )
 
@@ -440,12 +475,12 @@ def test_long_random_lives(seed):
         m.release(lease=lease, who=owner, done=rng.random() < 0.5)
 
     events = {
-        add: 6, by_id: 4, by_chain: 6, release: 4,
+        add: 6, by_id: 4, by_hashes: 6, release: 4,
         lambda: m.drop(name=rng.choice("abcdef")): 0.5,
         lambda: m.disconnect(who=rng.choice(who)): 0.5,
         lambda: m.renew(who=rng.choice(who)): 1,
         lambda: m.time_passes(seconds=rng.choice([0, 1, 2, 6])): 1.5,
-        lambda: m.mark_summed(step=m.summed + rng.randint(0, 1)): 1,
+        lambda: m.mark_checksums_ready(step=m.checksums_ready + rng.randint(0, 1)): 1,
         lambda: m.relieve(blocks=rng.randint(1, 8)): 0.5,
         m.clear: 0.05,
     }  # fmt: skip

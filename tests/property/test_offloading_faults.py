@@ -5,12 +5,12 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloading_world import GROUPS, Engine, flush, run, stored
+from offloader_harness import GROUPS, Engine, flush, run, stored
 from support import WITHOUT_SHRINKING
 
-from vllm_kvtier.scheduler import offloading
+from vllm_kvtier.scheduler.offload import offloader as offloading
 
-PARTS = ["jobs._order", "jobs._tell", "_tier.commit", "_tier.abort"]
+PARTS = ["jobs._order", "jobs._send", "_store.commit", "_store.abort"]
 
 
 def raises_once(engine, name):
@@ -41,7 +41,7 @@ def turn(engine):
 
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 @pytest.mark.parametrize("name", [*PARTS, "_counters.count"])
-def test_reactor_a_part_raises_once_all_is_stored_in_the_end_and_a_reset_finds_nothing_pinned(groups, name):
+def test_offloader_one_reactor_error_stores_all_and_leaves_no_pin(groups, name):
     engine = Engine(GROUPS[groups], 5, 0)
     r = engine.new_request([i % 7 for i in range(61)], 60)
     while r.request.num_computed_tokens < 20:
@@ -52,12 +52,12 @@ def test_reactor_a_part_raises_once_all_is_stored_in_the_end_and_a_reset_finds_n
     turn(engine)
     for rank in (0, 1):
         for order in list(engine.orders[rank]):
-            if name == "_tier.abort":
+            if name == "_store.abort":
                 engine.fail(rank, order)
             else:
                 engine.copy(rank, order)
     turn(engine)
-    engine.offloader.settle(1.0)
+    engine.offloader.cancel_all(1.0)
     assert engine.offloader.pinned == 0
     run(engine, r)
     engine.read_outputs()
@@ -71,7 +71,7 @@ def test_reactor_a_part_raises_once_all_is_stored_in_the_end_and_a_reset_finds_n
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 @given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.05, 0.3, 0.9]))
 @settings(max_examples=40, phases=WITHOUT_SHRINKING)
-def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_with_a_gap(groups, seed, share):
+def test_offloader_random_reactor_errors_lose_no_pin_and_leave_no_gap(groups, seed, share):
     """``FakeTier`` looks for gaps, ``Engine.copy`` for what is not what its hash says."""
     engine = Engine(GROUPS[groups], seed, 0, share=share)
     armed = {}
@@ -84,7 +84,7 @@ def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_w
     events = {
         engine.step: 8, engine.new_request: 2, engine.finish: 1.2, engine.preempt: 0.5, lambda: turn(engine): 6,
         engine.store_answers: 6, engine.worker_acts: 12, fault: 2,
-        lambda: engine.offloader.relieve(engine.rng.randint(1, 9)): 1,
+        lambda: engine.offloader.cancel_for_requests(engine.rng.randint(1, 9)): 1,
     }  # fmt: skip
     for _ in range(300):
         engine.rng.choices(list(events), list(events.values()))[0]()
@@ -100,12 +100,12 @@ def test_reactor_parts_raise_now_and_then_no_pin_is_lost_and_nothing_is_stored_w
     assert jobs._sent == jobs._answered and not jobs._gaps and not jobs._flying
 
 
-def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
+def test_offloader_reserve_error_is_retried():
     engine = Engine(GROUPS["full"], 5, 0)
     r = engine.new_request([i % 7 for i in range(61)], 60)
     while r.request.num_computed_tokens < 20:
         engine.step(every=1.1)
-    raises_once(engine, "_tier.reserve")
+    raises_once(engine, "_store.reserve")
     with pytest.raises(RuntimeError, match="on purpose"):
         flush(engine, r)
     turn(engine)
@@ -117,7 +117,7 @@ def test_reserve_raises_once_it_is_asked_again_and_a_reset_waits_for_nothing():
     assert stored(engine, r) == list(range(15))
 
 
-def test_copy_lost_while_a_reservation_is_being_sent_nothing_is_stored_behind_it():
+def test_offloader_copy_lost_during_reserve_stores_nothing_after_it():
     """The store has heard of the reservation before it is told that the parent is given up."""
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     r = engine.new_request([i % 7 for i in range(60)], 59)
@@ -152,7 +152,7 @@ def test_copy_lost_while_a_reservation_is_being_sent_nothing_is_stored_behind_it
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_connection_ends_and_comes_back_to_the_same_store_all_is_stored_anew(answered):
+def test_offloader_reconnect_stores_all_blocks_again(answered):
     """What was reserved on the old one is nobody's: copies of it are no stored blocks, whatever the workers say."""
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     r = engine.new_request([i % 7 for i in range(60)], 59)
@@ -175,7 +175,7 @@ def test_connection_ends_and_comes_back_to_the_same_store_all_is_stored_anew(ans
     engine.end()
 
 
-def test_finished_while_the_store_is_away_it_is_stored_when_the_store_is_back():
+def test_offloader_ended_requests_are_stored_after_store_returns():
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     engine.tier.die("s1")
     requests = []
@@ -209,7 +209,7 @@ def kept(engine):
     return sum(offloader._last(t, 0, t.ended) - t.offered[0] for t in offloader._ended.values())
 
 
-def test_finished_same_content_again_and_again_without_the_store_it_waits_once():
+def test_offloader_equal_ended_requests_without_store_wait_once():
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     engine.tier.die("s1")
     requests = [ends(engine, [i % 7 for i in range(21)]) for _ in range(20)]
@@ -223,7 +223,7 @@ def test_finished_same_content_again_and_again_without_the_store_it_waits_once()
 
 
 @pytest.mark.parametrize("instance", ["s1", "s2"])
-def test_finished_what_an_earlier_one_could_not_offer_is_offered_by_the_newest(instance):
+def test_offloader_newest_ended_request_offers_blocks_of_earlier_one(instance):
     """It found that in the prefix cache, and what it computed itself is no more there to be refused."""
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     plan = [i % 7 for i in range(21)]
@@ -243,13 +243,13 @@ def test_finished_what_an_earlier_one_could_not_offer_is_offered_by_the_newest(i
     assert stored(engine, second) == stored(engine, first) == list(range(4))
 
 
-def test_finished_more_than_are_kept_without_the_store_the_oldest_is_given_up(monkeypatch):
-    monkeypatch.setattr(offloading, "MOST_ENDED", 3)
+def test_offloader_oldest_ended_request_is_dropped_beyond_limit(monkeypatch):
+    monkeypatch.setattr(offloading, "MAX_ENDED_TABLES", 3)
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     engine.tier.die("s1")
     requests = [ends(engine, [n, *(i % 7 for i in range(8))]) for n in range(5)]
     assert len(engine.offloader._ended) == 3
-    assert engine.counters.take() == {"not_stored|no store": 4}
+    assert engine.counters.take() == {"stores_skipped|store_unavailable": 4}
     engine.tier.live()
     engine.settle_down()
     assert sum(len(stored(engine, r)) for r in requests) == 6

@@ -8,33 +8,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_kvtier.store.entries import Shape
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import Index
-from vllm_kvtier.store.lower import promotion as module
-from vllm_kvtier.store.lower.base import Block, Find, Tier, TierCounts, Want
-from vllm_kvtier.store.lower.promotion import Promotion
-from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.records import HASH
+from vllm_kvtier.store.index.index import Index
+from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers import promotion as module
+from vllm_kvtier.store.tiers.base import Block, Find, Tier, TierCounts, Want
+from vllm_kvtier.store.tiers.promotion import Promotion
 
-SPACE = b"S" * HASH
+NAMESPACE_ID = b"S" * HASH
 ONE = (GroupShape(1, 1),)
 WINDOWED = (GroupShape(1, 1), GroupShape(2, 2, window=4 * 16))
-UNIT = 16
+HASH_BLOCK_SIZE = 16
 EVERYTHING = 1 << 30
 ENGINE = 1
 
 
-def chain_of(name: str, units: int) -> bytes:
-    return b"".join(f"{name}{i}".encode().ljust(HASH, b"\0") for i in range(units))
+def block_hashes_of(name: str, num_hash_blocks: int) -> bytes:
+    return b"".join(f"{name}{i}".encode().ljust(HASH, b"\0") for i in range(num_hash_blocks))
 
 
 class FakeTier(Tier):
-    """Has the first ``units[name]`` of a chain; answers, and is through with reads, when it is told to."""
+    """Has the first ``num_hash_blocks[name]`` of a chain; answers, and is through with reads, when it is told to."""
 
     def __init__(self, name: str, at_once: bool = True):
         self.name, self.at_once, self.up = name, at_once, True
-        self.units: dict[bytes, int] = {}  # by the first hash of a chain
+        self.num_hash_blocks: dict[bytes, int] = {}  # by the first hash of a chain
         self.asked: list[tuple[Want, object]] = []
         self.reads: list[tuple[list[Block], object]] = []
         self.found: set[Find] = set()
@@ -55,8 +54,10 @@ class FakeTier(Tier):
             self._answer(want, done)
 
     def _answer(self, want, done):
-        find = Find(want, max(want.start, min(want.units, self.units.get(want.chain[:HASH], 0))))
-        if find.units > want.start:
+        find = Find(
+            want, max(want.start, min(want.num_hash_blocks, self.num_hash_blocks.get(want.block_hashes[:HASH], 0)))
+        )
+        if find.num_hash_blocks > want.start:
             self.found.add(find)
         done(find)
 
@@ -81,14 +82,14 @@ class FakeTier(Tier):
     def latency(self):
         return 0.0 if self.at_once else 0.02
 
-    def has(self, space, group, block_hash):
+    def has(self, namespace_id, group, block_hash):
         return False
 
     def write(self, blocks, done):
         raise AssertionError("nothing is written here")
 
-    def discard(self, space, group, block_hash): ...
-    def clear(self, space): ...
+    def discard(self, namespace_id, group, block_hash): ...
+    def clear(self, namespace_id): ...
     def start(self): ...
     def stop(self): ...
 
@@ -129,18 +130,25 @@ class World:
         self.index = Index(SlotPool(pages + 1, pages + 1), None, lambda: self.clock.now)
         self.index.grow(pages + 1)
         self.groups = groups
-        self.index.connect(ENGINE, UNIT, list(groups))
+        self.index.connect(ENGINE, HASH_BLOCK_SIZE, list(groups))
         self.tiers = tiers
         self.promotion = Promotion(self.index, tiers, -1, self.clock.call_later, lambda: self.clock.now)
 
-    def want(self, chain: bytes, start: int = 0, nodes=()) -> Want:
-        return Want(SPACE, UNIT, [Shape(g.units, g.window, g.slot_pages) for g in self.groups], chain, start, nodes)
+    def want(self, block_hashes: bytes, start: int = 0, nodes=()) -> Want:
+        return Want(
+            NAMESPACE_ID,
+            HASH_BLOCK_SIZE,
+            self.groups,
+            block_hashes,
+            start,
+            nodes,
+        )
 
-    def ahead(self, chain: bytes, start: int = 0):
-        return self.promotion.ahead(self.want(chain, start), EVERYTHING)
+    def ahead(self, block_hashes: bytes, start: int = 0):
+        return self.promotion.start(self.want(block_hashes, start), EVERYTHING)
 
-    def here(self, chain: bytes) -> int:
-        return self.index.inspect(ENGINE, SPACE, chain).units
+    def here(self, block_hashes: bytes) -> int:
+        return self.index.inspect(ENGINE, NAMESPACE_ID, block_hashes).num_hash_blocks
 
     def quiet(self) -> bool:
         """Nothing is left of what was begun, but the blocks."""
@@ -149,7 +157,7 @@ class World:
 
 
 def expected(world: World, ahead) -> tuple[float, float]:
-    below = world.promotion.below(ahead)
+    below = world.promotion.expected(ahead)
     return below.seconds, below.asking
 
 
@@ -158,82 +166,82 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 4)
 
 
-def test_a_chain_comes_up_in_order_and_whoever_waits_hears_of_it():
+def test_promotion_of_prefix_is_in_order_and_answers_waiting_lookup():
     disk = FakeTier("disk")
-    world, chain, heard = World(disk), chain_of("a", 10), []
-    disk.units[chain[:HASH]] = 9
-    ahead = world.ahead(chain)
-    assert (ahead.units, ahead.over) == (9, False) and expected(world, ahead) == (9 * 4096 / 1e6, 0.0)
-    world.promotion.wait(ahead, 10.0, lambda: heard.append(world.here(chain)))
+    world, block_hashes, heard = World(disk), block_hashes_of("a", 10), []
+    disk.num_hash_blocks[block_hashes[:HASH]] = 9
+    ahead = world.ahead(block_hashes)
+    assert (ahead.num_hash_blocks, ahead.over) == (9, False) and expected(world, ahead) == (9 * 4096 / 1e6, 0.0)
+    world.promotion.wait(ahead, 10.0, lambda: heard.append(world.here(block_hashes)))
     assert [len(blocks) for blocks, _ in disk.reads] == [4, 4]
     disk.finish()
-    assert world.here(chain) == 4 and not heard
+    assert world.here(block_hashes) == 4 and not heard
     assert expected(world, ahead)[0] == pytest.approx(5 * 4096 / 1e6)
     disk.finish()
     disk.finish()
     assert heard == [9] and ahead.over and world.quiet()
     names = [block.hash for block in disk.read_blocks]
-    assert names == [chain[i * HASH : (i + 1) * HASH] for i in range(9)]
+    assert names == [block_hashes[i * HASH : (i + 1) * HASH] for i in range(9)]
     assert all(b.parent == a.hash for a, b in pairwise(disk.read_blocks))
 
 
-def test_nothing_below_is_over_at_once():
-    world, chain = World(FakeTier("disk")), chain_of("a", 10)
-    assert world.ahead(chain).over and world.quiet()
-    assert world.ahead(chain, 10) is None
+def test_promotion_without_blocks_in_tiers_ends_at_once():
+    world, block_hashes = World(FakeTier("disk")), block_hashes_of("a", 10)
+    assert world.ahead(block_hashes).over and world.quiet()
+    assert world.ahead(block_hashes, 10) is None
     world.tiers[0].up = False
-    assert world.ahead(chain) is None
+    assert world.ahead(block_hashes) is None
 
 
-def test_each_tier_is_asked_from_where_the_one_before_ended():
+def test_promotion_queries_each_tier_from_end_of_previous():
     disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
-    world, chain = World(disk, s3), chain_of("a", 12)
-    disk.units[chain[:HASH]], s3.units[chain[:HASH]] = 4, 10
-    ahead = world.ahead(chain)
-    assert ahead.units == 4 and expected(world, ahead)[1] == 0.02
+    world, block_hashes = World(disk, s3), block_hashes_of("a", 12)
+    disk.num_hash_blocks[block_hashes[:HASH]], s3.num_hash_blocks[block_hashes[:HASH]] = 4, 10
+    ahead = world.ahead(block_hashes)
+    assert ahead.num_hash_blocks == 4 and expected(world, ahead)[1] == 0.02
     disk.finish()
     assert not ahead.over  # it is not known yet whether there is more
     s3.answer()
-    assert ahead.units == 10 and s3.reads[0][0][0].unit == 5
+    assert ahead.num_hash_blocks == 10 and s3.reads[0][0][0].end_hash_block == 5
     s3.finish()
     s3.finish()
-    assert ahead.over and world.here(chain) == 10 and world.quiet()
+    assert ahead.over and world.here(block_hashes) == 10 and world.quiet()
 
 
-def test_who_waits_is_told_when_what_was_found_is_here_and_more_is_asked_for():
+def test_promotion_wait_answers_found_blocks_and_extends():
     disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
-    world, chain, heard = World(disk, s3), chain_of("a", 8), []
-    disk.units[chain[:HASH]], s3.units[chain[:HASH]] = 4, 8
-    ahead = world.ahead(chain)
-    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
+    world, block_hashes, heard = World(disk, s3), block_hashes_of("a", 8), []
+    disk.num_hash_blocks[block_hashes[:HASH]], s3.num_hash_blocks[block_hashes[:HASH]] = 4, 8
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(block_hashes)))
     disk.finish()
     assert heard == [4] and not ahead.over and expected(world, ahead) == (0.0, 0.02)
-    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(chain)))
+    world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(block_hashes)))
     s3.answer()
     s3.finish()
     assert heard == [4, 8] and ahead.over and world.quiet()
 
 
-def test_patience_ends_and_the_rest_comes_all_the_same():
+def test_promotion_timeout_answers_and_promotion_continues():
     disk = FakeTier("disk")
-    world, chain, heard = World(disk), chain_of("a", 8), []
-    disk.units[chain[:HASH]] = 8
-    ahead = world.ahead(chain)
-    world.promotion.wait(ahead, 1.0, lambda: heard.append(world.here(chain)))
+    world, block_hashes, heard = World(disk), block_hashes_of("a", 8), []
+    disk.num_hash_blocks[block_hashes[:HASH]] = 8
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 1.0, lambda: heard.append(world.here(block_hashes)))
     disk.finish()
     world.clock.pass_(2.0)
     assert heard == [4] and not ahead.over
     disk.finish()
-    assert world.here(chain) == 8 and heard == [4] and world.quiet()
+    assert world.here(block_hashes) == 8 and heard == [4] and world.quiet()
 
 
-def test_who_cannot_be_served_in_time_is_told_as_soon_as_that_is_known():
+def test_promotion_wait_that_cannot_succeed_answers_at_once():
     far = FakeTier("far", at_once=False)
-    world, chain, heard = World(far), chain_of("a", 8), []
-    far.units[chain[:HASH]] = 8
-    ahead = world.ahead(chain)
-    for patience in (0.02, 5.0):  # 8 pages take 0.033 s
-        world.promotion.wait(ahead, patience, lambda patience=patience: heard.append(patience))
+    world, block_hashes, heard = World(far), block_hashes_of("a", 8), []
+    far.num_hash_blocks[block_hashes[:HASH]] = 8
+    ahead = world.ahead(block_hashes)
+    for wait_seconds in (0.02, 5.0):  # 8 pages take 0.033 s
+        world.promotion.wait(ahead, wait_seconds, lambda wait_seconds=wait_seconds: heard.append(wait_seconds))
     far.answer()
     assert heard == [0.02] and not ahead.over
     far.finish()
@@ -241,10 +249,10 @@ def test_who_cannot_be_served_in_time_is_told_as_soon_as_that_is_known():
     assert heard == [0.02, 5.0] and world.quiet()
 
 
-def test_two_who_want_the_same_share_what_is_read():
+def test_promotion_of_same_blocks_is_read_once():
     disk = FakeTier("disk")
-    world, short, long = World(disk), chain_of("a", 6), chain_of("a", 9)
-    disk.units[short[:HASH]] = 9
+    world, short, long = World(disk), block_hashes_of("a", 6), block_hashes_of("a", 9)
+    disk.num_hash_blocks[short[:HASH]] = 9
     first, second = world.ahead(short), world.ahead(long)
     assert first is not second and world.ahead(short) is first
     while disk.reads:
@@ -253,66 +261,66 @@ def test_two_who_want_the_same_share_what_is_read():
     assert len(disk.read_blocks) == 9
 
 
-def test_a_block_that_cannot_be_read_ends_it_there():
+def test_promotion_ends_at_unreadable_block():
     disk = FakeTier("disk")
-    world, chain, heard = World(disk), chain_of("a", 12), []
-    disk.units[chain[:HASH]] = 12
-    ahead = world.ahead(chain)
-    world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(chain)))
-    disk.finish(good=lambda block: block.unit != 3)
+    world, block_hashes, heard = World(disk), block_hashes_of("a", 12), []
+    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(block_hashes)))
+    disk.finish(good=lambda block: block.end_hash_block != 3)
     disk.finish()
     assert not disk.reads and ahead.over and heard == [2] and world.quiet()
     assert world.promotion.failed_blocks == 1
 
 
-def test_no_room_ends_it_and_what_came_is_kept():
+def test_promotion_without_space_ends_and_keeps_promoted_blocks():
     disk = FakeTier("disk")
-    world, chain = World(disk, pages=6), chain_of("a", 12)
-    disk.units[chain[:HASH]] = 12
-    ahead = world.ahead(chain)
+    world, block_hashes = World(disk, pages=6), block_hashes_of("a", 12)
+    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    ahead = world.ahead(block_hashes)
     while disk.reads:
         disk.finish()
-    assert ahead.over and world.here(chain) == 6 and world.promotion.refused_room and world.quiet()
+    assert ahead.over and world.here(block_hashes) == 6 and world.promotion.refused_room and world.quiet()
 
 
-def test_what_came_first_is_there_when_the_last_comes():
+def test_promotion_keeps_first_blocks_until_last_arrive():
     """Others fill the pool while it comes up: leases keep the beginning."""
     disk = FakeTier("disk")
-    world, chain, heard = World(disk, pages=16), chain_of("a", 12), []
-    disk.units[chain[:HASH]] = 12
-    ahead = world.ahead(chain)
-    world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(chain)))
+    world, block_hashes, heard = World(disk, pages=16), block_hashes_of("a", 12), []
+    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(block_hashes)))
     for name in "bcdefgh":
         if disk.reads:
             disk.finish()
-        other = chain_of(name, 4)
+        other = block_hashes_of(name, 4)
         parents = (bytes(HASH) + other)[: len(other)]
-        slots = world.index.reserve(ENGINE, SPACE, b"", [0] * 4, other, parents, EVERYTHING)
+        slots = world.index.reserve(ENGINE, NAMESPACE_ID, b"", [0] * 4, other, parents, EVERYTHING)
         world.index.commit(ENGINE, [slot for slot in slots if slot > 0])
     assert heard == [12]
 
 
-def test_windows_get_only_what_can_be_seen():
+def test_promotion_of_windowed_group_reads_visible_blocks_only():
     disk = FakeTier("disk")
-    world, chain = World(disk, groups=WINDOWED), chain_of("a", 16)
-    disk.units[chain[:HASH]] = 16
-    ahead = world.ahead(chain)
+    world, block_hashes = World(disk, groups=WINDOWED), block_hashes_of("a", 16)
+    disk.num_hash_blocks[block_hashes[:HASH]] = 16
+    ahead = world.ahead(block_hashes)
     while disk.reads:
         disk.finish()
-    assert ahead.over and world.here(chain) == 16
+    assert ahead.over and world.here(block_hashes) == 16
     # A window of 4 units ending at unit 16 sees blocks 6 and 7 of two units each.
-    assert [b.unit for b in disk.read_blocks if b.group == 1] == [14, 16]
+    assert [b.end_hash_block for b in disk.read_blocks if b.group == 1] == [14, 16]
 
 
-def test_who_left_is_not_told():
+def test_promotion_after_client_left_answers_nothing():
     disk = FakeTier("disk")
-    world, chain, heard = World(disk), chain_of("a", 4), []
-    disk.units[chain[:HASH]] = 4
-    waiter = world.promotion.wait(world.ahead(chain), 1.0, lambda: heard.append(1))
+    world, block_hashes, heard = World(disk), block_hashes_of("a", 4), []
+    disk.num_hash_blocks[block_hashes[:HASH]] = 4
+    waiter = world.promotion.wait(world.ahead(block_hashes), 1.0, lambda: heard.append(1))
     waiter.cancel()
     disk.finish()
     world.clock.pass_(5.0)
-    assert not heard and world.here(chain) == 4 and world.quiet()
+    assert not heard and world.here(block_hashes) == 4 and world.quiet()
 
 
 class Machine(RuleBasedStateMachine):
@@ -326,21 +334,21 @@ class Machine(RuleBasedStateMachine):
         self.world = World(self.near, self.far, pages=24)
         self.waiting: list[dict] = []
 
-    @rule(name=st.sampled_from(NAMES), units=st.integers(0, 12), tier=st.integers(0, 1))
-    def hold(self, name, units, tier):
-        (self.near, self.far)[tier].units[chain_of(name, 1)] = units
+    @rule(name=st.sampled_from(NAMES), num_hash_blocks=st.integers(0, 12), tier=st.integers(0, 1))
+    def hold(self, name, num_hash_blocks, tier):
+        (self.near, self.far)[tier].num_hash_blocks[block_hashes_of(name, 1)] = num_hash_blocks
 
-    @rule(name=st.sampled_from(NAMES), units=st.integers(1, 12), patience=st.sampled_from([0.5, 5.0]))
-    def ask(self, name, units, patience):
-        chain = chain_of(name, units)
-        ahead = self.world.ahead(chain, self.world.here(chain))
+    @rule(name=st.sampled_from(NAMES), num_hash_blocks=st.integers(1, 12), wait_seconds=st.sampled_from([0.5, 5.0]))
+    def ask(self, name, num_hash_blocks, wait_seconds):
+        block_hashes = block_hashes_of(name, num_hash_blocks)
+        ahead = self.world.ahead(block_hashes, self.world.here(block_hashes))
         if ahead is not None:
-            one = {"until": self.world.clock.now + patience, "heard": 0}
+            one = {"until": self.world.clock.now + wait_seconds, "heard": 0}
 
             def hear(one=one):
                 one["heard"] += 1
 
-            self.world.promotion.wait(ahead, patience, hear)
+            self.world.promotion.wait(ahead, wait_seconds, hear)
             self.waiting.append(one)
 
     @rule()
@@ -352,13 +360,15 @@ class Machine(RuleBasedStateMachine):
     def finish(self, pick, fails):
         tier = pick.choice([tier for tier in (self.near, self.far) if tier.reads])
         bad = pick.randrange(20) if fails else -1
-        tier.finish(pick.randrange(len(tier.reads)), lambda block: block.unit != bad)
+        tier.finish(pick.randrange(len(tier.reads)), lambda block: block.end_hash_block != bad)
 
-    @rule(name=st.sampled_from("xyz"), units=st.integers(1, 8))
-    def others_store(self, name, units):
-        chain = chain_of(name, units)
-        parents = (bytes(HASH) + chain)[: len(chain)]
-        slots = self.world.index.reserve(ENGINE, SPACE, b"", [0] * units, chain, parents, EVERYTHING)
+    @rule(name=st.sampled_from("xyz"), num_hash_blocks=st.integers(1, 8))
+    def others_store(self, name, num_hash_blocks):
+        block_hashes = block_hashes_of(name, num_hash_blocks)
+        parents = (bytes(HASH) + block_hashes)[: len(block_hashes)]
+        slots = self.world.index.reserve(
+            ENGINE, NAMESPACE_ID, b"", [0] * num_hash_blocks, block_hashes, parents, EVERYTHING
+        )
         self.world.index.commit(ENGINE, [slot for slot in slots if slot > 0])
 
     @rule(pick=st.integers(0, 3))

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import WITHOUT_SHRINKING, Clock
 
-from vllm_kvtier.store.entries import READY, Shape
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index
-from vllm_kvtier.store.lower.moving import Move
-from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.policies import POLICIES
+from vllm_kvtier.store.eviction import POLICIES
+from vllm_kvtier.store.index.block_entry import READY
+from vllm_kvtier.store.index.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index, IndexLimits
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers.process.protocol import Move
 
-UNIT = 4  # tokens
+HASH_BLOCK_SIZE = 4  # tokens
 PIECE = 32  # pages
 PAGES = 96
 CLIENTS = (1, 2, 3)
@@ -25,17 +25,17 @@ LEASE, RESERVE = 30.0, 50.0
 NOWHERE = 1 << 30  # a pages_limit that limits nothing
 
 SHAPES = [
-    [GroupShape(units=1, slot_pages=3)],
-    [GroupShape(units=2, slot_pages=5)],
-    [GroupShape(units=1, slot_pages=3), GroupShape(units=1, slot_pages=3, window=6)],
-    [GroupShape(units=2, slot_pages=5), GroupShape(units=1, slot_pages=2, window=9)],
-    [GroupShape(units=1, slot_pages=2), GroupShape(units=3, slot_pages=7)],
-    [GroupShape(units=2, slot_pages=3), GroupShape(units=1, slot_pages=3)],
-    [GroupShape(units=1, slot_pages=4, window=5)],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=3)],
+    [GroupShape(hash_blocks_per_block=2, slot_pages=5)],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=3), GroupShape(hash_blocks_per_block=1, slot_pages=3, window=6)],
+    [GroupShape(hash_blocks_per_block=2, slot_pages=5), GroupShape(hash_blocks_per_block=1, slot_pages=2, window=9)],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=2), GroupShape(hash_blocks_per_block=3, slot_pages=7)],
+    [GroupShape(hash_blocks_per_block=2, slot_pages=3), GroupShape(hash_blocks_per_block=1, slot_pages=3)],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=4, window=5)],
 ]
 
 
-def chain_of(tokens: list[int]) -> list[bytes]:
+def block_hashes_of(tokens: list[int]) -> list[bytes]:
     """Chained hashes of units, readable in failures: which prefix it is."""
     return [bytes(tokens[: n + 1]).ljust(HASH, b"\xff") for n in range(len(tokens))]
 
@@ -82,7 +82,7 @@ class Witness:
 
 
 def name_of(entry) -> tuple[bytes, int, bytes]:
-    return entry.space.name, entry.group, entry.hash
+    return entry.namespace.name, entry.group, entry.hash
 
 
 class Store(RuleBasedStateMachine):
@@ -94,7 +94,7 @@ class Store(RuleBasedStateMachine):
     )
     def start(self, shapes, policy, tenant_share, ready):
         self.shapes, self.tenant_share, self.policy = shapes, tenant_share, policy
-        self.align = {1: 1, 2: 2, 3: 3}[max(s.units for s in shapes)]
+        self.align = {1: 1, 2: 2, 3: 3}[max(s.hash_blocks_per_block for s in shapes)]
         self.clock = Clock()
         self.make()
         self.index.grow(ready)
@@ -109,15 +109,13 @@ class Store(RuleBasedStateMachine):
             self.pool,
             POLICIES[self.policy],
             self.clock,
-            lease_seconds=LEASE,
-            reserve_seconds=RESERVE,
-            pin_share=0.3,
-            tenant_share=self.tenant_share,
+            IndexLimits(LEASE, RESERVE, pin_share=0.3, tenant_share=self.tenant_share),
         )
         for client in CLIENTS:
-            self.index.connect(client, UNIT, self.shapes)
+            self.index.connect(client, HASH_BLOCK_SIZE, self.shapes)
         self.index.connect(TOOL, 1, [])
-        self.index.watch = self.witness = Witness()
+        self.witness = Witness()
+        self.index.watches.append(self.witness)
 
     # -- the model's side of each event --------------------------------------------------------------------------
 
@@ -149,32 +147,36 @@ class Store(RuleBasedStateMachine):
         return {b.slot: b for b in [*self.listed.values(), *self.limbo] if b.writer == client}
 
     def children(self, block: Block) -> list[Block]:
-        space, group, block_hash = block.key
-        return [b for b in self.listed.values() if b.key[:2] == (space, group) and b.parent == block_hash]
+        namespace_id, group, block_hash = block.key
+        return [b for b in self.listed.values() if b.key[:2] == (namespace_id, group) and b.parent == block_hash]
 
-    def usable(self, space: bytes, group: int, hashes: list[bytes], place: int, limit: int) -> Block | None:
-        block = self.listed.get((space, group, hashes[(place + 1) * self.shapes[group].units - 1]))
+    def usable(self, namespace_id: bytes, group: int, hashes: list[bytes], place: int, limit: int) -> Block | None:
+        block = self.listed.get(
+            (namespace_id, group, hashes[(place + 1) * self.shapes[group].hash_blocks_per_block - 1])
+        )
         return block if block and block.ready and block.slot + block.size <= limit else None
 
-    def covers(self, space: bytes, hashes: list[bytes], start: int, end: int, limit: int) -> list[list[Block | None]]:
+    def covers(
+        self, namespace_id: bytes, hashes: list[bytes], start: int, end: int, limit: int
+    ) -> list[list[Block | None]]:
         """Per group the blocks of tokens [start, end) that are needed, spelled out token by token; [] if any lacks."""
         rows = []
         for group, shape in enumerate(self.shapes):
-            size = shape.units * UNIT
-            row: list[Block | None] = [None] * (end * UNIT // size - start * UNIT // size)
-            for token in range(start * UNIT, end * UNIT):
-                if shape.window is not None and token < end * UNIT - shape.window:
+            size = shape.hash_blocks_per_block * HASH_BLOCK_SIZE
+            row: list[Block | None] = [None] * (end * HASH_BLOCK_SIZE // size - start * HASH_BLOCK_SIZE // size)
+            for token in range(start * HASH_BLOCK_SIZE, end * HASH_BLOCK_SIZE):
+                if shape.window is not None and token < end * HASH_BLOCK_SIZE - shape.window:
                     continue
-                block = self.usable(space, group, hashes, token // size, limit)
+                block = self.usable(namespace_id, group, hashes, token // size, limit)
                 if block is None:
                     return []
-                row[token // size - start * UNIT // size] = block
+                row[token // size - start * HASH_BLOCK_SIZE // size] = block
             rows.append(row)
         return rows
 
-    def longest(self, space: bytes, hashes: list[bytes], start: int, limit: int) -> tuple[int, list]:
+    def longest(self, namespace_id: bytes, hashes: list[bytes], start: int, limit: int) -> tuple[int, list]:
         for end in range(len(hashes) // self.align * self.align, start, -self.align):
-            rows = self.covers(space, hashes, start, end, limit)
+            rows = self.covers(namespace_id, hashes, start, end, limit)
             if rows:
                 return end, rows
         return start, [[] for _ in self.shapes]
@@ -193,7 +195,7 @@ class Store(RuleBasedStateMachine):
     def items(self, hashes: list[bytes], first: int, last: int) -> list[tuple[int, bytes, bytes | None]]:
         out = []
         for group, shape in enumerate(self.shapes):
-            u = shape.units
+            u = shape.hash_blocks_per_block
             for place in range(first // u, last // u):
                 parent = hashes[place * u - 1] if place else None
                 out.append((group, hashes[(place + 1) * u - 1], parent))
@@ -201,7 +203,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from(CLIENTS),
-        space=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        namespace_id=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         first=st.sampled_from([0, 0, 0, 1, 2, 4]),
         tenant=st.sampled_from([b"", b"t", b"u"]),
@@ -210,25 +212,30 @@ class Store(RuleBasedStateMachine):
         commit=st.booleans(),
         only=st.sampled_from([None, None, None, 0, 1]),
     )
-    def reserve(self, client, space, tokens, first, tenant, limit, shuffle, commit, only):
-        items = [i for i in self.items(chain_of(tokens), first, len(tokens)) if only is None or i[0] == only]
+    def reserve(self, client, namespace_id, tokens, first, tenant, limit, shuffle, commit, only):
+        items = [i for i in self.items(block_hashes_of(tokens), first, len(tokens)) if only is None or i[0] == only]
         self.expire()  # a reservation never waits for the timer
         if shuffle:
             shuffle.shuffle(items)
         hashes = b"".join(h for _, h, _ in items)
         parents = b"".join(p or bytes(HASH) for _, _, p in items)
         before = dict(self.listed)
-        answer = self.index.reserve(client, space, tenant, [g for g, _, _ in items], hashes, parents, limit)
+        answer = self.index.reserve(client, namespace_id, tenant, [g for g, _, _ in items], hashes, parents, limit)
         assert len(answer) == len(items)
         self.find_evicted(before)
 
         wanted: dict[tuple, tuple[Block, int]] = {}
         for (group, block_hash, parent), got in zip(items, answer, strict=True):
-            key, shape = (space, group, block_hash), self.shapes[group]
+            key, shape = (namespace_id, group, block_hash), self.shapes[group]
             linked = shape.window is None
             if key in before or key in wanted:
                 assert got == EXISTS
-            elif linked and parent and (space, group, parent) not in before and (space, group, parent) not in wanted:
+            elif (
+                linked
+                and parent
+                and (namespace_id, group, parent) not in before
+                and (namespace_id, group, parent) not in wanted
+            ):
                 assert got == NO_PARENT_STORED
             else:
                 assert got > 0 or got == NO_ROOM
@@ -242,7 +249,9 @@ class Store(RuleBasedStateMachine):
             assert codes == granted + [NO_ROOM] * (len(codes) - len(granted)), "room for a block but not for its parent"
             assert granted == sorted(granted)
             if len(granted) < len(codes):
-                self.really_full(size, limit, len(granted), {(space, b.key[1], b.parent) for b, _ in wanted.values()})
+                self.really_full(
+                    size, limit, len(granted), {(namespace_id, b.key[1], b.parent) for b, _ in wanted.values()}
+                )
         for key, (block, got) in wanted.items():
             if got > 0:
                 assert got + block.size <= min(limit, self.pool.ready)
@@ -264,7 +273,10 @@ class Store(RuleBasedStateMachine):
     def find_evicted(self, before) -> None:
         """What the index no longer lists, and nobody took away by force: all of it may go, and no prefix broke."""
         now = {
-            (space.name, g, h) for space in self.index._spaces.values() for g, t in enumerate(space.tables) for h in t
+            (namespace_id.name, g, h)
+            for namespace_id in self.index._namespaces.values()
+            for g, t in enumerate(namespace_id.tables)
+            for h in t
         }
         gone = [block for key, block in before.items() if key not in now]
         for block in gone:
@@ -294,22 +306,22 @@ class Store(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from(CLIENTS),
-        space=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        namespace_id=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
         tokens=st.lists(st.integers(0, 1), max_size=9),
         start=st.sampled_from([0, 0, 1, 2]),
         limit=st.sampled_from([NOWHERE, NOWHERE, 40]),
     )
-    def lookup(self, client, space, tokens, start, limit):
-        hashes, start = chain_of(tokens), start * self.align
+    def lookup(self, client, namespace_id, tokens, start, limit):
+        hashes, start = block_hashes_of(tokens), start * self.align
         if start > len(hashes):
             try:
-                self.index.lookup(client, space, b"".join(hashes), start, limit)
+                self.index.lookup(client, namespace_id, b"".join(hashes), start, limit)
             except BadRequest:
                 return
             raise AssertionError("a start beyond the chain")
-        found = self.index.lookup(client, space, b"".join(hashes), start, limit)
-        end, rows = self.longest(space, hashes, start, limit)
-        assert found.units == end
+        found = self.index.lookup(client, namespace_id, b"".join(hashes), start, limit)
+        end, rows = self.longest(namespace_id, hashes, start, limit)
+        assert found.num_hash_blocks == end
         assert found.slots == [[block.slot if block else 0 for block in row] for row in rows]
         assert bool(found.lease) == (end > start)
         if found.lease:
@@ -324,7 +336,7 @@ class Store(RuleBasedStateMachine):
         names = pick.sample(sorted(self.listed), pick.randint(0, min(3, len(self.listed))))
         names.append((b"A" * HASH, pick.randint(0, 2), b"nobody's".ljust(HASH)))
         blocks = [self.listed.get(name) for name in names]
-        lease, slots = self.index.hold(client, names, forever)
+        lease, slots = self.index.lease_blocks(client, names, forever)
         assert slots == [block.slot if block and block.ready else 0 for block in blocks]
         assert bool(lease) == any(slots)
         if lease:
@@ -346,11 +358,13 @@ class Store(RuleBasedStateMachine):
         by_slot = sorted(kept, key=lambda block: block.slot)
         assert all(self.pool.restore([b.slot for b in by_slot], [b.size for b in by_slot]))
         self.index.grow(PAGES)
-        shapes = [Shape(s.units, s.window, s.slot_pages) for s in self.shapes]
+        shapes = list(self.shapes)
         for block in kept:
-            space, group, block_hash = block.key
-            move = Move(space, group, block_hash, block.parent or bytes(HASH), block.tenant, 0, block.size, block.slot)
-            assert self.index.restore(space, UNIT, shapes, [move]) == []
+            namespace_id, group, block_hash = block.key
+            move = Move(
+                namespace_id, group, block_hash, block.parent or bytes(HASH), block.tenant, 0, block.size, block.slot
+            )
+            assert self.index.restore(namespace_id, HASH_BLOCK_SIZE, shapes, [move]) == []
             block.pinned, block.leases = False, set()
         self.listed, self.limbo, self.leases, self.evicted = {block.key: block for block in kept}, set(), {}, 0
         self.witness.names = set(self.listed)
@@ -379,8 +393,8 @@ class Store(RuleBasedStateMachine):
             self.end_lease(lease)
         for block in self.written_by(client).values():
             self.end_write(block, False)
-        self.index.connect(client, UNIT, self.shapes)
-        assert self.index.held(client) == (0, 0)
+        self.index.connect(client, HASH_BLOCK_SIZE, self.shapes)
+        assert self.index.client_counts(client) == (0, 0)
 
     @rule(seconds=st.integers(0, 40), tick=st.booleans())
     def time_passes(self, seconds, tick):
@@ -403,14 +417,14 @@ class Store(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), pinned=st.booleans(), tool=st.booleans())
     def pin(self, tokens, pinned, tool):
-        space, hashes = b"A" * HASH, chain_of(tokens)
-        count = self.index.pin(TOOL if tool else 1, space, b"".join(hashes), pinned)
+        namespace_id, hashes = b"A" * HASH, block_hashes_of(tokens)
+        count = self.index.pin(TOOL if tool else 1, namespace_id, b"".join(hashes), pinned)
         blocks = []
         for group, shape in enumerate(self.shapes):
-            for place in range(len(hashes) // shape.units):
-                block = self.listed.get((space, group, hashes[(place + 1) * shape.units - 1]))
+            for place in range(len(hashes) // shape.hash_blocks_per_block):
+                block = self.listed.get((namespace_id, group, hashes[(place + 1) * shape.hash_blocks_per_block - 1]))
                 if block and block.ready and block.pinned != pinned:
-                    blocks.append(((place + 1) * shape.units, group, block))
+                    blocks.append(((place + 1) * shape.hash_blocks_per_block, group, block))
         blocks = [block for _, _, block in sorted(blocks, key=lambda b: b[:2])]
         if pinned:
             room, fits = int(0.3 * PAGES) - sum(b.size for b in self.listed.values() if b.pinned), []
@@ -424,12 +438,12 @@ class Store(RuleBasedStateMachine):
         for block in blocks:
             block.pinned = pinned
 
-    @rule(space=st.sampled_from([None, b"A" * HASH, b"B" * HASH]), really=st.integers(0, 5))
-    def clear(self, space, really):
+    @rule(namespace_id=st.sampled_from([None, b"A" * HASH, b"B" * HASH]), really=st.integers(0, 5))
+    def clear(self, namespace_id, really):
         if really:  # seldom, or nothing ever grows
             return
-        mine = [block for block in self.listed.values() if space in (None, block.key[0])]
-        assert self.index.clear(space) == len(mine)
+        mine = [block for block in self.listed.values() if namespace_id in (None, block.key[0])]
+        assert self.index.clear(namespace_id) == len(mine)
         for block in mine:
             self.forget(block)
 
@@ -446,19 +460,22 @@ class Store(RuleBasedStateMachine):
         client=st.sampled_from(CLIENTS), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), tool=st.booleans()
     )
     def touch_and_inspect(self, client, tokens, tool):
-        space, hashes = b"A" * HASH, chain_of(tokens)
-        self.index.touch(client, space, b"".join(hashes))
-        reach = self.index.reach(space, b"".join(hashes), 0, NOWHERE)
-        assert reach == self.longest(space, hashes, 0, NOWHERE)[0]
-        holding = self.index.inspect(TOOL if tool else client, space, b"".join(hashes))
-        assert holding.units == self.longest(space, hashes, 0, NOWHERE)[0]
+        namespace_id, hashes = b"A" * HASH, block_hashes_of(tokens)
+        self.index.touch(client, namespace_id, b"".join(hashes))
+        reach = self.index.reach(namespace_id, b"".join(hashes), 0, NOWHERE)
+        assert reach == self.longest(namespace_id, hashes, 0, NOWHERE)[0]
+        holding = self.index.inspect(TOOL if tool else client, namespace_id, b"".join(hashes))
+        assert holding.num_hash_blocks == self.longest(namespace_id, hashes, 0, NOWHERE)[0]
         if holding.blocks:
             for group, shape in enumerate(self.shapes):
-                places = range(len(hashes) // shape.units)
-                there = [self.listed.get((space, group, hashes[(p + 1) * shape.units - 1])) for p in places]
+                places = range(len(hashes) // shape.hash_blocks_per_block)
+                there = [
+                    self.listed.get((namespace_id, group, hashes[(p + 1) * shape.hash_blocks_per_block - 1]))
+                    for p in places
+                ]
                 assert holding.blocks[group] == sum(b is not None and b.ready for b in there)
         else:
-            assert not any(key[0] == space for key in self.listed)
+            assert not any(key[0] == namespace_id for key in self.listed)
 
     @rule(pages=st.integers(0, 2 * PAGES))
     def grow(self, pages):
@@ -473,8 +490,8 @@ class Store(RuleBasedStateMachine):
         spans = sorted((b.slot, b.slot + b.size) for b in [*self.listed.values(), *self.limbo])
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "two blocks share a page"
         assert all(0 < a and b <= self.pool.ready and a // PIECE == (b - 1) // PIECE for a, b in spans)
-        assert sorted(slot for slab in self.pool.slabs() for slot in slab.slots()) == [a for a, _ in spans]
-        pages = sorted(self.pool.free_extents()) + [(s.start, s.end) for s in self.pool.slabs()]
+        assert sorted(slot for slab in self.pool._slabs for slot in slab.slots()) == [a for a, _ in spans]
+        pages = sorted(self.pool._extents) + [(s.start, s.end) for s in self.pool._slabs]
         assert sum(b - a for a, b in pages) == max(0, self.pool.ready - 1), "pages lost or counted twice"
 
     @invariant()
@@ -491,7 +508,7 @@ class Store(RuleBasedStateMachine):
         assert stats.reservations == sum(b.writer is not None for b in blocks)
         assert stats.pinned_entries == sum(b.pinned for b in self.listed.values())
         assert stats.pinned_pages == sum(b.size for b in blocks if b.pinned) <= 0.3 * PAGES
-        assert stats.spaces == len({key[0] for key in self.listed})
+        assert stats.namespaces == len({key[0] for key in self.listed})
         assert stats.tenants == len({b.tenant for b in blocks})
         assert stats.evictions == self.evicted
         if self.tenant_share < 1:
@@ -508,8 +525,8 @@ class Store(RuleBasedStateMachine):
         assert not (stats.leases or stats.leased_entries or stats.reservations)
         self.index.clear(None)
         stats = self.index.stats()
-        assert not (stats.used_pages or stats.entries or stats.pinned_entries or stats.spaces or stats.tenants)
-        assert not self.pool.slabs()
+        assert not (stats.used_pages or stats.entries or stats.pinned_entries or stats.namespaces or stats.tenants)
+        assert not self.pool._slabs
         assert not any(len(policy) for policy in self.index._room._policies.values())
 
 
@@ -519,7 +536,7 @@ TestStore = Store.TestCase
 
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, phases=WITHOUT_SHRINKING, deadline=None)
-def test_long_random_lives(seed):
+def test_store_index_random_operations_keep_invariants(seed):
     """The machine's own rules in long walks under pressure; hypothesis alone seldom fills the pool."""
     rng = random.Random(seed)
     machine = Store()
@@ -537,7 +554,7 @@ def test_long_random_lives(seed):
         limit = rng.choice([NOWHERE] * 4 + [40, 3])
         machine.reserve(
             client=rng.choice(CLIENTS),
-            space=rng.choice([b"A" * HASH] * 3 + [b"B" * HASH]),
+            namespace_id=rng.choice([b"A" * HASH] * 3 + [b"B" * HASH]),
             tokens=tokens(),
             first=rng.choice([0, 0, 0, 1, 3]),
             tenant=rng.choice([b"", b"t", b"u"]),
@@ -550,7 +567,7 @@ def test_long_random_lives(seed):
     def lookup():
         machine.lookup(
             client=rng.choice(CLIENTS),
-            space=b"A" * HASH,
+            namespace_id=b"A" * HASH,
             tokens=tokens(),
             start=rng.choice([0, 0, 1]),
             limit=rng.choice([NOWHERE, NOWHERE, 40, 50, 65]),
@@ -570,7 +587,7 @@ def test_long_random_lives(seed):
         (1, lambda: machine.discard(pick=rng, right=rng.random() < 0.7)),
         (1, lambda: machine.touch_and_inspect(client=rng.choice(CLIENTS), tokens=tokens(), tool=rng.random() < 0.5)),
         (1, lambda: machine.grow(pages=rng.randint(0, 2 * PAGES))),
-        (0.1, lambda: machine.clear(space=rng.choice([None, b"A" * HASH]), really=0)),
+        (0.1, lambda: machine.clear(namespace_id=rng.choice([None, b"A" * HASH]), really=0)),
     ]
     for _ in range(250):
         rng.choices([event for _, event in events], [weight for weight, _ in events])[0]()

@@ -3,37 +3,37 @@
 from types import SimpleNamespace
 
 import pytest
-from matcher_world import GROUPS, ONE, UNIT, World, no_violations, offered, params  # noqa: F401
+from matcher_harness import GROUPS, HASH_BLOCK_SIZE, ONE, World, no_violations, offered, params  # noqa: F401
 from support import make_request
 
-from vllm_kvtier.scheduler import asking
-from vllm_kvtier.scheduler.offers import NoOffer
-from vllm_kvtier.store.messages import HASH
+from vllm_kvtier.scheduler.matching import source_selector
+from vllm_kvtier.scheduler.sources.base import LookupMiss
+from vllm_kvtier.store.protocol import HASH
 
 
-def test_a_load_from_the_store():
+def test_store_source_hit_is_loaded():
     world = World(ONE)
-    request = make_request("r", list(range(18)), UNIT)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE)
     world.store(request, 16)
     assert offered(world, request) == (16, True)
     tables = ([11, 12, 13, 14, 15],)
     world.matcher.allocated(request, tables, 16)
-    [order], introduced = world.matcher.take_orders()
+    [order], introduced = world.matcher.take_jobs()
     world.check_load(order, request, tables, 0, 16, True)
     assert introduced == {} and len(world.client.held) == len(world.planner.open) == 1
-    world.matcher.loaded("r", False)
+    world.matcher.on_load_ended("r", False)
     assert not world.client.held and not world.planner.open
     report = world.matcher.get("r").report()
-    assert (report.pulled, report.pulled_from) == (16, "host")
+    assert (report["pulled_tokens"], report["pulled_from"]) == (16, "host")
     world.matcher.finished(request)
     assert not len(world.matcher)
 
 
 @pytest.mark.parametrize("peer, winner", [(8, "store"), (16, "store"), (18, "store"), (24, "peer"), (None, "store")])
-def test_the_longer_of_store_and_peer_wins(peer, winner):
+def test_store_source_longer_of_store_and_peer_is_chosen(peer, winner):
     """The peer's must be longer by what is worth a pull, and the other lease goes back."""
     world = World(ONE)
-    request = make_request("r", list(range(33)), UNIT, params("a"))
+    request = make_request("r", list(range(33)), HASH_BLOCK_SIZE, params("a"))
     world.store(request, 16)
     assert world.matcher.match(request, 0) == (None, False)
     world.answer(world.client.open[0])
@@ -41,7 +41,7 @@ def test_the_longer_of_store_and_peer_wins(peer, winner):
     [pending] = world.peers.open
     assert len(world.client.held) == 1
     if peer is None:
-        world.peers.answer(pending, NoOffer("nothing", ""))
+        world.peers.answer(pending, LookupMiss("no_matching_blocks", ""))
     else:
         world.peers.answer(pending, world.peers.offer(pending, peer))
     expected = 16 if winner == "store" else peer
@@ -52,9 +52,9 @@ def test_the_longer_of_store_and_peer_wins(peer, winner):
     assert not world.client.held and not world.peers.held
 
 
-def test_the_next_peer_is_asked_when_one_has_no_more_than_the_store():
+def test_store_source_next_peer_is_queried_if_one_has_no_more():
     world = World(ONE)
-    request = make_request("r", list(range(33)), UNIT, params("a", "b"))
+    request = make_request("r", list(range(33)), HASH_BLOCK_SIZE, params("a", "b"))
     world.store(request, 16)
     assert world.matcher.match(request, 0) == (None, False)
     world.answer(world.client.open[0])
@@ -68,33 +68,33 @@ def test_the_next_peer_is_asked_when_one_has_no_more_than_the_store():
     world.matcher.finished(request)
 
 
-def test_the_whole_prompt_in_the_store_asks_no_peer():
+def test_store_source_whole_prompt_queries_no_peer():
     world = World(ONE)
-    request = make_request("r", list(range(34)), UNIT, params("a"))
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE, params("a"))
     world.store(request)
     assert offered(world, request) == (32, True)
     assert not world.peers.open
     world.matcher.finished(request)
 
 
-def test_a_refused_handoff_falls_back_on_the_store():
+def test_store_source_is_used_after_refused_handoff():
     world = World(ONE)
     handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
-    request = make_request("r", list(range(34)), UNIT, handoff)
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE, handoff)
     world.store(request)
     assert world.matcher.match(request, 0) == (None, False) and not world.client.open
-    world.peers.answer(world.peers.open[0], NoOffer("unknown", ""))
+    world.peers.answer(world.peers.open[0], LookupMiss("unknown_export", ""))
     assert offered(world, request) == (32, True)
     world.matcher.finished(request)
     assert not world.client.held
 
 
 @pytest.mark.parametrize("load, policy", [(False, "measured"), (False, "always"), (True, "measured")])
-def test_only_what_is_worth_it_is_loaded(load, policy):
+def test_store_source_loads_only_what_beats_compute(load, policy):
     expected = 16 if load or policy == "always" else 0
     world = World(ONE, load_policy=policy)
     world.planner.load = load
-    request = make_request("r", list(range(18)), UNIT)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE)
     world.store(request)
     assert offered(world, request) == (expected, expected > 0)
     assert len(world.client.held) == (expected > 0), "what is declined is given back at once"
@@ -104,9 +104,9 @@ def test_only_what_is_worth_it_is_loaded(load, policy):
 
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("groups", sorted(GROUPS))
-def test_lies_are_computed(groups, number):
+def test_store_source_malformed_hits_are_recomputed(groups, number):
     world = World(GROUPS[groups])
-    request = make_request("r", list(range(34)), UNIT)
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 0) == (None, False)
     world.lie(world.client.open[0], SimpleNamespace(randrange=lambda n: number))
     assert world.matcher.match(request, 0) == (0, False)
@@ -114,11 +114,11 @@ def test_lies_are_computed(groups, number):
     world.matcher.finished(request)
 
 
-def test_a_store_that_never_answers_is_not_waited_for_for_ever(monkeypatch):
+def test_store_source_without_answer_times_out(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(source_selector, "time", SimpleNamespace(monotonic=lambda: now[0]))
     world = World(ONE)
-    request = make_request("r", list(range(18)), UNIT)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 0) == (None, False)
     now[0] = world.matcher.get("r").pending.deadline + 0.5
     assert world.matcher.match(request, 0) == (None, False), "the client itself says so, a little later than now"
@@ -129,23 +129,23 @@ def test_a_store_that_never_answers_is_not_waited_for_for_ever(monkeypatch):
     assert not world.client.held, "a lease that still comes goes back at once"
 
 
-def test_what_the_gpu_has_is_not_asked_for_but_touched():
+def test_store_source_touches_blocks_cached_on_gpu():
     world = World(ONE)
-    request = make_request("r", list(range(17)), UNIT)
+    request = make_request("r", list(range(17)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 16) == (0, False) and not world.client.open
-    [(verb, space, chain)] = world.client.told
-    assert (verb, space, len(chain)) == ("touch", world.tier.space(b""), 4 * HASH)
+    [(verb, namespace_id, block_hashes)] = world.client.told
+    assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH)
 
 
-def test_no_request_waits_for_a_store_that_is_not_there():
+def test_store_source_disconnected_store_is_not_waited_for():
     world = World(ONE)
     world.client.lose()
-    request = make_request("r", list(range(17)), UNIT)
+    request = make_request("r", list(range(17)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 0) == (0, False)
 
 
 @pytest.mark.parametrize("policy", ["measured", "always"])
-def test_nobody_is_asked_in_vain_among_others(policy):
+def test_store_without_candidates_is_not_queried(policy):
     """What is computed before the least load came: an ask would cost the others a moment, and its request a step."""
     world = World(ONE, load_policy=policy)
     world.planner.vain = True
@@ -153,14 +153,14 @@ def test_nobody_is_asked_in_vain_among_others(policy):
     def touched():
         return [told for told in world.client.told if told[0] == "touch"]
 
-    alone, beside = (make_request(name, list(range(33)), UNIT) for name in ("alone", "beside"))
+    alone, beside = (make_request(name, list(range(33)), HASH_BLOCK_SIZE) for name in ("alone", "beside"))
     assert world.matcher.match(alone, 0) == (None, False), "nobody else is there whom it would cost anything"
     asked = world.matcher.match(beside, 0)
     if policy == "always":
         assert asked == (None, False) and not touched()
     else:
         assert asked == (0, False) and len(touched()) == 1, "it is not forgotten for that"
-        assert world.counters.take()["declined|computed before an answer"] == 1
+        assert world.counters.take()["lookups_declined|lookup_slower_than_compute"] == 1
     for request in (alone, beside):
         world.matcher.finished(request)
     world.balanced()

@@ -1,14 +1,14 @@
 """Requests that wait for what the node store brings up from below its memory: only while it beats computing."""
 
 import pytest
-from matcher_world import ONE, UNIT, World
+from matcher_harness import HASH_BLOCK_SIZE, ONE, World
 from support import make_request as vllm_request
 
-from vllm_kvtier.scheduler.lifecycle import State
+from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.messages import Below, Found
+from vllm_kvtier.store.protocol import Found, TierQuery
 
-TOKENS = 12 * UNIT + 2
+TOKENS = 12 * HASH_BLOCK_SIZE + 2
 
 
 class Rates:
@@ -22,7 +22,7 @@ class Rates:
 
 
 def make_request(tokens, seed=0):
-    return vllm_request(f"r{seed}", [seed * 1000 + i for i in range(tokens)], UNIT)
+    return vllm_request(f"r{seed}", [seed * 1000 + i for i in range(tokens)], HASH_BLOCK_SIZE)
 
 
 @pytest.fixture
@@ -37,66 +37,66 @@ def asked(world):
     return world.client.open[-1]
 
 
-def answer(world, units, below=None, lease=True):
+def answer(world, num_hash_blocks, below=None, lease=True):
     """The open lookup gets units [start, units), and hears what is on its way."""
     pending = asked(world)
-    if units == pending.asked.start:
+    if num_hash_blocks == pending.asked.start:
         world.client.open.remove(pending)
-        pending.resolve(Found(1, 0, units, [[]], below))
+        pending.resolve(Found(1, 0, num_hash_blocks, [[]], below))
         return
     world.client.open.remove(pending)
     world.client.leases += 1
     world.client.held.add(world.client.leases)
-    slots = [[16 * (i + 1) for i in range(pending.asked.start, units)]]
-    pending.resolve(Found(1, world.client.leases, units, slots, below))
+    slots = [[16 * (i + 1) for i in range(pending.asked.start, num_hash_blocks)]]
+    pending.resolve(Found(1, world.client.leases, num_hash_blocks, slots, below))
 
 
 def counted(world):
     return world.counters.take()
 
 
-def test_what_comes_up_is_waited_for_and_loaded(world):
+def test_promotion_wait_loads_promoted_blocks(world):
     request = make_request(TOKENS)
     assert world.matcher.match(request, 0) == (None, False)
-    assert asked(world).asked.patience == 0
-    answer(world, 0, Below(12, 3.0, 0.0))
+    assert asked(world).asked.wait_seconds == 0
+    answer(world, 0, TierQuery(12, 3.0, 0.0))
     assert world.matcher.match(request, 0) == (None, False)
     # It may take as long as computing its 48 tokens would.
-    assert asked(world).asked.patience == pytest.approx(min(30.0, 48.0))
+    assert asked(world).asked.wait_seconds == pytest.approx(min(30.0, 48.0))
     answer(world, 12)
     assert world.matcher.match(request, 0) == (48, True)
     counts = counted(world)
-    assert counts["waits|for what comes up"] == 1 and counts["waited_tokens"] == 48
+    assert counts["promotion_waits|promotion"] == 1 and counts["promotion_wait_tokens"] == 48
     world.matcher.finished(request)
     assert not world.client.held
 
 
-def test_what_is_in_memory_stays_while_it_waits_for_the_rest(world):
+def test_promotion_wait_keeps_lease_on_blocks_in_memory(world):
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
-    answer(world, 4, Below(12, 1.0, 0.0))
+    answer(world, 4, TierQuery(12, 1.0, 0.0))
     world.matcher.match(request, 0)
     assert world.client.held == {1}
     answer(world, 12)
     assert world.matcher.match(request, 0) == (48, True) and world.client.held == {2}
-    assert counted(world)["waited_tokens"] == 32
+    assert counted(world)["promotion_wait_tokens"] == 32
 
 
-def test_what_would_be_computed_sooner_is_not_waited_for(world):
+def test_promotion_wait_skipped_if_compute_is_faster(world):
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
-    answer(world, 4, Below(12, 40.0, 0.0))
+    answer(world, 4, TierQuery(12, 40.0, 0.0))
     assert world.matcher.match(request, 0) == (16, True)
-    assert not world.client.open and counted(world)["waits|slower than computing"] == 1
+    assert not world.client.open and counted(world)["promotion_waits|load_slower_than_compute"] == 1
 
 
-def test_what_never_helps_is_waited_for_less_and_less(world):
+def test_promotion_wait_decreases_without_hits(world):
     """48 s of computing are worth 12 s of asking at first, and 1 s where the answer is always no."""
     waits = []
     for number in range(40):
         request = make_request(TOKENS, seed=number)
         world.matcher.match(request, 0)
-        answer(world, 0, Below(0, 0.0, 3.0))
+        answer(world, 0, TierQuery(0, 0.0, 3.0))
         waits.append(world.matcher.match(request, 0) == (None, False))
         if waits[-1]:
             answer(world, 0)
@@ -105,44 +105,44 @@ def test_what_never_helps_is_waited_for_less_and_less(world):
     assert waits[0] and not any(waits[-5:]) and sum(waits) > 5
 
 
-def test_an_answer_from_afar_is_worth_a_part_of_computing(world):
+def test_promotion_wait_for_lookup_is_bounded_by_compute_time(world):
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
-    answer(world, 0, Below(0, 0.0, 0.5))
-    assert world.matcher.match(request, 0) == (None, False) and asked(world).asked.patience > 0
-    answer(world, 0, Below(12, 2.0, 0.0))  # they have it, and now it comes
+    answer(world, 0, TierQuery(0, 0.0, 0.5))
+    assert world.matcher.match(request, 0) == (None, False) and asked(world).asked.wait_seconds > 0
+    answer(world, 0, TierQuery(12, 2.0, 0.0))  # they have it, and now it comes
     assert world.matcher.match(request, 0) == (None, False)
     answer(world, 12)
     assert world.matcher.match(request, 0) == (48, True)
-    short = make_request(2 * UNIT + 1, seed=5)
+    short = make_request(2 * HASH_BLOCK_SIZE + 1, seed=5)
     world.matcher.match(short, 0)
-    answer(world, 0, Below(0, 0.0, 4.0))
+    answer(world, 0, TierQuery(0, 0.0, 4.0))
     assert world.matcher.match(short, 0) == (0, False)
 
 
-def test_all_its_waiting_together_has_an_end(world, monkeypatch):
-    from vllm_kvtier.scheduler import patience
+def test_promotion_wait_total_is_bounded(world, monkeypatch):
+    from vllm_kvtier.scheduler.sources import promotion_wait
 
     now = [1000.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(promotion_wait.time, "monotonic", lambda: now[0])
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
     for _ in range(3):
-        answer(world, 0, Below(12, 5.0, 0.0))
+        answer(world, 0, TierQuery(12, 5.0, 0.0))
         assert world.matcher.match(request, 0) == (None, False)
         now[0] += 9.0
-    assert asked(world).asked.patience == pytest.approx(12.0)
+    assert asked(world).asked.wait_seconds == pytest.approx(12.0)
     now[0] += 9.0
-    answer(world, 0, Below(12, 5.0, 0.0))
+    answer(world, 0, TierQuery(12, 5.0, 0.0))
     assert world.matcher.match(request, 0) == (0, False)
-    assert counted(world)["waits|waited long enough"] == 1
+    assert counted(world)["promotion_waits|timeout"] == 1
 
 
 @pytest.mark.parametrize("end", ["abort", "store dies", "answer after abort"])
-def test_leases_come_back_however_it_ends(world, end):
+def test_promotion_wait_releases_leases_at_any_end(world, end):
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
-    answer(world, 4, Below(12, 1.0, 0.0))
+    answer(world, 4, TierQuery(12, 1.0, 0.0))
     world.matcher.match(request, 0)
     match end:
         case "abort":
@@ -160,10 +160,10 @@ def test_leases_come_back_however_it_ends(world, end):
     assert world.matcher.get(request.request_id) is None
 
 
-def test_a_failed_answer_is_no_offer(world):
+def test_promotion_wait_failed_answer_is_a_miss(world):
     request = make_request(TOKENS)
     world.matcher.match(request, 0)
-    answer(world, 0, Below(12, 1.0, 0.0))
+    answer(world, 0, TierQuery(12, 1.0, 0.0))
     world.matcher.match(request, 0)
     pending = asked(world)
     world.client.open.remove(pending)

@@ -12,9 +12,9 @@ from support import eventually
 from vllm.lora.request import LoRARequest
 
 from vllm_kvtier.vllm_compat import adapters as adapters_module
-from vllm_kvtier.vllm_compat import probe
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.adapters import AWAITED, Adapters
+from vllm_kvtier.vllm_compat.probe import features
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +68,14 @@ def loaded(adapters: Adapters, request: LoRARequest) -> bytes | None:
     return known(adapters, request)
 
 
-def test_admit_equal_files_in_another_folder_are_the_same_adapter(tmp_path):
+def test_admit_equal_files_in_other_folder_gives_same_digest(tmp_path):
     one, copy = files(tmp_path / "a"), tmp_path / "b"
     shutil.copytree(one, copy)
     assert fresh(one) == fresh(copy) is not None
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"])
-def test_admit_another_weight_or_configuration_is_another_adapter(tmp_path, name):
+def test_admit_different_weight_or_configuration_gives_other_digest(tmp_path, name):
     """Weights in a .bin, and lora_alpha, which stands in the configuration only, were not looked at."""
     variants = [
         files(tmp_path / "a", name=name),
@@ -87,7 +87,7 @@ def test_admit_another_weight_or_configuration_is_another_adapter(tmp_path, name
     assert None not in found and len(set(found)) == 4
 
 
-def test_admit_of_what_cannot_be_read_is_none(tmp_path, caplog):
+def test_admit_unreadable_adapter_is_none(tmp_path, caplog):
     """Folders that are not there, hub names among them, and folders without weights once had one fingerprint."""
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -101,7 +101,7 @@ def test_admit_of_what_cannot_be_read_is_none(tmp_path, caplog):
         assert "neither shared nor stored" in caplog.text
 
 
-def test_admit_of_a_hub_s_adapter_is_known_once_the_engine_has_loaded_it(tmp_path, monkeypatch):
+def test_admit_hub_adapter_is_known_after_engine_loaded_it(tmp_path, monkeypatch):
     """Which revision it loads is not known before: vLLM asks the hub each time."""
     snapshot, adapters = files(tmp_path / "snapshot"), Adapters()
     monkeypatch.setattr(adapters_module, "model_folder", lambda name: snapshot if name == "org/adapter" else None)
@@ -110,7 +110,7 @@ def test_admit_of_a_hub_s_adapter_is_known_once_the_engine_has_loaded_it(tmp_pat
     assert loaded(adapters, lora("org/adapter")) == fresh(snapshot) is not None
 
 
-def test_admit_files_changed_behind_the_engine_s_back_share_nothing_until_it_loads_them(tmp_path, caplog):
+def test_admit_changed_files_are_unknown_until_cache_is_empty(tmp_path, caplog):
     folder, (adapters, cache) = files(tmp_path / "a"), with_cache()
     before = loaded(adapters, lora(folder))
     state = (folder / "adapter_model.safetensors").stat()
@@ -127,7 +127,7 @@ def test_admit_files_changed_behind_the_engine_s_back_share_nothing_until_it_loa
     assert after == fresh(folder) and after not in (None, before)
 
 
-def test_admit_replaced_every_cache_of_the_process_must_have_been_empty(tmp_path):
+def test_admit_replaced_adapter_is_known_after_every_cache_was_empty(tmp_path):
     """That of another engine said nothing about this one's, which still has KV of the old one."""
     folder, (adapters, cache) = files(tmp_path / "a"), with_cache()
     other, gone = Cache(), Cache()
@@ -143,7 +143,7 @@ def test_admit_replaced_every_cache_of_the_process_must_have_been_empty(tmp_path
     assert known(adapters, lora(folder)) == fresh(folder) is not None
 
 
-def test_admit_of_a_request_that_loads_in_place_goes_by_the_files_that_are_there(tmp_path):
+def test_admit_load_inplace_request_uses_current_files(tmp_path):
     """Servers of vLLM 0.25 to 0.32 keep ``load_inplace``: its workers read the files in each of its steps."""
     folder, adapters = files(tmp_path / "a"), Adapters()
     inplace = lora(folder, inplace=True)
@@ -157,7 +157,7 @@ def test_admit_of_a_request_that_loads_in_place_goes_by_the_files_that_are_there
     assert adapters.confirm(inplace, after)
 
 
-def test_admit_the_same_files_loaded_anew_stay_shared(tmp_path):
+def test_admit_same_files_loaded_again_keep_digest(tmp_path):
     folder, adapters = files(tmp_path / "a"), Adapters()
     before = loaded(adapters, lora(folder))
     assert loaded(adapters, lora(folder, number=2)) == before is not None
@@ -165,7 +165,7 @@ def test_admit_the_same_files_loaded_anew_stay_shared(tmp_path):
     assert known(adapters, lora(folder, number=2)) == before
 
 
-def test_admit_another_path_under_a_loaded_number_is_not_known(tmp_path):
+def test_admit_other_path_under_loaded_id_is_unknown(tmp_path):
     """vLLM goes by the number: it loads the path only if it has forgotten the other."""
     one, two, (adapters, cache) = files(tmp_path / "a"), files(tmp_path / "b", alpha=1), with_cache()
     loaded(adapters, lora(one))
@@ -174,7 +174,7 @@ def test_admit_another_path_under_a_loaded_number_is_not_known(tmp_path):
     assert known(adapters, lora(two)) is None
 
 
-def test_admit_files_that_change_while_they_are_loaded_are_not_known(tmp_path):
+def test_admit_files_changed_during_load_are_unknown(tmp_path):
     folder, adapters = files(tmp_path / "a"), Adapters()
     adapters.load(lora(folder), lambda: files(folder, weights=b"changed"))
     assert known(adapters, lora(folder)) is None
@@ -183,7 +183,7 @@ def test_admit_files_that_change_while_they_are_loaded_are_not_known(tmp_path):
         adapters.load(lora(folder), lambda: int("no such adapter"))
 
 
-def test_admit_slow_files_are_awaited_for_a_moment_by_none_but_their_requests(tmp_path, monkeypatch):
+def test_admit_slow_files_wait_briefly_then_recompute(tmp_path, monkeypatch):
     may_read = threading.Event()
     digests = adapters_module.file_digests
     monkeypatch.setattr(adapters_module, "file_digests", lambda files: may_read.wait(60) and digests(files))
@@ -195,7 +195,7 @@ def test_admit_slow_files_are_awaited_for_a_moment_by_none_but_their_requests(tm
     assert eventually(lambda: adapters.admit(request))
 
 
-def test_admit_on_a_file_system_that_hangs_nobody_waits_twice(tmp_path, monkeypatch):
+def test_admit_on_hung_file_system_waits_once(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     before = loaded(adapters, lora(folder))
     goes_on, find, looks = threading.Event(), adapters_module._find, []
@@ -218,7 +218,7 @@ def test_admit_on_a_file_system_that_hangs_nobody_waits_twice(tmp_path, monkeypa
     assert threading.current_thread() not in looks
 
 
-def test_admit_on_a_slow_file_system_there_are_few_looks(tmp_path, monkeypatch):
+def test_admit_on_slow_file_system_stats_rarely(tmp_path, monkeypatch):
     """Each keeps the engine from its next step."""
     now, find, looks = [100.0], adapters_module._find, []
 
@@ -241,7 +241,7 @@ def test_admit_on_a_slow_file_system_there_are_few_looks(tmp_path, monkeypatch):
     assert adapters.confirm(requests[0], adapter) and len(looks) == 3, "it cannot have been something else meanwhile"
 
 
-def test_load_on_a_slow_file_system_is_seen_all_the_same(tmp_path, monkeypatch):
+def test_load_on_slow_file_system_is_recorded(tmp_path, monkeypatch):
     """It is not looked at for a while, but for what is loaded: what that is would never be known."""
     monkeypatch.setattr(adapters_module, "SLOW_SECONDS", 0.0)
     request, adapters = lora(files(tmp_path / "a")), Adapters()
@@ -256,7 +256,7 @@ def test_load_on_a_slow_file_system_is_seen_all_the_same(tmp_path, monkeypatch):
     assert adapters.current(request) is adapter
 
 
-def test_admit_loaded_in_place_from_a_folder_that_was_another_for_a_moment_is_not_known(tmp_path, monkeypatch):
+def test_admit_folder_exchanged_during_inplace_load_is_unknown(tmp_path, monkeypatch):
     """A folder above was exchanged and came back: nothing of it looks as if it had been another."""
     for name, alpha in (("here", 1), ("other", 7)):
         (tmp_path / name).mkdir()
@@ -274,7 +274,7 @@ def test_admit_loaded_in_place_from_a_folder_that_was_another_for_a_moment_is_no
     assert adapters.admit(lora(folder)) is None and adapters.current(lora(folder)) is None
 
 
-def test_admit_what_was_loaded_while_nothing_could_be_seen_is_not_known(tmp_path, monkeypatch):
+def test_admit_adapter_loaded_while_lookup_failed_is_unknown(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     monkeypatch.setattr(adapters_module, "_find", lambda path: 1 / 0)
     assert adapters.admit(lora(folder)) is None
@@ -282,7 +282,7 @@ def test_admit_what_was_loaded_while_nothing_could_be_seen_is_not_known(tmp_path
     assert known(adapters, lora(folder)) is None
 
 
-def test_confirm_other_files_while_a_request_ran_and_its_kv_is_not_shared(tmp_path):
+def test_confirm_after_files_were_replaced_is_false(tmp_path):
     """The adapter may have fallen out of the workers' cache, and they have read the new one in the middle of it."""
     folder, adapters = files(tmp_path / "a"), Adapters()
     adapter = admitted(adapters, lora(folder))
@@ -297,7 +297,7 @@ def test_confirm_other_files_while_a_request_ran_and_its_kv_is_not_shared(tmp_pa
     assert known(adapters, lora(folder)) is None
 
 
-def test_admit_a_link_on_the_path_that_led_elsewhere_for_a_while_and_what_was_loaded_is_not_known(tmp_path):
+def test_admit_path_whose_symlink_changed_meanwhile_is_unknown(tmp_path):
     """Also one behind another. With the folder of before nothing of its files tells that the workers read others."""
     for version in ("v1", "v2"):
         (tmp_path / version).mkdir()
@@ -314,7 +314,7 @@ def test_admit_a_link_on_the_path_that_led_elsewhere_for_a_while_and_what_was_lo
     assert known(adapters, request) == fresh(tmp_path / "v1" / "a") is not None
 
 
-def test_confirm_an_adapter_loaded_anew_while_a_request_ran_and_its_kv_is_not_shared(tmp_path):
+def test_confirm_after_adapter_was_loaded_again_is_false(tmp_path):
     """With the files of before in the end, and no prefix cache that would remember it."""
     folder, other, adapters = files(tmp_path / "a"), files(tmp_path / "b", alpha=2), Adapters()
     running = admitted(adapters, lora(folder))
@@ -325,7 +325,7 @@ def test_confirm_an_adapter_loaded_anew_while_a_request_ran_and_its_kv_is_not_sh
     assert not adapters.confirm(lora(folder), running) and adapters.confirm(lora(folder), again)
 
 
-def test_current_does_not_take_an_adapter_for_loaded(tmp_path):
+def test_current_of_unloaded_adapter_is_none(tmp_path):
     """Files may be replaced while a request waits in vLLM's queue; its workers load what is there when it leaves it."""
     folder, adapters = files(tmp_path / "a"), Adapters()
     assert adapters.current(lora(folder)) is None and not adapters._numbers
@@ -334,7 +334,7 @@ def test_current_does_not_take_an_adapter_for_loaded(tmp_path):
     assert adapters.current(lora(folder)).digest == fresh(folder)
 
 
-def test_admit_of_a_hub_s_adapter_whose_revision_changes_is_not_known(tmp_path, monkeypatch):
+def test_admit_hub_adapter_with_changed_revision_is_unknown(tmp_path, monkeypatch):
     """A worker that forgot it would load the new one."""
     snapshots = [files(tmp_path / "old"), files(tmp_path / "new", alpha=7)]
     monkeypatch.setattr(adapters_module, "model_folder", lambda name: snapshots[0])
@@ -344,7 +344,7 @@ def test_admit_of_a_hub_s_adapter_whose_revision_changes_is_not_known(tmp_path, 
     assert known(adapters, lora("org/adapter")) is None
 
 
-def test_admit_another_request_s_error_shares_nothing_of_what_was_loaded_for_it(tmp_path):
+def test_admit_after_unseen_load_is_unknown_unless_already_loaded(tmp_path):
     folder, adapters = files(tmp_path / "a"), Adapters()
     adapters.unseen(lora(folder))
     files(folder, alpha=3)
@@ -355,7 +355,7 @@ def test_admit_another_request_s_error_shares_nothing_of_what_was_loaded_for_it(
     assert known(adapters, other) == before is not None, "the workers had it"
 
 
-def test_load_of_an_adapter_on_a_file_system_that_hangs_costs_the_engine_a_moment(tmp_path, monkeypatch):
+def test_load_on_hung_file_system_returns_and_is_unknown(tmp_path, monkeypatch):
     request, adapters, goes_on = lora(files(tmp_path / "a")), Adapters(), threading.Event()
     monkeypatch.setattr(adapters_module, "_find", lambda path: goes_on.wait(60))
     monkeypatch.setattr(adapters_module, "LOOK_SECONDS", 0.0)
@@ -365,7 +365,7 @@ def test_load_of_an_adapter_on_a_file_system_that_hangs_costs_the_engine_a_momen
 
 
 @pytest.mark.parametrize("part", ["_identity", "_find", "_take"])
-def test_load_fails_with_vllm_s_errors_only(tmp_path, monkeypatch, part, caplog):
+def test_load_internal_error_is_logged_and_not_raised(tmp_path, monkeypatch, part, caplog):
     adapters, request = Adapters(), lora(files(tmp_path / "a"))
     assert loaded(adapters, lora(files(tmp_path / "b"), "b", 2))
     if part == "_take":
@@ -379,24 +379,24 @@ def test_load_fails_with_vllm_s_errors_only(tmp_path, monkeypatch, part, caplog)
     assert (adapters.admit(lora(tmp_path / "b", "b", 2)) is None) is (part != "_find"), "all are lost"
 
 
-def test_load_of_a_path_of_a_user_that_is_not_there_is_vllm_s_matter():
+def test_load_of_path_with_unknown_user_is_left_to_vllm():
     adapters, request = Adapters(), lora("~no-such-user/adapter")
     assert adapters.load(request, lambda: 7) == 7 and known(adapters, request) is None
 
 
-def test_adapters_of_a_vllm_that_hashes_them_otherwise_are_not_shared(tmp_path, monkeypatch):
+def test_adapters_with_unknown_vllm_hashing_are_not_shared(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     assert loaded(adapters, lora(folder))
-    probe.forget()
+    features.forget()
     monkeypatch.delattr(adapters_module.kv_cache_utils, "_gen_lora_extra_hash_keys")
-    assert not probe.granted(probe.Feature.ADAPTERS)
+    assert not features.granted(features.Feature.ADAPTERS)
     assert adapters.admit(lora(folder)) is None and adapters.current(lora(folder)) is None
     assert adapters.load(lora(folder), lambda: 7) == 7
     monkeypatch.undo()
-    probe.forget()
+    features.forget()
 
 
-def test_admit_a_file_written_to_while_it_is_read_is_not_known(tmp_path, monkeypatch):
+def test_admit_file_written_during_read_is_unknown(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     digests = adapters_module.file_digests
 
@@ -409,25 +409,25 @@ def test_admit_a_file_written_to_while_it_is_read_is_not_known(tmp_path, monkeyp
     assert known(adapters, lora(folder)) is None
 
 
-def test_admit_adapters_without_end_are_bounded(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(adapters_module, "MOST", 3)
+def test_admit_number_of_known_adapters_is_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(adapters_module, "MAX_ADAPTERS", 3)
     adapters = Adapters()
     found = [known(adapters, lora(files(tmp_path / f"{i}"), f"{i}", i + 1)) for i in range(5)]
     assert None not in found[:3] and found[3:] == [None, None] and len(adapters._known) == 3
-    assert caplog.text.count("was given 3") == 1
+    assert caplog.text.count("this engine had 3") == 1
 
 
-def test_variant_of_a_request_that_was_admitted_stays_what_it_was(tmp_path, monkeypatch):
+def test_lora_fingerprint_of_admitted_request_is_stable(tmp_path, monkeypatch):
     """Its chain, its leases and its checksums go by it; one that waits may have another adapter when it comes."""
     monkeypatch.setattr(vr, "ADAPTERS", adapters := Adapters())
     folder = files(tmp_path / "a")
     request, waits = (SimpleNamespace(lora_request=lora(folder)) for _ in range(2))
     before = known(adapters, lora(folder))
     vr.keep_variant(request, before)
-    assert vr.variant(waits) == before
+    assert vr.lora_fingerprint(waits) == before
     files(folder, alpha=2)
     adapters.load(lora(folder, inplace=True), lambda: True)
     after = known(adapters, lora(folder))
-    assert vr.variant(request) == before and vr.variant(waits) == after not in (None, before)
-    assert vr.variant(SimpleNamespace(lora_request=None)) == b""
+    assert vr.lora_fingerprint(request) == before and vr.lora_fingerprint(waits) == after not in (None, before)
+    assert vr.lora_fingerprint(SimpleNamespace(lora_request=None)) == b""
     assert adapters.named("style")[1] == after and adapters.named("other") is None

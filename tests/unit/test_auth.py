@@ -10,7 +10,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.wire.auth import ClusterKey, is_loopback
 
 
-def test_create_and_load(tmp_path):
+def test_cluster_key_create_and_load(tmp_path):
     path = tmp_path / "key"
     ClusterKey.create(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -23,7 +23,7 @@ def test_create_and_load(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"short\n", b"\xff\xfe" * 20, b"x" * 39, b"x" * 41, b"\x00" * 40, b'"' * 40, "é".encode() * 20]
 )
-def test_what_is_no_key_is_refused_with_the_remedy(tmp_path, content):
+def test_cluster_key_file_invalid_raises_with_fix(tmp_path, content):
     path = tmp_path / "key"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -31,7 +31,7 @@ def test_what_is_no_key_is_refused_with_the_remedy(tmp_path, content):
         ClusterKey.load(str(path))
 
 
-def test_missing_and_readable_by_others(tmp_path):
+def test_cluster_key_file_missing_or_readable_by_others_raises(tmp_path):
     with pytest.raises(ConfigError, match="make one"):
         ClusterKey.load(str(tmp_path / "nothing"))
     path = tmp_path / "key"
@@ -41,7 +41,7 @@ def test_missing_and_readable_by_others(tmp_path):
         ClusterKey.load(str(path))
 
 
-def test_loopback():
+def test_is_loopback_of_addresses():
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "", "example.org", "localhost.example.org")))
 
@@ -67,7 +67,7 @@ def exchange(context, server, port, secure, milliseconds=700) -> bool:
     return arrived
 
 
-def test_only_the_right_key_gets_in(context):
+def test_cluster_key_server_accepts_only_same_key(context):
     public, secret = zmq.curve_keypair()
     key, other = ClusterKey(secret), ClusterKey(zmq.curve_keypair()[1])
     server = context.socket(zmq.ROUTER)

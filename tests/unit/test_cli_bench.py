@@ -21,7 +21,7 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, ["bench", "--seconds", "0.2", "--device", "cpu", *map(str, arguments)])
 
 
-def test_rounds_take_turns():
+def test_bench_rounds_alternate_between_cases():
     seen = []
 
     def way(name, rate):
@@ -33,17 +33,17 @@ def test_rounds_take_turns():
     assert Row("x", "y", 5.0, 10.0).share == 0.5 and Row("x", "y", 5.0).share is None
 
 
-def test_copies_are_right():
+def test_bench_copies_are_byte_exact():
     """What was stored and loaded into other blocks equals what it was made of."""
     torch.manual_seed(2)
-    on = copies.scene(cuda=False, coded=True)
+    on = copies.scene(cuda=False, encoded=True)
     for row in on.memory.view(torch.int64).split(1 << 20):
         row.copy_(torch.randint(1 << 40, row.shape))
-    mover = copies.Mover(on, "raw")
+    mover = copies.CopyRunner(on, "raw")
     try:
         moved, took = mover.load(0.01)
         count = mover._count
-        assert moved % copies.BLOCK == 0 and took > 0
+        assert moved % copies.BLOCK_BYTES == 0 and took > 0
         while mover._at:  # until each block was loaded
             mover.load(0.0)
         pages = on.memory.view(copies.LAYERS, 2 * on.blocks, -1)
@@ -53,9 +53,9 @@ def test_copies_are_right():
         mover.close()
 
 
-def test_a_wrong_block_is_no_figure():
-    on = copies.scene(cuda=False, coded=True)
-    mover = copies.Mover(on, "raw")
+def test_bench_wrong_checksum_raises():
+    on = copies.scene(cuda=False, encoded=True)
+    mover = copies.CopyRunner(on, "raw")
     try:
         mover.load(0.0)
         mover._keys += 1
@@ -65,7 +65,7 @@ def test_a_wrong_block_is_no_figure():
         mover.close()
 
 
-def test_copy_and_codec(tmp_path):
+def test_bench_copy_and_codec_print_rates(tmp_path):
     result = bench("copy", "codec", "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -77,7 +77,7 @@ def test_copy_and_codec(tmp_path):
     assert from_bench(found)["memory"] == rows["copy", "load"]["bytes_per_second"], "what `kvtier plan` reads"
 
 
-def test_disk(tmp_path):
+def test_bench_disk_prints_rates(tmp_path):
     result = bench("disk", "--disk", tmp_path / "there", "--disk-mib", 64, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -87,35 +87,35 @@ def test_disk(tmp_path):
     assert list((tmp_path / "there").iterdir()) == [], "nothing is left there"
 
 
-def test_a_disk_that_cannot_be_used(tmp_path):
+def test_bench_disk_unusable_path_fails_with_cause(tmp_path):
     (tmp_path / "file").write_text("")
     result = bench("disk", "--disk", tmp_path / "file")
     assert result.exit_code == 1 and "disk: " in result.stderr and "cannot be written to" in result.stderr
     with pytest.raises(KVTierError, match="the disk tier cannot use"):
-        disk.Mover(tmp_path / "file" / "below", 64 << 20)
+        disk.DiskTierClient(tmp_path / "file" / "below", 64 << 20)
 
 
-def test_pull():
+def test_bench_pull_prints_rates():
     result = bench("pull")
     assert result.exit_code == 0, result.stderr
     assert "in order" in result.stdout and "scattered" in result.stdout and "memcpy on one core" in result.stdout
 
 
-def test_a_backend_that_is_missing():
+def test_bench_pull_missing_backend_fails_with_cause():
     result = bench("pull", "--nixl-backend", "CARRIER_PIGEON")
     assert result.exit_code == 1 and "none of the backends CARRIER_PIGEON" in result.stderr.replace("\n", " ")
     with pytest.raises(KVTierError):
         pull.measure(0.1, ["CARRIER_PIGEON"], cuda=False)
 
 
-def test_one_that_fails_costs_only_itself(tmp_path):
+def test_bench_failure_keeps_other_benches(tmp_path):
     (tmp_path / "file").write_text("")
     result = bench("copy", "disk", "--disk", tmp_path / "file", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and list(found["failed"]) == ["disk"] and len(found["rows"]) == 2
 
 
-def test_plots(tmp_path, monkeypatch):
+def test_bench_plot_writes_picture_or_names_matplotlib(tmp_path, monkeypatch):
     file = tmp_path / "bench.png"
     try:
         import matplotlib  # noqa: F401
@@ -129,9 +129,9 @@ def test_plots(tmp_path, monkeypatch):
     assert result.exit_code == 1 and "a plot needs matplotlib" in result.stderr
 
 
-def test_wrong_options():
+def test_bench_wrong_options_exit_with_message():
     for arguments in (["zip"], ["--device", "abacus"]):
         assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
     if not torch.cuda.is_available():
         result = CliRunner().invoke(app, ["bench", "copy", "--device", "cuda"])
-        assert result.exit_code == 1 and "no CUDA device here" in result.stderr
+        assert result.exit_code == 1 and "this machine has no CUDA device" in result.stderr

@@ -10,9 +10,9 @@ from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
-from vllm_kvtier.cli.pin import tokenize
+from vllm_kvtier.cli.inputs import tokenize
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store import messages as sm
+from vllm_kvtier.store import protocol as sm
 from vllm_kvtier.wire import messages as wm
 
 TEXT = "word " * 20
@@ -47,7 +47,7 @@ def store(tmp_path):
     made.kill()
 
 
-def test_numbers(make, given):
+def test_inspect_formats_numbers(make, given):
     engine, gone = make(FakeEngine), make(FakeEngine)
     engine.gpu_cache[TEXT, ""], engine.exported[TEXT, ""] = 96, 64
     gone.stop()
@@ -57,11 +57,11 @@ def test_numbers(make, given):
     first = found["engines"][0]
     assert (first["endpoint"], first["block_tokens"]) == (engine.address, 16)
     assert (first["gpu_cache_tokens"], first["exported_tokens"], first["stored_tokens"]) == (96, 64, 0)
-    assert first["stretches"] == first["tiers"] == [] and "uses no node store" in first["problem"]
+    assert first["spans"] == first["tiers"] == [] and "uses no node store" in first["problem"]
     assert found["engines"][1] == {"endpoint": gone.address, "unknown": f"nothing listens on {gone.address}"}
 
 
-def test_table(make, given):
+def test_inspect_prints_table(make, given):
     engine = make(FakeEngine)
     engine.gpu_cache[TEXT, ""] = 50
     result = CliRunner().invoke(app, [*given, "--endpoint", engine.address])
@@ -70,40 +70,43 @@ def test_table(make, given):
     assert line.count("█") == 20 and line.count("░") == 20
 
 
-def test_where_the_store_has_it_and_what_became_of_the_rest(make, given, store):
+def test_inspect_shows_tiers_and_removal_reasons(make, given, store):
     engine = make(FakeEngine, store=store.path)
     engine.stores(TEXT)
     with RawClient(store.path, tool_hello()) as tool:
         tool.ask(sm.Clear(1))
     engine.stores(TEXT[:32])
     engine.lent = [wm.Source("127.0.0.1:7200", 64)]
-    engine.weighed = [wm.Weighed("gpu", 32, 64, True, "unmeasured", 0.001)]
+    engine.weighed = [wm.LoadEstimate("peer_gpu", 32, 64, True, "not_measured", 0.001)]
     given += ["--endpoint", engine.address]
     found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)["engines"][0]
-    assert found["stored_tokens"] == 32 and found["lent_by"] == [{"endpoint": "127.0.0.1:7200", "tokens": 64}]
-    told = [(each["start"], each["end"], each["place"], each["fate"]) for each in found["stretches"]]
-    assert told == [(0, 32, "memory", ""), (32, 96, "", "cleared")]
-    assert found["weighed"][0]["load"] is True and found["known_seconds"] == found["store_seconds"] > 0
+    assert found["stored_tokens"] == 32 and found["peers"] == [{"endpoint": "127.0.0.1:7200", "tokens": 64}]
+    spans = [(each["start"], each["end"], each["tier"], each["removal_reason"]) for each in found["spans"]]
+    assert spans == [(0, 32, "memory", ""), (32, 96, "", "cleared")]
+    assert found["load_decisions"][0]["load"] is True and found["history_seconds"] == found["store_seconds"] > 0
+    for old, new in (("lent_by", "peers"), ("weighed", "load_decisions"), ("known_seconds", "history_seconds")):
+        assert found[old] == found[new], "both names for one release"
+    assert [(span["place"], span["fate"]) for span in found["stretches"]] == [("memory", ""), ("", "cleared")]
 
     table = CliRunner().invoke(app, given).stdout
-    memory, lent = (next(line for line in table.splitlines() if word in line) for word in ("memory", "lent by"))
-    assert " 32 " in memory and memory.count("█") == 13 and "lent by 127.0.0.1:7200" in lent and " 64 " in lent
+    memory, lent = (next(line for line in table.splitlines() if word in line) for word in ("store memory", "peer"))
+    assert " 32 " in memory and memory.count("█") == 13 and "peer 127.0.0.1:7200" in lent and " 64 " in lent
     assert "tokens 32 to 96: cleared, " in table and " ago" in table
-    assert "it would load tokens 32 to 64" in table and "computing not measured yet" in table
+    assert "it would load tokens 32 to 64 from a peer's GPU cache" in table and "compute not measured" in table
 
 
 @pytest.mark.parametrize("columns", ["20", "40", "200"])
-def test_a_terminal_of_any_width(make, given, monkeypatch, columns):
+def test_inspect_table_fits_any_terminal_width(make, given, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     engine = make(FakeEngine)
     engine.gpu_cache[TEXT, ""] = 50
     result = CliRunner().invoke(app, [*given, "--endpoint", engine.address])
-    line = next(line for line in result.stdout.splitlines() if "its" in line)
+    line = next(line for line in result.stdout.splitlines() if "GPU" in line)
     assert result.exit_code == 0 and "50" in line
     assert line.count("█") + line.count("░") == (40 if columns == "200" else 0)
 
 
-def test_a_salt_is_asked_with(make, given):
+def test_inspect_cache_salt_is_applied(make, given):
     engine = make(FakeEngine)
     engine.gpu_cache[TEXT, "tenant"] = 80
     given += ["--endpoint", engine.address, "--json"]
@@ -112,7 +115,7 @@ def test_a_salt_is_asked_with(make, given):
     assert json.loads(salted.stdout)["engines"][0]["gpu_cache_tokens"] == 80
 
 
-def test_failures_have_words_and_a_status(make, given):
+def test_inspect_failure_prints_cause_and_exit_status(make, given):
     engine = make(FakeEngine)
     engine.stop()
     assert CliRunner().invoke(app, [*given, "--endpoint", engine.address]).exit_code == 1
@@ -121,22 +124,22 @@ def test_failures_have_words_and_a_status(make, given):
     assert result.exit_code == 1 and "no vLLM server answers" in result.stderr
 
 
-def test_pin_asks_the_same_tokenizer(make):
+def test_pin_uses_the_server_tokenizer(make):
     server = make(FakeServer)
     assert tokenize(server.url, "ab") == [97, 98]
     with pytest.raises(KVTierError, match="no vLLM server answers"):
         tokenize("http://127.0.0.1:9", "ab")
 
 
-COMMANDS = ["store", "stats", "clear", "pin", "unpin", "warm", "quality", "doctor", "inspect"]
+COMMANDS = ["store", "stats", "clear", "pin", "unpin", "warm", "prefetch", "quality", "doctor", "inspect"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command):
+def test_commands_print_help(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0 and len(result.stdout.split()) > 30
 
 
-def test_wrong_options_end_with_two():
+def test_commands_with_wrong_options_exit_2():
     for arguments in (["doctor", "--nonsense"], ["inspect"], ["clear"], ["nonsense"]):
         assert CliRunner().invoke(app, arguments).exit_code == 2, arguments

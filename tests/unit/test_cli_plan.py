@@ -17,7 +17,7 @@ from vllm_kvtier.plan import model as models
 from vllm_kvtier.plan import trace as traces
 from vllm_kvtier.plan.pays import Link, Prefill, break_even, load_seconds, parse_rate
 from vllm_kvtier.plan.replay import replay
-from vllm_kvtier.store.lower.admission import admission
+from vllm_kvtier.store.tiers.admission import admission
 from vllm_kvtier.wire.slots import PAGE
 
 LLAMA = {
@@ -34,14 +34,14 @@ def config(**fields) -> models.Model:
 @pytest.mark.parametrize(
     ("codec", "blocks"), [("raw", 20), ("int8", 39), ("fp8", 39), ("k8v4", 51), ("int4", 70), ("rot4", 75)]
 )
-def test_as_many_tokens_as_engines_were_seen_to_store(root, codec, blocks):
+def test_plan_tokens_in_store_equal_measured_engines(root, codec, blocks):
     model = models.read(str(root / "models" / "recall-6m"))
     found = models.footprint(model, codec, block_tokens=32)
     assert found.tokens_in_store(981 * PAGE) == blocks * 32
     assert found.gpu == 6 * 4 * (64 + 64) * 2
 
 
-def test_qwen3_8b(root):
+def test_plan_qwen3_8b_matches_known_sizes(root):
     """147,456 bytes a token, 2.25 MiB a block, a page more in the store."""
     model = models.read(str(root / "benchmarks" / "models" / "qwen3-8b-shapes" / "config.json"))
     found = models.footprint(model, "raw")
@@ -49,7 +49,7 @@ def test_qwen3_8b(root):
     assert found.tokens_in_cache(147456 * 100) == 96
 
 
-def test_ranks():
+def test_plan_divides_heads_over_ranks():
     one, two, eight = (models.footprint(config(), "raw", n) for n in (1, 2, 8))
     assert one.gpu == 2 * two.gpu == 2 * eight.gpu, "heads are spread, and beyond that repeated"
     assert one.logical == two.logical == eight.logical and two.pages == eight.pages, "the store keeps each head once"
@@ -57,7 +57,7 @@ def test_ranks():
         models.footprint(config(), "raw", 3)
 
 
-def test_mla_is_kept_once():
+def test_plan_mla_is_stored_once_for_all_ranks():
     deepseek = config(kv_lora_rank=512, qk_rope_head_dim=64)
     one, four = models.footprint(deepseek, "raw"), models.footprint(deepseek, "raw", 4)
     assert one.gpu == four.gpu == 4 * (512 + 64) * 2 and one.stored == four.stored
@@ -79,16 +79,16 @@ def test_mla_is_kept_once():
         ({"kv_lora_rank": 64, "qk_rope_head_dim": 0}, [("mla", 4, None)]),
     ],
 )
-def test_layers_by_kind(fields, layers):
+def test_plan_layers_are_grouped_by_kind(fields, layers):
     found = config(**fields)
     assert [(each.kind, each.count, each.window) for each in found.layers] == layers
 
 
-def test_a_model_inside_a_model():
+def test_plan_reads_nested_text_config():
     assert models.from_config({"text_config": LLAMA, "dtype": "float16"}, "m").layers[0].heads == 2
 
 
-def test_hybrid_models_have_a_remark():
+def test_plan_hybrid_model_has_remark():
     found = config(layer_types=["linear_attention"] * 3 + ["full_attention"])
     assert found.layers[0].count == 1 and "3 of 4 layers keep a state" in found.remarks[0]
 
@@ -102,14 +102,14 @@ def test_hybrid_models_have_a_remark():
         ({"head_dim": None, "hidden_size": None}, "lacks or hides"),
     ],
 )
-def test_configurations_that_are_not_understood(fields, words):
+def test_plan_unsupported_model_config_raises_with_cause(fields, words):
     fields = {**LLAMA, **fields}
     fields["num_hidden_layers"] = fields["num_hidden_layers"] or 1
     with pytest.raises(KVTierError, match=words):
         models.from_config(fields, "m")
 
 
-def test_quantized_caches_stay_as_they_are():
+def test_plan_quantized_cache_is_not_encoded_again():
     model = models.from_config(LLAMA, "m", "fp8_e4m3")
     raw, coded = models.footprint(model, "raw"), models.footprint(model, "int4")
     assert raw == coded and raw.gpu == models.footprint(config(), "raw").gpu / 2
@@ -131,20 +131,20 @@ def conversations(seed: int, count: int = 300) -> traces.Requests:
     return requests
 
 
-def test_without_limits_the_ideal_is_reached():
+def test_plan_replay_with_large_memory_reaches_ideal_hits():
     requests = conversations(1)
     found = replay(requests, 100_000)
     assert found["memory_hits"] == pytest.approx(traces.ideal(requests)) and found["disk_hits"] == 0
 
 
-def test_a_cache_before_memory_takes_its_hits_and_loses_none():
+def test_plan_replay_gpu_cache_adds_to_memory_hits():
     requests = conversations(2)
     alone, both = replay(requests, 200), replay(requests, 200, cache=50)
     assert both["cache_hits"] > 0.05 and both["cache_hits"] + both["memory_hits"] == pytest.approx(both["hits"])
     assert both["hits"] >= alone["hits"] - 0.02
 
 
-def test_a_small_lru_cache_by_brute_force():
+def test_plan_replay_of_small_cache_equals_brute_force_lru():
     requests = conversations(3, 120)
     size, order, hits, asked = 40, [], 0, 0
     for _, ids in requests:
@@ -159,26 +159,26 @@ def test_a_small_lru_cache_by_brute_force():
     assert seen["cache_hits"] == pytest.approx(hits / asked, abs=0.05)
 
 
-def test_a_disk_adds_what_memory_forgot():
+def test_plan_replay_disk_adds_hits():
     requests = conversations(4)
     found = replay(requests, 50, 100_000, lambda: admission("all"))
     assert found["hits"] == pytest.approx(traces.ideal(requests), abs=0.02) and found["disk_hits"] > 0.05
 
 
-def test_files_that_are_no_traces(tmp_path):
+def test_plan_malformed_trace_file_raises_with_cause(tmp_path):
     file = tmp_path / "trace.jsonl"
     for text, words in (
-        ("nonsense", "is no trace"),
+        ("nonsense", "is not a trace"),
         ('{"a": 1}', "a line has no 'hash_ids'"),
         ("", "holds no request"),
-        ("[1]", "no trace"),
+        ("[1]", "not a trace"),
     ):
         file.write_text(text)
         with pytest.raises(KVTierError, match=words):
             traces.read(file)
 
 
-def test_plain_and_packed_files(tmp_path):
+def test_plan_plain_and_xz_traces_are_equal(tmp_path):
     line = '{"timestamp": 1500, "hash_ids": [1, 2]}\n'
     (tmp_path / "a.jsonl").write_text(line)
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line.encode()))
@@ -188,7 +188,7 @@ def test_plain_and_packed_files(tmp_path):
 # -- when it pays --------------------------------------------------------------------------------------------------
 
 
-def test_break_even_by_arithmetic():
+def test_plan_break_even_equals_arithmetic():
     """0.01 s + n * 1e-4 s against n * 3e-4 s: from 50 tokens on, the next whole block is 64."""
     ways = [(Link(1e6, latency=0.01), 100.0)]
     assert break_even(ways, Prefill(((1000, 0.3),)), 16, 10_000) == 64
@@ -196,7 +196,7 @@ def test_break_even_by_arithmetic():
     assert break_even(ways, Prefill(((1000, 0.101),)), 16, 8_000) is None, "not up to the longest prompt"
 
 
-def test_break_even_of_prefills_that_grow():
+def test_plan_break_even_with_superlinear_prefill():
     """Attention makes long prompts dearer: what never pays at first pays from some length on."""
     prefill = Prefill.parse("1000:0.05,10000:2.0,100000:100")
     ways = [(Link(1e6, latency=0.0), 100.0)]
@@ -205,13 +205,13 @@ def test_break_even_of_prefills_that_grow():
         assert (load_seconds(ways, tokens) < prefill.seconds(tokens)) is pays
 
 
-def test_prefills_between_and_beyond_the_points():
+def test_plan_prefill_time_is_interpolated_and_extrapolated():
     prefill = Prefill.parse("1000:0.1,3000:0.5")
     assert [prefill.seconds(n) for n in (500, 1000, 2000, 3000, 5000)] == pytest.approx([0.05, 0.1, 0.3, 0.5, 0.9])
     assert Prefill.parse("2000").seconds(500) == pytest.approx(0.25)
 
 
-def test_rates_in_words():
+def test_plan_rate_text_is_parsed():
     assert [parse_rate(text) for text in ("25GB/s", "1.5 gb", "800MB/s", "7")] == [25e9, 1.5e9, 8e8, 7]
     for text in ("fast", "-1GB/s", "3 knots"):
         with pytest.raises(KVTierError, match="give 25GB/s"):
@@ -231,7 +231,7 @@ def given(root, tmp_path):
     return ["plan", "--model", str(root / "models" / "recall-6m"), "--memory", "64MiB", "--trace", str(file)]
 
 
-def test_all_of_it(given):
+def test_plan_command_prints_all_parts(given):
     options = ["--trace-tokens", "64", "--disk", "1GiB", "--gpu-cache", "16MiB", "--codec", "raw", "--codec", "rot4"]
     rates = ["--load-rate", "2GB/s", "--disk-rate", "0.2GB/s", "--prefill", "5000"]
     result = CliRunner().invoke(app, [*given, *options, *rates, "--json"])
@@ -249,7 +249,7 @@ def test_all_of_it(given):
     assert "Tokens that fit" in text and "without limit" in text and "Loading beats computing" in text
 
 
-def test_rates_of_an_engine(given):
+def test_plan_reads_rates_of_an_engine(given):
     lines = counter("loads", 3, "ok") + 'vllm:kvtier_planner_bandwidth{engine="0",kind="host"} 2e9\n'
     lines += "vllm:prompt_tokens_total 9000\nvllm:request_prefill_time_seconds_sum 3\n"
     server = FakeServer(metrics=METRICS + lines)
@@ -262,14 +262,14 @@ def test_rates_of_an_engine(given):
     assert found["break_even"][0]["tokens"]["memory"] == 16
 
 
-def test_rates_of_a_measurement(given, tmp_path):
+def test_plan_reads_rates_of_bench_file(given, tmp_path):
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"rows": [{"bench": "copy", "name": "load", "bytes_per_second": 3e9}]}))
     result = CliRunner().invoke(app, [*given[:-2], "--machine", str(file), "--prefill", "5000", "--json"])
     assert json.loads(result.stdout)["rates"] == {"memory": 3e9}
 
 
-def test_without_torch(given, tmp_path):
+def test_plan_runs_without_torch(given, tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none here', name='torch')")
     command = [sys.executable, "-m", "vllm_kvtier.cli", *given]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -290,6 +290,6 @@ def test_without_torch(given, tmp_path):
         (["--model", "nobody/nothing-such"], "is no file, no directory"),
     ],
 )
-def test_wrong_options_in_words(given, options, words):
+def test_plan_wrong_options_exit_with_message(given, options, words):
     result = CliRunner().invoke(app, [*given, *options])
     assert result.exit_code == 1 and words in result.stderr.replace("\n", " ")

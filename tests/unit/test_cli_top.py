@@ -14,14 +14,14 @@ import pytest
 from doctor_fakes import METRICS, FakeServer, counter
 from rich.console import Console
 from store_process import Store
-from store_support import RawClient, chain_of, engine_hello
+from store_support import RawClient, block_hashes_of, engine_hello
 from support import eventually, interruptible
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
-from vllm_kvtier.cli.frame import frame, sparks
-from vllm_kvtier.cli.readings import Rates, Reading, Watcher
-from vllm_kvtier.doctor.server import Scrape
+from vllm_kvtier.cli.top.frame import frame, sparks
+from vllm_kvtier.cli.top.readings import Rates, Reading, Watcher
+from vllm_kvtier.doctor.engines.server import Scrape
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def drawn(*readings: Reading) -> str:
     return console.export_text()
 
 
-def test_traffic_shows(store, tmp_path):
+def test_top_shows_traffic(store, tmp_path):
     script = Path(__file__).parents[1] / "store_support.py"
     busy = subprocess.Popen([sys.executable, str(script), store.path, "20", "7"], stdout=subprocess.PIPE, text=True)
     try:
@@ -61,7 +61,7 @@ def test_traffic_shows(store, tmp_path):
     assert result.exit_code == 0, text
     memory = next(line for line in text.splitlines() if line.startswith(" memory") or line.startswith("memory"))
     assert "ready" in memory and "of 4 MiB" in memory and "B/s" in memory and " - " not in memory
-    found = next(line for line in text.splitlines() if "of the blocks asked for" in line)
+    found = next(line for line in text.splitlines() if "hit rate" in line)
     assert "%" in found and any(spark in found for spark in "▁▂▃▄▅▆▇█")
     assert "engine busy-7" in text
     picture = svg.read_text()
@@ -70,11 +70,11 @@ def test_traffic_shows(store, tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_names_and_numbers_have_room_before_bars(store, server, width):
+def test_top_narrow_terminal_drops_bars_before_numbers(store, server, width):
     """A terminal has 80 columns, as a rule."""
     server.metrics = METRICS
     with Watcher(store.path, [server.url]) as watcher, RawClient(store.path, engine_hello("e")) as client:
-        client.store(chain_of((10, "a")))
+        client.store(block_hashes_of((10, "a")))
         seen = [watcher.read(), watcher.read()]
     console = Console(width=width, record=True, file=open(os.devnull, "w"))
     console.print(frame(seen, store.path, console.width))
@@ -82,32 +82,32 @@ def test_names_and_numbers_have_room_before_bars(store, server, width):
     memory = next(line for line in text.splitlines() if line.lstrip().startswith("me"))
     engine = next(line for line in text.splitlines() if line.lstrip().startswith("127.0.0.1:"))
     assert str(server.port) in engine and "…" not in engine
-    assert ("a wider terminal shows" in text) == (width < 140)
+    assert ("a wider terminal also shows" in text) == (width < 140)
     if width >= 80:
         assert "memory" in memory and ("of 4 MiB" if width == 140 else "4%") in memory and "…" not in memory
     assert (memory.count("█") + memory.count("░")) == (20 if width == 140 else 0)
 
 
-def test_rates_are_differences(store):
+def test_top_rates_are_counter_differences(store):
     with Watcher(store.path, []) as watcher, RawClient(store.path, engine_hello()) as client:
         before = watcher.read()
-        client.store(chain_of((10, "a")))
-        client.lookup(chain_of((10, "a"), (10, "b")))
+        client.store(block_hashes_of((10, "a")))
+        client.lookup(block_hashes_of((10, "a"), (10, "b")))
         now = watcher.read()
     rates = Rates(before, now)
     assert rates.of_store(lambda c: c.index.commits) * rates.seconds == pytest.approx(10)
-    assert rates.of_store(lambda c: c.index.looked_up_units) * rates.seconds == pytest.approx(20)
+    assert rates.of_store(lambda c: c.index.prefix_queries) * rates.seconds == pytest.approx(20)
     assert "50.0%" in drawn(before, now)
     assert Rates(None, now).of_store(lambda c: c.index.commits) is None
 
 
-def test_a_store_that_ends_and_comes_back(store):
+def test_top_shows_store_restart_without_rates(store):
     with Watcher(store.path, []) as watcher:
         first = watcher.read()
         store.kill()
         gone = watcher.read()
         assert first.counts and not gone.counts
-        assert "no use" in drawn(gone) or "listens" in drawn(gone)
+        assert "unavailable" in drawn(gone) or "listens" in drawn(gone)
         store.start()
         deadline = time.monotonic() + 15
         while not (back := watcher.read()).counts:
@@ -116,7 +116,7 @@ def test_a_store_that_ends_and_comes_back(store):
     assert Rates(first, back).of_store(lambda c: c.index.commits) is None, "counters of two lives give no rate"
 
 
-def test_engines_show(store, server):
+def test_top_shows_engines(store, server):
     gauges = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"
     server.metrics = METRICS + gauges + counter("loaded_tokens", 100, "host")
     with Watcher(store.path, [server.url, "http://127.0.0.1:9"]) as watcher:
@@ -131,29 +131,29 @@ def test_engines_show(store, server):
     assert "127.0.0.1:9" in text and "no vLLM" in text, "one that does not answer says so"
 
 
-def test_a_restarted_engine_gives_no_rate():
+def test_top_shows_no_rate_of_restarted_engine():
     before, now = (Reading(at, None, "", {"u": Scrape(counter("pulls", n, "ok"))}) for at, n in ((1.0, 9), (2.0, 1)))
     assert Rates(before, now).of_engine("u", lambda s: s.ours("pulls")) is None
 
 
-def test_tiers_show(store, tmp_path):
+def test_top_shows_tiers(store, tmp_path):
     store.kill()
     (tmp_path / "file").write_text("")
     store.await_tiers = False
     store.start(f"--disk-path={tmp_path}/file/disk")
     with Watcher(store.path, []) as watcher:
         deadline = time.monotonic() + 15
-        while (reading := watcher.read()).counts.tiers[0].state != "set aside":
+        while (reading := watcher.read()).counts.tiers[0].state != "unavailable":
             assert time.monotonic() < deadline
     text = drawn(reading)
-    assert "disk" in text and "set aside" in text
+    assert "disk" in text and "unavailable" in text
 
 
-def test_sparks():
+def test_top_draws_sparklines():
     assert sparks([0.0, 0.5, 1.0, None]) == "▁▅█ "
 
 
-def test_live_until_it_is_interrupted(store):
+def test_top_runs_until_sigint(store):
     """On a terminal of its own: pictures follow one another, and Ctrl-C ends it well."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "vllm_kvtier.cli", "top", "--interval", "0.1", "--socket", store.path]
@@ -187,7 +187,7 @@ def _drain(terminal: int) -> None:
         return
 
 
-def test_nobody_answers(tmp_path):
+def test_top_without_answers_says_so(tmp_path):
     result = CliRunner().invoke(app, ["top", "--once", "--interval", "0.05", "--socket", str(tmp_path / "none.sock")])
     assert result.exit_code == 1 and "no node store listens" in result.stdout
     result = CliRunner().invoke(app, ["top", "--svg", "x.svg"])

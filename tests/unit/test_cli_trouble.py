@@ -30,25 +30,25 @@ def kvtier(*arguments, out=subprocess.PIPE, **env) -> subprocess.CompletedProces
     return done
 
 
-def test_a_terminal_without_bars(store):
+def test_top_ascii_terminal_prints_replacement_characters(store):
     """Its encoding has none of the characters."""
     words = ["top", "--socket", store.path, "--once", "--interval", 0.05]
     done = kvtier(*words, PYTHONIOENCODING="ascii", COLUMNS="140")
     assert done.returncode == 0 and "memory" in done.stdout and "???" in done.stdout
 
 
-def test_a_tiny_terminal(store):
+def test_commands_run_on_one_column_terminal(store):
     for command in (["stats"], ["top", "--once", "--interval", 0.05]):
         assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0
 
 
-def test_a_full_disk(store):
+def test_stats_to_full_disk_exits_with_error(store):
     with open("/dev/full", "w") as full:
         done = kvtier("stats", "--socket", store.path, "--json", out=full)
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
 
 
-def test_top_into_a_pipe_whose_reader_leaves(store):
+def test_top_to_closed_pipe_exits_without_traceback(store):
     """It prints as it goes, and ends when nobody reads."""
     top = subprocess.Popen(
         [*COMMAND, "top", "--socket", store.path, "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -58,7 +58,7 @@ def test_top_into_a_pipe_whose_reader_leaves(store):
     assert top.wait(60) == 1 and b"Traceback" not in top.stderr.read()
 
 
-def test_ctrl_c_of_top(store, tmp_path):
+def test_top_sigint_exits_without_traceback(store, tmp_path):
     with open(tmp_path / "out", "wb") as out:
         command = [*COMMAND, "top", "--socket", store.path, "--interval", "0.05"]
         top = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=interruptible)
@@ -67,7 +67,7 @@ def test_ctrl_c_of_top(store, tmp_path):
     assert top.wait(60) == 0 and b"Traceback" not in Path(tmp_path / "out").read_bytes()
 
 
-def test_a_store_that_hangs(store):
+def test_doctor_hung_store_is_found(store):
     stop(store.process.pid)
     try:
         done = kvtier("doctor", "--remote", "--socket", store.path)
@@ -76,6 +76,6 @@ def test_a_store_that_hangs(store):
         os.kill(store.process.pid, signal.SIGCONT)
 
 
-def test_nothing_to_look_at():
+def test_doctor_without_anything_to_check_exits_with_message():
     done = kvtier("doctor", "--remote")
-    assert done.returncode == 2 and "nothing to look at" in done.stderr
+    assert done.returncode == 2 and "nothing to check" in done.stderr

@@ -29,7 +29,7 @@ SLIDING = msgspec.structs.replace(numbers(group_view(1, 16, 64)), kind="sliding"
 
 
 @pytest.mark.parametrize("value", ["raw", "auto", "int8", {"full": "fp8", "sliding": "auto"}, {}])
-def test_good_options(value):
+def test_codec_options_valid_are_accepted(value):
     choice.check("codec", value)
 
 
@@ -41,27 +41,27 @@ def test_good_options(value):
         ({"ful": "fp8"}, ["'ful' is no kind of attention", "full, sliding"]),
     ],
 )
-def test_bad_options_say_what_would_be_right(value, words):
+def test_codec_options_invalid_raise_with_allowed_values(value, words):
     with pytest.raises(ConfigError) as error:
         choice.check("codec", value)
     assert all(word in str(error.value) for word in words)
 
 
-def test_each_group_has_its_own():
+def test_codec_choice_is_per_group():
     chosen = choice.by_group({"full": "int8", "sliding": "int4"}, [[FULL, SLIDING], [FULL, SLIDING]])
     assert [codec.name for codec in chosen] == ["int8", "int4"]
     assert [codec.name for codec in choice.by_group({"sliding": "int4"}, [[FULL, SLIDING]])] == ["raw", "int4"]
 
 
-def test_a_group_that_one_rank_cannot_encode_stays_as_it_is(caplog):
+def test_codec_choice_unsupported_by_one_rank_is_raw(caplog):
     bare = group_view(0, 16)
     with caplog.at_level(logging.WARNING):
         chosen = choice.by_group("fp8", [[FULL, SLIDING], [bare, SLIDING]])
     assert [codec.name for codec in chosen] == ["raw", "fp8"]
-    assert "group 0 is kept as it is, not as fp8" in caplog.text
+    assert "fp8 does not apply to KV cache group 0" in caplog.text
 
 
-def test_auto_takes_only_what_was_measured_and_admitted(monkeypatch, caplog):
+def test_codec_choice_auto_takes_admitted_codec_else_raw(monkeypatch, caplog):
     asked = []
     monkeypatch.setattr(record, "load", lambda fingerprint: asked.append(fingerprint))
     with caplog.at_level(logging.WARNING):
@@ -75,7 +75,7 @@ def test_auto_takes_only_what_was_measured_and_admitted(monkeypatch, caplog):
     assert choice.resolve("auto", lambda: "model 1") == "raw"
 
 
-def test_engines_that_lose_something_and_engines_that_do_not_take_nothing_from_each_other():
+def test_codec_choice_mismatch_keeps_namespaces_apart():
     assert choice.in_words("raw", "raw") == choice.in_words({"full": "raw"}, {}) == ""
     kinds = {
         choice.in_words(*each)

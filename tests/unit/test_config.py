@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier import config as config_module
-from vllm_kvtier.config import ALIASES, NIXL_ONLY, KVTierConfig, _warn_deprecated, markdown_table, options
+from vllm_kvtier.config import ALIASES, NIXL_ONLY, RENAMED, KVTierConfig, _warn_deprecated, markdown_table
 from vllm_kvtier.errors import ConfigError
 
 read = KVTierConfig.from_extra_config
@@ -21,13 +21,13 @@ def refusal(extra: dict) -> str:
     return str(caught.value)
 
 
-def test_defaults():
+def test_config_without_options_equals_defaults():
     assert read(None) == read({}) == KVTierConfig()
     assert not KVTierConfig().bidirectional
     assert KVTierConfig().nixl_backends == ("UCX",)
 
 
-def test_values_arrive_in_their_own_types():
+def test_config_values_are_converted_to_field_types():
     config = read({"handoff_seconds": 5, "nixl_backends": ["UCX", "POSIX"], "pull_threshold": 0})
     assert config.handoff_seconds == 5.0 and isinstance(config.handoff_seconds, float)
     assert config.nixl_backends == ("UCX", "POSIX")
@@ -35,18 +35,18 @@ def test_values_arrive_in_their_own_types():
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_nixl_names_mean_the_same(alias):
+def test_config_nixl_alias_equals_own_name(alias):
     value = {"bidirectional_kv_xfer": True, "backends": ["POSIX"]}.get(alias, 7)
     assert read({alias: value}) == read({ALIASES[alias]: value}) != KVTierConfig()
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_a_name_and_its_alias_together_are_refused(alias):
+def test_config_name_with_its_alias_raises(alias):
     words = refusal({alias: 7, ALIASES[alias]: 7})
     assert alias in words and f"keep {ALIASES[alias]}" in words
 
 
-def test_aliases_are_noted_once(caplog, monkeypatch):
+def test_config_alias_use_is_logged_once(caplog, monkeypatch):
     config_module._note_aliases.cache_clear()
     monkeypatch.setattr(config_module.logger, "propagate", True)
     with caplog.at_level("INFO", config_module.logger.name):
@@ -66,18 +66,18 @@ def test_aliases_are_noted_once(caplog, monkeypatch):
         ("Host_Buffer", "host_buffer"),
     ],
 )
-def test_a_typo_is_answered_with_the_right_name(typo, meant):
+def test_config_misspelt_option_raises_with_suggestion(typo, meant):
     words = refusal({typo: 1})
     assert typo in words and f"did you mean {meant}?" in words
 
 
-def test_an_unknown_option_without_a_near_one_lists_them_all():
+def test_config_unknown_option_raises_with_all_names():
     words = refusal({"zzz": 1})
     assert all(name in words for name in KVTierConfig.__struct_fields__)
 
 
 @pytest.mark.parametrize("option", NIXL_ONLY)
-def test_options_only_nixl_has_are_named_as_such(option):
+def test_config_nixl_only_option_raises_with_removal_hint(option):
     assert "remove it" in refusal({option: 1})
 
 
@@ -88,8 +88,8 @@ def test_options_only_nixl_has_are_named_as_such(option):
         ({"retain_share": 1.01}, "at most 1"),
         ({"handoff_share": -0.5}, "handoff_share must be"),
         ({"lease_seconds": -1}, "lease_seconds must be a number > 0, not -1."),
-        ({"ask_timeout": math.inf}, "ask_timeout must be"),
-        ({"ask_timeout": math.nan}, "ask_timeout must be"),
+        ({"lookup_timeout": math.inf}, "lookup_timeout must be"),
+        ({"lookup_timeout": math.nan}, "lookup_timeout must be"),
         ({"pull_threshold": 1.5}, "pull_threshold must be an integer at least 0"),
         ({"endpoint_port": True}, "endpoint_port must be an integer"),
         ({"endpoint_port": 70000}, "at most 65535"),
@@ -103,20 +103,20 @@ def test_options_only_nixl_has_are_named_as_such(option):
         ({"kv_lease_duration": 0}, "kv_lease_duration: handoff_seconds must be"),
         ({"endpoint_host": "10.0.0.1"}, "set cluster_key_file"),
         ({"advertise_host": "10.0.0.1"}, "cannot be reached"),
-        ({"advertise_host": "0.0.0.0"}, "no address that others could connect to"),
-        ({"cluster_key_file": "/nowhere/key"}, "'/nowhere/key' is not a file here"),
+        ({"advertise_host": "0.0.0.0"}, "not an address that other engines can connect to"),
+        ({"cluster_key_file": "/nowhere/key"}, "'/nowhere/key' is not a file on this machine"),
     ],
 )
-def test_the_impossible_is_refused_in_words(extra, words):
+def test_config_invalid_value_raises_with_cause(extra, words):
     assert words in refusal(extra)
 
 
-def test_all_problems_are_named_at_once():
+def test_config_all_errors_are_reported_together():
     words = refusal({"retain_share": 2, "nonsense_option": 1, "engine_ttl": 1})
     assert all(name in words for name in ("retain_share", "nonsense_option", "engine_ttl"))
 
 
-def test_beyond_loopback_with_a_key(tmp_path):
+def test_config_non_loopback_endpoint_with_key_is_accepted(tmp_path):
     key = tmp_path / "key"
     key.write_text("k")
     with_key = {"cluster_key_file": str(key)}
@@ -126,39 +126,38 @@ def test_beyond_loopback_with_a_key(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]"])
-def test_loopback_needs_no_key(host):
+def test_config_loopback_endpoint_needs_no_key(host):
     assert read({"endpoint_host": host})
 
 
-def test_impossible_combinations_are_also_refused_in_code():
+def test_config_constructor_refuses_invalid_combination():
     with pytest.raises(ConfigError, match="cluster_key_file"):
         KVTierConfig(endpoint_host="10.0.0.1")
 
 
-def test_the_caller_keeps_its_dict():
+def test_config_does_not_change_its_input():
     extra = {"backends": ["UCX"]}
     read(extra)
     assert extra == {"backends": ["UCX"]}
 
 
-def test_the_deprecated_bound_of_the_queue_is_accepted_with_one_warning(caplog):
+def test_config_deprecated_store_queue_gib_warns_once(caplog):
     _warn_deprecated.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.kvtier.config"):
         for _ in range(2):
             read({"store_queue_gib": 8})
             read({})
     [record] = caplog.records
-    assert "store_queue_gib is deprecated" in record.message and "store_hold_share" in record.message
+    assert "store_queue_gib is deprecated" in record.message and "store_inflight_share" in record.message
 
 
-def test_every_option_is_documented():
+def test_config_every_option_is_in_markdown_table():
     table = markdown_table()
-    rows = options()
-    assert [row.name for row in rows] == list(KVTierConfig.__struct_fields__)
-    for row in rows:
-        assert f"| `{row.name}` |" in table
-        assert row.meaning.endswith(".") and len(row.meaning) > 20
-    assert all(f"`{alias}`" in table for alias in ALIASES)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [name.strip("`") for name, *_ in rows] == list(KVTierConfig.__struct_fields__)
+    for *_, meaning in rows:
+        assert meaning.endswith(".") and len(meaning) > 20
+    assert all(f"`{alias}`" in table for alias in (*ALIASES, *RENAMED))
     assert len({table_line.count("|") for table_line in table.splitlines()}) == 1
 
 
@@ -167,11 +166,11 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from([*KVTierConfig.__struct_fields__, *ALIASES, *NIXL_ONLY]) | st.text(max_size=20)
+names = st.sampled_from([*KVTierConfig.__struct_fields__, *ALIASES, *RENAMED, *NIXL_ONLY]) | st.text(max_size=20)
 
 
 @given(st.dictionaries(names, json_values, max_size=4))
-def test_any_json_is_read_or_refused_with_a_sentence(extra):
+def test_config_of_any_json_is_read_or_raises_config_error(extra):
     try:
         config = read(extra)
     except ConfigError as error:

@@ -5,23 +5,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from matcher_world import ONE, World, offered, params
+from matcher_harness import ONE, World, offered, params
+from source_fakes import load_results
 from support import Clock, FakePool, Uncontained, make_request
-from test_hurried import fetch, order, result
-from test_worker_half import half as worker  # noqa: F401
+from test_connector_worker import half as worker  # noqa: F401
+from test_sync_load_tracker import fetch, order, result
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from worker_halves import contain_with
 
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.containment import MOST, WINDOW, Containment, Unsafe, contained
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
-from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.hurry import Hurry
-from vllm_kvtier.scheduler.lifecycle import State
-from vllm_kvtier.scheduler.outcomes import Outcomes
+from vllm_kvtier.containment import MAX_ERRORS, WINDOW, Containment, Unsafe, contained
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, PullJob, StepWork
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat.blocks import BlockPool
-from vllm_kvtier.vllm_compat.turns import Turns
-from vllm_kvtier.worker.work import FailedOrder, GroupLoad, PullOrder, StepWork
+from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 
 
 def fail(*_, **__):
@@ -68,25 +69,25 @@ class Called:
         raise error
 
 
-def test_contained_method_raises_vllm_gets_the_repairs_answer(contain):
+def test_contained_method_error_returns_fallback(contain):
     called = Called(contain)
     assert called.repaired(3) == "repaired 3" and called.twice_wrong() == [] and called.second_time() == 1
     called.half = None
     assert called.repaired(3) == "otherwise"
     counted = contain._counters.take()
     assert counted == {
-        "internal_errors|repaired": 1, "internal_errors|twice_wrong": 1, "internal_errors|twice_wrong (repair)": 1,
+        "internal_errors|repaired": 1, "internal_errors|twice_wrong": 1, "internal_errors|twice_wrong_repair": 1,
         "internal_errors|second_time": 1,
     }  # fmt: skip
 
 
-def test_contained_method_errors_meant_for_vllm_pass(contain):
+def test_contained_method_passes_declared_errors(contain):
     with pytest.raises(KeyError):
         Called(contain).passing(KeyError("option"))
     assert Called(contain).passing(ValueError()) is None and contain.errors == 1
 
 
-def test_containment_same_place_fails_again_traceback_is_logged_once(contain, caplog):
+def test_containment_repeated_error_logs_one_traceback(contain, caplog):
     for _ in range(5):
         contain.attempt("here", fail)
     assert caplog.text.count("Traceback") == 1 and contain._counters.take() == {"internal_errors|here": 5}
@@ -94,27 +95,29 @@ def test_containment_same_place_fails_again_traceback_is_logged_once(contain, ca
     assert caplog.text.count("Traceback") == 2
 
 
-def test_containment_many_places_fail_each_traceback_is_logged(contain, caplog):
+def test_containment_errors_of_many_places_log_each_traceback(contain, caplog):
     """The lines of one place of a file are limited; all tracebacks are written by one."""
-    source, places = "\n".join(f"def f{i}():\n    raise ValueError({i})" for i in range(MOST)), {}
+    source, places = "\n".join(f"def f{i}():\n    raise ValueError({i})" for i in range(MAX_ERRORS)), {}
     exec(compile(source, "places.py", "exec"), places)
-    for i in range(MOST):
+    for i in range(MAX_ERRORS):
         contain.attempt(f"place {i}", places[f"f{i}"])
-    assert caplog.text.count("Traceback") == MOST
+    assert caplog.text.count("Traceback") == MAX_ERRORS
 
 
-@pytest.mark.parametrize("apart, times", [(WINDOW / MOST / 2, 1), (WINDOW / MOST * 1.1, 0)], ids=["often", "seldom"])
-def test_containment_many_errors_the_half_becomes_passive(apart, times, caplog):
+@pytest.mark.parametrize(
+    "apart, times", [(WINDOW / MAX_ERRORS / 2, 1), (WINDOW / MAX_ERRORS * 1.1, 0)], ids=["often", "seldom"]
+)
+def test_containment_too_many_errors_disable_connector(apart, times, caplog):
     clock = Clock()
     contain, passive = Containment(Counters(), clock), []
     contain.on_limit = lambda: passive.append(1)
-    for _ in range(MOST + 4):
+    for _ in range(MAX_ERRORS + 4):
         contain.attempt("here", fail)
         clock.now += apart
-    assert len(passive) == times == caplog.text.count("from now on this engine neither loads nor keeps KV")
+    assert len(passive) == times == caplog.text.count("this engine neither loads nor stores KV")
 
 
-def test_containment_insist_fails_twice_the_half_becomes_passive(contain):
+def test_containment_insist_failing_twice_disables_connector(contain):
     passive, done = [], []
     contain.on_limit = lambda: passive.append(1)
     contain.insist("needed", once(lambda: done.append(1)))
@@ -123,7 +126,7 @@ def test_containment_insist_fails_twice_the_half_becomes_passive(contain):
     assert passive
 
 
-def test_containment_what_keeps_answers_right_fails_twice_the_engine_ends(contain):
+def test_containment_unsafe_insist_failing_twice_raises_unsafe(contain):
     class Calls(Called):
         @contained(again=True)
         def take_back(self):
@@ -134,7 +137,7 @@ def test_containment_what_keeps_answers_right_fails_twice_the_engine_ends(contai
     assert contain.errors == 2
 
 
-def test_connector_every_method_that_vllm_calls_is_contained():
+def test_connector_methods_called_by_vllm_are_contained():
     """But those that call a contained one, or nothing of ours."""
     bare = {
         "request_finished", "bind_connector_metadata", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
@@ -151,13 +154,13 @@ def test_connector_every_method_that_vllm_calls_is_contained():
 def connector(contain):
     made = KVTierConnector.__new__(KVTierConnector)
     made.containment, made.counters, made._worker = contain, contain._counters, None
-    made._facts, made._marks_failures = SimpleNamespace(fails_by_request=False), False
-    names = [name for name, _ in inspect.getmembers(SchedulerHalf, inspect.isfunction) if name[0] != "_"]
+    made._info, made._marks_failures = SimpleNamespace(reports_failed_requests=False), False
+    names = [name for name, _ in inspect.getmembers(KVTierConnectorScheduler, inspect.isfunction) if name[0] != "_"]
     made._scheduler = SimpleNamespace(**dict.fromkeys(names, fail))
     return made
 
 
-def test_connector_everything_raises_vllm_gets_answers_it_can_go_on_with(connector):
+def test_connector_with_all_parts_raising_returns_neutral_answers(connector):
     request, blocks = SimpleNamespace(request_id="r"), SimpleNamespace(get_block_ids=lambda: ([1],))
     assert connector.on_new_request(request) is None
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -172,7 +175,7 @@ def test_connector_everything_raises_vllm_gets_answers_it_can_go_on_with(connect
     assert connector.containment.errors > 10
 
 
-def test_connector_without_a_scheduler_half_is_passive(connector, contain):
+def test_connector_without_scheduler_returns_neutral_answers(connector, contain):
     connector._scheduler = None
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector.request_finished(None, []) == (False, None) and connector.take_events() == []
@@ -182,21 +185,21 @@ def test_connector_without_a_scheduler_half_is_passive(connector, contain):
 # -- hooks into vLLM ---------------------------------------------------------------------------------------------------
 
 
-def test_turn_our_end_of_it_raises_vllms_method_ran_once_and_its_errors_pass(contain):
-    turns, ran = Turns(contain), []
-    turns._run = fail
-    assert turns.turn(lambda x: ran.append(x) or x)(5) == 5 and ran == [5]
+def test_scheduler_lock_error_runs_vllm_method_once(contain):
+    lock, ran = SchedulerLock(contain), []
+    lock._run = fail
+    assert lock.held(lambda x: ran.append(x) or x)(5) == 5 and ran == [5]
 
     def own():
         ran.append("own")
         raise ValueError("vLLM's own")
 
     with pytest.raises(ValueError, match="vLLM's own"):
-        turns.turn(own)()
-    assert ran == [5, "own"] and contain.errors == 2 and not turns._depth
+        lock.held(own)()
+    assert ran == [5, "own"] and contain.errors == 2 and not lock._depth
 
 
-def test_reset_our_part_of_it_raises_vllms_reset_ran_once(contain):
+def test_around_reset_error_runs_vllm_reset_once(contain):
     resets = []
     pool = SimpleNamespace(
         hash_block_size=4, num_gpu_blocks=9, reset_prefix_cache=lambda *args: resets.append(args) or True
@@ -208,8 +211,8 @@ def test_reset_our_part_of_it_raises_vllms_reset_ran_once(contain):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def let_go(world, name, **how):
-    for give_back in world.matcher.let_go(name, **how):
+def release_steps(world, name, **how):
+    for give_back in world.matcher.release_steps(name, **how):
         give_back()
 
 
@@ -222,7 +225,7 @@ def request_of(world, **fields):
 
 @pytest.mark.parametrize("state", ["new", "asking", "answered", "offered", "asking a peer", "offered by a peer"])
 @pytest.mark.parametrize("gone", [False, True])
-def test_matcher_let_go_gives_back_what_the_request_held(state, gone):
+def test_matcher_let_go_releases_lookup_and_lease(state, gone):
     world = World(ONE)
     peer = "peer" in state
     request = request_of(world, kv_transfer_params=params("a") if peer else None)
@@ -240,11 +243,11 @@ def test_matcher_let_go_gives_back_what_the_request_held(state, gone):
         if state == "offered by a peer":
             world.peers.answer(ask, world.peers.offer(ask, 40))
             world.matcher.match(request, 0)
-            assert world.matcher.get("r").life.state is State.OFFERED and world.peers.held
-    let_go(world, "r", gone=gone)
+            assert world.matcher.get("r").life.state is State.HIT and world.peers.held
+    release_steps(world, "r", gone=gone)
     for pending in list(world.client.open):
         world.answer(pending)
-    assert not world.client.held and not world.peers.held and not world.matcher.take_orders()[0]
+    assert not world.client.held and not world.peers.held and not world.matcher.take_jobs()[0]
     for ask in world.peers.open:
         assert ask.cancelled
     t = world.matcher.get("r")
@@ -254,25 +257,27 @@ def test_matcher_let_go_gives_back_what_the_request_held(state, gone):
     world.balanced()
 
 
-PLACES = ["_order", "_asker.forget_ahead", "_planner.started", "nothing"]
+PLACES = ["_build_job", "_source_selector.cancel_prefetch", "_planner.started", "nothing"]
 
 
 @pytest.mark.parametrize(
-    "where, hurried", [("_hurry.begin", True), *[(where, hurried) for where in PLACES for hurried in (False, True)]]
+    "where, synchronous",
+    [("_sync_load.begin", True), *[(where, synchronous) for where in PLACES for synchronous in (False, True)]],
 )
-def test_matcher_fail_load_whatever_raised_the_workers_report_it_failed(where, hurried, monkeypatch):
+def test_matcher_fail_load_waits_for_worker_report(where, synchronous, monkeypatch):
     pool = FakePool(64, 4)
     scheduler = SimpleNamespace(
         connector="ours", get_request_counts=lambda: (0, 1), requests={}, running=[], prev_step_scheduled_req_ids=set()
     )
-    make = (lambda planner: Hurry(1000.0, 60.0, BlockPool(pool), lambda: scheduler, "ours", planner)) if hurried else (
+    make = (lambda planner: SyncLoad(1000.0, 60.0, BlockPool(pool), lambda: scheduler, "ours",
+        planner)) if synchronous else (
         lambda planner: None
     )  # fmt: skip
     world = World(ONE, make_hurry=make)
     request = request_of(world)
     world.store(request)
     tokens, asynchronous = offered(world, request)
-    assert tokens and asynchronous is not hurried
+    assert tokens and asynchronous is not synchronous
     ids = [block.block_id for block in pool.blocks[1:11]]
     tables, free = (ids,), pool.get_num_free_blocks()
     owner, _, name = where.rpartition(".")
@@ -284,46 +289,53 @@ def test_matcher_fail_load_whatever_raised_the_workers_report_it_failed(where, h
     else:  # what raised came later
         world.matcher.allocated(request, tables, tokens)
     world.matcher.fail_load(request, tables, tokens)
-    [failed], _ = world.matcher.take_orders()
-    assert isinstance(failed, FailedOrder) and failed.block_list == ids[: -(-tokens // 4)] and failed.hurried is hurried
+    [failed], _ = world.matcher.take_jobs()
+    assert (
+        isinstance(failed, FailedJob)
+        and failed.block_list == ids[: -(-tokens // 4)]
+        and failed.synchronous is synchronous
+    )
     t = world.matcher.get("r")
-    assert t.life.state is (State.VERIFYING if hurried else State.LOADING)
-    if hurried:
-        assert world.hurry.awaits_verdict and pool.get_num_free_blocks() == free - len(failed.block_list)
+    assert t.life.state is (State.VERIFYING if synchronous else State.LOADING)
+    if synchronous:
+        assert world.sync_load.verification_pending and pool.get_num_free_blocks() == free - len(failed.block_list)
         scheduler.running = []
-        world.hurry.settle("r", [result("r", *failed.block_list)])
-        assert not world.hurry.awaits_verdict and pool.get_num_free_blocks() == free
-    world.matcher.loaded("r", True)
+        world.sync_load.apply_results("r", [result("r", *failed.block_list)])
+        assert not world.sync_load.verification_pending and pool.get_num_free_blocks() == free
+    world.matcher.on_load_ended("r", True)
     assert t.life.state is State.LOCAL and not world.client.held and not world.planner.open
     world.balanced()
 
 
-@pytest.mark.parametrize("part", ["_heard", "_count", "_succeeded", "_matcher.loaded", "_asker.advance"])
+@pytest.mark.parametrize(
+    "part", ["_on_result", "_count", "_succeeded", "_matcher.on_load_ended", "_source_selector.advance"]
+)
 @pytest.mark.parametrize("failed", [False, True])
-def test_outcomes_one_result_raises_the_others_are_taken_in(part, failed, contain, monkeypatch):
+def test_load_results_error_in_one_result_keeps_others(part, failed, contain, monkeypatch):
     world = World(ONE)
     for name, start in (("a", 0), ("b", 1000)):
         request = make_request(name, list(range(start, start + 40)), 4)
         world.store(request)
         tokens, _ = offered(world, request)
         world.matcher.allocated(request, world.tables(0, tokens), tokens)
-    world.matcher.take_orders()
-    hurry = SimpleNamespace(judged=lambda results: set())
+    world.matcher.take_jobs()
     world.planner.observe_load = world.planner.observe_handover = lambda *_: None
-    outcomes = Outcomes(world.matcher, hurry, world.planner, world.counters, contain)
-    target = {"_matcher.loaded": world.matcher, "_asker.advance": world.matcher._asker}.get(part, outcomes)
+    outcomes = load_results(world.load, world.matcher, contain)
+    target = {"_matcher.on_load_ended": world.matcher, "_source_selector.advance": world.matcher._source_selector}.get(
+        part, outcomes
+    )
     name = part.rpartition(".")[2]
     monkeypatch.setattr(target, name, once(getattr(target, name)))
     bad = [1] if failed else []
     outcomes.arrived([result("a", *bad), result("b", *bad)], {"a", "b"})
     assert contain.errors == (0 if part == "_succeeded" and failed else 1)
     assert {world.matcher.get(name).life.state for name in "ab"} <= {State.LOCAL, State.LOADED}
-    assert not world.client.held and not world.planner.open and not world.matcher._inbound
+    assert not world.client.held and not world.planner.open and not world.matcher._loading_hashes
 
 
-def test_step_work_raises_midway_orders_stay_for_the_next_try(monkeypatch):
+def test_step_work_error_keeps_jobs_for_next_call(monkeypatch):
     world = World(ONE)
-    half = SchedulerHalf.__new__(SchedulerHalf)
+    half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
     half._matcher, half._exporter = world.matcher, SimpleNamespace(step=3, urgent=False)
     request = request_of(world)
     world.store(request)
@@ -339,22 +351,22 @@ def test_step_work_raises_midway_orders_stay_for_the_next_try(monkeypatch):
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def export_of(pool, ids, kind=Kind.RETAINED):
+def export_of(pool, ids, kind=LeaseKind.RETAINED):
     return Export("e", kind, 8, [b"1" * 32, b"2" * 32], b"", b"", [GroupBlocks(4, ids)], pool.pin(ids), 0, 1e18)
 
 
 @pytest.mark.parametrize("lease", [False, True])
-def test_exports_freeing_raises_an_end_is_tried_again(lease, monkeypatch):
+def test_exports_free_error_is_retried(lease, monkeypatch):
     fake = FakePool(16, 4)
-    pool, table = BlockPool(fake), ExportTable(4, dict.fromkeys(Kind, 16))
+    pool, table = BlockPool(fake), ExportTable(4, dict.fromkeys(LeaseKind, 16))
     free = fake.get_num_free_blocks()
-    table.mark_summed(5)
+    table.mark_checksums_ready(5)
     table.add(export_of(pool, [1, 2]))
     if lease:
         granted = table.lease_export("e", b"", b"", 0, "connection", 60.0)
-        table.drop("e")
+        table.end_export("e")
     monkeypatch.setattr(table, "_free", once(table._free))
-    end = (lambda: table.release(granted.id, "connection", True)) if lease else (lambda: table.drop("e"))
+    end = (lambda: table.release(granted.id, "connection", True)) if lease else (lambda: table.end_export("e"))
     with pytest.raises(RuntimeError):
         end()
     assert end() is True and sum(table.take_freed(), []) == [1, 2]
@@ -362,12 +374,12 @@ def test_exports_freeing_raises_an_end_is_tried_again(lease, monkeypatch):
     assert fake.get_num_free_blocks() == free and not any(table.counts().values())
 
 
-# -- the worker half ---------------------------------------------------------------------------------------------------
+# -- the worker side ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def rank(worker, contain):  # noqa: F811
-    worker._contain = contain
+    contain_with(worker, contain)
     return worker
 
 
@@ -378,54 +390,56 @@ def turn(rank):
         job()
 
 
-def failed_order(name, hurried=False):
-    return FailedOrder(name, [GroupLoad(0, np.array([3, 4]), np.zeros(2, np.uint64), np.zeros(2, np.int64))], hurried)
+def failed_job(name, synchronous=False):
+    return FailedJob(
+        name, [GroupLoad(0, np.array([3, 4]), np.zeros(2, np.uint64), np.zeros(2, np.int64))], synchronous
+    )
 
 
-@pytest.mark.parametrize("hurried", [False, True])
-def test_worker_failed_order_is_reported_with_its_step(rank, hurried):
-    work = StepWork(7, failed=[failed_order("r", hurried)])
-    rank.hurry(work)
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_worker_failed_job_is_reported_with_its_step(rank, synchronous):
+    work = StepWork(7, failed=[failed_job("r", synchronous)])
+    rank.sync_load(work)
     rank.submit(work)
     out = rank.collect()
-    assert out.failed == {"r"} and out.bad_blocks == {3, 4} and out.finished == (set() if hurried else {"r"})
-    assert rank.collect().results == [] and not rank._outstanding
+    assert out.failed == {"r"} and out.bad_blocks == {3, 4} and out.finished == (set() if synchronous else {"r"})
+    assert rank.collect().results == [] and not rank._jobs.outstanding
 
 
 def pull(name):
     blocks = np.array([3, 4])
-    return PullOrder(name, "s/1", [SimpleNamespace(blocks=blocks, local=blocks)], 1.0)
+    return PullJob(name, "s/1", [SimpleNamespace(blocks=blocks, local=blocks)], 1.0)
 
 
 @pytest.mark.parametrize("kind", ["load", "fetch", "pull", "collected"])
-def test_worker_a_part_raises_with_an_order_its_failure_is_reported_once(rank, kind):
+def test_worker_error_in_submit_reports_job_failure_once(rank, kind):
     """Whatever it had done with it: what is heard of it later is nobody's."""
-    rank._tier = SimpleNamespace(
+    rank._store = SimpleNamespace(
         load=fail, step=lambda *_: None, under_way=set, cancel_loads=fail, collect=lambda idle: None, launching=fail
     )
-    rank._fetching = SimpleNamespace(
-        begin=fail, step=lambda *_: None, under_way=set, introduce=fail, collect=lambda idle: None, active=False
+    rank._exchange.fetching = SimpleNamespace(
+        begin=fail, step=lambda *_: None, under_way=set, add_engines=fail, collect=lambda idle: None, active=False
     )
-    rank._pulls = SimpleNamespace(connected=lambda source: True, start=fail, under_way=set, active=False)
-    rank._memory = SimpleNamespace(on_device=False)
+    rank._exchange.pulls = SimpleNamespace(connected=lambda source: True, start=fail, under_way=set, active=False)
+    rank._exchange.memory = SimpleNamespace(on_device=False)
     work = {
         "load": StepWork(7, loads=[order("r", False)]), "fetch": StepWork(7, fetches=[fetch("r", False)]),
         "pull": StepWork(7, pulls=[pull("r")]), "collected": StepWork(7, loads=[order("r", False)]),
     }[kind]  # fmt: skip
     if kind == "collected":
-        rank._tier.load, rank._tier.collect = lambda loads, after: None, fail
+        rank._store.load, rank._store.collect = lambda loads, after: None, fail
     rank.submit(work)
     first = rank.collect()
     turn(rank)
     second = rank.collect()
     assert not first.results and second.finished == second.failed == {"r"}
-    rank._finish(result("r"))
+    rank._jobs.finish(result("r"))
     assert not rank.collect().results
     assert rank._contain.errors == 1 + (kind == "collected") * 2
 
 
-def test_worker_an_error_elsewhere_leaves_orders_that_are_under_way(rank, contain):
-    rank._tier = SimpleNamespace(
+def test_worker_unrelated_error_keeps_jobs_under_way(rank, contain):
+    rank._store = SimpleNamespace(
         load=lambda loads, after: None, step=lambda *_: None, under_way=lambda: {"r"}, collect=lambda idle: None
     )
     rank.submit(StepWork(7, loads=[order("r", False)]))
@@ -433,36 +447,37 @@ def test_worker_an_error_elsewhere_leaves_orders_that_are_under_way(rank, contai
     assert not rank.collect().results
     turn(rank)
     assert not rank.collect().results
-    rank._finish(result("r"))
+    rank._jobs.finish(result("r"))
     assert rank.collect().finished == {"r"}
 
 
-@pytest.mark.parametrize("hurried", [False, True])
-def test_worker_collecting_raises_no_result_is_lost(rank, hurried, monkeypatch):
-    tier = rank._tier = SimpleNamespace(
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_worker_error_in_collect_loses_no_result(rank, synchronous, monkeypatch):
+    tier = rank._store = SimpleNamespace(
         load=lambda loads, after: None, load_now=lambda loads, after: None, step=lambda *_: None,
-        settle=lambda seconds: None, collect=lambda idle: None, launching=lambda: None, under_way=lambda: {"r"},
+        wait_until_done=lambda seconds: None, collect=lambda idle: None, launching=lambda: None,
+        under_way=lambda: {"r"},
     )  # fmt: skip
-    load = order("r", hurried)
+    load = order("r", synchronous)
     work = StepWork(7, loads=[load])
-    rank.hurry(work)
+    rank.sync_load(work)
     rank.submit(work)
-    rank._finish(result("r", 4, ticket=load.ticket))
-    monkeypatch.setattr(rank._hurried, "judge", once(rank._hurried.judge))
+    rank._jobs.finish(result("r", 4, load_id=load.load_id))
+    monkeypatch.setattr(rank._jobs.sync_loads, "split", once(rank._jobs.sync_loads.split))
     out = rank.collect()
     assert tier and [each.bad_blocks for each in out.results] == [{4}] and out.bad_blocks == {4}
     assert not rank.collect().results
 
 
-def test_worker_vllms_call_is_repeated_nothing_is_ordered_twice(rank):
+def test_worker_repeated_submit_starts_jobs_once(rank):
     loads = []
-    rank._tier = SimpleNamespace(load=lambda orders, after: loads.extend(orders), step=lambda *_: None)
+    rank._store = SimpleNamespace(load=lambda orders, after: loads.extend(orders), step=lambda *_: None)
     work = StepWork(7, loads=[order("r", False)])
     rank.submit(work)
     rank.submit(work)
     assert len(loads) == 1
 
 
-def test_uncontained_of_tests_lets_errors_pass():
+def test_uncontained_test_helper_raises_errors():
     with pytest.raises(RuntimeError):
         Uncontained().attempt("here", fail)

@@ -15,11 +15,11 @@ from pathlib import Path
 import prometheus_server
 import pytest
 import yaml
-from metrics_world import MetricsWorld
+from metrics_harness import MetricsWorld
 from prometheus_server import Prometheus
 from support import eventually
 
-from vllm_kvtier.store import metrics as store_metrics
+from vllm_kvtier.store.server import metrics as store_metrics
 from vllm_kvtier.telemetry import table
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def unanswered(dashboard: dict, prometheus: Prometheus) -> dict[str, str]:
     return wrong
 
 
-def test_every_panel_has_series(prometheus, world, dashboard):
+def test_dashboard_every_panel_has_series(prometheus, world, dashboard):
     assert len(queries(dashboard)) > 80
     left = {}
 
@@ -113,10 +113,10 @@ def test_every_panel_has_series(prometheus, world, dashboard):
         ("vllm:kvtier_prompt_tokens_total", "vllm:kvtier_prompt_token_total"),
         ("kvtier_store_tier_read_bytes_total", "kvtier_store_tier_reads_bytes_total"),
         ("kvtier_proxy_queue", "kvtier_proxy_queues"),
-        ("by (kind) (rate(vllm:kvtier_declined_total", "by (reason) (rate(vllm:kvtier_declined_total"),
+        ("by (kind) (rate(vllm:kvtier_lookups_declined_total", "by (reason) (rate(vllm:kvtier_lookups_declined_total"),
     ],
 )
-def test_a_wrong_name_in_a_query_is_noticed(prometheus, world, dashboard, name, other):
+def test_dashboard_wrong_metric_name_is_detected(prometheus, world, dashboard, name, other):
     text = json.dumps(copy.deepcopy(dashboard))
     assert name in text
     mutated = json.loads(text.replace(name, other))
@@ -124,7 +124,7 @@ def test_a_wrong_name_in_a_query_is_noticed(prometheus, world, dashboard, name, 
     assert affected and affected <= unanswered(mutated, prometheus).keys()
 
 
-def test_the_variables_of_the_dashboard_have_values(prometheus, world, dashboard):
+def test_dashboard_variables_have_values(prometheus, world, dashboard):
     asked = re.compile(r"label_values\((.*), (\w+)\)")
     variables = [each for each in dashboard["templating"]["list"] if each["type"] == "query"]
     assert [each["name"] for each in variables] == ["instance", "model"]
@@ -141,7 +141,7 @@ def alerts() -> dict[str, dict]:
     return {rule["alert"]: rule for rule in rules}
 
 
-def test_every_alert_asks_for_what_there_is(prometheus, world):
+def test_alerts_query_existing_series(prometheus, world):
     """Healthy, it does not fire; but each metric in it has series, and Prometheus has no word against it."""
     for name, rule in alerts().items():
         prometheus.query(rule["expr"])
@@ -161,14 +161,14 @@ FIRES = {
     "KvtierWrongChecksum": ({f'vllm:kvtier_integrity_failures_total{{{_E},kind="host"}}': "0x20 1x100"}, "30m"),
     "KvtierStoreSilent": ({'kvtier_store_responding{instance="s"}': "1x5 0x20"}, "10m"),
     "KvtierEngineWithoutStore": ({f"vllm:kvtier_store_up{{{_E}}}": "1x5 0x20"}, "15m"),
-    "KvtierTierSetAside": ({'kvtier_store_tier_up{instance="s",tier="disk"}': "1x5 0x20"}, "15m"),
+    "KvtierTierUnavailable": ({'kvtier_store_tier_up{instance="s",tier="disk"}': "1x5 0x20"}, "15m"),
     "KvtierLoadsFail": (
         {f'vllm:kvtier_loads_total{{{_E},kind="ok"}}': "0+90x60", f'vllm:kvtier_loads_total{{{_E},kind="failed"}}':
          "0+10x60"}, "30m",
     ),
     "KvtierHitRateCollapsed": (
         # Nine of ten tokens were found for eight hours, and one of ten since.
-        {f'vllm:kvtier_prompt_tokens_total{{{_E},kind="computed"}}': "0+6000x480 2880000+54000x60",
+        {f'vllm:kvtier_prompt_tokens_total{{{_E},kind="local_compute"}}': "0+6000x480 2880000+54000x60",
          f'vllm:kvtier_prompt_tokens_total{{{_E},kind="host"}}': "0+54000x480 25920000+6000x60"}, "520m",
     ),
     "KvtierProxyNotReady": ({'kvtier_proxy_ready{instance="p"}': "1x5 0x20"}, "10m"),
@@ -176,7 +176,7 @@ FIRES = {
         {'kvtier_proxy_requests_total{instance="p",route="r",outcome="ok"}': "0+90x60",
          'kvtier_proxy_requests_total{instance="p",route="r",outcome="too_busy"}': "0+10x60"}, "30m",
     ),
-    "KvtierProxyEngineSetAside": (
+    "KvtierProxyEngineUnavailable": (
         {'kvtier_proxy_engine_up{instance="p",role="decode",engine="http://d"}': "1x5 0x20"}, "20m",
     ),
 }  # fmt: skip
@@ -188,7 +188,7 @@ HEALTHY = {
     'kvtier_store_tier_up{instance="s",tier="disk"}': "1x600",
     f'vllm:kvtier_loads_total{{{_E},kind="ok"}}': "0+90x600",
     f'vllm:kvtier_loads_total{{{_E},kind="failed"}}': "0x600",
-    f'vllm:kvtier_prompt_tokens_total{{{_E},kind="computed"}}': "0+6000x600",
+    f'vllm:kvtier_prompt_tokens_total{{{_E},kind="local_compute"}}': "0+6000x600",
     f'vllm:kvtier_prompt_tokens_total{{{_E},kind="host"}}': "0+54000x600",
     'kvtier_proxy_ready{instance="p"}': "1x600",
     'kvtier_proxy_requests_total{instance="p",route="r",outcome="ok"}': "0+90x600",
@@ -214,7 +214,7 @@ def rule_tests() -> dict:
     return {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases}
 
 
-def test_alerts_fire_when_they_should_and_else_not(programs, tmp_path):
+def test_alerts_fire_only_on_their_condition(programs, tmp_path):
     assert FIRES.keys() == alerts().keys()
     file = tmp_path / "tests.yml"
     file.write_text(yaml.safe_dump(rule_tests()))
@@ -222,7 +222,7 @@ def test_alerts_fire_when_they_should_and_else_not(programs, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_configuration_of_prometheus(programs, world):
+def test_prometheus_config_is_valid_and_complete(programs, world):
     done = subprocess.run(
         [programs["promtool"], "check", "config", str(GRAFANA / "prometheus.yml")], capture_output=True, text=True
     )
@@ -249,7 +249,7 @@ def scraped(port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("place", ["engine", "store", "proxy"])
-def test_the_table_has_what_is_exported_and_nothing_else(world, place):
+def test_metrics_table_equals_exported_metrics(world, place):
     world.load()
     told = {f.name: f.sort for f in table.families()[place]}
     info = store_metrics.PREFIX + store_metrics.INFO.name
@@ -257,19 +257,19 @@ def test_the_table_has_what_is_exported_and_nothing_else(world, place):
     assert scraped(getattr(world, place).port) == told
 
 
-def test_the_page_is_what_the_code_says():
+def test_dashboard_docs_page_is_current():
     assert (ROOT / "docs" / "metrics.md").read_text() == table.page(), (
         "run: python -m vllm_kvtier.telemetry.table > docs/metrics.md"
     )
 
 
-def test_the_dashboard_is_what_its_tool_writes(tmp_path):
+def test_dashboard_equals_output_of_its_tool(tmp_path):
     made = tmp_path / "made.json"
     subprocess.run([sys.executable, ROOT / "tools" / "grafana_dashboard.py", made], check=True)
     assert (GRAFANA / "kvtier.json").read_text() == made.read_text(), "run: python tools/grafana_dashboard.py"
 
 
-def test_queries_and_alerts_name_only_what_is_in_the_table(dashboard):
+def test_dashboard_and_alerts_use_documented_metrics(dashboard):
     asked = [query for query, _ in queries(dashboard).values()] + [rule["expr"] for rule in alerts().values()]
     known = names()
     for query in asked:
@@ -278,7 +278,7 @@ def test_queries_and_alerts_name_only_what_is_in_the_table(dashboard):
             assert name in known or known.get(base) == "histogram", f"{name} in {query}"
 
 
-def test_panels_do_not_overlap_and_have_their_own_numbers(dashboard):
+def test_dashboard_panels_have_unique_ids_and_do_not_overlap(dashboard):
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = set()
@@ -290,7 +290,7 @@ def test_panels_do_not_overlap_and_have_their_own_numbers(dashboard):
         taken |= cells
 
 
-def test_what_compose_mounts_is_there():
+def test_dashboard_files_mounted_by_compose_exist():
     services = yaml.safe_load((GRAFANA / "compose.yml").read_text())["services"]
     mounted = [volume.split(":")[0] for each in services.values() for volume in each["volumes"]]
     assert len(mounted) == 5 and all((GRAFANA / path).is_file() for path in mounted)

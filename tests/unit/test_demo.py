@@ -48,12 +48,12 @@ def replaced(rounds, index, **changes):
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_good_round_passes(demo, good, bidirectional):
+def test_demo_good_round_passes(demo, good, bidirectional):
     assert demo.judge(good(bidirectional), bidirectional, ARGS) == []
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_what_must_not_pass(demo, good, bidirectional):
+def test_demo_failures_are_detected(demo, good, bidirectional):
     rounds = good(bidirectional)
     asked = next(n for n, turn in enumerate(demo.CONVERSATION) if turn.code)
     lost = next(n for n, turn in enumerate(demo.CONVERSATION) if turn.p_lost)
@@ -61,35 +61,35 @@ def test_what_must_not_pass(demo, good, bidirectional):
     alone = PromptTokens(computed=100, cached=100, pulled=0)
     for changed, words in (
         (replaced(rounds, asked, answer="It is 00000."), "was answered 'It is 00000.'"),
-        (replaced(rounds, 1, d=alone), "pulled none from P"),
-        (replaced(rounds, 1, p=nothing), "P was not asked"),
+        (replaced(rounds, 1, d=alone), "tokens and pulled none"),
+        (replaced(rounds, 1, p=nothing), "the prefill engine got no request"),
         (replaced(rounds, lost, reported={"prefill": 5}), "prefill reports 5 tokens pulled"),
     ):
         problems = demo.judge(changed, bidirectional, ARGS)
         assert any(words in problem for problem in problems), words
 
 
-def test_pulls_of_p_belong_to_the_bidirectional_round_alone(demo, good):
+def test_demo_prefill_pulls_outside_bidirectional_round_are_a_failure(demo, good):
     on, off = good(True), good(False)
     assert all("although" in problem for problem in demo.judge(on, False, ARGS))
     assert len(demo.judge(on, False, ARGS)) == len([t for t in demo.CONVERSATION if t.p_lost])
     assert all("had lost its cache" in problem for problem in demo.judge(off, True, ARGS))
 
 
-def test_a_threshold_excuses_small_turns(demo, good):
+def test_demo_accepts_turns_below_pull_threshold(demo, good):
     alone = PromptTokens(computed=100, cached=100, pulled=0)
     rounds = replaced(good(False), 1, d=alone, reported={})
     assert demo.judge(rounds, False, SimpleNamespace(recalls=True, pull_threshold=128)) == []
 
 
-def test_the_last_token_is_always_computed(demo):
+def test_demo_counts_last_token_as_computed(demo):
     whole = PromptTokens(computed=0, cached=32, pulled=9)
     assert demo.at_least_one_computed(whole) == PromptTokens(computed=1, cached=32, pulled=8)
     part = PromptTokens(computed=2, cached=32, pulled=9)
     assert demo.at_least_one_computed(part) == part
 
 
-def test_reports_are_read_by_role(demo):
+def test_demo_reads_reports_by_role(demo):
     report = {"prefill": {"pulled_tokens": 7, "pulled_from": None}, "decode": {}, "v": 1}
     assert demo.reported({"kvtier": report}) == {"prefill": 7}
     assert demo.reported(None) == demo.reported({}) == {}
@@ -99,7 +99,7 @@ def test_reports_are_read_by_role(demo):
     ("given", "tied"),
     [("ab", True), ("ac", True), ("ad", False), ("b", False), ("", False)],
 )
-def test_nearly_tied(demo, given, tied):
+def test_near_tie_of_logprobs_is_recognised(demo, given, tied):
     def step(token, **others):
         top = [{"token": token, "logprob": -0.7}, *({"token": t, "logprob": p} for t, p in others.items())]
         return {"token": token, "logprob": -0.7, "top_logprobs": top}
@@ -109,6 +109,6 @@ def test_nearly_tied(demo, given, tied):
     assert demo.nearly_tied(expected, given) is tied
 
 
-def test_the_ballast_is_the_same_everywhere(demo):
+def test_demo_filler_file_is_deterministic(demo):
     assert demo.python_file(1, 2) == demo.python_file(1, 2) != demo.python_file(2, 2)
     compile(demo.python_file(1, 18), "ballast", "exec")

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier.wire.geometry import GroupView, Region, geometry_mismatch
-from vllm_kvtier.worker import descriptors
-from vllm_kvtier.worker.descriptors import PageRows, page_chunks
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull import descriptors
+from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side, page_chunks
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 
 ORDERS = {
     "LBHNC": "lbhn",
@@ -66,7 +66,9 @@ def execute(target: CacheView, source: CacheView, near: list, far: list) -> None
 
 def page_rows(here: CacheView, there: CacheView) -> PageRows:
     tables = (1 << 50, 1 << 51)  # far from any page
-    return PageRows(here.groups, there.groups, here.num_blocks, there.num_blocks, *tables, 3, 5)
+    return PageRows(
+        Side(here.groups, here.num_blocks, tables[0], 3), Side(there.groups, there.num_blocks, tables[1], 5)
+    )
 
 
 def memory_of(view: CacheView) -> tuple[int, np.ndarray]:
@@ -105,7 +107,7 @@ def pulls(draw):
 
 
 @given(pulls(), st.sampled_from([0, 10**9]), st.booleans())
-def test_elements_are_exactly_the_blocks_and_their_checksums(pull, least, rearrange):
+def test_descriptors_cover_exactly_blocks_and_checksums(pull, least, rearrange):
     here, there, local, remote = pull
     assert geometry_mismatch(here.geometry(), there.geometry()) is None
     before = [here.pages(r).clone() for r in here.groups[0].regions]
@@ -134,7 +136,7 @@ def test_elements_are_exactly_the_blocks_and_their_checksums(pull, least, rearra
 
 
 @given(st.sampled_from(list(ORDERS)), st.sampled_from([0, 4]), st.integers(1, 3), st.integers(1, 3))
-def test_page_chunks_are_the_page(order, gap, heads, tokens):
+def test_page_chunks_cover_exactly_the_page(order, gap, heads, tokens):
     view = build(order, heads=heads, tokens=tokens, gap=gap)
     region = view.groups[0].regions[1]
     chunks = page_chunks(region)
@@ -150,7 +152,7 @@ def test_page_chunks_are_the_page(order, gap, heads, tokens):
         assert len(chunks) == 1
 
 
-def test_blocks_adjacent_on_both_sides_are_adjacent_in_the_list():
+def test_descriptors_keep_adjacent_blocks_adjacent():
     """NIXL merges neighbours of a list, so the order decides how many reads there are."""
     view = build("LBHNC", layers=2, blocks=100)
     rows = page_rows(view, view)
@@ -162,13 +164,13 @@ def test_blocks_adjacent_on_both_sides_are_adjacent_in_the_list():
     assert (steps == page).sum() == 2 * 49 and (steps == 8).sum() == 49
 
 
-def test_block_major_blocks_are_one_element_each():
+def test_descriptors_of_block_major_layout_are_one_per_block():
     view = build("BLHNC", layers=5, blocks=8)
     rows = page_rows(view, view)
     assert rows.local[:, 1].tolist() == [view.groups[0].block_bytes, 8]
 
 
-def test_refuses_what_does_not_match():
+def test_descriptors_of_different_geometries_raise():
     a, b = build("LBHNC"), build("LBNHC")
     with pytest.raises(ValueError, match="differ in geometry"):
         page_rows(a, b)
@@ -176,7 +178,7 @@ def test_refuses_what_does_not_match():
         page_rows(a, build("LBHNC", layers=3))
 
 
-def test_indices_of_a_long_prompt_are_quick_to_make():
+def test_descriptors_of_long_prompt_have_one_element_per_block_layer_and_checksum():
     """A benchmark would say how quick; this only keeps it from being done block by block in Python."""
     view = build("LBHNC", layers=36, blocks=2048)
     ids = np.random.default_rng(0).permutation(2048)[:512]
@@ -184,7 +186,7 @@ def test_indices_of_a_long_prompt_are_quick_to_make():
     assert len(a) == 512 * 37
 
 
-def test_runs_in_opposite_orders_are_read_in_one_go_and_moved():
+def test_descriptors_of_reversed_runs_are_read_joined_and_moved():
     view = build("LBHNC", layers=36, blocks=200)
     rows = page_rows(view, view)
     near, far = np.arange(100, 150), np.arange(60, 10, -1)

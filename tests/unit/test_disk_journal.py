@@ -7,15 +7,15 @@ import time
 
 import numpy as np
 import pytest
-from disk_support import SHAPE, MoverProcess, content_of, fill, holds, make_pool, move_of, name_of
+from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
 
-from vllm_kvtier.store.lower import moving as m
-from vllm_kvtier.store.lower.disk import journal as j
-from vllm_kvtier.store.lower.disk.files import Files
-from vllm_kvtier.store.lower.disk.storage import open_storage
-from vllm_kvtier.store.lower.disk.table import ROW, Table, pack, parents_first, unpack, without_conflicts
-from vllm_kvtier.store.messages import PAGE
-from vllm_kvtier.store.records import ZERO
+from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.protocol import PAGE
+from vllm_kvtier.store.tiers.disk import journal as j
+from vllm_kvtier.store.tiers.disk.directory import open_storage
+from vllm_kvtier.store.tiers.disk.file_ops import Files
+from vllm_kvtier.store.tiers.disk.slot_table import ROW, SlotTable, pack, parents_first, unpack, without_conflicts
+from vllm_kvtier.store.tiers.process import protocol as m
 
 STORAGE = b"a storage's name"
 FILES = Files()
@@ -35,29 +35,29 @@ def new_journal(folder) -> j.Journal:
     return journal
 
 
-def places(found: j.Found) -> list[int]:
+def positions(found: j.Found) -> list[int]:
     return found.rows["place"].tolist()
 
 
-def test_what_was_appended_is_read_again(tmp_path):
+def test_journal_appended_rows_are_restored(tmp_path):
     journal = new_journal(tmp_path)
     moves = [move_of(i, 0, 3, 1 + 3 * i, name_of(i - 1) if i else ZERO) for i in range(5)]
-    journal.append([j.space(SHAPE), *j.put(rows_of(*moves))])
+    journal.append([j.namespace_id(SHAPE), *j.put(rows_of(*moves))])
     journal.append([j.gone([4, 10])])
     journal.append(j.put(rows_of(move_of(9, 0, 2, 4))))
     found = read(tmp_path)
-    assert places(found) == [1, 7, 13, 4] and found.shapes == {SHAPE.space: SHAPE} and not found.note
+    assert positions(found) == [1, 7, 13, 4] and found.shapes == {SHAPE.namespace_id: SHAPE} and not found.note
     assert list(unpack(found.rows))[0] == moves[0]
     journal = new_journal(tmp_path)
     journal.append([j.gone([1])])
-    assert places(read(tmp_path)) == [7, 13, 4]
+    assert positions(read(tmp_path)) == [7, 13, 4]
     journal.replace(j.snapshot(found.rows[:2], [SHAPE]))
     journal.append(j.put(rows_of(move_of(10, 0, 1, 99))))
-    assert places(read(tmp_path)) == [1, 7, 99]
+    assert positions(read(tmp_path)) == [1, 7, 99]
     assert [name for name in os.listdir(tmp_path)] == ["journal.2"]
 
 
-def test_a_torn_end_is_forgotten_and_nothing_of_it_comes_back(tmp_path):
+def test_journal_torn_end_is_dropped_for_good(tmp_path):
     journal = new_journal(tmp_path)
     journal.append(j.put(rows_of(move_of(1, 0, 1, 1))))
     whole = read(tmp_path).end
@@ -68,19 +68,19 @@ def test_a_torn_end_is_forgotten_and_nothing_of_it_comes_back(tmp_path):
     for cut in range(whole, end - 8):  # zeros are at its end
         path.write_bytes(data[:cut] + b"\xff" * 64)
         found = read(tmp_path)
-        assert places(found) == [1] and found.end == whole and not found.note
+        assert positions(found) == [1] and found.end == whole and not found.note
     new_journal(tmp_path).append([j.gone([55])])
-    assert places(read(tmp_path)) == [1]
+    assert positions(read(tmp_path)) == [1]
 
 
-def test_damage_where_the_disk_had_been_trusted_empties_the_tier(tmp_path):
+def test_journal_damaged_synced_frame_empties_the_tier(tmp_path):
     """What follows a damaged frame might say that a block before it is gone: none of them is believed."""
     journal = new_journal(tmp_path)
     for number in range(1, 6):
         journal.append(j.put(rows_of(move_of(number, 0, 1, number))))
     path = tmp_path / "journal.1"
     data, found = path.read_bytes(), read(tmp_path)
-    assert places(found) == [1, 2, 3, 4, 5]
+    assert positions(found) == [1, 2, 3, 4, 5]
     rng = random.Random(1)
     last = found.end - (found.end - found.base) // 5
     for at in [*rng.sample(range(found.base, last), 60), *range(60), *range(64, found.base)]:  # between: padding
@@ -88,14 +88,14 @@ def test_damage_where_the_disk_had_been_trusted_empties_the_tier(tmp_path):
         damaged[at] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         found = read(tmp_path)
-        assert places(found) == [] and found.note and not found.base
+        assert positions(found) == [] and found.note and not found.base
     damaged = bytearray(data)
     damaged[last + 40] ^= 1
     path.write_bytes(damaged)
-    assert places(read(tmp_path)) == [1, 2, 3, 4]  # as a crash would leave it
+    assert positions(read(tmp_path)) == [1, 2, 3, 4]  # as a crash would leave it
 
 
-def test_of_rows_that_cannot_hold_together_the_later_holds():
+def test_journal_of_conflicting_rows_the_later_wins():
     rows = rows_of(
         *(move_of(1, 0, 4, 1), move_of(2, 0, 4, 3), move_of(3, 0, 2, 20), move_of(1, 0, 1, 30)),
         *(move_of(4, 0, 50, 60), move_of(5, 0, 2, 99), move_of(6, 0, 1, 0), move_of(7, 0, 0, 40)),
@@ -104,28 +104,28 @@ def test_of_rows_that_cannot_hold_together_the_later_holds():
     assert good["place"].tolist() == [3, 20, 30] and sorted(others.tolist()) == [0, 1, 40, 60, 99]
 
 
-def test_conflicts_at_random_against_all_pairs():
+def test_journal_without_conflicts_equals_pairwise_check():
     rng = random.Random(3)
     for _ in range(200):
         moves = [
             move_of(rng.randrange(12), 0, rng.randint(1, 5), rng.randint(1, 30)) for _ in range(rng.randint(0, 12))
         ]
-        moves = list({move.place: move for move in moves}.values())
+        moves = list({move.position: move for move in moves}.values())
         good, others = without_conflicts(rows_of(*moves), 33)
         kept = list(unpack(good))
         assert len(good) + len(others) == len(moves)
         for number, a in enumerate(kept):
-            assert a.place + a.pages <= 33
+            assert a.position + a.pages <= 33
             for b in kept[:number]:
-                assert a.hash != b.hash and (a.place + a.pages <= b.place or b.place + b.pages <= a.place)
+                assert a.hash != b.hash and (a.position + a.pages <= b.position or b.position + b.pages <= a.position)
 
 
-def test_parents_come_first():
-    chain = [move_of(i, 0, 1, 1 + i, name_of(i - 1) if i else ZERO) for i in range(50)]
+def test_journal_rows_are_ordered_parents_first():
+    block_hashes = [move_of(i, 0, 1, 1 + i, name_of(i - 1) if i else ZERO) for i in range(50)]
     rng = random.Random(2)
     for _ in range(20):
-        rng.shuffle(chain)
-        ordered = list(unpack(parents_first(rows_of(*chain))))
+        rng.shuffle(block_hashes)
+        ordered = list(unpack(parents_first(rows_of(*block_hashes))))
         assert [x.hash for x in ordered] == [name_of(i) for i in range(50)]
     orphans = rows_of(move_of(2, 0, 1, 2, name_of(1)), move_of(3, 0, 1, 3, name_of(2)))
     assert (parents_first(orphans) == orphans).all()
@@ -133,28 +133,28 @@ def test_parents_come_first():
     assert len(parents_first(circle)) == 2
 
 
-def test_the_table_against_a_dict():
-    rng, table, model = random.Random(5), Table(4000, rows_of()), {}
+def test_slot_table_equals_dict_model():
+    rng, table, model = random.Random(5), SlotTable(4000, rows_of()), {}
     for number in range(1500):
         move = move_of(number, 0, rng.randint(1, 9), rng.randint(1, 3900))
-        lost = table.within(move.place, move.pages)
-        span = range(move.place, move.place + move.pages)
+        lost = table.within(move.position, move.pages)
+        span = range(move.position, move.position + move.pages)
         assert lost == sorted(p for p, x in model.items() if p + x.pages > span[0] and p <= span[-1])
         assert table.remove([*lost, 3999]) == lost
-        for place in lost:
-            del model[place]
+        for position in lost:
+            del model[position]
         table.add([pack(move, number)])
-        model[move.place] = move
+        model[move.position] = move
         some = rng.choice(list(model.values()))
         assert table.mark(some) is not None and table.mark(move) == number
     assert list(unpack(table.rows())) == [m.Move(*_fields(x)) for x in model.values()] and len(table) == len(model)
 
 
 def _fields(move: m.Move) -> tuple:
-    return move.space, move.group, move.hash, move.parent, move.tenant, 0, move.pages, move.place
+    return move.namespace_id, move.group, move.hash, move.parent, move.tenant, 0, move.pages, move.position
 
 
-def test_a_million_blocks_are_read_in_seconds(tmp_path):
+def test_journal_of_a_million_blocks_restores_within_10_s(tmp_path):
     count = 1_000_000
     rows = np.zeros(count, ROW)
     rows["place"], rows["pages"] = np.arange(1, count + 1), 1
@@ -163,7 +163,7 @@ def test_a_million_blocks_are_read_in_seconds(tmp_path):
     new_journal(tmp_path).replace(j.snapshot(rows, [SHAPE]))
     begun = time.process_time()
     found = read(tmp_path, count + 1)
-    table = Table(count + 1, found.rows)
+    table = SlotTable(count + 1, found.rows)
     assert len(table) == count
     kept = [m.Kept(list(unpack(rows[at : at + 8192]))) for at in range(0, 100_000, 8192)]
     [m.encode(message) for message in kept]
@@ -184,64 +184,64 @@ def options(path, **more) -> dict:
 
 
 def keep(pool, path, moves, **more) -> None:
-    with MoverProcess(pool, options(path, **more)) as mover:
+    with DiskTierProcess(pool, options(path, **more)) as tier_process:
         for move in moves:
             fill(pool, move)
-        mover.write(moves, spaces=[SHAPE])
-        assert all(mover.hear().good)
-        assert mover.stop() == 0
+        tier_process.write(moves, namespaces=[SHAPE])
+        assert all(tier_process.hear().good)
+        assert tier_process.stop() == 0
 
 
 MOVES = [move_of(i, 1 + 10 * i, 10, 1 + 20 * i) for i in range(5)]
 
 
-def test_an_exchanged_data_file_begins_empty(tmp_path, pool):
+def test_disk_with_exchanged_data_file_starts_empty(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
     (tmp_path / "slots").unlink()
-    with MoverProcess(pool, options(tmp_path)) as mover:
-        assert not mover.kept and "exchanged" in mover.opened.note and mover.opened.writable
+    with DiskTierProcess(pool, options(tmp_path)) as tier_process:
+        assert not tier_process.kept and "replaced" in tier_process.opened.note and tier_process.opened.writable
     keep(pool, tmp_path / "other", MOVES)
     shutil.copy(tmp_path / "other" / "slots", tmp_path / "slots")
-    with MoverProcess(pool, options(tmp_path)) as mover:
-        assert not mover.kept and "other data" in mover.opened.note
+    with DiskTierProcess(pool, options(tmp_path)) as tier_process:
+        assert not tier_process.kept and "other data" in tier_process.opened.note
 
 
-def test_older_data_under_a_newer_journal_is_not_taken_for_it(tmp_path, pool):
+def test_disk_with_older_data_than_journal_rejects_old_blocks(tmp_path, pool):
     """A disk that lost writes it had acknowledged: whole blocks, but others than the journal names."""
     keep(pool, tmp_path, MOVES)
     old = (tmp_path / "slots").read_bytes()
     keep(pool, tmp_path, [move_of(100 + i, 1 + 10 * i, 10, 1 + 20 * i) for i in range(3)])
     (tmp_path / "slots").write_bytes(old)
-    with MoverProcess(pool, options(tmp_path)) as mover:
-        assert {x.hash for x in mover.kept} == {name_of(n) for n in (100, 101, 102, 3, 4)}
-        moves = [m.Move(*_fields(x)[:5], 200 + 10 * n, x.pages, x.place) for n, x in enumerate(mover.kept)]
-        mover.read(moves)
-        answer = mover.hear()
+    with DiskTierProcess(pool, options(tmp_path)) as tier_process:
+        assert {x.hash for x in tier_process.kept} == {name_of(n) for n in (100, 101, 102, 3, 4)}
+        moves = [m.Move(*_fields(x)[:5], 200 + 10 * n, x.pages, x.position) for n, x in enumerate(tier_process.kept)]
+        tier_process.read(moves)
+        answer = tier_process.hear()
         assert dict(zip([x.hash for x in moves], answer.good, strict=True)) == {
             name_of(n): n < 10 for n in (100, 101, 102, 3, 4)
         }
-        assert "not what was written" in answer.error
+        assert "other bytes than" in answer.error
         assert all(holds(pool, x) for x, good in zip(moves, answer.good, strict=True) if good)
 
 
-def test_one_store_a_directory(tmp_path, pool):
-    with MoverProcess(pool, options(tmp_path)), MoverProcess(pool, options(tmp_path)) as second:
+def test_disk_directory_in_use_is_refused(tmp_path, pool):
+    with DiskTierProcess(pool, options(tmp_path)), DiskTierProcess(pool, options(tmp_path)) as second:
         assert isinstance(second.opened, m.Refused) and "another store uses" in second.opened.reason
         assert second.process.wait(10) == 1
 
 
-def test_a_smaller_tier_keeps_what_still_fits(tmp_path, pool):
+def test_disk_with_smaller_size_keeps_fitting_blocks(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
-    with MoverProcess(pool, options(tmp_path, size=60 * PAGE)) as mover:
-        assert [x.place for x in mover.kept] == [1, 21, 41] and mover.opened.capacity_pages == 60
+    with DiskTierProcess(pool, options(tmp_path, size=60 * PAGE)) as tier_process:
+        assert [x.position for x in tier_process.kept] == [1, 21, 41] and tier_process.opened.capacity_pages == 60
         assert (tmp_path / "slots").stat().st_size == 60 * PAGE
-    with MoverProcess(pool, options(tmp_path)) as mover:  # larger again: what was cut off does not come back
-        assert [x.place for x in mover.kept] == [1, 21, 41]
-        mover.write([move_of(50, 1, 5, 1000)])
-        assert mover.hear().good == [True]
+    with DiskTierProcess(pool, options(tmp_path)) as tier_process:  # larger again: what was cut off does not come back
+        assert [x.position for x in tier_process.kept] == [1, 21, 41]
+        tier_process.write([move_of(50, 1, 5, 1000)])
+        assert tier_process.hear().good == [True]
 
 
-def test_preallocated_or_not(tmp_path, pool):
+def test_disk_preallocation_allocates_whole_file(tmp_path, pool):
     keep(pool, tmp_path / "a", MOVES[:1], preallocate=True)
     keep(pool, tmp_path / "b", MOVES[:1])
     taken = {name: (tmp_path / name / "slots").stat().st_blocks * 512 for name in "ab"}
@@ -257,7 +257,7 @@ class ReadOnlyFiles(Files):
         return super().open(path, flags)
 
 
-def test_a_read_only_directory_is_read(tmp_path, pool):
+def test_disk_read_only_directory_is_restored(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
     storage = open_storage(ReadOnlyFiles(), str(tmp_path), 4 << 20, preallocate=False, direct=True)
     assert not storage.writable and len(storage.table) == 5 and "read only" in storage.notes[0]
@@ -265,10 +265,10 @@ def test_a_read_only_directory_is_read(tmp_path, pool):
 
 
 @pytest.mark.parametrize("size", [0, 100, 15 * PAGE])
-def test_too_small(tmp_path, pool, size):
-    with MoverProcess(pool, options(tmp_path, size=size)) as mover:
-        assert isinstance(mover.opened, m.Refused) and "too small" in mover.opened.reason
+def test_journal_in_too_small_file_is_refused(tmp_path, pool, size):
+    with DiskTierProcess(pool, options(tmp_path, size=size)) as tier_process:
+        assert isinstance(tier_process.opened, m.Refused) and "too small" in tier_process.opened.reason
 
 
-def test_marks_tell_blocks_apart():
+def test_disk_test_content_differs_by_hash():
     assert content_of(name_of(1), 2) != content_of(name_of(2), 2)

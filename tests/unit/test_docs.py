@@ -96,7 +96,7 @@ def check_python(text: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
-def test_every_snippet_is_one(page, checker):
+def test_docs_snippets_are_valid(page, checker):
     wrong = []
     for block in BLOCKS:
         if block.page == page and (problem := refused(check_block, block, checker)):
@@ -104,7 +104,7 @@ def test_every_snippet_is_one(page, checker):
     assert not wrong, "\n".join(wrong)
 
 
-def test_commands_within_sentences_are_commands(checker):
+def test_docs_inline_commands_are_valid(checker):
     """They need not be whole: options may be missing, and values."""
     whole = re.compile(r"Missing option|requires an argument|has no decode engine")
     commands = re.compile(r"(?<!`)`((?:curl|kubectl|kvtier|make|pip|pytest|python) [^`<]+)`")
@@ -120,7 +120,7 @@ def test_commands_within_sentences_are_commands(checker):
     assert checked > 20
 
 
-def test_all_guides_are_there():
+def test_docs_index_lists_every_guide():
     index = (ROOT / "docs/README.md").read_text("utf-8")
     guides = sorted((ROOT / "docs/guides").glob("*.md"))
     assert len(guides) >= 10
@@ -129,14 +129,14 @@ def test_all_guides_are_there():
     assert {block.page for block in checked} >= {f"docs/guides/{guide.name}" for guide in guides}
 
 
-def test_samples_that_are_listed_are_there():
+def test_docs_listed_samples_exist():
     for page, starts in SHOWN.items():
         found = {shown(page, text) for block in BLOCKS if block.page == page for text in paragraphs(block)}
         assert found >= set(starts), f"{page} no longer has {set(starts) - found}"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_docs_links_resolve(page):
     text = page.read_text("utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -153,12 +153,12 @@ def test_links_lead_somewhere(page):
 # -- how pages are written --------------------------------------------------------------------------------------------
 
 
-def test_readme_is_one_page():
+def test_docs_readme_has_at_most_200_lines():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
 
 
-# Made from texts in the code, or written before these words were chosen.
-OTHER_WORDS = {"metrics.md", "options.md", "vllm-versions.md", "weights.md", "block-ownership.md"}
+# Generated from texts in the code.
+OTHER_WORDS = {"vllm-versions.md"}
 BANNED = re.compile(
     r"\b(hurr(?:y|ied)|patience|whereabouts|nearby|fates?|undo|loans?|lend|lends|lent|risen|whom|whoever|somebody|nobody"
     r"|told|heard|said|luck|teller|ledger|linger\w*|br(?:ing|ings|ought) up|c[oa]mes? up|below memory|set aside"
@@ -181,7 +181,7 @@ def prose(page: Path) -> str:
 @pytest.mark.parametrize(
     "page", [page for page in pages() if page.name not in OTHER_WORDS], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_prose_has_the_words_of_the_field(page):
+def test_docs_prose_has_no_banned_word(page):
     found = []
     for number, line in enumerate(prose(page).splitlines(), 1):
         words = BANNED.findall(line)
@@ -195,7 +195,7 @@ VLLMS = ("/", ".", "tests/v1/")  # no files of this repository
 FOLDERS = ("", "vllm_kvtier/", "vllm_kvtier/store/", "vllm_kvtier/store/eviction/", "vllm_kvtier/scheduler/", "tests/")
 
 
-def test_files_that_pages_name_are_there():
+def test_docs_named_files_exist():
     """In ``test_dist.py``: CONTRIBUTING's."""
     missing, checked = [], 0
     for page in pages():
@@ -214,11 +214,11 @@ def test_files_that_pages_name_are_there():
 # -- what pages say of options and messages ---------------------------------------------------------------------------
 
 
-def test_the_table_of_options_is_current():
+def test_docs_options_page_is_current():
     assert docs_options.PAGE.read_text("utf-8") == docs_options.page(), "run `make docs`"
 
 
-def test_the_table_has_every_option():
+def test_docs_options_page_has_every_option():
     from vllm_kvtier.config import KVTierConfig
     from vllm_kvtier.proxy.config import ProxyConfig
     from vllm_kvtier.store.options import StoreOptions
@@ -231,9 +231,9 @@ def test_the_table_has_every_option():
         assert rows and all(len(row.rstrip(" |").rpartition("|")[2].strip()) > 10 for row in rows), name
 
 
-def test_the_table_says_what_an_engine_passes_on_to_its_store():
+def test_docs_options_page_maps_engine_options_to_store_flags():
     from vllm_kvtier.config import KVTierConfig
-    from vllm_kvtier.scheduler.tier import _store_options
+    from vllm_kvtier.scheduler.sources.node_store import _store_options
     from vllm_kvtier.store.options import StoreOptions
 
     rows = re.findall(r"^\| `--([\w-]+)` \|.*?\| `[^|]*` \| (?:`(\w+)`)? ?\|", docs_options.store_table(), re.M)
@@ -259,7 +259,7 @@ def source_text() -> str:
     return re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(texts))
 
 
-def test_messages_that_guides_quote_are_what_is_said():
+def test_messages_quoted_in_guides_exist_in_code():
     source, checked = source_text(), 0
     for page in sorted((ROOT / "docs/guides").glob("*.md")):
         for text in re.findall(r"^\|.*", page.read_text("utf-8"), re.M):
@@ -273,7 +273,7 @@ def test_messages_that_guides_quote_are_what_is_said():
     assert checked >= 10
 
 
-def test_every_option_of_vllms_connectors_is_there():
+def test_docs_list_every_option_of_vllm_connectors():
     """As far as the vLLM that is here has them."""
     import vllm
 
@@ -290,7 +290,7 @@ def test_every_option_of_vllms_connectors_is_there():
         assert not (missing := {option for option in options if f"`{option}`" not in page}), missing
 
 
-def test_what_guides_call_our_options_are_options():
+def test_docs_options_in_guides_exist():
     from vllm_kvtier.config import KVTierConfig
     from vllm_kvtier.store.options import StoreOptions
 
@@ -299,7 +299,7 @@ def test_what_guides_call_our_options_are_options():
         for row in re.findall(r"^\| .*", page.read_text("utf-8"), re.M):
             cells = row.split("|")
             for option in re.findall(r"`(--[a-z-]+|[a-z]+_[a-z_]+)`", cells[2]):
-                allowed = option in ours or option.startswith("--") and "vLLM's" in cells[2] or option == "--socket"
+                allowed = option in ours or (option.startswith("--") and "vLLM's" in cells[2]) or option == "--socket"
                 allowed |= option == "kv_connector_extra_config"
                 assert allowed or f"`{option}`" in cells[1], f"{page.name}: {option}"
 
@@ -343,12 +343,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "text", "word"), WRONG, ids=range(len(WRONG)))
-def test_what_is_wrong_is_found(kind, text, word, checker):
+def test_docs_checker_finds_errors(kind, text, word, checker):
     problem = refused(check_block, Block("README.md", 1, kind, text + "\n"), checker)
     assert word in problem, problem or "nothing was found"
 
 
-def test_commands_are_split_as_a_shell_does():
+def test_docs_commands_are_split_like_a_shell():
     script = "A=1 b 'c\nd' \\\n e # it's\ncat > f.txt <<'EOF'\nx 'y\nEOF\ng | h && i > j 2>&1; k &\n"
     found = commands_of(script)
     assert [command.words for command in found] == [["b", "c\nd", "e"], ["cat"], ["g"], ["h"], ["i"], ["k"]]

@@ -20,19 +20,19 @@ def checker(tmp_path_factory) -> Checker:
     return Checker(tmp_path_factory.mktemp("kubernetes"))
 
 
-def test_they_are_right(checker):
+def test_kubernetes_manifests_are_valid(checker):
     assert problems(FILES, DOCKERFILE, checker) == []
     assert {"vllm", "kvtier"} <= checker.seen
 
 
-def test_prefill_and_decode_differ_in_nothing_else():
+def test_kubernetes_prefill_and_decode_differ_only_in_role_and_replicas():
     texts = [(FOLDER / f"{name}.yaml").read_text("utf-8").splitlines()[1:] for name in ("prefill", "decode")]
     differing = [(a, b) for a, b in zip(*texts, strict=True) if a.replace("prefill", "decode") != b]
     assert differing == [("  replicas: 1", "  replicas: 2")]
 
 
 @pytest.mark.parametrize("stage", ["engine", "proxy"])
-def test_what_the_dockerfile_copies_is_enough_to_install(stage, root, tmp_path):
+def test_dockerfile_copies_all_files_to_install(stage, root, tmp_path):
     text = re.search(rf"^FROM \S+ AS {stage}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.M | re.S)[1]
     unwanted = shutil.ignore_patterns("__pycache__")
     for line in re.findall(r"^COPY (.+)$", text, re.M):
@@ -51,7 +51,7 @@ def test_what_the_dockerfile_copies_is_enough_to_install(stage, root, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
-        assert {"vllm_kvtier/connector.py", "vllm_kvtier/kernels/peer.py"} <= set(wheel.namelist())
+        assert {"vllm_kvtier/connector.py", "vllm_kvtier/kernels/peer_copy.py"} <= set(wheel.namelist())
     (installed,) = re.findall(r"pip install .*'/src\[([\w,]+)\]'", text)
     assert set(installed.split(",")) <= extras()
 
@@ -208,7 +208,7 @@ MUTATIONS = {
     key_for_all: "others may read",
     key_not_mounted: "cluster.key is on no volume",
     secret_unknown: "Secret cluster-kay",
-    secret_not_made: "Secret cluster-key is made by nobody",
+    secret_not_made: "Secret cluster-key is not created",
     config_map_unknown: "ConfigMap proxi",
     schema_field: "nodeSelectr",
     schema_type: "spec.minReadySeconds",
@@ -220,7 +220,7 @@ MUTATIONS = {
     probe_socket: "livenessProbe asks at /tmp/store.sock",
     port_not_named: "port 9400 is not named",
     policy_port: "no port 8080",
-    policy_peer: "nobody is .*router",
+    policy_peer: "no pod has .*router",
     engine_not_routed: "decode-2",
     proxy_option: "drain_dealy",
     too_little_grace: "killed before it has drained",
@@ -231,13 +231,13 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_what_is_wrong_is_found(mutate, checker):
+def test_kubernetes_checker_finds_errors(mutate, checker):
     files = copy.deepcopy(FILES)
     mutate(files)
     found = problems(files, DOCKERFILE, checker)
     assert any(re.search(MUTATIONS[mutate], problem) for problem in found), found
 
 
-def test_an_engine_is_told_its_own_address():
+def test_kubernetes_engine_gets_its_own_address():
     (config,) = [word for word in arguments(container(FILES, "decode.yaml")) if "kv-transfer" in word]
     assert '"endpoint_host":"10.0.0.1"' in config

@@ -8,7 +8,7 @@ from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geom
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
-from vllm_kvtier.doctor.endpoint import EndpointProbe, NoEndpoint, field_words
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint, field_label
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -43,22 +43,22 @@ def both(a: FakeEngine, b: FakeEngine) -> tuple[int, list[dict]]:
     return doctor("--endpoint", a.address, "--endpoint", b.address)
 
 
-def test_two_engines_alike_are_fine(make):
+def test_doctor_equal_engines_are_ok(make):
     code, checks = both(make(FakeEngine), make(FakeEngine))
     assert code == 0 and [check["state"] for check in checks] == ["ok"] * 3
-    assert "they can use each other's KV" in checks[2]["sentence"]
+    assert "they can use each other's KV" in checks[2]["message"]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "words"), [("aa", "one node"), ("ab", "two pid namespaces"), ("a-", "each other's KV")]
+    ("nodes", "words"), [("aa", "(same node)"), ("ab", "two pid namespaces)"), ("a-", "each other's KV")]
 )
-def test_how_they_reach_each_other(make, nodes, words):
+def test_doctor_engines_report_connections_between_each_other(make, nodes, words):
     def somewhere(node: str) -> list[m.RankInfo]:
         shared = None if node == "-" else m.Shared(node, 1, 1, "", ())
         return [msgspec.structs.replace(rank, shared=shared) for rank in ranks()]
 
     code, checks = both(*(make(FakeEngine, ranks=somewhere(node)) for node in nodes))
-    assert code == 0 and checks[2]["sentence"].endswith(words)
+    assert code == 0 and checks[2]["message"].endswith(words)
 
 
 WORDS = {"model": "llama, from /m/llama", "model configuration": "c0ffee", "weights": "beef, 2 files"}
@@ -78,43 +78,41 @@ WORDS = {"model": "llama, from /m/llama", "model configuration": "c0ffee", "weig
         ({}, ["the model's configuration or weights differs: model-a on"]),
     ],
 )
-def test_engines_say_in_what_their_models_differ(make, theirs, causes):
+def test_doctor_model_differences_are_named(make, theirs, causes):
     a, b = make(FakeEngine), make(FakeEngine, changed(model="model-b"))
     a.words, b.words = list(WORDS.items()), list({**WORDS, **theirs}.items())
     code, checks = both(a, b)
     broken = [check for check in checks if check["state"] == "fail"]
     assert code == 2 and len(broken) == len(causes), broken
-    assert all(cause in check["sentence"] for cause, check in zip(causes, broken, strict=True)), broken
+    assert all(cause in check["message"] for cause, check in zip(causes, broken, strict=True)), broken
 
 
-def test_whether_a_seed_was_fixed_is_told(make):
+def test_doctor_reports_unset_hash_seed(make):
     a, b = make(FakeEngine), make(FakeEngine, changed(hash_seed="0ddb"))
     a.words, b.words = [("hash seed", "5eed, fixed by PYTHONHASHSEED")], [("hash seed", "0ddb, random: another one")]
     found = only(both(a, b)[1], "fail")
-    assert f"5eed, fixed by PYTHONHASHSEED on {a.address}, 0ddb, random: another one on" in found["sentence"]
+    assert f"5eed, fixed by PYTHONHASHSEED on {a.address}, 0ddb, random: another one on" in found["message"]
 
 
-def test_an_engine_that_does_not_know_the_question(make, monkeypatch):
+def test_doctor_older_engine_is_reported(make, monkeypatch):
     """An older one drops who asks, with a word."""
-    old = m.Hello | m.Welcome | m.Refused | m.Query | m.Holding | m.Inspect | m.Inspection
-    engine = make(FakeEngine)
-    decoder, ours = msgspec.msgpack.Decoder(old), m.decode_engine
-    monkeypatch.setattr(
-        m, "decode_engine", lambda frame: (decoder.decode if b"ident" in frame or b"explain" in frame else ours)(frame)
-    )
+    old = m.Hello | m.Welcome | m.LeaseRefused | m.Query | m.PrefixLengths | m.Inspect | m.Inspection
+    with monkeypatch.context() as patch:
+        patch.setattr(m, "decode_engine", msgspec.msgpack.Decoder(old).decode)
+        engine = make(FakeEngine)
     with EndpointProbe(engine.address) as probe:
-        for ask in (probe.words, lambda: probe.explanation([1, 2], "")):
+        for ask in (probe.description, lambda: probe.explanation([1, 2], "")):
             with pytest.raises(NoEndpoint, match="runs an older vllm-kvtier") as caught:
                 ask()
             assert caught.value.why == "other version"
 
 
-def test_an_identity_is_learned_whole(make):
+def test_doctor_identity_has_every_compared_field(make):
     names = {"codecs": "store fp8", "model": "m" * 32}
     namespace = changed(**names)
     with EndpointProbe(make(FakeEngine, namespace).address) as probe:
         identity = probe.identity()
-    compared = {name for name in namespace.__struct_fields__ if not field_words(name).endswith(" differs")}
+    compared = {name for name in namespace.__struct_fields__ if not field_label(name).endswith(" differs")}
     assert identity.fields and set(identity.fields) <= compared
     assert identity.fields == {name: getattr(namespace, name) for name in identity.fields}
     assert {"model", "hash_seed", "hash_block_tokens", "codecs", "cache_dtype"} <= set(identity.fields)
@@ -122,7 +120,7 @@ def test_an_identity_is_learned_whole(make):
 
 
 @pytest.mark.parametrize(
-    ("fields", "cause", "remedy"),
+    ("fields", "cause", "fix"),
     [
         ({"hash_seed": "0ddb"}, "hash seed differs: 5eed on {a}, 0ddb on {b}", "PYTHONHASHSEED"),
         ({"model": "model-b"}, "weights differs: model-a on {a}, model-b on {b}", "same model"),
@@ -133,72 +131,72 @@ def test_an_identity_is_learned_whole(make):
         ({"codecs": "store fp8"}, "encoded differs: none on {a}, store fp8 on {b}", "codec"),
     ],
 )
-def test_what_keeps_two_engines_apart_is_named(make, fields, cause, remedy):
+def test_doctor_difference_between_engines_is_named(make, fields, cause, fix):
     a, b = make(FakeEngine), make(FakeEngine, changed(**fields))
     code, checks = both(a, b)
     found = only(checks, "fail")
     assert code == 2
-    assert cause.format(a=a.address, b=b.address) in found["sentence"] and remedy in found["remedy"]
+    assert cause.format(a=a.address, b=b.address) in found["message"] and fix in found["fix"]
 
 
-def test_xxhash_seeds_have_their_own_remedy(make):
+def test_doctor_xxhash_seed_difference_has_own_fix(make):
     xx = {"hash_algorithm": "xxhash/py3.11"}
     _, checks = both(make(FakeEngine, changed(**xx)), make(FakeEngine, changed(**xx, hash_seed="other")))
     found = only(checks, "fail")
-    assert "the random seed of xxhash differs" in found["sentence"] and "sha256_cbor" in found["remedy"]
+    assert "the random seed of xxhash differs" in found["message"] and "sha256_cbor" in found["fix"]
 
 
-def test_all_differences_are_named_not_only_the_first(make):
+def test_doctor_all_differences_are_named(make):
     _, checks = both(make(FakeEngine), make(FakeEngine, changed(hash_seed="x", model="y")))
     assert len([check for check in checks if check["state"] == "fail"]) == 2
 
 
-def test_tensor_parallel_sizes_differ(make):
+def test_doctor_different_tensor_parallel_sizes_warn(make):
     code, checks = both(make(FakeEngine), make(FakeEngine, ranks=ranks(2)))
     found = only(checks, "warn")
-    assert code == 1 and "tensor parallel size: 1 ranks on" in found["sentence"]
+    assert code == 1 and "tensor parallel size: 1 ranks on" in found["message"]
 
 
-def test_layouts_differ(make):
+def test_doctor_different_layouts_are_found(make):
     code, checks = both(make(FakeEngine), make(FakeEngine, ranks=ranks(1, geometry("token"))))
     found = only(checks, "fail")
-    assert code == 2 and "heads before tokens within a page on 127.0.0.1" in found["sentence"]
-    assert "VLLM_KV_CACHE_LAYOUT" in found["remedy"]
+    assert code == 2 and "heads before tokens within a page on 127.0.0.1" in found["message"]
+    assert "VLLM_KV_CACHE_LAYOUT" in found["fix"]
 
 
 # -- endpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_listens(make):
+def test_doctor_endpoint_without_listener_is_found(make):
     engine = make(FakeEngine)
     engine.stop()
     code, checks = doctor("--endpoint", engine.address)
-    assert code == 2 and f"nothing listens on {engine.address}" in only(checks, "fail")["sentence"]
+    assert code == 2 and f"nothing listens on {engine.address}" in only(checks, "fail")["message"]
 
 
-def test_the_http_port_is_no_endpoint(make):
+def test_doctor_http_port_given_as_endpoint_is_found(make):
     server = make(FakeServer)
     _, checks = doctor("--endpoint", f"127.0.0.1:{server.port}")
     found = only(checks, "fail")
-    assert "is no connector's endpoint" in found["sentence"] and "not the HTTP port" in found["remedy"]
+    assert "is not a connector's endpoint" in found["message"] and "not the HTTP port" in found["fix"]
 
 
-def test_an_engine_that_cannot_serve_says_why(make):
+def test_doctor_engine_unable_to_serve_reports_cause(make):
     code, checks = doctor("--endpoint", make(FakeEngine, why="NIXL has none of the backends UCX here").address)
-    assert code == 1 and "NIXL has none of the backends UCX" in only(checks, "warn")["sentence"]
+    assert code == 1 and "NIXL has none of the backends UCX" in only(checks, "warn")["message"]
 
 
-def test_a_scheduler_that_hangs(make):
+def test_doctor_hung_scheduler_is_found(make):
     engine = make(FakeEngine)
     engine.silent = True
     code, checks = doctor("--endpoint", engine.address)
     found = only(checks, "warn")
-    assert code == 1 and "its connector answers, its scheduler does not" in found["sentence"]
+    assert code == 1 and "its connector answers, its scheduler does not" in found["message"]
 
 
-def test_no_address(make):
+def test_doctor_engine_without_address_is_found(make):
     _, checks = doctor("--endpoint", "somewhere")
-    assert "'somewhere' is not HOST:PORT" in only(checks, "fail")["sentence"]
+    assert "'somewhere' is not HOST:PORT" in only(checks, "fail")["message"]
 
 
 @pytest.fixture
@@ -210,7 +208,7 @@ def key_file(tmp_path):
     return make
 
 
-def test_the_right_key_opens(make, key_file):
+def test_doctor_with_right_cluster_key_connects(make, key_file):
     file = key_file("key")
     engine = make(FakeEngine, key=ClusterKey.load(str(file)))
     code, checks = doctor("--endpoint", engine.address, "--cluster-key", file)
@@ -220,95 +218,95 @@ def test_the_right_key_opens(make, key_file):
 @pytest.mark.parametrize(
     ("there", "here", "cause"),
     [
-        ("a", "b", "has another cluster key than the one given here"),
-        ("a", None, "talks only to holders of its cluster key"),
-        (None, "b", "has no cluster key, and one was given here"),
+        ("a", "b", "has another cluster key than the given one"),
+        ("a", None, "requires its cluster key"),
+        (None, "b", "has no cluster key, and one was given"),
     ],
 )
-def test_keys_that_do_not_fit(make, key_file, there, here, cause):
+def test_doctor_wrong_cluster_key_is_found(make, key_file, there, here, cause):
     engine = make(FakeEngine, key=ClusterKey.load(str(key_file(there))) if there else None)
     code, checks = doctor("--endpoint", engine.address, *(["--cluster-key", key_file(here)] if here else []))
-    assert code == 2 and cause in only(checks, "fail")["sentence"]
+    assert code == 2 and cause in only(checks, "fail")["message"]
 
 
-def test_key_files(key_file, tmp_path):
+def test_doctor_unusable_key_files_are_found(key_file, tmp_path):
     file = key_file("key")
     file.chmod(0o644)
     code, checks = doctor("--cluster-key", file)
-    assert code == 2 and "readable by others" in checks[0]["sentence"] and "chmod 600" in checks[0]["remedy"]
+    assert code == 2 and "readable by others" in checks[0]["message"] and "chmod 600" in checks[0]["fix"]
     _, checks = doctor("--cluster-key", tmp_path / "none")
-    assert "No such file" in checks[0]["sentence"] and "wire.auth" in checks[0]["remedy"]
+    assert "No such file" in checks[0]["message"] and "wire.auth" in checks[0]["fix"]
     file.write_text("secret\n")
     file.chmod(0o600)
     _, checks = doctor("--cluster-key", file)
-    assert "does not hold a key" in checks[0]["sentence"]
+    assert "does not hold a key" in checks[0]["message"]
 
 
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_without_trouble(make):
+def test_doctor_healthy_server_is_ok(make):
     server = make(FakeServer)
     code, checks = doctor("--server", server.url)
-    assert code == 0 and "vLLM 0.33.0" in checks[0]["sentence"]
+    assert code == 0 and "vLLM 0.33.0" in checks[0]["message"]
 
 
 @pytest.mark.parametrize(
     ("version", "code", "state"), [("0.20.0", 2, "fail"), ("0.40.1", 1, "warn"), ("dev", 1, "warn")]
 )
-def test_a_server_of_another_vllm(make, version, code, state):
+def test_doctor_unsupported_vllm_of_server_is_found(make, version, code, state):
     found, checks = doctor("--server", make(FakeServer, version).url)
-    assert found == code and f"it runs vLLM {version}" in only(checks, state)["sentence"]
+    assert found == code and f"it runs vLLM {version}" in only(checks, state)["message"]
 
 
-def test_no_server(make):
+def test_doctor_engine_not_running_is_found(make):
     server = make(FakeServer)
     server.stop()
     server.stop = lambda: None
     code, checks = doctor("--server", server.url)
-    assert code == 2 and "no vLLM server answers at" in only(checks, "fail")["sentence"]
+    assert code == 2 and "no vLLM server answers at" in only(checks, "fail")["message"]
 
 
-def test_an_engine_without_the_connector(make):
+def test_doctor_server_without_connector_is_found(make):
     plain = "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total 5.0\n"
     code, checks = doctor("--server", make(FakeServer, metrics=plain).url)
-    assert code == 2 and "runs without the connector" in only(checks, "fail")["sentence"]
+    assert code == 2 and "runs without the connector" in only(checks, "fail")["message"]
 
 
-def test_prefix_caching_off(make):
+def test_doctor_prefix_caching_off_is_found(make):
     off = METRICS.replace('caching="True"', 'caching="False"')
     code, checks = doctor("--server", make(FakeServer, metrics=off).url)
-    assert code == 2 and "prefix caching is off" in only(checks, "fail")["sentence"]
+    assert code == 2 and "prefix caching is off" in only(checks, "fail")["message"]
 
 
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
         (counter("integrity_failures", 3), "3 blocks arrived with a wrong checksum"),
-        (counter("store_lost", 2), "the node store went away 2 times"),
+        (counter("store_disconnects", 2), "the node store disconnected 2 times"),
         (counter("pulls", 4, "failed"), "4 loads or pulls failed"),
-        (counter("declined", 7, "namespace"), "not pulled from: namespace (7)"),
-        (counter("planned", 9, "slower"), "of 9 prompts that the node store had, 9 were computed"),
-        (counter("not_stored", 50, "store full"), "not stored: store full (50)"),
+        (counter("lookups_declined", 7, "namespace_mismatch"), "in other engines failed: namespace_mismatch (7)"),
+        (counter("load_decisions", 9, "slower"), "9 of 9 prompts that were found were computed"),
+        (counter("stores_skipped", 50, "store_full"), "not stored: store_full (50)"),
     ],
 )
-def test_counters_that_tell_of_trouble(make, lines, cause):
+def test_doctor_error_counters_warn(make, lines, cause):
     code, checks = doctor("--server", make(FakeServer, metrics=METRICS + lines).url)
-    assert code == 1 and cause in only(checks, "warn")["sentence"]
+    assert code == 1 and cause in only(checks, "warn")["message"]
 
 
-def test_counters_that_tell_of_none(make):
-    lines = counter("declined", 7, "local hit") + counter("not_stored", 50, "stored already")
+def test_doctor_harmless_counters_are_ok(make):
+    lines = counter("lookups_declined", 7, "local_cache_hit") + counter("stores_skipped", 50, "already_stored")
     code, checks = doctor("--server", make(FakeServer, metrics=METRICS + lines).url)
-    assert code == 0 and checks[1]["sentence"] == "nothing went wrong that it counted"
+    assert code == 0 and checks[1]["message"] == "no errors counted"
 
 
-def test_engines_of_two_versions(make):
+def test_doctor_different_vllm_versions_warn(make):
     code, checks = doctor("--server", make(FakeServer, "0.32.0").url, "--server", make(FakeServer).url)
-    assert code == 1 and "different vLLM: 0.32.0 at" in only(checks, "warn")["sentence"]
+    assert code == 1 and "different vLLM: 0.32.0 at" in only(checks, "warn")["message"]
 
 
-def test_refusals_are_read_whatever_they_are_called():
+def test_doctor_field_words_are_distinct_for_every_namespace_field():
     """The words come from Namespace.mismatch itself: a field that is compared has some."""
-    words = {name: field_words(name) for name in m.Namespace.__struct_fields__}
+    words = {name: field_label(name) for name in m.Namespace.__struct_fields__}
     assert len(set(words.values())) == len(words)

@@ -8,18 +8,18 @@ import pytest
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens
 from vllm_kvtier.devtools.stores import StoreFailed, end_store, open_tier, settled, store_counts, tier_of
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.launch import serves, start_store, store_path
-from vllm_kvtier.store.lower.base import TierCounts
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.types import IndexStats
+from vllm_kvtier.store.launcher import serves, start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.records import IndexStats
+from vllm_kvtier.store.tiers.base import TierCounts
 
 NUMBER = 12
 METRICS = """\
-vllm:kvtier_planned_total{engine="0",kind="faster",model_name="model"} 5.0
-vllm:kvtier_planned_total{engine="1",kind="faster",model_name="model"} 2.0
-vllm:kvtier_waits_total{engine="0",kind="for what comes up",model_name="model"} 8.0
-vllm:kvtier_waits_created{engine="0",kind="for what comes up",model_name="model"} 1.7e+09
+vllm:kvtier_load_decisions_total{engine="0",kind="faster",model_name="model"} 5.0
+vllm:kvtier_load_decisions_total{engine="1",kind="faster",model_name="model"} 2.0
+vllm:kvtier_promotion_waits_total{engine="0",kind="promotion",model_name="model"} 8.0
+vllm:kvtier_promotion_waits_created{engine="0",kind="promotion",model_name="model"} 1.7e+09
 vllm:kvtier_loads_total{engine="0",kind="ok",model_name="model"} 4.0
 """
 
@@ -54,7 +54,7 @@ def good(demo):
 
     loaded = {demo.COMPUTED: 0, demo.FROM_DISK: 1472, demo.RESTARTED: 1472}
     passes = {name: [asked(number, pulled) for number in range(NUMBER)] for name, pulled in loaded.items()}
-    decisions = {name: {"offers: faster": NUMBER} if pulled else {} for name, pulled in loaded.items()}
+    decisions = {name: {"decisions: faster": NUMBER} if pulled else {} for name, pulled in loaded.items()}
     library = demo.Library(counts(200, 190), counts(700, 200), counts(0, 200), 0.1, counts(500, 200))
     return demo.Played(passes, decisions, [demo.Failures()] * 2, [], library)
 
@@ -81,13 +81,13 @@ def answer(text, **logprobs):
 
 
 @pytest.mark.parametrize("recalls", [False, True])
-def test_a_good_library_passes(demo, judge, good, recalls):
+def test_document_library_good_result_passes(demo, judge, good, recalls):
     assert judge(good, recalls) == []
     assert demo.times_memory(good.library) == 10
 
 
 @pytest.mark.parametrize("later", ["FROM_DISK", "RESTARTED"])
-def test_what_must_not_pass(demo, judge, good, later):
+def test_document_library_failures_are_detected(demo, judge, good, later):
     name = getattr(demo, later)
     [problem] = judge(changed(good, name, 3, answer="It is 00000."))
     assert f"'It is 00000.' {name}" in problem
@@ -97,12 +97,12 @@ def test_what_must_not_pass(demo, judge, good, later):
         played = changed(played, name, number, tokens=computed, from_disk=0)
         slow = changed(slow, name, number, first_token=1.1)
     [problem] = judge(played)
-    assert problem.startswith(f"{name}: no document came from disk") and "offers: faster 12" in problem
+    assert problem.startswith(f"{name}: no document came from disk") and "decisions: faster 12" in problem
     [problem] = judge(slow)
     assert problem == f"{name}: 12 documents took 13.20 s from disk, 12.00 s to compute."
 
 
-def test_what_was_computed_or_in_memory_is_no_fault(demo, judge, good):
+def test_document_library_computed_or_cached_documents_pass(demo, judge, good):
     """Where the planner expected it to be sooner; or because memory still had it."""
     computed = PromptTokens(computed=1500, cached=0, pulled=0)
     played = changed(good, demo.FROM_DISK, 0, tokens=computed, from_disk=0, first_token=1.5)
@@ -115,7 +115,7 @@ def test_what_was_computed_or_in_memory_is_no_fault(demo, judge, good):
     assert demo.pass_cells(first, first)[-1] == "-"
 
 
-def test_the_first_pass_is_judged_too(demo, judge, good):
+def test_document_library_first_pass_failures_are_detected(demo, judge, good):
     early = PromptTokens(computed=500, cached=0, pulled=1000)
     [problem] = judge(changed(good, demo.COMPUTED, 2, tokens=early))
     assert "1000 tokens were loaded before anything was stored" in problem
@@ -127,22 +127,22 @@ def test_the_first_pass_is_judged_too(demo, judge, good):
     assert judge(good, recalls=False) == []
 
 
-def test_too_few_documents_show_nothing(judge, good):
+def test_document_library_too_few_documents_fail(judge, good):
     [problem] = judge(good, times=11)
     assert "need 10.0 times" in problem and "11 were asked for" in problem
 
 
-def test_what_the_disk_lost_is_missed(judge, good):
+def test_document_library_lost_disk_blocks_are_a_failure(judge, good):
     [problem] = judge(good._replace(library=good.library._replace(after=counts(0, 199))))
     assert problem == "of 200 blocks on disk 199 were found after the kill."
 
 
-def test_failures_of_either_life_count(demo, judge, good):
+def test_failures_before_and_after_restart_count(demo, judge, good):
     lives = [demo.Failures(integrity=1), demo.Failures(integrity=2, loads=1)]
     assert [problem[:8] for problem in judge(good._replace(failures=lives))] == ["3 blocks", "1 loads "]
 
 
-def test_near_ties_are_for_models_that_guess(demo, judge, good):
+def test_document_library_near_ties_are_excused_only_for_other_models(demo, judge, good):
     played = changed(good, demo.FROM_DISK, 0, answer="b")
     played = changed(changed(played, demo.COMPUTED, 0, answer="a"), demo.RESTARTED, 0, answer="a")
     others = [answer(a.answer) for a in good.passes[demo.COMPUTED][1:]]
@@ -153,7 +153,7 @@ def test_near_ties_are_for_models_that_guess(demo, judge, good):
     assert any("'b'" in problem for problem in judge(knew._replace(referee=[answer("a", b=-0.8), *others])))
 
 
-def test_documents_are_different(demo):
+def test_document_library_documents_are_distinct(demo):
     codes = [demo.code(number) for number in range(300)]
     assert len({name for name, _ in codes}) == 300
     texts = [str(demo.document(number)) for number in range(40)]
@@ -163,12 +163,12 @@ def test_documents_are_different(demo):
         assert [digits in message["content"] for message in asked] == [False, True, False, False, False, False]
 
 
-def test_decisions_are_read_from_metrics(demo):
+def test_document_library_reads_decisions_from_metrics(demo):
     assert demo.decisions_in("") == {}
-    assert demo.decisions_in(METRICS) == {"offers: faster": 7, "waits: for what comes up": 8}
+    assert demo.decisions_in(METRICS) == {"decisions: faster": 7, "waits: promotion": 8}
 
 
-def test_tables_fit_a_terminal(demo, good):
+def test_document_library_tables_fit_80_columns(demo, good):
     """80 columns, and nothing is cut off."""
     with demo.console.capture() as capture:
         demo.console.width = 80
@@ -181,7 +181,7 @@ def test_tables_fit_a_terminal(demo, good):
     ]  # fmt: skip
 
 
-def test_the_engine_is_alone_with_its_store_and_disk(demo, tmp_path, monkeypatch):
+def test_document_library_engine_has_own_store_and_disk(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["document_library.py", "--gpus", "1"])
     args = demo.arguments()
@@ -195,9 +195,9 @@ def test_the_engine_is_alone_with_its_store_and_disk(demo, tmp_path, monkeypatch
     assert demo.arguments().store_size == "1GiB"
 
 
-def test_a_store_is_read_and_ended(tmp_path, run_dir):
+def test_document_library_store_is_read_and_ended(tmp_path, run_dir):
     path = store_path()
-    with pytest.raises(StoreFailed, match="no store says how it is"):
+    with pytest.raises(StoreFailed, match="no node store listens"):
         store_counts(path)
     end_store(path)  # nothing to end is no error
     start_store(path, StoreOptions(size="1MiB", idle_seconds=30, disk_path=str(tmp_path / "disk"), disk_size="8MiB"))

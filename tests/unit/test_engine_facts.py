@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.vllm_compat.facts import _whole_prompts, engine_facts
+from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
 
 BLOCK = 32
 SHAPE = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -68,20 +68,20 @@ def configure(root):
         ({"caching": False, "chunked": False}, False),  # as vLLM sets it for attention that is not causal
     ],
 )
-def test_engine_facts_where_prompts_are_computed_whole_nothing_is_supported(configure, options, works):
-    unsupported = engine_facts(configure(**options), cache(FULL)).unsupported
+def test_engine_info_whole_prompt_pooling_is_unsupported(configure, options, works):
+    unsupported = engine_info(configure(**options), cache(FULL)).unsupported
     assert (unsupported is None) == works, unsupported
 
 
-def test_engine_facts_without_prefix_caching_only_hand_offs_are_left(configure):
-    facts = engine_facts(configure(caching=False), cache(FULL))
+def test_engine_info_without_prefix_caching_keeps_handoffs_only(configure):
+    facts = engine_info(configure(caching=False), cache(FULL))
     assert facts.unsupported is None and not facts.prefix_caching
     left = KVTierConfig(bidirectional=True, store_nodes="127.0.0.1:9").without_prefixes()
     assert (left.store, left.store_nodes, left.bidirectional) == ("off", "", False)
-    assert engine_facts(configure(), cache(FULL)).prefix_caching
+    assert engine_info(configure(), cache(FULL)).prefix_caching
 
 
-def test_engine_facts_of_mla_on_cpus_leave_hand_offs(configure):
+def test_engine_info_of_mla_on_cpu_keeps_handoffs(configure):
     """vLLM turns both off there because its CPU backend cannot go on from a prefix; a whole prompt can be read."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=True, runner_type="generate", is_prefix_caching_supported=True),
@@ -91,20 +91,20 @@ def test_engine_facts_of_mla_on_cpus_leave_hand_offs(configure):
     assert _whole_prompts(config) is None
 
 
-def test_engine_facts_of_windows_kept_as_full_attention_have_no_window(configure):
+def test_engine_info_windows_kept_as_full_attention_have_no_window(configure):
     """As without vLLM's hybrid manager: the spec names the window, and all blocks are kept."""
     unified = FullAttentionSpec(**SHAPE, sliding_window=80)
-    facts = engine_facts(configure(), cache(unified, SlidingWindowSpec(**SHAPE, sliding_window=80)))
+    facts = engine_info(configure(), cache(unified, SlidingWindowSpec(**SHAPE, sliding_window=80)))
     assert facts.groups == [(BLOCK, None), (BLOCK, 80)] and facts.full_groups == [0] and not facts.unsupported
 
 
 @pytest.mark.parametrize("specs", [[FULL, MLA], [FULL, WIDE]], ids=["kinds", "sizes"])
-def test_engine_facts_of_a_group_with_a_spec_for_each_layer_are_its_layers(configure, specs):
+def test_engine_info_of_uniform_type_group_uses_its_layers(configure, specs):
     """Workers get these; the scheduler gets one of the layers'."""
     uniform = UniformTypeKVCacheSpecs(
         block_size=BLOCK, kv_cache_specs={f"layer {i}": spec for i, spec in enumerate(specs)}
     )
-    facts = engine_facts(configure(), cache(uniform))
+    facts = engine_info(configure(), cache(uniform))
     assert facts.groups == [(BLOCK, None)] and facts.full_groups == [0] and not facts.unsupported
 
 
@@ -113,12 +113,12 @@ class UnknownSpec(FullAttentionSpec):
 
 
 @pytest.mark.parametrize("specs", [(), (UnknownSpec(**SHAPE),), (FULL, UnknownSpec(**SHAPE))])
-def test_engine_facts_of_unknown_caches_support_nothing(configure, specs):
-    assert engine_facts(configure(), cache(*specs)).unsupported
+def test_engine_info_of_unknown_cache_is_unsupported(configure, specs):
+    assert engine_info(configure(), cache(*specs)).unsupported
 
 
 @pytest.mark.parametrize(("role", "required"), [("kv_both", False), ("kv_consumer", False), ("kv_producer", True)])
-def test_connector_requires_delivery_only_of_an_engine_that_only_prefills(configure, role, required):
+def test_connector_requires_kv_delivery_on_producer_only(configure, role, required):
     connector = KVTierConnector(configure(role=role), KVConnectorRole.WORKER, cache(FULL))
     assert connector.requires_kv_delivery is required
 
@@ -126,7 +126,7 @@ def test_connector_requires_delivery_only_of_an_engine_that_only_prefills(config
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"), [("fail", "recompute", 1), ("fail", "fail", 0), ("recompute", "recompute", 0)]
 )
-def test_connector_that_sets_the_failure_policy_says_so(configure, caplog, monkeypatch, theirs, ours, said):
+def test_connector_setting_failure_policy_is_logged(configure, caplog, monkeypatch, theirs, ours, said):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     config = configure(policy=theirs, extra={"kv_load_failure_policy": ours})
     with caplog.at_level("INFO", "vllm.kvtier"):

@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvtier import connector as ours
-from vllm_kvtier.vllm_compat.engine import EngineThread
-from vllm_kvtier.vllm_compat.types import WorkerReport
-from vllm_kvtier.worker.queues import LoadResult
+from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
 
 BLOCK = 32
 KVTIER = {
@@ -81,7 +81,7 @@ def come(core):
         core.add_request(SimpleNamespace(request_id=7))
 
 
-def test_engine_thread_without_a_loop_knows_the_scheduler_before_the_first_request(engine):
+def test_engine_thread_without_loop_finds_scheduler_at_first_request(engine):
     cores = [engine(KVTIER), engine(KVTIER)]
     for core in cores:
         assert kvtier(core)._scheduler.engine_scheduler is None
@@ -89,11 +89,11 @@ def test_engine_thread_without_a_loop_knows_the_scheduler_before_the_first_reque
         come(core)
         come(core)
         half = kvtier(core)._scheduler
-        assert half.engine_scheduler is core.scheduler and half._engine.turns.known
+        assert half.engine_scheduler is core.scheduler and half._engine.scheduler_lock.known
         half._engine.wake()  # there is no loop, and no queue
 
 
-def test_engine_thread_with_a_loop_knows_the_scheduler_when_it_is_idle(engine):
+def test_engine_thread_with_loop_finds_scheduler_when_idle(engine):
     core = engine(KVTIER)
     proc = EngineCoreProc.__new__(EngineCoreProc)
     proc.scheduler, proc._idle_state_callbacks = core.scheduler, []
@@ -101,7 +101,7 @@ def test_engine_thread_with_a_loop_knows_the_scheduler_when_it_is_idle(engine):
     assert kvtier(core)._scheduler.engine_scheduler is core.scheduler
 
 
-def test_engine_thread_that_fails_costs_no_request(engine, monkeypatch):
+def test_engine_thread_error_is_not_retried_and_costs_no_request(engine, monkeypatch):
     core = engine(KVTIER)
     thread = kvtier(core)._scheduler._engine
     asked = []
@@ -121,7 +121,7 @@ def test_failure_policy_within_a_multi_connector_reaches_the_scheduler(engine, p
     assert core.scheduler.recompute_kv_load_failures is recomputes
 
 
-def test_failed_loads_of_an_old_vllm_without_a_loop_are_computed(engine, monkeypatch):
+def test_failed_load_in_old_vllm_without_loop_marks_request(engine, monkeypatch):
     """Before 0.30, of models with several groups: we mark the request in vLLM's scheduler ourselves."""
     monkeypatch.setattr(ours, "TransferResults", None)
     core = engine(KVTIER, groups=2)

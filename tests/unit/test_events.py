@@ -14,23 +14,23 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from vllm_kvtier.scheduler import events as events_module
-from vllm_kvtier.scheduler.events import Events
-from vllm_kvtier.store import changes as changes_module
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.changes import Changes
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import HASH, Index
+from vllm_kvtier.scheduler.offload import kv_events as kv_events_module
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.server import event_feed as event_feed_module
+from vllm_kvtier.store.server.event_feed import EventFeed
 from vllm_kvtier.telemetry.events import PLACES, Label, Removed, Stored
-from vllm_kvtier.vllm_compat import events as vllm_events
+from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
 
-UNIT = 4
+HASH_BLOCK_SIZE = 4
 ONE, OTHER = b"1" * HASH, b"2" * HASH
-TOKENS = list(range(6 * UNIT))
+TOKENS = list(range(6 * HASH_BLOCK_SIZE))
 HASHES = []
-for at in range(0, len(TOKENS), UNIT):
-    HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + UNIT])).digest())
+for at in range(0, len(TOKENS), HASH_BLOCK_SIZE):
+    HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + HASH_BLOCK_SIZE])).digest())
 CPU, DISK, BUCKET = PLACES
 KINDS = [("full_attention", None)]
 
@@ -40,20 +40,20 @@ class World:
 
     def __init__(self, tiers=("disk", "object"), label_bytes=1 << 20):
         self.loop, self.woken = Loop(), 0
-        self.events = Events([(UNIT, None)], UNIT, self.loop, self.wake)
+        self.events = Events([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, self.loop, self.wake)
         self.events.join(ONE)
         self.index = Index(SlotPool(100, 100), None, Clock())
         self.index.grow(100)
         self.tiers = {name: FakeTier(name) for name in tiers}
         self.wire = Wire(1, self.events, list(tiers))
-        self.changes = Changes(
+        self.changes = EventFeed(
             self.index,
             list(self.tiers.values()),
             lambda number, message: self.wire.to_engine.append(m.encode(message)),
             self.loop.call_soon,
             label_bytes,
         )
-        self.index.connect(1, UNIT, [m.GroupShape(1, 1)])
+        self.index.connect(1, HASH_BLOCK_SIZE, [m.GroupShape(1, 1)])
         self.wire.connect(self.changes)
         self.deliver()
 
@@ -65,19 +65,19 @@ class World:
         while self.wire.deliver_to_store() | self.wire.deliver_to_engine():
             self.loop.run()
 
-    def store(self, count, space=ONE, first=0, labels=True):
+    def store(self, count, namespace_id=ONE, first=0, labels=True):
         parents = [b"\0" * HASH, *(each[:HASH] for each in HASHES)]
         hashes = b"".join(each[:HASH] for each in HASHES[first:count])
         slots = self.index.reserve(
-            1, space, b"", [0] * (count - first), hashes, b"".join(parents[first:count]), 1 << 30
+            1, namespace_id, b"", [0] * (count - first), hashes, b"".join(parents[first:count]), 1 << 30
         )
         if labels:
-            self.label(count, space, first)
+            self.label(count, namespace_id, first)
         self.index.commit(1, [slot for slot in slots if slot > 0])
 
-    def label(self, count, space=ONE, first=0):
+    def label(self, count, namespace_id=ONE, first=0):
         rows = range(first, count)
-        self.events.tell(space, self.events.describe(space, fake_request(TOKENS, HASHES), 0, rows))
+        self.events.send_labels(namespace_id, self.events.describe(namespace_id, fake_request(TOKENS, HASHES), 0, rows))
 
     def said(self):
         self.deliver()
@@ -88,12 +88,12 @@ def hashes_in(said):
     return [label.hash for label in said.labels]
 
 
-def test_what_is_known_of_a_block_is_kept_once():
+def test_events_keep_block_metadata_once():
     """An engine knows of each block in the store: some hundred thousand, of which each byte counts."""
     world = World()
     world.store(3)
     world.said()
-    view, told = world.events._view[ONE], world.events._told
+    view, told = world.events._view[ONE], world.events._published
     labels = [view[0, each[:HASH]][1] for each in HASHES[:3]]
     assert all(label.parent is before.hash for before, label in zip(labels, labels[1:], strict=False))
     assert all(told[ONE, key] is known for key, known in view.items())
@@ -102,7 +102,7 @@ def test_what_is_known_of_a_block_is_kept_once():
 # -- what is said ----------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_that_was_stored_is_one_event():
+def test_consecutive_stored_blocks_are_one_event():
     world = World()
     world.store(4)
     [stored] = world.said()
@@ -113,7 +113,7 @@ def test_a_chain_that_was_stored_is_one_event():
     assert not world.said()
 
 
-def test_an_idle_engine_is_woken_once_for_all_there_is_to_say():
+def test_events_wake_idle_engine_once():
     world = World()
     world.store(6)
     world.deliver()
@@ -125,7 +125,7 @@ def test_an_idle_engine_is_woken_once_for_all_there_is_to_say():
     assert world.woken == 2
 
 
-def test_where_a_block_lies_is_said_tier_by_tier():
+def test_events_name_each_tier_of_a_block():
     world = World()
     world.store(1)
     world.said()
@@ -145,7 +145,7 @@ def test_where_a_block_lies_is_said_tier_by_tier():
     assert world.changes.labelled == (0, 0)
 
 
-def test_a_tier_that_cannot_be_used_has_nothing():
+def test_events_of_unavailable_tier_remove_its_blocks():
     world = World()
     world.store(3)
     for each in HASHES[:3]:
@@ -158,7 +158,7 @@ def test_a_tier_that_cannot_be_used_has_nothing():
     assert [(each.place, hashes_in(each)) for each in world.said()] == [(DISK, HASHES[:3])]
 
 
-def test_blocks_that_came_and_went_unheard_are_not_mentioned():
+def test_events_of_blocks_stored_and_removed_before_send_are_dropped():
     world = World()
     world.store(5)
     world.deliver()
@@ -166,7 +166,7 @@ def test_blocks_that_came_and_went_unheard_are_not_mentioned():
     assert not world.said()
 
 
-def test_what_is_not_written_yet_is_not_said():
+def test_unwritten_blocks_send_no_event():
     world = World()
     slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH], b"\0" * HASH, 1 << 30)
     world.label(1)
@@ -175,7 +175,7 @@ def test_what_is_not_written_yet_is_not_said():
     assert [hashes_in(each) for each in world.said()] == [HASHES[:1]]
 
 
-def test_a_hash_of_two_spaces_is_there_while_one_has_it():
+def test_events_of_hash_in_two_namespaces_remove_it_with_the_last():
     """As when an engine with new weights stores the same prompts in its new space."""
     world = World()
     world.store(2)
@@ -190,7 +190,7 @@ def test_a_hash_of_two_spaces_is_there_while_one_has_it():
     assert sorted(removed.hashes) == sorted(HASHES[:2])
 
 
-def test_a_store_that_dies_has_nothing_and_another_tells_what_it_has():
+def test_events_after_store_death_remove_all_and_resend_on_reconnect():
     world = World()
     world.store(4)
     world.said()
@@ -203,7 +203,7 @@ def test_a_store_that_dies_has_nothing_and_another_tells_what_it_has():
     assert sorted(hashes_in(stored)) == sorted(HASHES[:4])
 
 
-def test_an_engine_that_leaves_its_spaces_says_so():
+def test_events_after_leaving_namespaces_remove_their_blocks():
     world = World()
     world.store(4)
     world.said()
@@ -219,14 +219,14 @@ def test_an_engine_that_leaves_its_spaces_says_so():
     assert {h for each in world.said() for h in hashes_in(each)} == set(HASHES[:4]), "the fifth has no label"
 
 
-def test_what_vllm_clears_is_said_again():
+def test_blocks_cleared_by_vllm_are_reported_again():
     world = World()
     world.store(3)
     taken, strict, lax = world.said(), Router(), Router(clears=False)
     for router in (strict, lax):
         router.said(taken)
         router.hear([AllBlocksCleared()])
-    world.events.say_again()
+    world.events.publish_again()
     world.deliver()
     again = [each for _ in range(2) for each in world.events.take(2)]
     for router in (strict, lax):
@@ -241,18 +241,18 @@ def test_what_vllm_clears_is_said_again():
 # -- labels ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_stored_without_a_label_is_said_when_it_gets_one():
+def test_blocks_stored_without_label_are_reported_once_labelled():
     """By an engine that publishes nothing, or before the store was started anew with a disk."""
     world = World()
     world.store(3, labels=False)
     world.tiers["disk"].put((ONE, 0, HASHES[4][:HASH]))
     assert not world.said()
-    world.events.loaded(ONE, fake_request(TOKENS, HASHES), 0, 5 * UNIT)
+    world.events.loaded(ONE, fake_request(TOKENS, HASHES), 0, 5 * HASH_BLOCK_SIZE)
     assert {(each.place, *hashes_in(each)) for each in world.said()} == {(CPU, *HASHES[:3]), (DISK, HASHES[4])}
     assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(3)), "the store knows them"
 
 
-def test_labels_take_bounded_memory_and_the_oldest_go():
+def test_event_labels_are_bounded_and_oldest_evicted():
     world = World(label_bytes=1500)
     world.store(6)
     world.deliver()
@@ -263,10 +263,10 @@ def test_labels_take_bounded_memory_and_the_oldest_go():
 
 
 @pytest.mark.parametrize("fault", ["nonsense", "another hash", "too few tokens", "a number"])
-def test_a_label_that_is_wrong_is_no_event(fault):
+def test_events_with_malformed_label_are_not_sent(fault):
     """Some other process made it."""
     world = World()
-    tokens = np.arange(UNIT, dtype="<i4").tobytes()
+    tokens = np.arange(HASH_BLOCK_SIZE, dtype="<i4").tobytes()
     content = {
         "nonsense": b"\xc1 nonsense",
         "another hash": msgspec.msgpack.encode(Label(HASHES[1], b"", tokens)),
@@ -280,8 +280,8 @@ def test_a_label_that_is_wrong_is_no_event(fault):
     assert not world.said()
 
 
-def test_long_prompts_are_labelled_in_several_messages(monkeypatch):
-    monkeypatch.setattr(events_module, "SEND", 2)
+def test_event_labels_of_long_prompt_are_sent_in_parts(monkeypatch):
+    monkeypatch.setattr(kv_events_module, "MAX_LABELS", 2)
     world = World()
     world.store(5)
     assert [hashes_in(each) for each in world.said()] == [HASHES[:5]]
@@ -290,9 +290,9 @@ def test_long_prompts_are_labelled_in_several_messages(monkeypatch):
 # -- in vLLM's words ---------------------------------------------------------------------------------------------------
 
 
-def test_labels_of_what_was_never_written_do_not_stay(monkeypatch):
+def test_event_labels_of_aborted_blocks_are_dropped(monkeypatch):
     """Their reservations were given up, of which nobody is told."""
-    monkeypatch.setattr(changes_module, "AWAITED", 2)
+    monkeypatch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 2)
     world = World()
     for count in range(1, 7):
         slots = world.index.reserve(1, ONE, b"", [0], HASHES[count - 1][:HASH], b"\0" * HASH, 1 << 30)
@@ -303,7 +303,7 @@ def test_labels_of_what_was_never_written_do_not_stay(monkeypatch):
 
 
 @pytest.mark.parametrize("integers", [False, True])
-def test_vllm_reads_what_is_published(monkeypatch, integers):
+def test_events_are_decoded_by_vllm(monkeypatch, integers):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(integers)))
     world = World()
     world.store(3)
@@ -315,7 +315,12 @@ def test_vllm_reads_what_is_published(monkeypatch, integers):
     named = [maybe_convert_block_hash(each) for each in HASHES[:3]]
     assert all(isinstance(each, int if integers else bytes) for each in named)
     assert isinstance(first, BlockStored) and first.block_hashes == named and first.parent_block_hash is None
-    assert (first.medium, first.block_size, first.token_ids, first.group_idx) == ("CPU", UNIT, TOKENS[: 3 * UNIT], 0)
+    assert (first.medium, first.block_size, first.token_ids, first.group_idx) == (
+        "CPU",
+        HASH_BLOCK_SIZE,
+        TOKENS[: 3 * HASH_BLOCK_SIZE],
+        0,
+    )
     assert (first.kv_cache_spec_kind, first.extra_keys) == ("full_attention", [None] * 3)
     later = World()
     later.store(2)
@@ -329,22 +334,22 @@ def test_vllm_reads_what_is_published(monkeypatch, integers):
         assert first.locality == second.locality == "LOCAL"
 
 
-def test_an_older_vllm_has_no_localities(monkeypatch):
+def test_events_for_older_vllm_have_no_locality(monkeypatch):
     older = msgspec.defstruct("BlockRemoved", ["block_hashes", "medium", "group_idx"])
     monkeypatch.setattr("vllm.distributed.kv_events.BlockRemoved", older)
     [event] = vllm_events.vllm_events([Removed(0, DISK, [HASHES[0]])], KINDS)
     assert (event.medium, getattr(event, "locality", None)) == ("STORAGE", None)
 
 
-def test_what_else_was_hashed_is_published_as_for_the_gpu():
+def test_events_include_extra_keys_as_on_the_gpu():
     """A salt is in the first block's event, an adapter in each."""
-    salted = make_request("r", TOKENS, UNIT, salt="a tenant")
-    blocks = [(0, UNIT), (UNIT, 2 * UNIT)]
+    salted = make_request("r", TOKENS, HASH_BLOCK_SIZE, salt="a tenant")
+    blocks = [(0, HASH_BLOCK_SIZE), (HASH_BLOCK_SIZE, 2 * HASH_BLOCK_SIZE)]
     assert list(vr.event_keys(salted, blocks)) == [(None, None, ["a tenant"]), (None, None, None)]
     salted.lora_request = SimpleNamespace(lora_name="poet", lora_path="", adapter_id=3)
     [(lora_id, lora_name, extra)] = vr.event_keys(salted, blocks[1:])
     assert (lora_id, lora_name) == (3, "poet") and extra[0] == "poet"
-    label = Label(HASHES[0], b"", bytes(4 * UNIT), 3, "poet", ["poet", "a tenant"])
+    label = Label(HASHES[0], b"", bytes(4 * HASH_BLOCK_SIZE), 3, "poet", ["poet", "a tenant"])
     [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], KINDS)
     assert (event.lora_id, event.lora_name, event.extra_keys) == (3, "poet", [("poet", "a tenant")])
 
@@ -360,22 +365,24 @@ class Counted(list):
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_media_are_gone_through_once_for_all_blocks(step):
+def test_event_extra_keys_of_media_are_computed_in_one_pass(step):
     """Some within a block, some over many, some right behind one another; all blocks of a request, or every third."""
     rng, media, at = random.Random(step), Counted(), 0
     while len(media) < 400:
-        length = rng.choice((1, UNIT, 9 * UNIT + 1))
-        at += rng.choice((0, 1, 5 * UNIT))
+        length = rng.choice((1, HASH_BLOCK_SIZE, 9 * HASH_BLOCK_SIZE + 1))
+        at += rng.choice((0, 1, 5 * HASH_BLOCK_SIZE))
         media.append(
             SimpleNamespace(identifier=f"{at}", mm_position=SimpleNamespace(offset=at, length=length))
         )
         at += length
-    request = fake_request(list(range(at + 5 * UNIT)), [bytes([n % 256]) * 32 for n in range(at // UNIT + 5)])
+    request = fake_request(
+        list(range(at + 5 * HASH_BLOCK_SIZE)), [bytes([n % 256]) * 32 for n in range(at // HASH_BLOCK_SIZE + 5)]
+    )
     request.mm_features = media
-    rows = range(0, at // UNIT + 5, step)
+    rows = range(0, at // HASH_BLOCK_SIZE + 5, step)
     wanted = []
     for i in rows:
-        keys, _ = generate_block_hash_extra_keys(request, i * UNIT, (i + 1) * UNIT, 0)
+        keys, _ = generate_block_hash_extra_keys(request, i * HASH_BLOCK_SIZE, (i + 1) * HASH_BLOCK_SIZE, 0)
         if keys is not None and hasattr(kv_cache_utils, "to_event_extra_keys"):
             [keys] = kv_cache_utils.to_event_extra_keys([keys])
         wanted.append(None if keys is None else list(keys))
@@ -385,7 +392,7 @@ def test_media_are_gone_through_once_for_all_blocks(step):
     assert media.looks <= len(media) + 4 * len(rows)
 
 
-def test_an_idle_engine_publishes_what_vllm_has_too():
+def test_events_published_when_idle_include_those_of_vllm():
     published = []
     scheduler = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(take_events=lambda: [AllBlocksCleared()]),
@@ -397,7 +404,7 @@ def test_an_idle_engine_publishes_what_vllm_has_too():
 
 
 @pytest.mark.parametrize("config, wanted", [(None, False), (False, False), (True, True)])
-def test_only_if_vllm_was_asked_to(config, wanted):
+def test_events_are_off_without_vllm_option(config, wanted):
     given = None if config is None else SimpleNamespace(enable_kv_cache_events=config)
     assert vllm_events.enabled(SimpleNamespace(kv_events_config=given)) is wanted
 
@@ -409,8 +416,8 @@ class Recorder:
     def __init__(self):
         self.joined, self.seen, self.left = [], [], 0
 
-    def join(self, space):
-        self.joined.append(space)
+    def join(self, namespace_id):
+        self.joined.append(namespace_id)
 
     def leave(self):
         self.left += 1
@@ -419,10 +426,12 @@ class Recorder:
         self.seen.append((client.connected, reachable))
 
 
-def test_the_tier_says_what_is_joined_and_when_it_can_be_loaded():
-    made = make_tier([(16, None)], unit=16, connect=False)
-    tier, recorder = made.tier, Recorder()
-    tier.events = recorder
+def test_node_store_source_reports_namespaces_and_connection_to_events():
+    recorder = Recorder()
+    made = make_tier([(16, None)], hash_block_size=16, connect=False, events=recorder)
+    tier = made.tier
+    assert recorder.joined == [tier.namespace_id(b"")]
+    recorder.joined.clear()
     made.client.connect("life 1")
     assert recorder.seen == [(True, False)], "the workers have not mapped its memory yet"
     from vllm_kvtier.wire import messages as wire
@@ -431,20 +440,20 @@ def test_the_tier_says_what_is_joined_and_when_it_can_be_loaded():
     assert recorder.seen[-1] == (True, True)
     tier.ask(0, [bytes(32)], b"")
     tier.ask(0, [bytes(32)], b"a" * 16)
-    assert recorder.joined == [tier.space(b""), tier.space(b"a" * 16)]
+    assert recorder.joined == [tier.namespace_id(b""), tier.namespace_id(b"a" * 16)]
     tier.renew()
-    assert recorder.left == 1 and recorder.joined[-1] == tier.space(b"")
+    assert recorder.left == 1 and recorder.joined[-1] == tier.namespace_id(b"")
     made.client.lose()
     assert recorder.seen[-1] == (False, False)
 
 
-def test_events_that_nobody_asked_for_cost_nothing():
+def test_events_without_subscriber_are_not_built():
     """No message, no label, nobody who watches the index."""
-    made = make_tier([(16, None)], unit=16)
+    made = make_tier([(16, None)], hash_block_size=16)
     assert made.tier.events is None
     made.tier.ask(0, [bytes(32)], b"")
     made.tier.renew()
     assert not made.client.told
     index = Index(SlotPool(100, 100), None, Clock())
-    changes = Changes(index, [FakeTier("disk")], lambda *_: pytest.fail("nobody follows"), lambda call: call())
-    assert index.watch is None and changes.labelled == (0, 0)
+    changes = EventFeed(index, [FakeTier("disk")], lambda *_: pytest.fail("nobody follows"), lambda call: call())
+    assert index.watches == [] and changes.labelled == (0, 0)

@@ -19,7 +19,7 @@ def batch(*events) -> KVEventBatch:
     return KVEventBatch(ts=0.0, events=list(events))
 
 
-def test_a_view_by_place_and_the_prefix_of_a_prompt():
+def test_events_example_view_reports_prefix_by_tier():
     view = example().View()
     view.hear(7, batch(stored([1, 2, 3]), stored([1, 2], medium="STORAGE"), stored([1], medium="GPU")))
     assert view.prefix([1, 1, 2, 2, 3, 3, 4], 2) == {"CPU": 6, "STORAGE": 4, "GPU": 2}
@@ -30,28 +30,28 @@ def test_a_view_by_place_and_the_prefix_of_a_prompt():
 
 
 @pytest.mark.skipif("locality" not in BlockStored.__struct_fields__, reason="this vLLM does not say where storage is")
-def test_a_bucket_is_another_place_than_the_disk():
+def test_events_example_view_separates_remote_storage():
     view = example().View()
     view.hear(0, batch(stored([4], medium="STORAGE"), stored([4], medium="STORAGE", locality="REMOTE")))
     view.hear(1, batch(BlockRemoved(block_hashes=[4], medium="STORAGE", group_idx=0, locality="LOCAL")))
     assert view.prefix([4, 4], 2) == {"STORAGE": 0, "STORAGE (remote)": 2}
 
 
-def test_what_came_with_a_salt_is_nobody_elses_prefix():
+def test_salted_prompt_matches_only_same_salt():
     view = example().View()
     view.hear(0, batch(stored([1], extra_keys=[("a tenant",)]), stored([2], tokens=[1, 1], group=1)))
     assert view.prefix([1, 1], 2) == {"CPU": 0} and "CPU 2" in str(view)
 
 
 @pytest.mark.parametrize("sequence", [2, 0])
-def test_after_a_gap_or_a_restart_the_view_begins_anew(sequence):
+def test_events_example_view_resets_after_sequence_gap(sequence):
     view = example().View()
     view.hear(0, batch(stored([1])))
     view.hear(sequence, batch(stored([5])))
     assert view.blocks == {"CPU": {(5, 0)}} and view.missed == 1
 
 
-def test_the_script_prints_what_vllm_publishes(tmp_path, capsys):
+def test_events_example_script_prints_vllm_events(tmp_path, capsys):
     endpoint = f"ipc://{tmp_path}/events"
     publisher = ZmqEventPublisher(0, endpoint=endpoint, topic="kv@pod@model")
     args = [endpoint, "--topic", "kv@", "--batches", "3"]

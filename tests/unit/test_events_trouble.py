@@ -7,24 +7,24 @@ import msgspec
 import numpy as np
 import pytest
 from events_model import FakeTier, Loop, Wire, fake_request
-from offloading_fakes import FakeReactor
-from offloading_fakes import FakeTier as FakeStore
+from offloader_fakes import FakeReactor
+from offloader_fakes import FakeTier as FakeStore
 from support import Clock
-from test_events import CPU, HASHES, ONE, OTHER, TOKENS, UNIT, World, hashes_in
+from test_events import CPU, HASH_BLOCK_SIZE, HASHES, ONE, OTHER, TOKENS, World, hashes_in
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from vllm_kvtier.scheduler import half as half_module
-from vllm_kvtier.scheduler.events import Events
-from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.offloading import Offloader
-from vllm_kvtier.scheduler.slots import Spaces
-from vllm_kvtier.scheduler.store_jobs import Batch, Item, StoreJobs
-from vllm_kvtier.scheduler.tables import Table
-from vllm_kvtier.store import changes as changes_module
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.changes import Changes
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import HASH, Index
+from vllm_kvtier.scheduler import connector_scheduler as connector_scheduler_module
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.offload.block_tables import Table
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.scheduler.offload.offloader import Offloader
+from vllm_kvtier.scheduler.offload.store_jobs import Batch, Item, StoreJobs
+from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.server import event_feed as event_feed_module
+from vllm_kvtier.store.server.event_feed import EventFeed
 from vllm_kvtier.telemetry.events import Label, Removed
 from vllm_kvtier.telemetry.stats import Counters
 
@@ -45,30 +45,30 @@ def name_of(number: int) -> bytes:
 
 
 class Shelf:
-    """A store's ``Changes`` over blocks of a tier; what is sent is kept in ``sent``, and nobody answers."""
+    """A store's ``EventFeed`` over blocks of a tier; what is sent is kept in ``sent``, and nobody answers."""
 
-    def __init__(self, label_bytes: int, spaces=(ONE, OTHER)):
+    def __init__(self, label_bytes: int, namespaces=(ONE, OTHER)):
         self.loop, self.sent, self.tier = Loop(), [], FakeTier("disk")
         index = Index(SlotPool(1, 1), None, Clock())
-        index.connect(1, UNIT, [m.GroupShape(1, 1)])
-        self.changes = Changes(
+        index.connect(1, HASH_BLOCK_SIZE, [m.GroupShape(1, 1)])
+        self.changes = EventFeed(
             index, [self.tier], lambda number, message: self.sent.append(message), self.loop.call_soon, label_bytes
         )
-        self.changes.follow(1, list(spaces))
+        self.changes.follow(1, list(namespaces))
 
-    def label(self, first: int, count: int, space=ONE, content=b"") -> None:
+    def label(self, first: int, count: int, namespace_id=ONE, content=b"") -> None:
         names = [name_of(first + i) for i in range(count)]
         for name in names:
-            self.tier.kept.add((space, 0, name))
-        self.changes.label(1, m.Labels(space, [0] * count, b"".join(names), [content] * count))
+            self.tier.kept.add((namespace_id, 0, name))
+        self.changes.label(1, m.Labels(namespace_id, [0] * count, b"".join(names), [content] * count))
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def test_the_last_of_many_changes_is_taken_as_fast_as_the_first():
+def test_events_take_time_is_independent_of_backlog():
     """Each step's thread would wait for it."""
-    events = Events([(UNIT, None)], UNIT, Loop(), lambda: None)
+    events = Events([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, Loop(), lambda: None)
     count = 60_000
     events._differing.update({(ONE, (0, name_of(i))): False for i in range(count)})
     first = quickest(lambda: events.take(500), 10)
@@ -77,20 +77,20 @@ def test_the_last_of_many_changes_is_taken_as_fast_as_the_first():
     assert quickest(lambda: events.take(500), 10) < 6 * first and not events.behind
 
 
-def test_what_waits_for_a_follower_is_sent_as_fast_at_the_end():
+def test_event_feed_backlog_is_sent_as_fast_at_its_end():
     shelf, count = Shelf(1 << 30, [ONE]), 60_000
     shelf.changes.follow(1, [ONE])
     shelf.loop.run()
     shelf.label(0, count)
-    first = quickest(lambda: shelf.changes.heard(1), 10)
-    for _ in range(count // changes_module.BATCH_BLOCKS - 20):
-        shelf.changes.heard(1)
-    assert quickest(lambda: shelf.changes.heard(1), 10) < 6 * first
+    first = quickest(lambda: shelf.changes.acknowledged(1), 10)
+    for _ in range(count // event_feed_module.BATCH_BLOCKS - 20):
+        shelf.changes.acknowledged(1)
+    assert quickest(lambda: shelf.changes.acknowledged(1), 10) < 6 * first
 
 
-def test_labels_that_take_others_room_cost_the_same_however_many_there_are():
+def test_event_label_eviction_time_is_independent_of_count():
     def full(count: int) -> float:
-        shelf = Shelf(count * changes_module.LABEL_COST, [ONE])
+        shelf = Shelf(count * event_feed_module.LABEL_COST, [ONE])
         shelf.label(0, count)
         numbers = iter(range(count, 1 << 30, 16))
         return quickest(lambda: shelf.label(next(numbers), 16), 30)
@@ -98,9 +98,9 @@ def test_labels_that_take_others_room_cost_the_same_however_many_there_are():
     assert full(200_000) < 8 * full(1000)
 
 
-def test_a_follower_of_what_is_gone_meanwhile_does_not_stop_the_others(monkeypatch):
+def test_event_feed_snapshot_of_removed_blocks_is_sent_in_parts(monkeypatch):
     """Its list is looked at a part at a time."""
-    monkeypatch.setattr(changes_module, "LOOKS", 10)
+    monkeypatch.setattr(event_feed_module, "MAX_CHECKED_NAMES", 10)
     shelf = Shelf(1 << 30, [OTHER])
     shelf.label(0, 35, OTHER)
     shelf.changes.follow(1, [])
@@ -109,7 +109,7 @@ def test_a_follower_of_what_is_gone_meanwhile_does_not_stop_the_others(monkeypat
         shelf.tier.lose((OTHER, 0, name_of(i)))
     follower, turns = shelf.changes._followers[1], 0
     while follower.rest or follower.anew:
-        shelf.changes.heard(1)
+        shelf.changes.acknowledged(1)
         before = sum(each.__length_hint__() for each in follower.rest.values())
         if shelf.loop._soon:
             shelf.loop._soon.popleft()()
@@ -119,13 +119,13 @@ def test_a_follower_of_what_is_gone_meanwhile_does_not_stop_the_others(monkeypat
     assert turns >= 3 and not any(any(each.places) for each in shelf.sent)
 
 
-def test_said_again_several_times_it_waits_once():
+def test_repeated_event_waits_once():
     """Each reset of the prefix cache would add all that there is."""
     world = World()
     world.store(6)
     world.said()
     for _ in range(50):
-        world.events.say_again()
+        world.events.publish_again()
         world.deliver()
         last = world.events.take(1)
     assert len(world.events._sweeps) == 1
@@ -133,29 +133,32 @@ def test_said_again_several_times_it_waits_once():
     assert {h for each in again for h in hashes_in(each)} == set(HASHES)
 
 
-def test_a_space_in_which_much_happens_leaves_another_its_turns(monkeypatch):
+def test_busy_namespace_does_not_starve_others(monkeypatch):
     """A new follower has to hear of that one from its beginning."""
-    monkeypatch.setattr(changes_module, "BATCH_BLOCKS", 4)
+    monkeypatch.setattr(event_feed_module, "BATCH_BLOCKS", 4)
     shelf = Shelf(1 << 30)
     shelf.label(0, 40, OTHER)
     shelf.changes.follow(1, [])
     shelf.changes.follow(1, [ONE, OTHER])
     for turn in range(30):
         shelf.label(100 + turn, 1, ONE)
-        shelf.changes.heard(1)
-    told = {space: sum(len(each.groups) for each in shelf.sent if each.space == space) for space in (ONE, OTHER)}
+        shelf.changes.acknowledged(1)
+    told = {
+        namespace_id: sum(len(each.groups) for each in shelf.sent if each.namespace_id == namespace_id)
+        for namespace_id in (ONE, OTHER)
+    }
     assert told[OTHER] == 40 and told[ONE] >= 28
 
 
 # -- who gets room -----------------------------------------------------------------------------------------------------
 
 
-def test_a_space_that_is_new_gets_labels_where_another_has_filled_all():
-    shelf = Shelf(100 * changes_module.LABEL_COST)
+def test_event_labels_of_new_namespace_get_their_share():
+    shelf = Shelf(100 * event_feed_module.LABEL_COST)
     shelf.label(0, 100)
     for i in range(10):
         shelf.label(1000 + 10 * i, 10, OTHER)
-    held = {space: len(labels) for space, labels in shelf.changes._labels.items()}
+    held = {namespace_id: len(labels) for namespace_id, labels in shelf.changes._labels.items()}
     assert min(held[ONE], held[OTHER]) >= 40 and sum(held.values()) <= 100
     assert shelf.changes.labelled[1] == sum(shelf.changes._sizes.values())
     shelf.changes.follow(1, [OTHER])
@@ -163,10 +166,10 @@ def test_a_space_that_is_new_gets_labels_where_another_has_filled_all():
     assert len(shelf.changes._labels[ONE]) < held[ONE], "of what nobody follows, the first"
 
 
-def test_a_block_rewritten_in_vain_while_its_tier_loses_it_keeps_no_label(monkeypatch):
-    monkeypatch.setattr(changes_module, "AWAITED", 2)
+def test_event_label_of_aborted_rewrite_is_dropped(monkeypatch):
+    monkeypatch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 2)
     world = World()
-    world.changes._most_awaited = 2
+    world.changes._max_awaited = 2
     names = [(ONE, 0, each[:HASH]) for each in HASHES]
     for i, name in enumerate(names):
         world.tiers["disk"].put(name)
@@ -183,40 +186,40 @@ def test_a_block_rewritten_in_vain_while_its_tier_loses_it_keeps_no_label(monkey
 
 
 @pytest.mark.parametrize("repeat", [False, True])
-def test_a_label_of_another_hash_that_begins_the_same_does_not_hurt(repeat):
+def test_event_label_with_equal_hash_prefix_is_tolerated(repeat):
     """Some process of the node made it; the engine's scheduler must not fall over it."""
-    events = Events([(UNIT, None)], UNIT, Loop(), lambda: None)
+    events = Events([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, Loop(), lambda: None)
     wire = Wire(1, events, ["disk"])
     wire.connected, wire.session = True, 1
     events.join(ONE)
     events.store_changed(wire, True)
-    tokens = np.arange(UNIT, dtype="<i4").tobytes()
+    tokens = np.arange(HASH_BLOCK_SIZE, dtype="<i4").tobytes()
     true, false = HASHES[0], HASHES[0][:HASH] + b"a lie".ljust(16)
 
-    def tell(block_hash: bytes | None, places: int) -> None:
+    def send(block_hash: bytes | None, places: int) -> None:
         content = msgspec.msgpack.encode(Label(block_hash, b"", tokens)) if block_hash else b""
         events.changed(m.Changes(ONE, False, [0], true[:HASH], [places], [content]))
         if repeat:
-            events.say_again()
+            events.publish_again()
             events._reactor.run()
 
-    tell(true, 3)
+    send(true, 3)
     assert {h for each in events.take() for h in hashes_in(each)} == {true}
-    tell(false, 1)
+    send(false, 1)
     said = events.take()
     assert {h for each in said if isinstance(each, Removed) for h in each.hashes} == {true}
     assert {h for each in said if not isinstance(each, Removed) for h in hashes_in(each)} == {false}
-    tell(None, 0)
+    send(None, 0)
     assert events.take() == [Removed(0, CPU, [false])]
-    assert not events._claims and not events._told
+    assert not events._claims and not events._published
 
 
-def test_what_cannot_be_written_down_costs_only_its_own_label():
+def test_events_unencodable_label_loses_only_itself():
     world = World()
     world.store(3, labels=False)
     raws = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(3))
     raws[1] = (*raws[1][:4], (None, None, [object()]))
-    world.events.tell(ONE, raws)
+    world.events.send_labels(ONE, raws)
     assert {h for each in world.said() for h in hashes_in(each)} == {HASHES[0], HASHES[2]}
 
 
@@ -225,24 +228,26 @@ def with_extra(raws, *sizes):
     return [(*raw[:4], (None, None, ["x" * size])) for raw, size in zip(raws, sizes, strict=True)]
 
 
-def test_a_long_label_is_published_and_one_that_is_too_long_is_complained_of(caplog):
+def test_event_label_beyond_limit_is_dropped_and_logged(caplog):
     """Of blocks of thousands of tokens, as models with state layers have, or of many images."""
     world = World()
     world.store(5, labels=False)
     raws = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(5))
-    world.events.tell(ONE, with_extra(raws, 9 << 10, m.MAX_LABEL - 500, m.MAX_LABEL, 2 * m.MAX_LABEL, 70_000))
+    world.events.send_labels(ONE, with_extra(raws, 9 << 10, m.MAX_LABEL - 500, m.MAX_LABEL, 2 * m.MAX_LABEL, 70_000))
     assert {h for each in world.said() for h in hashes_in(each)} == set(HASHES[:2])
     said = [record.getMessage() for record in caplog.records]
     assert [each.split()[1] for each in said] == ["1", "2"] and world.events.too_long == 3
     assert f"{m.MAX_LABEL} are possible" in said[0]
 
 
-def test_long_labels_go_in_messages_that_fit_a_frame():
+def test_event_labels_are_split_to_fit_frames():
     world, sent = World(), []
-    world.wire.label = lambda space, groups, hashes, labels: sent.append(m.Labels(space, groups, hashes, labels))
+    world.wire.label = lambda namespace_id, groups, hashes, labels: sent.append(
+        m.Labels(namespace_id, groups, hashes, labels)
+    )
     raw = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(1))
-    world.events.tell(ONE, with_extra(raw * 700, *[m.MAX_LABEL - 500] * 700))
-    world.events.tell(ONE, raw * 2500)
+    world.events.send_labels(ONE, with_extra(raw * 700, *[m.MAX_LABEL - 500] * 700))
+    world.events.send_labels(ONE, raw * 2500)
     world.loop.run()
     assert all(len(m.encode(message)) < m.MAX_FRAME // 2 for message in sent)
     assert all(len(each.groups) * HASH == len(each.hashes) and len(each.labels) == len(each.groups) for each in sent)
@@ -253,13 +258,13 @@ def test_long_labels_go_in_messages_that_fit_a_frame():
 # -- what nobody would hear --------------------------------------------------------------------------------------------
 
 
-def test_an_idle_engine_goes_on_where_there_was_nothing_to_say_of_the_first():
+def test_events_after_reconnect_report_removed_blocks_when_idle():
     """As when the connection to the store ended and came again, and few blocks went meanwhile."""
     world = World()
     world.store(6)
     world.said()
     world.wire.lose()
-    for slot in [each.slot for each in list(world.index._spaces[ONE].tables[0].values())][5:]:
+    for slot in [each.slot for each in list(world.index._namespaces[ONE].tables[0].values())][5:]:
         assert world.index.discard(1, ONE, 0, HASHES[5][:HASH], slot)
     world.wire.connect(world.changes)
     world.deliver()
@@ -273,20 +278,22 @@ def test_an_idle_engine_goes_on_where_there_was_nothing_to_say_of_the_first():
             wake=lambda: woken.append(True),
         ),
         _events=world.events,
-        take_events=lambda: half_module.vllm_events.vllm_events(world.events.take(2), [("full_attention", None)]),
+        take_events=lambda: connector_scheduler_module.vllm_events.vllm_events(
+            world.events.take(2), [("full_attention", None)]
+        ),
     )
     for _ in range(5):
-        SchedulerHalf._publish_idle(half)
+        KVTierConnectorScheduler._publish_idle(half)
     removed = [h for batch in published for event in batch.events for h in event.block_hashes]
     assert removed == [maybe_convert_block_hash(HASHES[5])] and not world.events.behind
     assert not woken or len(woken) < 5, "and sleeps at last"
 
 
-def test_what_is_stored_is_published_also_where_nothing_was_asked_for():
+def test_events_report_blocks_stored_without_lookup():
     """A decode engine takes an adapter's prompts from other engines, and never asks the store for them."""
     joined = []
     offloader = SimpleNamespace(
-        _tier=SimpleNamespace(space=lambda variant: b"of " + variant),
+        _store=SimpleNamespace(namespace_id=lambda lora_fingerprint: b"of " + lora_fingerprint),
         _open={},
         _step=1,
         events=SimpleNamespace(join=joined.append),
@@ -295,7 +302,7 @@ def test_what_is_stored_is_published_also_where_nothing_was_asked_for():
     assert joined == [b"of an adapter"]
 
 
-def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
+def test_event_label_is_sent_again_for_block_stored_again():
     """The engine has not heard that it went, and would think that the store has the label."""
     world = World()
     world.store(2)
@@ -324,14 +331,14 @@ def test_a_block_that_went_just_now_and_is_stored_anew_gets_its_label_again():
 # -- weights that change before anything was stored ------------------------------------------------------------------
 
 
-def test_an_engine_renewed_before_its_workers_are_known_is_not_open_and_shares_nothing_later():
+def test_namespace_renewed_before_base_is_known_differs_later():
     """Weights are loaded into it in place, and its caches reset, before the first request."""
-    spaces, other = Spaces(), Spaces()
-    spaces.renew()
-    assert not spaces.base and spaces.epoch == 1
-    spaces.base = other.base = b"of the plan"
-    assert spaces.of(b"") != other.of(b"")
-    before = spaces.of(b"an adapter")
+    namespaces, other = NamespaceIds(), NamespaceIds()
+    namespaces.renew()
+    assert not namespaces.base and namespaces.epoch == 1
+    namespaces.base = other.base = b"of the plan"
+    assert namespaces.of(b"") != other.of(b"")
+    before = namespaces.of(b"an adapter")
     for _ in range(100):
-        spaces.renew()
-    assert spaces.of(b"an adapter") != before and len(spaces.base) < 100, "it does not grow"
+        namespaces.renew()
+    assert namespaces.of(b"an adapter") != before and len(namespaces.base) < 100, "it does not grow"

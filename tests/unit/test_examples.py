@@ -55,7 +55,7 @@ def options(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_says_what_it_shows_and_when_it_fails(root, name):
+def test_example_help_names_purpose_and_exit_code(root, name):
     script = root / "examples" / f"{name}.py"
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "exit code is not 0" in done.stdout, done.stderr
@@ -64,14 +64,14 @@ def test_help_says_what_it_shows_and_when_it_fails(root, name):
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
 
 
-def test_every_example_is_in_the_list(root):
+def test_examples_readme_lists_every_script(root):
     said = (root / "examples" / "README.md").read_text()
     scripts = [path.name for path in (root / "examples").glob("*.py") if not path.name.startswith("_")]
     assert scripts and all(f"python examples/{name}" in said for name in scripts), scripts
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_devices_are_those_that_are_named_or_visible(load, options, name):
+def test_example_devices_are_named_or_visible_ones(load, options, name):
     module = load(name)
     assert options(module).gpus == [] and options(module).recalls
     assert options(module, "--gpus", "1").gpus == ["1"]
@@ -93,34 +93,34 @@ def trail(agents, tmp_path):
     return agent
 
 
-def test_a_code_opens_the_record_that_states_the_next_one(trail):
+def test_agent_loop_code_opens_record_with_next_code(trail):
     name, code = trail.trail[1]
     call, result = trail.messages[-2]["tool_calls"][0], trail.messages[-1]
     assert result["role"] == "tool" and result["tool_call_id"] == call["id"]
     assert f"The code for {name} is {code}." in result["content"] and call["function"]["name"] == "read_record"
 
 
-def test_a_wrong_code_opens_nothing(trail):
+def test_agent_loop_wrong_code_opens_no_record(trail):
     trail.ask("whatever")
     said = trail.hear("whatever", "The code for whatever is 00000.", trail.trail[1][1])
     assert said == "00000" and trail.call("read_record", code=said) == "There is no record 00000."
 
 
-def test_tools_take_what_a_model_may_say(trail):
+def test_agent_loop_tools_accept_malformed_arguments(trail):
     trail.ask("whatever")
     assert trail.hear("whatever", "I do not know.", "12345") == "none"
     assert trail.call("add", first="none", second="12345") == "These are no numbers."
     assert trail.call("add", first="40512", second="77120") == "117632"
 
 
-def test_a_summary_keeps_the_fact_and_drops_the_file(trail):
+def test_agent_loop_summary_keeps_the_code_only(trail):
     before = trail.messages[-1]["content"]
     trail.edit(0)
     name, code = trail.trail[1]
     assert trail.messages[-1]["content"] == f"The code for {name} is {code}." and len(before) > 500
 
 
-def test_an_edit_changes_no_prompt_that_was_asked(trail):
+def test_agent_loop_edit_keeps_sent_prompts(trail):
     asked = trail.ask("whatever")
     before = [dict(message) for message in asked]
     trail.edit(0)
@@ -156,13 +156,13 @@ def changed(played, name, place, **changes):
     return {**played, name: played[name]._replace(turns=turns)}
 
 
-def test_agents_that_found_everything_pass(agents, rounds):
+def test_agent_loop_good_rounds_pass(agents, rounds):
     assert agents.judge(rounds, True, {}) == []
     assert agents.judge(rounds, False, {}) == []
 
 
 @pytest.mark.parametrize("recalls", [True, False])
-def test_what_agents_must_not_do(agents, rounds, recalls):
+def test_agent_loop_failures_are_detected(agents, rounds, recalls):
     def said(played, *words: str) -> None:
         problems = agents.judge(played, recalls, {})
         assert len(problems) == 1 and all(word in problems[0] for word in words), problems
@@ -176,12 +176,12 @@ def test_what_agents_must_not_do(agents, rounds, recalls):
         said({**rounds, agents.KVTIER: rounds[agents.KVTIER]._replace(failures=failures)}, word)
 
 
-def test_sums_of_recalled_codes_must_be_right(agents, rounds):
+def test_recalled_codes_must_add_up(agents, rounds):
     wrong = {**rounds, agents.KVTIER: rounds[agents.KVTIER]._replace(sums=[("30000", 30000), ("1", 40000)])}
     assert len(agents.judge(wrong, True, {})) == 1 and agents.judge(wrong, False, {}) == []
 
 
-def test_a_demo_that_shows_nothing_is_not_right(agents, rounds):
+def test_agent_loop_rounds_without_disk_hits_fail(agents, rounds):
     turns = {place: each._replace(disk=0) for place, each in rounds[agents.KVTIER].turns.items()}
     no_disk = {**rounds, agents.KVTIER: rounds[agents.KVTIER]._replace(turns=turns)}
     assert [p for p in agents.judge(no_disk, True, {}) if "nothing came from disk" in p]
@@ -189,7 +189,7 @@ def test_a_demo_that_shows_nothing_is_not_right(agents, rounds):
     assert [p for p in agents.judge(forgot_nothing, True, {}) if "too little was forgotten" in p]
 
 
-def test_rows_of_agents_sum_up(agents, rounds):
+def test_agent_loop_table_cells_add_up(agents, rounds):
     plain, asked = (list(rounds[name].turns.values())[-2:] for name in (agents.PLAIN, agents.KVTIER))
     assert agents.cells(plain, asked) == ["6,000", "6,000", "400", "0", "4,400", "400", "1,200", "400"]
 
@@ -197,13 +197,13 @@ def test_rows_of_agents_sum_up(agents, rounds):
 # -- dp_sharing ----------------------------------------------------------------------------------------------------
 
 
-def test_each_rank_is_asked_for_each_document(sharing):
+def test_dp_sharing_plan_asks_every_rank_for_every_document(sharing):
     plan = sharing.plan(24, 0)
     assert len(plan) == 24 and plan != sharing.plan(24, 1)
     assert {(document, rank) for document, _, rank in plan} == {(d, r) for d in range(4) for r in range(2)}
 
 
-def test_ranks_are_of_one_server_where_there_are_devices(sharing, options, tmp_path, capsys):
+def test_dp_sharing_ranks_share_one_server_on_devices(sharing, options, tmp_path, capsys):
     def engines(*words: str, name: str = sharing.SHARED):
         return sharing.Ranks(options(sharing, *words), tmp_path, name).engines
 
@@ -244,7 +244,7 @@ def with_request(played, name, number, **changes):
     return {**played, name: played[name]._replace(asked=asked)}
 
 
-def test_ranks_that_share_pass(sharing, shared):
+def test_dp_sharing_good_result_passes(sharing, shared):
     assert sharing.judge(shared, True) == [] and sharing.judge(shared, False) == []
     assert sharing.judge({sharing.SHARED: shared[sharing.SHARED]}, True) == [], "--quick"
     assert sharing.computed_times(shared[sharing.ALONE].asked) == {0: 2, 1: 2, 2: 2, 3: 2}
@@ -252,7 +252,7 @@ def test_ranks_that_share_pass(sharing, shared):
     assert (copied.own, copied.other, copied.host, copied.computed) == (0, 1152, 0, 48)
 
 
-def test_what_ranks_must_not_do(sharing, shared):
+def test_dp_sharing_failures_are_detected(sharing, shared):
     def said(played, word: str, recalls: bool = False) -> None:
         problems = sharing.judge(played, recalls)
         assert any(word in problem for problem in problems), problems
@@ -271,7 +271,7 @@ def test_what_ranks_must_not_do(sharing, shared):
         said({**shared, sharing.SHARED: shared[sharing.SHARED]._replace(failures=failures)}, word)
 
 
-def test_answers_that_are_nearly_tied_may_differ_of_other_models(sharing, shared):
+def test_dp_sharing_near_ties_are_excused_for_other_models(sharing, shared):
     top = [{"token": "It is 1.", "logprob": -0.7}, {"token": shared[sharing.ALONE].asked[3].answer, "logprob": -0.75}]
     step = {"token": "It is 1.", "logprob": -0.7, "top_logprobs": top}
     judge = Answer(text="It is 1.", finish_reason="stop", usage=None, params=None, seconds=0, logprobs=[step])
@@ -304,24 +304,24 @@ def with_move(rows, move, **changes):
 
 
 @pytest.mark.parametrize("recalls", [True, False])
-def test_moves_that_go_well_pass(moving, rows, recalls):
+def test_move_conversation_good_rows_pass(moving, rows, recalls):
     assert moving.judge(rows, recalls, set()) == []
     words = [moving.source(moved) for _, _, moved in rows.values()]
     assert words == ["A's cache, NIXL", "A's cache", "computed", "node's memory"]
 
 
-def test_what_a_move_must_not_do(moving, rows):
+def test_move_conversation_failures_are_detected(moving, rows):
     def said(rows, word: str, recalls: bool = True, ties=()) -> None:
         problems = moving.judge(rows, recalls, set(ties))
         assert len(problems) == 1 and word in problems[0], problems
 
     other = [8, 9, 99, *range(11, 64)]
-    said(with_move(rows, moving.STREAMED, went_on=other), "mid-stream, to C: parted from what A says at token 10")
+    said(with_move(rows, moving.STREAMED, went_on=other), "mid-stream, to C: differs from A's answer at token 10")
     assert moving.judge(with_move(rows, moving.STREAMED, went_on=other), False, {moving.STREAMED}) == []
     short = list(range(8, 60))
-    said(with_move(rows, moving.STREAMED, went_on=short), "parted")
-    said(with_move(rows, moving.SLICED, text="It is 12345."), "'It is 12345.' was said")
-    said(with_move(rows, moving.SLICED, later="It is 12345."), "'It is 12345.' was said")
+    said(with_move(rows, moving.STREAMED, went_on=short), "differs")
+    said(with_move(rows, moving.SLICED, text="It is 12345."), "the answer was 'It is 12345.'")
+    said(with_move(rows, moving.SLICED, later="It is 12345."), "the answer was 'It is 12345.'")
     fewer = {"pulled_tokens": 1600, "pulled_from": "host"}
     said(with_move(rows, moving.KILLED_C, report=fewer), "1600 tokens were moved")
     said(with_move(rows, moving.KILLED_B, report=fewer), "1600 tokens came from host")
@@ -329,13 +329,13 @@ def test_what_a_move_must_not_do(moving, rows):
     said(with_move(rows, moving.SLICED, **over), "behind 64 of 64 tokens")
 
 
-def test_near_ties_are_of_both_tokens(moving):
+def test_move_conversation_near_tie_needs_both_tokens(moving):
     top = {"token_id:5": -0.5, "token_id:6": -0.6, "token_id:7": -3.0}
     assert moving.nearly_tied(top, 5, 6)
     assert not moving.nearly_tied(top, 5, 7) and not moving.nearly_tied(top, 5, 8)
 
 
-def test_b_shares_no_memory_with_a(moving, options, tmp_path):
+def test_move_conversation_engine_b_has_no_store(moving, options, tmp_path):
     a, b, c = (moving.make_engine(options(moving, "--gpus", "0,1"), n, tmp_path) for n in range(3))
     stores = [one.kv["kv_connector_extra_config"].get("store") for one in (a, b, c)]
     assert stores == [None, "off", None] and (a.name, b.name, c.name) == ("A", "B", "C")
@@ -345,14 +345,14 @@ def test_b_shares_no_memory_with_a(moving, options, tmp_path):
 # -- what they share ------------------------------------------------------------------------------------------------
 
 
-def test_common_beginnings(load):
+def test_common_prefix_of_texts(load):
     common = load("_support").common
     assert common([1, 2, 3], [1, 2, 4, 5]) == 2 and common([1, 2], [1, 2, 3]) == 2 and common([], [1]) == 0
 
 
-def test_the_store_is_waited_for(load, monkeypatch, run_dir):
+def test_example_await_store_retries_until_timeout(load, monkeypatch, run_dir):
     support = load("_support")
-    with pytest.raises(support.StoreFailed, match="no store says how it is"):
+    with pytest.raises(support.StoreFailed, match="no node store listens"):
         support.await_store(0.05)
     answers = [support.StoreFailed("not yet"), support.StoreFailed("not yet"), None]
 
@@ -366,7 +366,7 @@ def test_the_store_is_waited_for(load, monkeypatch, run_dir):
     assert not answers
 
 
-def test_exit_codes_and_words(load, options, capsys, monkeypatch, tmp_path):
+def test_example_exit_codes_follow_problems_and_failures(load, options, capsys, monkeypatch, tmp_path):
     support, module = load("_support"), load("agent_loop")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     args, seen = options(module), []

@@ -22,7 +22,7 @@ def cache(monkeypatch, tmp_path) -> Path:
     return tmp_path / "cache" / "vllm-kvtier" / "digests.json"
 
 
-def test_file_digests_a_file_system_that_hangs_does_not_keep_the_process_from_exiting(tmp_path):
+def test_file_digests_hung_file_system_does_not_block_exit(tmp_path):
     script = """
 import threading, sys
 from pathlib import Path
@@ -36,7 +36,7 @@ hangs.wait()
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], timeout=60, check=True)
 
 
-def test_file_digests_are_those_of_their_files_in_order_and_errors_are_raised(tmp_path):
+def test_file_digests_keep_order_and_raise_errors(tmp_path):
     files = [tmp_path / str(i) for i in range(3 * file_digests.THREADS)]
     for i, file in enumerate(files):
         file.write_bytes(bytes([i]) * 100)
@@ -87,7 +87,7 @@ def age(*files: Path) -> None:
         file_digests.SETTLED_NS = settled
 
 
-def test_file_digests_a_changed_scale_norm_or_shard_of_a_large_file_is_noticed(tmp_path):
+def test_file_digests_change_with_any_tensor_of_large_file(tmp_path):
     path = tmp_path / "model.safetensors"
     sizes = {f"{i}.{name}": size for i in range(40) for name, size in [("w", 128 * MIB), ("norm", 8192), ("scale", 4)]}
     at = safetensors(path, sizes)
@@ -103,7 +103,7 @@ def test_file_digests_a_changed_scale_norm_or_shard_of_a_large_file_is_noticed(t
     assert len(seen) == 5
 
 
-def test_file_digests_a_model_of_many_experts_takes_few_reads(tmp_path, reads):
+def test_file_digests_of_many_experts_take_few_reads(tmp_path, reads):
     """The start must not wait for what would be minutes on a slow disk: reads are what counts there."""
     path = tmp_path / "model.safetensors"
     safetensors(path, {f"{i}.{name}": size for i in range(4000) for name, size in [("w", 14 * MIB), ("scale", 3584)]})
@@ -111,7 +111,7 @@ def test_file_digests_a_model_of_many_experts_takes_few_reads(tmp_path, reads):
     assert len(reads) <= 5.1 * 4000 and sum(reads) < 110e6, "of 56 GB"
 
 
-def test_file_digests_is_remembered_until_the_file_is_written_to(tmp_path, reads, cache):
+def test_file_digests_are_cached_until_file_changes(tmp_path, reads, cache):
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     at = safetensors(first, {"w": MIB})
     safetensors(second, {"w": 2 * MIB})
@@ -127,7 +127,7 @@ def test_file_digests_is_remembered_until_the_file_is_written_to(tmp_path, reads
     assert after[0] != before[0] and after[1] == before[1] and reads
 
 
-def test_file_digests_of_a_file_that_was_just_written_is_not_remembered(tmp_path, cache):
+def test_file_digests_of_just_written_file_are_not_cached(tmp_path, cache):
     """Its times may be the same after a second change, within a tick of the file system's clock."""
     path = tmp_path / "a.safetensors"
     safetensors(path, {"w": MIB})
@@ -135,13 +135,13 @@ def test_file_digests_of_a_file_that_was_just_written_is_not_remembered(tmp_path
     assert not cache.exists()
 
 
-def test_file_digests_where_change_times_have_whole_seconds_only_are_not_remembered(tmp_path, cache, monkeypatch):
+def test_file_digests_with_coarse_change_times_are_not_cached(tmp_path, cache, monkeypatch):
     """A file that is written to twice in one second looks the same."""
     stat = os.stat
 
     def coarse(file):
         state = stat(file)
-        times = {name: state.st_ctime_ns // 10**9 * 10**9 for name in ("st_mtime_ns", "st_ctime_ns")}
+        times = dict.fromkeys(("st_mtime_ns", "st_ctime_ns"), state.st_ctime_ns // 10 ** 9 * 10 ** 9)
         return SimpleNamespace(**{name: getattr(state, name) for name in ("st_dev", "st_ino", "st_size")}, **times)
 
     file = tmp_path / "w.bin"
@@ -159,7 +159,7 @@ def test_file_digests_where_change_times_have_whole_seconds_only_are_not_remembe
         b'{"version": 1, "digests": {"x": "zz"}}', b'{"version": 99, "digests": {}}', b"[" * 100000, b"\xff",
     ],
 )  # fmt: skip
-def test_file_digests_a_corrupt_memory_is_ignored_and_replaced(tmp_path, cache, reads, content):
+def test_file_digests_corrupt_cache_is_replaced(tmp_path, cache, reads, content):
     path = tmp_path / "a.safetensors"
     safetensors(path, {"w": MIB})
     before = digests_of([path])
@@ -171,7 +171,7 @@ def test_file_digests_a_corrupt_memory_is_ignored_and_replaced(tmp_path, cache, 
     assert digests_of([path]) == before and not reads
 
 
-def test_file_digests_without_a_place_to_remember_are_made_again(tmp_path, monkeypatch):
+def test_file_digests_without_cache_folder_are_recomputed(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     path = tmp_path / "a.safetensors"
@@ -180,8 +180,8 @@ def test_file_digests_without_a_place_to_remember_are_made_again(tmp_path, monke
     assert digests_of([path]) == digests_of([path])
 
 
-def test_file_digests_memory_is_bounded(tmp_path, monkeypatch, cache):
-    monkeypatch.setattr(file_digests, "MOST_REMEMBERED", 3)
+def test_file_digests_cache_is_bounded(tmp_path, monkeypatch, cache):
+    monkeypatch.setattr(file_digests, "MAX_REMEMBERED", 3)
     files = [tmp_path / f"{i}.safetensors" for i in range(5)]
     for i, path in enumerate(files):
         safetensors(path, {"w": i + 1})
@@ -189,7 +189,7 @@ def test_file_digests_memory_is_bounded(tmp_path, monkeypatch, cache):
     assert len(json.loads(cache.read_bytes())["digests"]) == 3
 
 
-def test_file_digests_a_file_written_to_meanwhile_is_refused(tmp_path, monkeypatch):
+def test_file_digests_of_file_changed_during_read_raise(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     at = safetensors(path, {"w": MIB})
     digest = file_digests._digest
@@ -207,7 +207,7 @@ def test_file_digests_a_file_written_to_meanwhile_is_refused(tmp_path, monkeypat
         digests_of([tmp_path / "absent"])
 
 
-def test_of_files_weights_of_any_kind_count(tmp_path):
+def test_fingerprint_of_files_covers_all_kinds_of_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in ("model.gguf", "model.pt", "model.bin"):
         (tmp_path / name).write_bytes(b"1" * 100000)

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens
 from vllm_kvtier.devtools.engines import Engine
-from vllm_kvtier.store.launch import serves, start_store, store_path
+from vllm_kvtier.store.launcher import serves, start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 
 COUNTS = {"pid": 1, "index": {"evictions": 0}}
@@ -69,12 +69,12 @@ def answer(text, **logprobs):
 
 
 @pytest.mark.parametrize("recalls", [False, True])
-def test_good_passes_pass(judge, good, recalls):
+def test_host_cache_demo_good_passes_are_accepted(judge, good, recalls):
     assert judge(good, recalls) == []
 
 
 @pytest.mark.parametrize("later", ["STORED", "RESTARTED"])
-def test_what_must_not_pass(demo, judge, good, later):
+def test_host_cache_demo_failures_are_detected(demo, judge, good, later):
     name = getattr(demo, later)
     computed = PromptTokens(computed=1500, cached=0, pulled=0)
     cached = PromptTokens(computed=28, cached=1472, pulled=0)
@@ -88,7 +88,7 @@ def test_what_must_not_pass(demo, judge, good, later):
             assert words in problem
 
 
-def test_the_first_pass_is_judged_too(demo, judge, good):
+def test_host_cache_demo_first_pass_failures_are_detected(demo, judge, good):
     early = PromptTokens(computed=500, cached=0, pulled=1000)
     [problem] = judge(changed(good, demo.COMPUTED, 2, tokens=early))
     assert "1000 tokens were loaded before anything was stored" in problem
@@ -99,14 +99,14 @@ def test_the_first_pass_is_judged_too(demo, judge, good):
     assert judge(good, recalls=False) == []
 
 
-def test_failures_of_either_life_count(demo, judge, good):
+def test_failures_before_and_after_restart_count(demo, judge, good):
     lives = [demo.Failures(integrity=1), demo.Failures(integrity=2)]
     for failures, words in ((lives, "3 blocks"), (lives[::-1], "3 blocks"), ([demo.Failures(loads=1)], "1 loads")):
         [problem] = judge(good, failures=failures)
         assert problem.startswith(words)
 
 
-def test_a_store_too_small_is_named(demo, judge, good):
+def test_host_cache_demo_store_too_small_is_reported(demo, judge, good):
     counts = {"pid": 1, "index": {"evictions": 7}}
     assert judge(good, counts=counts) == [], "what was asked for was there all the same"
     computed = PromptTokens(computed=1500, cached=0, pulled=0)
@@ -114,7 +114,7 @@ def test_a_store_too_small_is_named(demo, judge, good):
     assert "evicted 7 blocks" in problem and "--store-size" in problem
 
 
-def test_prompts_that_fit_into_the_cache_show_nothing(demo, judge, good):
+def test_host_cache_demo_prompts_fitting_gpu_cache_fail(demo, judge, good):
     small = PromptTokens(computed=4, cached=0, pulled=0)
     passes = {**good, demo.COMPUTED: [msgspec.structs.replace(a, tokens=small) for a in good[demo.COMPUTED]]}
     [problem] = judge(passes)
@@ -122,7 +122,7 @@ def test_prompts_that_fit_into_the_cache_show_nothing(demo, judge, good):
     assert demo.cache_times(good[demo.COMPUTED]) == pytest.approx(9 * 1500 / 4480)
 
 
-def test_near_ties_are_for_models_that_guess(demo, judge, good):
+def test_host_cache_demo_near_ties_are_excused_only_for_other_models(demo, judge, good):
     passes = changed(good, demo.STORED, 0, answer="b")
     passes = changed(changed(passes, demo.COMPUTED, 0, answer="a"), demo.RESTARTED, 0, answer="a")
     others = [answer(a.answer) for a in good[demo.COMPUTED][1:]]
@@ -133,12 +133,12 @@ def test_near_ties_are_for_models_that_guess(demo, judge, good):
     assert any("b" in p for p in judge(passes, recalls=True, referee=[answer("a", b=-0.8), *others]))
 
 
-def test_failures_are_read_from_metrics(demo):
+def test_host_cache_demo_reads_failures_from_metrics(demo):
     assert demo.failures_in("") == demo.failures_in(WELL) == demo.Failures()
     assert demo.failures_in(WELL + ILL) == demo.Failures(integrity=4, loads=2)
 
 
-def test_documents_share_no_block(demo):
+def test_host_cache_demo_documents_share_no_block(demo):
     texts = [str(demo.document(subject)) for subject in demo.SUBJECTS]
     assert len({text[: text.index("Read this file")] for text in texts}) == len(demo.SUBJECTS)
     assert len({text.partition("Read this file")[2] for text in texts}) == len(demo.SUBJECTS)
@@ -147,12 +147,12 @@ def test_documents_share_no_block(demo):
         assert [code in message["content"] for message in asked] == [False, True, False, False, False, False]
 
 
-def test_rows_sum_up_what_they_are_given(demo, good):
+def test_host_cache_demo_table_cells_add_up(demo, good):
     assert demo.cells([good[name][:1] for name in demo.PASSES]) == ["1,500", "250", "250", "1,472", "250", "1,472"]
     assert demo.cells([good[name] for name in demo.PASSES])[:4] == ["13,500", "2,250", "2,250", "13,248"]
 
 
-def test_the_engine_is_alone_with_its_store(demo, tmp_path, monkeypatch):
+def test_host_cache_demo_engine_has_own_store(demo, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["host_cache_demo.py", "--gpus", "1"])
     args = demo.arguments()
     assert (args.recalls, args.gpus, args.store_size) == (True, [1], "256MiB")
@@ -166,18 +166,18 @@ def test_the_engine_is_alone_with_its_store(demo, tmp_path, monkeypatch):
     assert (args.recalls, args.gpus, args.store_size) == (False, [], "4GiB")
 
 
-def test_statistics_of_no_store_are_a_sentence(demo, run_dir):
+def test_host_cache_demo_without_store_raises_with_cause(demo, run_dir):
     with pytest.raises(demo.StoreFailed, match="no node store"):
         demo.store_counts(run_dir)
     demo.end_store(run_dir, None)  # nothing to end is no error
 
 
-def test_the_store_is_read_and_ended(demo, run_dir, monkeypatch):
+def test_host_cache_demo_store_is_read_and_ended(demo, run_dir, monkeypatch):
     path = store_path()
     start_store(path, StoreOptions(size="1MiB", idle_seconds=30))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     counts = demo.store_counts(run_dir)
-    assert counts["asked_bytes"] == 1 << 20
+    assert counts["requested_bytes"] == 1 << 20
     assert counts["index"]["evictions"] == 0
     rows = dict(demo.store_rows(counts))
     assert rows["pool"].startswith("1 MiB") and rows["holds"].startswith("0 blocks")

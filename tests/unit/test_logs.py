@@ -17,10 +17,10 @@ from support import eventually
 
 from vllm_kvtier import logs
 from vllm_kvtier.logs import RateLimit, get_logger
-from vllm_kvtier.proxy.serving import Serving
-from vllm_kvtier.store import messages as store_messages
+from vllm_kvtier.proxy.routes.serving import Serving
+from vllm_kvtier.store import protocol as store_messages
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.server import StoreServer
+from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.local import local_path
 
@@ -54,7 +54,7 @@ def limited():
     return logger, lines.said, clock
 
 
-def test_rate_limit_many_lines_of_one_place_leaves_out_the_rest_and_says_how_many(limited):
+def test_rate_limit_drops_repeated_lines_and_reports_count(limited):
     logger, said, clock = limited
 
     def say(number: int) -> None:
@@ -75,14 +75,14 @@ def test_rate_limit_many_lines_of_one_place_leaves_out_the_rest_and_says_how_man
     assert said[4:] == ["line 0", "line 1", "line 2"]
 
 
-def test_rate_limit_text_that_others_choose_is_one_place(limited):
+def test_rate_limit_counts_by_code_line_not_by_text(limited):
     logger, said, _ = limited
     for number in range(100):
         logger.warning(f"a name chosen by a client: {number}")
     assert len(said) == 3
 
 
-def test_rate_limit_other_places_and_debug_pass(limited):
+def test_rate_limit_keeps_other_lines_and_debug(limited):
     logger, said, _ = limited
     for _ in range(10):
         logger.warning("one")
@@ -91,7 +91,7 @@ def test_rate_limit_other_places_and_debug_pass(limited):
     assert said.count("one") == 3 and said.count("details") == 10 and said.count("another") == 1
 
 
-def test_rate_limit_any_arguments_are_formatted_as_without_it(limited):
+def test_rate_limit_keeps_argument_formatting(limited):
     logger, said, clock = limited
     for arguments in [("%s%%", 5), ("%(a)s", {"a": 1}), (ValueError("100%"),)] * 4:
         logger.warning(*arguments)
@@ -103,7 +103,7 @@ def test_rate_limit_any_arguments_are_formatted_as_without_it(limited):
     assert [line.partition(" (")[0] for line in said[-3:]] == ["5%", "1", "100%"]
 
 
-def test_rate_limit_many_places_remembers_a_bounded_number(limited):
+def test_rate_limit_state_is_bounded(limited):
     logger, _, _ = limited
     (limit,) = logger.filters
     for number in range(100):
@@ -111,7 +111,7 @@ def test_rate_limit_many_places_remembers_a_bounded_number(limited):
     assert len(limit._places) == 5
 
 
-def test_rate_limit_logger_and_handler_count_a_line_once(limited):
+def test_rate_limit_on_logger_and_handler_counts_once(limited):
     logger, said, _ = limited
     logger.handlers[0].addFilter(RateLimit(2, 10.0))
     for _ in range(10):
@@ -119,7 +119,7 @@ def test_rate_limit_logger_and_handler_count_a_line_once(limited):
     assert len(said) == 3
 
 
-def test_rate_limit_many_threads_let_no_more_pass(limited):
+def test_rate_limit_holds_with_many_threads(limited):
     logger, said, _ = limited
 
     def say() -> None:
@@ -134,7 +134,7 @@ def test_rate_limit_many_threads_let_no_more_pass(limited):
     assert len(said) == 3
 
 
-def test_get_logger_every_module_of_the_package_uses_it(root):
+def test_get_logger_is_used_by_every_module(root):
     package = root / "vllm_kvtier"
     allowed = {"logs.py": 1}  # the call that makes them
     for path in package.rglob("*.py"):
@@ -160,7 +160,7 @@ def lines_of(records: list[logging.LogRecord]) -> dict[str, int]:
     return places
 
 
-def test_an_engine_that_thousands_send_nonsense_to_writes_a_few_lines(run_dir, caplog):
+def test_log_of_engine_under_malformed_messages_is_bounded(run_dir, caplog):
     caplog.set_level(logging.INFO)
     sources = making()
     source = next(sources)(Source)  # ``making`` is a fixture's body: it stops what it made
@@ -178,11 +178,11 @@ def test_an_engine_that_thousands_send_nonsense_to_writes_a_few_lines(run_dir, c
         with suppress(StopIteration):
             next(sources)
     places = lines_of(caplog.records)
-    assert any("endpoint" in place for place in places), "it does say something"
+    assert any("lease_connections" in place for place in places), "it does say something"
     assert max(places.values()) <= logs.BURST + 20, places  # one in 10 s more, however slow this machine is
 
 
-def test_a_store_that_thousands_send_nonsense_to_writes_a_few_lines(tmp_path, caplog):
+def test_log_of_store_under_malformed_messages_is_bounded(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     server = StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="1MiB"), lambda: None)
     server.start()
@@ -205,7 +205,7 @@ def test_a_store_that_thousands_send_nonsense_to_writes_a_few_lines(tmp_path, ca
     assert max(places.values()) <= logs.BURST + 20, places
 
 
-async def test_a_proxy_that_hundreds_send_nonsense_to_writes_a_few_lines():
+async def test_log_of_proxy_under_malformed_requests_is_bounded():
     """The HTTP server's own lines among them, and those of the access log about requests that were refused."""
     async with Cluster() as c:
         command = [sys.executable, "-m", "vllm_kvtier.proxy", "--port", "0", "--log-level", "info"]
@@ -231,7 +231,7 @@ async def test_a_proxy_that_hundreds_send_nonsense_to_writes_a_few_lines():
     assert len(lines) < 100, lines[:50]
 
 
-def test_an_access_log_tells_of_each_request_that_was_served(caplog):
+def test_access_log_has_every_served_request(caplog):
     caplog.set_level(logging.INFO)
     core = SimpleNamespace(config=SimpleNamespace(access_log=True))
     serving = Serving(core, SimpleNamespace(method="POST", path="/v1/completions"), "completions", None)

@@ -24,7 +24,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm_kvtier import fingerprint
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.fingerprint import model_folder, of_files
-from vllm_kvtier.scheduler.slots import plan_slots
+from vllm_kvtier.scheduler.sources.slot_layout import plan_slots
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat import options
 from vllm_kvtier.wire import messages as m
@@ -40,18 +40,18 @@ def seed(monkeypatch):
     monkeypatch.setattr(ns.kv_cache_utils, "NONE_HASH", b"seed", raising=False)
 
 
-def test_engines_of_equal_configuration_share():
+def test_namespace_of_equal_configuration_is_equal():
     assert of() == of()
 
 
-def test_scales_made_from_an_engine_s_first_batch_are_its_own():
+def test_calibrated_scales_make_namespace_private():
     """The same bytes stand for other numbers in the next engine, and no checksum would tell."""
     config = engine_config()
     config.cache_config.calculate_kv_scales = True
     assert ns.namespace(config, 16, "model").mismatch(ns.namespace(config, 16, "model"))
 
 
-def test_adapters_that_are_applied_otherwise_are_not_shared():
+def test_namespace_depends_on_lora_settings():
     """The same files make other KV."""
     usual = LoRAConfig(lora_dtype=torch.bfloat16)
     assert of() == of(lora=usual) == of(lora=LoRAConfig(lora_dtype=torch.bfloat16, max_loras=7, max_lora_rank=64))
@@ -70,14 +70,14 @@ CLASSES = (VllmConfig, ModelConfig, MultiModalConfig, CacheConfig, LoadConfig, A
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_options_every_field_of_vllm_s_is_in_the_table(cls):
+def test_options_table_has_every_vllm_field(cls):
     """A new release's fields: do they change what a token's K and V are? List them in ``options.TABLE``."""
     counted, other = (set(text.split()) for text in options.TABLE[cls.__name__])
     assert not {field.name for field in dataclasses.fields(cls)} - counted - other
     assert not counted & other
 
 
-def test_options_classes_of_the_table_are_vllm_s():
+def test_options_table_classes_are_those_of_vllm():
     assert {cls.__name__ for cls in CLASSES} == set(options.TABLE)
 
 
@@ -112,14 +112,14 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_options_that_change_kv_keep_engines_apart_and_are_named(name):
+def test_options_that_change_kv_make_namespaces_differ(name):
     for a, b in itertools.combinations(DIFFERENT[name], 2):
         assert of(**a) == of(**a)
         refusal = of(**a).mismatch(of(**b))
         assert "engine option" in refusal and f"{name}=" in refusal and len(refusal) < 512
 
 
-def test_options_that_do_not_change_kv_do_not_keep_engines_apart():
+def test_options_that_keep_kv_keep_namespaces_equal():
     cache = {"block_size": 32, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "num_gpu_blocks": 99}
     loading = {"concurrency": 16, "enable_multithread_load": True}
     assert of(cache=cache, load={"model_loader_extra_config": loading}, max_model_len=99, seed=7,
@@ -132,7 +132,7 @@ def test_options_that_do_not_change_kv_do_not_keep_engines_apart():
     assert of(**media) == of(**multimodal()) == of(), "the prefill's and the decode's engine of one fleet"
 
 
-def test_options_that_are_not_known_count_where_they_are_not_at_their_default(monkeypatch):
+def test_options_unknown_count_if_not_default(monkeypatch):
     """Those of the next release."""
 
     @dataclasses.dataclass
@@ -150,7 +150,7 @@ def test_options_that_are_not_known_count_where_they_are_not_at_their_default(mo
     assert later() == "" and later(rounding="up") == "rounding=up"
 
 
-def test_options_file_counts_by_its_content(tmp_path):
+def test_options_file_path_counts_by_content(tmp_path):
     paths = [tmp_path / name for name in "abc"]
     for path, scale in zip(paths, (1, 1, 2), strict=True):
         path.write_text(json.dumps({"layer.0": {"q": scale}}))
@@ -172,16 +172,16 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
         {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su"}},
     ],
 )
-def test_options_longest_prompt_chooses_the_factors_of_longrope(hf):
+def test_options_max_model_len_selects_longrope_factors(hf):
     short, also, long, longer = (of(hf, max_model_len=length) for length in (256, 4096, 4097, 8192))
     assert short == also and long == longer and "max_model_len>4096" in short.mismatch(long)
 
 
-def test_options_longrope_of_no_known_length_counts_by_the_longest_prompt():
+def test_options_longrope_without_length_counts_max_model_len():
     assert of({"rope_scaling": LONG}, max_model_len=1).mismatch(of({"rope_scaling": LONG}, max_model_len=2))
 
 
-def test_options_longest_prompt_tunes_llama4_s_attention(monkeypatch):
+def test_options_max_model_len_sets_llama4_temperature_tuning(monkeypatch):
     said = {}
     monkeypatch.setattr(ModelConfig, "try_get_generation_config", lambda self: said)
     hf = {"text_config": {"model_type": "llama4_text"}}
@@ -199,7 +199,7 @@ def test_options_longest_prompt_tunes_llama4_s_attention(monkeypatch):
         {"text_config": {"model_type": "llama4_text"}},
     ],
 )
-def test_options_longest_prompt_that_is_fitted_to_memory_afterwards_says_nothing_of_the_model(hf, monkeypatch):
+def test_options_auto_fitted_max_model_len_does_not_count(hf, monkeypatch):
     """vLLM has built it for the longest that it knows by then."""
     monkeypatch.setattr(ModelConfig, "try_get_generation_config", lambda self: {})
     fitted, more = (of(hf, max_model_len=length, asked_length=-1) for length in (4096, 40_000))
@@ -208,29 +208,29 @@ def test_options_longest_prompt_that_is_fitted_to_memory_afterwards_says_nothing
         assert fitted.mismatch(of(hf, max_model_len=length))
 
 
-def test_options_longest_prompt_sizes_media_of_some_models():
+def test_options_max_model_len_counts_for_some_multimodal_models():
     hf = {"architectures": ["NemotronH_Nano_VL_V2"]}
     assert "max_model_len=256" in of(hf, **multimodal()).mismatch(of(hf, max_model_len=99, **multimodal()))
     assert of(hf) == of(hf, max_model_len=99), "as text alone"
 
 
-def test_options_environment_that_quantizes_counts(monkeypatch):
+def test_options_quantizing_environment_variable_counts(monkeypatch):
     before = of()
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
     assert "VLLM_MARLIN_INPUT_DTYPE=int8" in before.mismatch(of())
 
 
-def test_options_in_words_are_short_and_name_what_they_can():
+def test_option_text_is_short_and_names_values():
     many = {f"option_{i}": "x" * i for i in range(60)}
     words = {options.in_words(many | {"option_59": last}) for last in ("a", "b")}
-    assert len(words) == 2 and all(len(each) <= options.MOST_LETTERS and "option_0, " in each for each in words)
+    assert len(words) == 2 and all(len(each) <= options.MAX_LETTERS and "option_0, " in each for each in words)
 
 
 class Colour(enum.IntEnum):
     RED = 1
 
 
-def test_options_canonical_form_is_equal_in_all_processes():
+def test_options_canonical_form_is_process_independent():
     assert options.canonical({"b": {2, 1}, "a": [torch.float8_e4m3fn, Colour.RED, None]}) == {
         "b": [1, 2], "a": ["float8_e4m3fn", "RED", None]
     }  # fmt: skip
@@ -259,7 +259,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "fastsafetensors", "runai_streamer", "sharded_state"])
-def test_model_fingerprint_weights_of_files_are_known_by_them(folder, load_format):
+def test_model_fingerprint_depends_on_weight_files(folder, load_format):
     before = ns.model_fingerprint(model(folder, load_format))
     assert before == ns.model_fingerprint(model(folder, load_format))
     (folder / "model.safetensors").write_bytes(b"1" * 10_000)
@@ -268,7 +268,7 @@ def test_model_fingerprint_weights_of_files_are_known_by_them(folder, load_forma
 
 
 @pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])
-def test_model_fingerprint_goes_by_the_files_that_are_loaded(folder, load_format, loaded):
+def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded):
     """Beside safetensors that are not."""
     (folder / loaded).write_bytes(bytes(10_000))
     found = [ns.model_fingerprint(model(folder, form)) for form in (load_format, "auto")]
@@ -278,14 +278,14 @@ def test_model_fingerprint_goes_by_the_files_that_are_loaded(folder, load_format
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "ipc_cache", "modelexpress", "a plugin's"])
-def test_model_fingerprint_weights_from_elsewhere_are_like_no_others(folder, load_format, caplog):
+def test_model_fingerprint_of_dummy_weights_is_unique(folder, load_format, caplog):
     """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""
     found = {ns.model_fingerprint(model(folder, load_format)) for _ in range(3)}
     assert len(found) == 3 and "model_fingerprint" in caplog.text and load_format in caplog.text
     assert ns.ModelFingerprint(model(folder, load_format), "mine").get(60.0) == "mine"
 
 
-def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_path, folder, monkeypatch, caplog):
+def test_model_fingerprint_of_unreadable_weights_is_unique(tmp_path, folder, monkeypatch, caplog):
     """By name and revision alone, "main" of a hub was the same for ever."""
     for absent in (tmp_path / "absent", "org/not-on-this-machine"):
         assert ns.model_fingerprint(model(absent)) != ns.model_fingerprint(model(absent))
@@ -298,7 +298,7 @@ def test_model_fingerprint_of_weights_that_cannot_be_read_is_like_no_other(tmp_p
     assert "input/output error" in caplog.text
 
 
-def test_model_fingerprint_knows_what_prepares_media(folder):
+def test_model_fingerprint_depends_on_processor_config_of_multimodal_models(folder):
     """The same picture becomes other numbers, under the same block hashes."""
     media = multimodal()
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "tekken.json"):
@@ -310,7 +310,7 @@ def test_model_fingerprint_knows_what_prepares_media(folder):
         assert ns.model_fingerprint(model(folder)) == text, "a model of text alone does not read it"
 
 
-def test_model_fingerprint_knows_the_model_s_own_code(folder):
+def test_model_fingerprint_depends_on_trusted_remote_code(folder):
     (folder / "modeling.py").write_text("a = 1")
     trusted, before = (ns.model_fingerprint(model(folder, trust_remote_code=trust)) for trust in (True, False))
     (folder / "modeling.py").write_text("a = 2")
@@ -319,7 +319,7 @@ def test_model_fingerprint_knows_the_model_s_own_code(folder):
 
 
 @pytest.mark.parametrize("variable", ["true", "True", "1"])
-def test_model_fingerprint_of_modelscope_is_like_no_other(folder, monkeypatch, variable):
+def test_model_fingerprint_of_modelscope_name_is_unique(folder, monkeypatch, variable):
     """vLLM reads that hub's copy; the other hub's may lie in its cache under the same name."""
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(folder))
@@ -369,7 +369,7 @@ def rename_folder_above(top):
 @pytest.mark.parametrize(
     "change", [None, rewrite, switch_link, switch_link_behind_a_link, rename_folder, rename_folder_above]
 )
-def test_model_fingerprint_of_files_that_changed_since_the_process_began_is_like_no_other(
+def test_model_fingerprint_of_files_changed_after_start_is_unique(
     tmp_path, folder, monkeypatch, caplog, path, change
 ):
     """vLLM loads weights tens of seconds before their files are looked at: it may have loaded others."""
@@ -388,7 +388,7 @@ def test_model_fingerprint_of_files_that_changed_since_the_process_began_is_like
     assert same is (change is None or path in elsewhere) and ("had started" in caplog.text) is not same
 
 
-def test_model_fingerprint_of_a_folder_beside_which_others_are_made_is_its_files(tmp_path, folder, monkeypatch):
+def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):
     before = ns.model_fingerprint(model(folder))
     starts_now(monkeypatch)
     (tmp_path / "another").mkdir()
@@ -397,7 +397,7 @@ def test_model_fingerprint_of_a_folder_beside_which_others_are_made_is_its_files
     assert ns.model_fingerprint(model(folder)) != before
 
 
-def test_model_fingerprint_of_a_hub_s_name_that_came_to_mean_another_revision_is_like_no_other(
+def test_model_fingerprint_of_hub_name_with_moved_revision_is_unique(
     tmp_path, folder, monkeypatch
 ):
     """What is in a snapshot is that revision, whenever it was downloaded."""
@@ -410,7 +410,7 @@ def test_model_fingerprint_of_a_hub_s_name_that_came_to_mean_another_revision_is
     def found(model, revision=None, download_dir=None):
         return hub / "snapshots" / (revision or (hub / "refs" / "main").read_text())
 
-    monkeypatch.setattr(fingerprint, "model_folder", found)
+    monkeypatch.setattr(ns, "model_folder", found)
     main, fixed = model("org/model"), model("org/model")
     fixed.model_config.revision = "2" * 40
     before = ns.model_fingerprint(main)
@@ -422,7 +422,7 @@ def test_model_fingerprint_of_a_hub_s_name_that_came_to_mean_another_revision_is
     assert ns.model_fingerprint(fixed) == before
 
 
-def test_process_start_of_a_process_is_when_it_was_started(monkeypatch):
+def test_process_start_is_own_start_time(monkeypatch):
     """Not when the machine was, or the process that it was forked from."""
     ask = "from vllm_kvtier import fingerprint; print(fingerprint.process_start())"
     before, mine = starts_now(monkeypatch), fingerprint.process_start()
@@ -430,7 +430,7 @@ def test_process_start_of_a_process_is_when_it_was_started(monkeypatch):
     assert mine < before - 1_000_000 < started < time.time_ns()
 
 
-def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatch):
+def test_model_fingerprint_is_computed_on_another_thread(folder, monkeypatch):
     may_read, ready = threading.Event(), threading.Event()
     digests = ns.file_digests
     monkeypatch.setattr(ns, "file_digests", lambda files: may_read.wait(60) and digests(files))
@@ -441,7 +441,7 @@ def test_model_fingerprint_is_made_beside_the_engine_s_thread(folder, monkeypatc
 
 
 @pytest.mark.parametrize("option", [None, "mine"])
-def test_model_fingerprint_what_else_reads_the_files_is_through_before_it_is_known(folder, option):
+def test_model_fingerprint_waits_for_other_readers(folder, option):
     """`codec: auto`, which looked for its record on the engine's thread."""
     threads, may_read = [], threading.Event()
     made = ns.ModelFingerprint(
@@ -452,13 +452,13 @@ def test_model_fingerprint_what_else_reads_the_files_is_through_before_it_is_kno
     assert made.get(60.0) and threads and threads != [threading.current_thread()]
 
 
-def test_model_fingerprint_a_fault_makes_it_like_no_other(folder, monkeypatch, caplog):
+def test_model_fingerprint_after_error_is_unique(folder, monkeypatch, caplog):
     monkeypatch.setattr(ns, "model_fingerprint", lambda config: 1 / 0)
     made = [ns.ModelFingerprint(model(folder), None).get(60.0) for _ in range(2)]
     assert None not in made and made[0] != made[1] and "ZeroDivisionError" in caplog.text
 
 
-def test_plan_slots_another_release_of_vllm_has_spaces_of_its_own():
+def test_plan_slots_namespace_depends_on_vllm_release():
     """The next release may compute otherwise, and what is stored outlives engines. Pulls do not go by it."""
     groups = [(16, None)]
     bases = {
@@ -468,7 +468,7 @@ def test_plan_slots_another_release_of_vllm_has_spaces_of_its_own():
     assert len(bases) == 2
 
 
-def test_engine_with_dummy_weights_tells_the_connector_their_name(tmp_path):
+def test_engine_helper_sets_model_fingerprint_of_dummy_weights(tmp_path):
     def extra(kv, *args):
         engine = Engine("shapes", kv=kv, args=args, log_dir=tmp_path)
         return engine.kv and engine.kv.get("kv_connector_extra_config")

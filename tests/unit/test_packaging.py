@@ -57,7 +57,7 @@ WHERE = (
 )
 
 
-def test_wheel_has_the_package_and_the_kernels_and_nothing_else(wheel, root):
+def test_wheel_contains_package_and_kernels_only(wheel, root):
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names} == {
         "vllm_kvtier",
@@ -73,7 +73,7 @@ def test_wheel_has_the_package_and_the_kernels_and_nothing_else(wheel, root):
     assert [name for name in names if name.endswith("/LICENSE")]
 
 
-def test_wheel_works(wheel, tmp_path):
+def test_wheel_install_imports_and_runs(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
     package, kernels, plugin = isolated(tmp_path / "site", WHERE, tmp_path).split()
     base = tmp_path / "site" / "vllm_kvtier"
@@ -82,7 +82,7 @@ def test_wheel_works(wheel, tmp_path):
     )
 
 
-def test_editable_works(build, tmp_path):
+def test_editable_install_imports_and_runs(build, tmp_path):
     with zipfile.ZipFile(build("editable")) as archive:
         archive.extractall(tmp_path / "site")
     found = isolated(tmp_path / "site", WHERE, tmp_path).split()
@@ -95,7 +95,7 @@ def test_editable_works(build, tmp_path):
     assert isolated(tmp_path / "site", in_tree, build.tree).split()[1] == found[1]
 
 
-def test_metadata(wheel):
+def test_package_metadata_is_complete(wheel):
     info = f"vllm_kvtier-{vllm_kvtier.__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert re.search(r"^Name: vllm[-_]kvtier$", metadata, re.M)
@@ -111,7 +111,7 @@ def test_metadata(wheel):
     assert "[vllm.general_plugins]\nkvtier = vllm_kvtier.plugin:register" in points
 
 
-def test_source_archive_builds_the_same_wheel(build, wheel, tmp_path):
+def test_sdist_contains_sources_of_the_wheel(build, wheel, tmp_path):
     with tarfile.open(build("sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     papers = ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/options.md")
@@ -122,7 +122,7 @@ def test_source_archive_builds_the_same_wheel(build, wheel, tmp_path):
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_no_registry_hosts_and_no_machine_paths(root):
+def test_shipped_files_name_no_registry_host_or_machine_path(root):
     """Where packages come from is for pip's configuration to say, and paths differ between machines."""
     shipped = [root / name for name in ("setup.py", "Makefile", ".ci/run", "MANIFEST.in")]
     for folder in ("vllm_kvtier", "csrc_triton", "tools", "examples", "benchmarks"):

@@ -46,13 +46,13 @@ def codec(**formats: Format) -> Codec:
     return Codec("test", "for tests", formats)
 
 
-def test_areas_follow_each_other_aligned():
+def test_parts_encoded_areas_are_aligned_and_consecutive():
     layout = part_layout(group(), codec(k=Lines(128, 129, 3), v=Lines(32, 16, 0)))
-    assert [(p.region, p.field, p.offset, p.line, p.lines) for p in layout.coded] == [
+    assert [(p.region, p.field, p.offset, p.line, p.lines) for p in layout.encoded] == [
         (0, 0, 0, 128, 32), (0, 1, 128, 32, 128), (1, 0, 0, 128, 32), (1, 1, 128, 32, 128),
     ]  # fmt: skip
     at = 0
-    for part in layout.coded:
+    for part in layout.encoded:
         assert part.data_offset == slots.align(at, 16)
         at = part.data_offset + part.lines * part.format.data_bytes(part.line)
         if part.scale_bytes:
@@ -65,25 +65,25 @@ def test_areas_follow_each_other_aligned():
 @pytest.mark.parametrize(
     "name, fields, least", [("int8", KV, 1.96), ("fp8", KV, 1.96), ("int4", KV, 3.5), ("int8", LATENT, 1.75)]
 )
-def test_blocks_take_what_the_codec_says(name, fields, least):
+def test_parts_have_the_codec_compression_ratio(name, fields, least):
     whole = group(region(fields=fields), region("l1", fields=fields))
     layout = part_layout(whole, codecs.get(name))
     assert least < whole.block_bytes / layout.nbytes < least + 0.1
     assert slots.slot_layout([layout]).pages == -(-layout.nbytes // slots.PAGE)
 
 
-def test_what_no_codec_applies_to_is_kept_raw():
+def test_parts_without_applicable_codec_are_raw():
     int8 = codecs.get("int8")
     for one in (
         group(region(dtype="float32")),
         group(region(), msgspec.structs.replace(region("l1"), fields=())),
         group(region(fields=(Field("state", 64),))),
     ):
-        assert part_layout(one, int8) == slots.part_layout(one) and not part_layout(one, int8).coded
+        assert part_layout(one, int8) == slots.part_layout(one) and not part_layout(one, int8).encoded
     assert part_layout(group(), codecs.get("raw")) == slots.part_layout(group())
 
 
-def test_lines_must_divide_a_field():
+def test_parts_line_not_dividing_a_field_raises():
     with pytest.raises(ValueError, match="lines cuts 128 numbers into lines of 48"):
         part_layout(group(), codec(k=Lines(48, 48, 2), v=Lines(48, 48, 2)))
 
@@ -92,7 +92,7 @@ def digest(whole: GroupView, name: str = "int8") -> bytes:
     return slots.layout_digest([whole], [part_layout(whole, codecs.get(name))])
 
 
-def test_packing_does_not_enter_the_digest_of_coded_parts():
+def test_parts_digest_of_encoded_parts_ignores_packing():
     """A GPU's tokens of heads and a CPU's packed pages: the same lines."""
     packed = group(region(cell_tokens=16, packing="a"), region("l1", cell_tokens=16, packing="a"))
     other = group(region(cell_tokens=8, packing="b"), region("l1", cell_tokens=8, packing="b"))
@@ -115,23 +115,23 @@ def test_packing_does_not_enter_the_digest_of_coded_parts():
     ],
     ids=str,
 )
-def test_what_means_something_else_has_another_digest(change):
+def test_part_layouts_with_other_meaning_have_other_digests(change):
     assert digest(group(msgspec.structs.replace(region(), **change), region("l1"))) != digest(group())
 
 
-def test_every_codec_has_a_digest_of_its_own():
+def test_parts_digest_differs_per_codec():
     names = codecs.names()
     assert len({digest(group(), name) for name in names}) == len(names)
     mine = [part_layout(group(), codec(k=Lines(128, 128, 2, n), v=Lines(128, 128, 2, n))) for n in "ab"]
     assert slots.layout_digest([group()], mine[:1]) != slots.layout_digest([group()], mine[1:])
 
 
-def test_fields_do_not_enter_the_digest_of_raw_parts():
+def test_parts_digest_of_raw_parts_ignores_fields():
     bare = [msgspec.structs.replace(r, fields=()) for r in group().regions]
     assert slots.layout_digest([group()]) == slots.layout_digest([group(*bare)])
     assert slots.layout_digest([group()]) == digest(group(), "raw")
 
 
-def test_layouts_are_one_for_each_group():
+def test_parts_digest_with_wrong_number_of_layouts_raises():
     with pytest.raises(ValueError):
         slots.layout_digest([group(), group()], [part_layout(group(), codecs.get("int8"))])

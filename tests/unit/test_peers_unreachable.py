@@ -1,6 +1,6 @@
 """Peers whose connection ends or cannot be made: asks on it end when the socket says so, not when their time is over.
 
-Everywhere ``ask_timeout`` is so long that a test which waited for it would fail.
+Everywhere ``lookup_timeout`` is so long that a test which waited for it would fail.
 """
 
 import os
@@ -15,12 +15,13 @@ import zmq
 from endpoint_support import Asker, Source, SourceProcess, export, making, ranks
 from support import eventually
 
-from vllm_kvtier.scheduler.exports import Kind
-from vllm_kvtier.scheduler.offers import NoOffer, Offer
+from vllm_kvtier.scheduler.leases.exports import LeaseKind
+from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
+from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
-LONG = dict(ask_timeout=60.0, handshake_timeout=60.0)
+LONG = dict(lookup_timeout=60.0, handshake_timeout=60.0)
 SOON = 20.0  # seconds: what a busy machine may take for what happens at once
 
 
@@ -53,7 +54,7 @@ def assert_nothing_left(asker):
 # -- nobody there ----------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_port(make, nobody):
+def test_refused_port_is_unreachable_and_remembered(make, nobody):
     asker = make(Asker)
     got = asker.answer(nobody, SOON)
     assert (got.code, got.reason) == ("unreachable", "no connection can be made")
@@ -62,7 +63,7 @@ def test_a_refused_port(make, nobody):
     on_reactor(asker, lambda: assert_nothing_left(asker))
 
 
-def test_all_asks_that_wait_for_a_handshake_end(make, nobody):
+def test_lookups_waiting_for_handshake_all_end(make, nobody):
     asker = make(Asker)
     asks = [asker.ask(nobody) for _ in range(50)]
     for ask in asks:
@@ -70,7 +71,7 @@ def test_all_asks_that_wait_for_a_handshake_end(make, nobody):
         assert ask.outcome.code == "unreachable"
 
 
-def test_a_thousand_asks_leave_no_socket_descriptor_or_timer(make, nobody):
+def test_thousand_lookups_leave_no_socket_descriptor_or_timer(make, nobody):
     asker = make(Asker)
 
     def one():
@@ -87,7 +88,7 @@ def test_a_thousand_asks_leave_no_socket_descriptor_or_timer(make, nobody):
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, SOON, "ZMQ's own threads close descriptors")
 
 
-def test_connections_are_not_bounded_by_zmqs_default(make):
+def test_connections_exceed_zmq_default_limit(make):
     """Of 1023 sockets; each connection is three."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
@@ -107,7 +108,7 @@ def test_connections_are_not_bounded_by_zmqs_default(make):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_drops_do_not_pile_up(make, nobody):
+def test_export_releases_to_dead_peer_do_not_accumulate(make, nobody):
     asker = make(Asker)
     for i in range(3000):
         asker.peers.drop(nobody, f"export-{i}")
@@ -117,9 +118,9 @@ def test_drops_do_not_pile_up(make, nobody):
     on_reactor(asker, lambda: assert_nothing_left(asker))
 
 
-def test_who_says_nothing_costs_the_time_limit(make):
+def test_silent_peer_costs_the_timeout(make):
     """As a machine that is gone, or a firewall: no event tells of it."""
-    asker = make(Asker, ask_timeout=0.3)
+    asker = make(Asker, lookup_timeout=0.3)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -130,7 +131,7 @@ def test_who_says_nothing_costs_the_time_limit(make):
 
 
 @pytest.mark.parametrize("with_key", [False, True], ids=["plain", "key"])
-def test_killed_while_asked_and_back_again(make, tmp_path, with_key, way):
+def test_peer_killed_during_lookup_is_unreachable_until_restart(make, tmp_path, with_key, way):
     key_file = str(tmp_path / "key") if with_key else ""
     if with_key:
         ClusterKey.create(key_file)
@@ -150,13 +151,13 @@ def test_killed_while_asked_and_back_again(make, tmp_path, with_key, way):
 
         def retry():
             got = asker.answer(again.address, SOON)
-            assert isinstance(got, Offer) or got.code == "unreachable"
-            return got if isinstance(got, Offer) else None
+            assert isinstance(got, LeasedBlocks) or got.code == "unreachable"
+            return got if isinstance(got, LeasedBlocks) else None
 
         assert eventually(retry, SOON).instance == "source/2"
 
 
-def test_back_before_it_is_missed(make, way):
+def test_peer_restarted_between_lookups_is_used(make, way):
     """No ask in between: nothing is remembered, and the next is answered."""
     asker = make(Asker)
     with SourceProcess() as source:
@@ -168,7 +169,7 @@ def test_back_before_it_is_missed(make, way):
         assert asker.answer(again.address, SOON).instance == "source/2"
 
 
-def test_death_ends_the_pause_of_who_hung(make, way):
+def test_death_of_hung_peer_ends_backoff(make, way):
     asker = make(Asker)
     with SourceProcess() as source:
         assert asker.answer(source.address, SOON, lend=True, timeout=0.2).code == "timeout"
@@ -179,7 +180,7 @@ def test_death_ends_the_pause_of_who_hung(make, way):
         assert asker.answer(again.address, SOON).instance == "source/2"
 
 
-def test_killed_while_it_lends(make):
+def test_peer_killed_with_leases_ends_them_and_is_not_queried(make):
     """What it lent is void when the lease would be, or given back, whichever is first; nobody is asked meanwhile. (On
     its own node its end is known for certain: ``test_local.py``.)"""
     asker = make(Asker, lease_seconds=3.0)
@@ -216,7 +217,7 @@ def last_words(answer):
             message = m.decode_engine(frame)
             if isinstance(message, m.Hello):
                 server.send_multipart([identity, m.encode(m.Welcome(m.PROTOCOL, "brief/1", ranks()))])
-            elif isinstance(message, m.Ask):
+            elif isinstance(message, m.LeaseRequest):
                 server.send_multipart([identity, m.encode(answer(message))])
                 server.close(linger=10_000)
                 return
@@ -231,25 +232,25 @@ def last_words(answer):
 
 
 @pytest.mark.parametrize("lease", [True, False])
-def test_an_answer_before_the_close_counts(make, lease):
+def test_answer_before_close_is_used(make, lease):
     asker = make(Asker)
 
     def answer(ask):
         if lease:
-            return m.Granted(ask.ask, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
-        return m.Refused(ask.ask, "nothing", "")
+            return m.LeaseGranted(ask.ask, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
+        return m.LeaseRefused(ask.ask, "no_matching_blocks", "")
 
     for _ in range(30):
         with last_words(answer) as address:
             got = asker.answer(address, SOON)
-            assert isinstance(got, Offer) if lease else got.code == "nothing"
+            assert isinstance(got, LeasedBlocks) if lease else got.code == "no_matching_blocks"
 
 
-def test_an_answer_is_read_before_the_close_is_heard(make):
+def test_answer_sent_before_close_is_read(make):
     """The reactor comes late and sees both at once, the close first."""
     asker = make(Asker)
     go = threading.Event()
-    granted = m.Granted(1, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
+    granted = m.LeaseGranted(1, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
     with last_words(lambda ask: go.wait(SOON) and msgspec.structs.replace(granted, ask=ask.ask)) as address:
         pending = asker.ask(address)
         connection = eventually(lambda: asker.peers._connections.get(address), SOON)
@@ -262,7 +263,7 @@ def test_an_answer_is_read_before_the_close_is_heard(make):
             asker.reactor._handlers[monitor]()
             return pending.outcome
 
-        assert isinstance(on_reactor(asker, close_heard_first), Offer)
+        assert isinstance(on_reactor(asker, close_heard_first), LeasedBlocks)
 
 
 # -- only the connection breaks ---------------------------------------------------------------------------------------
@@ -331,23 +332,23 @@ def cables():
         cable.cut()
 
 
-def test_leases_outlive_a_broken_connection(make, cables):
+def test_leases_survive_broken_connection(make, cables):
     asked = threading.Event()
     source = make(Source, lend=lambda *_: asked.set(), lease_seconds=6.0)
     asker = make(Asker, lease_seconds=6.0)
-    source.table.add(export(kind=Kind.RETAINED))
+    source.table.add(export(kind=LeaseKind.RETAINED))
     cable = cables(source.address)
     offer = asker.answer(cable.address, SOON)
     lost = asker.ask(cable.address, lend=True)
     assert asked.wait(SOON)
     lease = source.table._leases[offer.lease]
     cable.cut(refuse=False)
-    assert eventually(lambda: lost.outcome, SOON) == NoOffer("unreachable", "the connection was closed")
+    assert eventually(lambda: lost.outcome, SOON) == LookupMiss("unreachable", "the connection was closed")
     assert asker.held() == 1
 
     def again():
         got = asker.answer(cable.address, SOON)
-        return got if isinstance(got, Offer) else None
+        return got if isinstance(got, LeasedBlocks) else None
 
     second = eventually(again, SOON)
     assert cable.made == 2 and second.instance == offer.instance
@@ -358,7 +359,7 @@ def test_leases_outlive_a_broken_connection(make, cables):
     eventually(lambda: source.leases() == 0, 5, "given back, sooner than it would run out")
 
 
-def test_an_ask_that_never_left_is_not_sent_later(make, cables):
+def test_unsent_lookup_is_not_sent_after_reconnect(make, cables):
     asked = []
     source = make(Source, lend=lambda ask, *_: asked.append(ask.ask))
     asker = make(Asker)

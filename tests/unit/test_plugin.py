@@ -59,7 +59,7 @@ NEWER = ["0.34.0", "1.0.0", "0.34.0rc1", "0.1.dev12+g1234", "0.0.0.dev0", "dev",
 
 
 @pytest.mark.parametrize("release", ["0.25.1", "0.32.0", "0.33.0", "0.33.2.dev7+g1234.cpu", *NEWER])
-def test_registers_once_however_often_it_is_called(vllm, warnings, release):
+def test_plugin_registers_connector_once(vllm, warnings, release):
     factory = vllm(release)
     plugin.register()
     plugin.register()
@@ -68,7 +68,7 @@ def test_registers_once_however_often_it_is_called(vllm, warnings, release):
 
 
 @pytest.mark.parametrize("release", ["0.25.0", "0.24.2", "0.1.0", None])
-def test_an_unsupported_vllm_gets_one_warning_and_no_connector(vllm, warnings, release):
+def test_plugin_with_unsupported_vllm_warns_once(vllm, warnings, release):
     factory = vllm(release)
     plugin.register()
     assert factory.registered == {}
@@ -77,13 +77,13 @@ def test_an_unsupported_vllm_gets_one_warning_and_no_connector(vllm, warnings, r
     assert (release or "no vLLM is installed") in warnings()[0]
 
 
-def test_a_vllm_without_the_factory_goes_on(vllm, warnings):
+def test_plugin_without_connector_factory_warns(vllm, warnings):
     vllm("0.33.0", with_factory=False)
     plugin.register()
     assert len(warnings()) == 1 and "not registered" in warnings()[0]
 
 
-def test_check_supported_raises_the_sentence(monkeypatch):
+def test_check_supported_of_old_vllm_raises(monkeypatch):
     monkeypatch.setattr(version, "installed_version", lambda: "0.25.0")
     with pytest.raises(UnsupportedVLLM, match="this is vLLM 0.25.0"):
         version.check_supported()
@@ -92,7 +92,7 @@ def test_check_supported_raises_the_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("release", NEWER)
-def test_check_supported_of_a_newer_or_unnumbered_build_is_later_than_what_was_tested(monkeypatch, release):
+def test_check_supported_of_newer_or_unknown_build_is_untested(monkeypatch, release):
     monkeypatch.setattr(version, "installed_version", lambda: release)
     found = version.check_supported()
     assert found > version.NEWEST_TESTED and not version.is_tested(found)
@@ -102,7 +102,7 @@ def test_check_supported_of_a_newer_or_unnumbered_build_is_later_than_what_was_t
     ("text", "release"),
     [("0.32.0", (0, 32, 0)), ("0.33", (0, 33, 0)), ("v0.33.1rc2+cpu", (0, 33, 1)), ("0.1.dev7+g1", None), ("", None)],
 )
-def test_parse_release(text, release):
+def test_plugin_parses_vllm_release(text, release):
     assert version.parse_release(text) == release
 
 
@@ -120,17 +120,17 @@ def ask(code: str, cwd: Path, *paths: Path) -> str:
 SHOW = "from vllm_kvtier.vllm_compat.version import installed_version; print(installed_version()); "
 
 
-def test_no_vllm_at_all(tmp_path):
+def test_plugin_without_vllm_does_nothing(tmp_path):
     assert ask(SHOW, tmp_path) == "None"
 
 
-def test_a_directory_called_vllm_is_no_vllm(tmp_path):
+def test_installed_version_ignores_folder_named_vllm(tmp_path):
     (tmp_path / "vllm").mkdir()
     assert ask(SHOW, tmp_path, tmp_path) == "None"
 
 
 @pytest.mark.parametrize("line", ["__version__ = version = '0.33.0'", '__version__ = "0.33.0"'])
-def test_the_version_is_read_without_importing_vllm(tmp_path, line):
+def test_installed_version_is_read_without_import(tmp_path, line):
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('vLLM was imported')")
@@ -139,7 +139,7 @@ def test_the_version_is_read_without_importing_vllm(tmp_path, line):
 
 
 @pytest.mark.parametrize("distribution", version.DISTRIBUTIONS)
-def test_the_version_from_the_distribution(tmp_path, distribution):
+def test_installed_version_is_read_from_distribution(tmp_path, distribution):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("")
     info = tmp_path / f"{distribution.replace('-', '_')}-0.31.0.dist-info"
@@ -148,7 +148,7 @@ def test_the_version_from_the_distribution(tmp_path, distribution):
     assert ask(SHOW, tmp_path, tmp_path) == "0.31.0"
 
 
-def test_the_installed_vllm_is_supported_and_known():
+def test_installed_vllm_is_supported():
     """Where vLLM is installed (the set-up of this project does), the real thing agrees with its metadata."""
     found = version.installed_version()
     if found is None:
@@ -156,6 +156,6 @@ def test_the_installed_vllm_is_supported_and_known():
     assert version.check_supported() == (version.parse_release(found) or version.UNKNOWN)
 
 
-def test_the_entry_point_is_declared():
+def test_plugin_entry_point_is_declared():
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     assert [point.value for point in points if point.name == "kvtier"] == ["vllm_kvtier.plugin:register"]

@@ -18,9 +18,12 @@ import pytest
 from support import Uncontained
 
 from vllm_kvtier.errors import UnsupportedVLLM
-from vllm_kvtier.vllm_compat import probe, probe_checks, probe_trials, version
-from vllm_kvtier.vllm_compat.engine import EngineThread
-from vllm_kvtier.vllm_compat.probe import NEEDS, Absence, Feature, Side, State
+from vllm_kvtier.vllm_compat import version
+from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
+from vllm_kvtier.vllm_compat.probe import checks, trials
+from vllm_kvtier.vllm_compat.probe import features as probe
+from vllm_kvtier.vllm_compat.probe.features import NEEDS, State
+from vllm_kvtier.vllm_compat.probe.row import Absence, Feature, Side
 
 ROWS = {row.name: row for row in probe.rows()}
 HASHES = "vllm.v1.core.kv_cache_utils"
@@ -37,9 +40,9 @@ def anew(monkeypatch):
         probe.result(row)
     monkeypatch.setattr(probe, "_results", {})
     monkeypatch.setattr(probe, "_logged", set())
-    probe_checks.forget()
+    checks.forget()
     yield
-    probe_checks.forget()
+    checks.forget()
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ class Vllm:
     def owner(self, path):
         module, _, name = path.partition(":")
         outer, _, name = name.rpartition(".")
-        return probe_checks.find(f"{module}:{outer}"), name
+        return checks.find(f"{module}:{outer}"), name
 
     def put(self, path, value):
         owner, name = self.owner(path)
@@ -143,7 +146,7 @@ def assert_only(row: probe.Row, path: str = "") -> None:
 
 
 @pytest.mark.parametrize(("name", "what", "path"), list(cases()), ids=lambda value: value.rpartition(":")[2])
-def test_row_of_a_changed_name_signature_or_field_fails(vllm, name, what, path):
+def test_probe_row_fails_for_changed_name_signature_or_field(vllm, name, what, path):
     if what == "remove":
         vllm.remove(path)
     elif what == "call":
@@ -169,7 +172,7 @@ def abstract_metadata(vllm):
 
 
 def partial_blocks_without_keys(vllm):
-    real = probe_checks.find(f"{HASHES}:generate_block_hash_extra_keys")
+    real = checks.find(f"{HASHES}:generate_block_hash_extra_keys")
 
     def generate(request, start, end, medium):
         keys, medium = real(request, start, end, medium)
@@ -179,14 +182,14 @@ def partial_blocks_without_keys(vllm):
 
 
 def deeper_hashes(vllm):
-    real = probe_checks.find(f"{HASHES}:get_request_block_hasher")
+    real = checks.find(f"{HASHES}:get_request_block_hasher")
     changed = lambda hash_block_size, caching_hash_fn, depth=0: real(hash_block_size, caching_hash_fn)  # noqa: E731
     vllm.put(f"{HASHES}:get_request_block_hasher", changed)
 
 
 def names_of_requests(vllm):
     """What vLLM hashes of an adapter is not what it says without a request."""
-    keys, lora = probe_checks.find(f"{HASHES}:_gen_lora_extra_hash_keys"), probe_trials._LORA
+    keys, lora = checks.find(f"{HASHES}:_gen_lora_extra_hash_keys"), trials._LORA
 
     def other(request):
         return keys(SimpleNamespace(lora_request=lora) if type(request) is SimpleNamespace else request)
@@ -195,7 +198,7 @@ def names_of_requests(vllm):
 
 
 def other_hashes(vllm):
-    real = probe_checks.find(f"{HASHES}:get_request_block_hasher")
+    real = checks.find(f"{HASHES}:get_request_block_hasher")
 
     @functools.wraps(real)
     def hasher(*args, **options):
@@ -251,7 +254,7 @@ BEHAVIOUR = [
 
 
 @pytest.mark.parametrize(("name", "change"), BEHAVIOUR, ids=lambda value: value if isinstance(value, str) else "")
-def test_row_of_a_changed_behaviour_fails(vllm, name, change):
+def test_probe_row_fails_for_changed_behaviour(vllm, name, change):
     if probe.result(ROWS[name]).state is State.ABSENT:
         pytest.skip("not in this version")
     probe.forget()
@@ -259,19 +262,19 @@ def test_row_of_a_changed_behaviour_fails(vllm, name, change):
     assert_only(ROWS[name])
 
 
-def test_every_trial_has_a_vllm_on_which_it_fails():
+def test_probe_every_trial_has_a_failing_case():
     assert {row.name for row in ROWS.values() if row.trial} == {name for name, _ in BEHAVIOUR}
 
 
-def test_the_installed_vllm_has_all_that_its_version_should_have():
+def test_probe_of_installed_vllm_has_no_failed_row():
     assert not [found for found in probe.table() if found.state is State.FAILED]
 
 
-def test_trials_leave_no_seed_of_hashes_behind():
+def test_probe_trials_leave_no_hash_seed():
     """vLLM makes its own later in an engine's start: one of ours would separate engines."""
     code = """
 import vllm.v1.core.kv_cache_utils as hashes
-from vllm_kvtier.vllm_compat import probe
+from vllm_kvtier.vllm_compat.probe import features as probe
 probe.start(probe.Side.SCHEDULER)
 assert not hasattr(hashes, "NONE_HASH")
 hashes.NONE_HASH = hashes.BlockHash(b"7" * 32)
@@ -286,7 +289,7 @@ assert hashes.NONE_HASH == b"7" * 32
 # -- what becomes of a result ------------------------------------------------------------------------------------------
 
 
-def test_start_logs_a_switched_off_feature_once(vllm, warnings):
+def test_probe_start_logs_disabled_feature_once(vllm, warnings):
     vllm.remove(f"{CORE}._notify_idle_state_callbacks")
     probe.start(Side.SCHEDULER)
     probe.start(Side.SCHEDULER)
@@ -295,7 +298,7 @@ def test_start_logs_a_switched_off_feature_once(vllm, warnings):
     assert "peer fetch" in line and "synchronous loads" in line
 
 
-def test_start_on_a_newer_vllm_warns_and_does_not_refuse(monkeypatch, warnings):
+def test_probe_start_on_newer_vllm_warns(monkeypatch, warnings):
     monkeypatch.setattr(version, "installed_version", lambda: "0.41.0")
     monkeypatch.setattr(probe, "installed_version", lambda: "0.41.0")
     probe.start(Side.WORKER)
@@ -305,7 +308,7 @@ def test_start_on_a_newer_vllm_warns_and_does_not_refuse(monkeypatch, warnings):
 
 
 @pytest.mark.parametrize("release", ["0.1.dev1+gdeadbee", "unknown", "0.41.0"])
-def test_start_on_an_unknown_vllm_that_lacks_something_switches_it_off(vllm, monkeypatch, warnings, release):
+def test_probe_start_on_unknown_vllm_disables_missing_feature(vllm, monkeypatch, warnings, release):
     """What an old release may lack, a build without a number may not."""
     monkeypatch.setattr(version, "installed_version", lambda: release)
     monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
@@ -314,7 +317,7 @@ def test_start_on_an_unknown_vllm_that_lacks_something_switches_it_off(vllm, mon
     assert [line for line in warnings() if "sources of cache hits" in line]
 
 
-def test_start_on_an_old_vllm_says_nothing_of_what_it_cannot_have(monkeypatch, warnings):
+def test_probe_start_on_old_vllm_logs_no_absent_feature(monkeypatch, warnings):
     monkeypatch.setattr(version, "installed_version", lambda: "0.31.0")
     monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
     probe.start(Side.SCHEDULER)
@@ -322,7 +325,7 @@ def test_start_on_an_old_vllm_says_nothing_of_what_it_cannot_have(monkeypatch, w
     assert probe.result(ROWS["sources of cache hits"]).state is State.ABSENT
 
 
-def test_value_of_a_missing_field_is_what_its_absence_means_or_raises(monkeypatch):
+def test_probe_value_of_missing_field_is_default_or_raises(monkeypatch):
     old, path = SimpleNamespace(), "KVCacheGroupSpec.enable_kv_transfer"
     assert probe.value(SimpleNamespace(enable_kv_transfer=False), path) is False
     monkeypatch.setattr(version, "installed_version", lambda: "0.28.0")
@@ -333,7 +336,7 @@ def test_value_of_a_missing_field_is_what_its_absence_means_or_raises(monkeypatc
             probe.value(old, path)
 
 
-def test_absence_fits_only_the_versions_it_names():
+def test_probe_absence_fits_named_versions_only():
     since, until = Absence(None, since=(0, 30, 0)), Absence(None, until=(0, 28, 0))
     assert [since.fits(each) for each in ((0, 29, 9), (0, 30, 0), version.UNKNOWN)] == [True, False, False]
     assert [until.fits(each) for each in ((0, 27, 1), (0, 28, 0), version.UNKNOWN)] == [False, True, True]
@@ -344,7 +347,7 @@ def refuse(monkeypatch, feature: Feature) -> None:
     monkeypatch.setitem(probe._results, row.name, probe.Result(row, State.FAILED, "it is gone"))
 
 
-def test_engine_thread_without_the_idle_hook_wraps_nothing(monkeypatch):
+def test_engine_thread_without_idle_hook_wraps_no_method(monkeypatch):
     from vllm.v1.engine.core import EngineCoreProc
 
     before = EngineCoreProc._notify_idle_state_callbacks
@@ -352,10 +355,10 @@ def test_engine_thread_without_the_idle_hook_wraps_nothing(monkeypatch):
     thread = EngineThread(lambda: None, Uncontained())
     thread.wake()
     assert EngineCoreProc._notify_idle_state_callbacks is before and thread.scheduler is None
-    assert not thread.turns.known
+    assert not thread.scheduler_lock.known
 
 
-def test_tail_hash_and_prompt_hashes_that_are_not_granted_match_nothing(monkeypatch):
+def test_hashes_without_granted_feature_match_nothing(monkeypatch):
     from support import make_request
 
     from vllm_kvtier.vllm_compat import requests
@@ -368,15 +371,35 @@ def test_tail_hash_and_prompt_hashes_that_are_not_granted_match_nothing(monkeypa
     assert requests.hash_prompt(list(range(11)), "", None, 4) == []
 
 
-def test_hit_sources_that_are_not_granted_are_left_to_vllm(monkeypatch):
-    from vllm_kvtier.vllm_compat.types import hit_sources
+def test_hit_sources_without_granted_feature_are_empty(monkeypatch):
+    from vllm_kvtier.vllm_compat.connector_types import hit_sources
 
     refuse(monkeypatch, Feature.HIT_SOURCES)
     assert hit_sources({"host": 32}) == {}
 
 
-def test_launcher_that_is_not_granted_is_tritons(monkeypatch):
-    from vllm_kvtier.worker.cuda import Driver
+def test_hidden_metrics_without_granted_feature_have_no_series(monkeypatch):
+    from metrics_harness import vllm_config
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from vllm_kvtier.telemetry.stats import OLD_NAMES
+    from vllm_kvtier.vllm_compat.stats import PREFIX, KVTierPromMetrics
+
+    def old_series(config) -> set[str]:
+        registry = CollectorRegistry()
+        types = {sort: functools.partial(sort, registry=registry) for sort in (Counter, Gauge, Histogram)}
+        KVTierPromMetrics(config, types, ["engine"], {0: ["0"]})
+        return {family.name.removeprefix(PREFIX) for family in registry.collect()} & set(OLD_NAMES.values())
+
+    assert old_series(vllm_config(show_hidden_metrics=True)) == set(OLD_NAMES.values())
+    refuse(monkeypatch, Feature.HIDDEN_METRICS)
+    lacking = vllm_config()
+    del lacking.observability_config
+    assert old_series(lacking) == set()
+
+
+def test_kernel_launcher_without_granted_feature_is_none(monkeypatch):
+    from vllm_kvtier.worker.device.cuda_driver import Driver
 
     driver = object.__new__(Driver)
     assert driver.launcher == driver.launch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vllm_kvtier
-from vllm_kvtier.vllm_compat import probe, probe_trials
+from vllm_kvtier.vllm_compat.probe import features, trials
 
 PACKAGE = Path(vllm_kvtier.__file__).parent
 COMPAT = PACKAGE / "vllm_compat"
@@ -38,6 +38,7 @@ NESTED = {
     (VLLM, "load_config"): f"{CONFIG}:LoadConfig",
     (VLLM, "device_config"): f"{CONFIG}:DeviceConfig",
     (VLLM, "compilation_config"): f"{CONFIG}:CompilationConfig",
+    (VLLM, "observability_config"): f"{CONFIG}:ObservabilityConfig",
     (POOL, "blocks"): BLOCK,
     (REQUEST, "lora_request"): LORA,
     (ENGINE, "scheduler"): SCHEDULER,
@@ -59,19 +60,19 @@ ROOTS = {
         "blocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
     },
     "vllm_compat/adapters.py": {"lora": LORA},
-    "vllm_compat/arrangement.py": {},
-    "vllm_compat/blocks.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
-    "vllm_compat/engine.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
-    "vllm_compat/events.py": {
+    "vllm_compat/layout/cpu_page_layout.py": {},
+    "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
+    "vllm_compat/hooks/idle_hook.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
+    "vllm_compat/kv_events.py": {
         "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "group": f"{CACHE}:KVCacheGroupSpec",
         "scheduler": SCHEDULER,
     },
-    "vllm_compat/facts.py": {
+    "vllm_compat/engine_info.py": {
         "vllm_config": VLLM, "self.config": VLLM, "config": NONE, "kv_cache_config": f"{CACHE}:KVCacheConfig",
         "group": f"{CACHE}:KVCacheGroupSpec", "spec": NONE,
     },
-    "vllm_compat/fields.py": {"spec": SPEC, "module": NONE},
-    "vllm_compat/layout.py": {
+    "vllm_compat/layout/kv_fields.py": {"spec": SPEC, "module": NONE},
+    "vllm_compat/layout/kv_layout.py": {
         "kv_cache_config": f"{CACHE}:KVCacheConfig", "vllm_config": VLLM, "group": f"{CACHE}:KVCacheGroupSpec",
         "spec": SPEC, "module": "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "self.module": NONE, "owner": NONE,
@@ -80,35 +81,36 @@ ROOTS = {
     "vllm_compat/options.py": {"vllm_config": VLLM, "part": NONE, "option": NONE, "value": NONE},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},
     "vllm_compat/sleep.py": {"vllm_config": VLLM, "method": NONE, "self": NONE},
-    "vllm_compat/stats.py": {"child": NONE, "vllm_config": NONE},
-    "vllm_compat/turns.py": {"scheduler": NONE},  # methods by name; the row "scheduler's methods" has them
-    "vllm_compat/types.py": {"scheduler": SCHEDULER, "request": REQUEST},
-    "vllm_compat/undo.py": {
+    "vllm_compat/stats.py": {"child": NONE, "vllm_config": VLLM},
+    "vllm_compat/hooks/scheduler_lock.py": {"scheduler": NONE},
+     # methods by name; the row "scheduler's methods" has them
+    "vllm_compat/connector_types.py": {"scheduler": SCHEDULER, "request": REQUEST},
+    "vllm_compat/hooks/rollback.py": {
         "scheduler": SCHEDULER, "connector": NONE, "request": REQUEST, "other": REQUEST, "outer": NONE,
     },
     "vllm_compat/weights.py": {"engine": NONE, "method": NONE, "lora_request": NONE},
-    "vllm_compat/worker.py": {
+    "vllm_compat/worker_info.py": {
         "vllm_config": VLLM, "tp": "vllm.distributed.parallel_state:GroupCoordinator",
     },
-    "scheduler/tables.py": {
+    "scheduler/offload/block_tables.py": {
         "output": f"{OUTPUT}:SchedulerOutput", "new": f"{OUTPUT}:NewRequestData", "t.request": REQUEST,
         "cached": f"{OUTPUT}:CachedRequestData",
     },
-    "scheduler/pace.py": {"output": f"{OUTPUT}:SchedulerOutput"},
-    "scheduler/half.py": {"output": f"{OUTPUT}:SchedulerOutput", "request": REQUEST},
-    "scheduler/asking.py": {"request": REQUEST, "t.request": REQUEST},
-    "scheduler/exporting.py": {"request": REQUEST, "t.request": REQUEST},
-    "scheduler/hurry.py": {"t.request": REQUEST},
-    "scheduler/matching.py": {"request": REQUEST, "t.request": REQUEST},
-    "scheduler/offloading.py": {"request": REQUEST},
-    "scheduler/ahead.py": {"request": REQUEST},
-    "scheduler/events.py": {"request": REQUEST},
+    "scheduler/planner/step_timer.py": {"output": f"{OUTPUT}:SchedulerOutput"},
+    "scheduler/connector_scheduler.py": {"output": f"{OUTPUT}:SchedulerOutput", "request": REQUEST},
+    "scheduler/matching/source_selector.py": {"request": REQUEST, "t.request": REQUEST},
+    "scheduler/leases/export_builder.py": {"request": REQUEST, "t.request": REQUEST},
+    "scheduler/integrity/sync_load.py": {"t.request": REQUEST},
+    "scheduler/matching/request_matcher.py": {"request": REQUEST, "t.request": REQUEST},
+    "scheduler/offload/offloader.py": {"request": REQUEST},
+    "scheduler/matching/lookup_prefetch.py": {"request": REQUEST},
+    "scheduler/offload/kv_events.py": {"request": REQUEST},
 }  # fmt: skip
 
 
 @cache
 def covered() -> frozenset[str]:
-    return frozenset(path for row in probe.rows() for path in row.covers())
+    return frozenset(path for row in features.rows() for path in row.covers())
 
 
 def is_covered(owner: str, name: str) -> bool:
@@ -193,23 +195,23 @@ PLAIN = {"get", "values", "remove", "append", "discard", "add", "items", "keys"}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_from_vllm_have_rows(path):
+def test_probe_has_rows_of_vllm_imports(path):
     missing = set(imports(ast.parse(path.read_text()))) - covered()
-    assert not missing, f"{path.name} uses {sorted(missing)}: add a row to vllm_compat/probe_rows.py"
+    assert not missing, f"{path.name} uses {sorted(missing)}: add a row to vllm_compat/probe/rows.py"
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_attributes_of_vllm_objects_have_rows(name):
+def test_probe_has_rows_of_vllm_attributes(name):
     uses = Uses(ROOTS[name])
     uses.visit(ast.parse((PACKAGE / name).read_text()))
     missing = {(owner, attr) for owner, attr in uses.found if not is_covered(owner, attr) and attr not in PLAIN}
-    assert not missing, f"{name} uses {sorted(missing)}: add a row to vllm_compat/probe_rows.py"
+    assert not missing, f"{name} uses {sorted(missing)}: add a row to vllm_compat/probe/rows.py"
     unused = {root for root, owner in ROOTS[name].items() if owner} - uses.seen
     assert not unused, f"{name} has no {unused} any more"
 
 
 @pytest.mark.parametrize("path", [p for p in sources() if p.parent == COMPAT], ids=lambda path: path.name)
-def test_parameters_without_a_type_are_declared(path):
+def test_probe_roots_declare_untyped_parameters(path):
     """A parameter typed Any is vLLM's object: what is read of it is looked at above."""
     known = set(ROOTS.get(f"vllm_compat/{path.name}", ()))
     for node in ast.walk(ast.parse(path.read_text())):
@@ -219,7 +221,7 @@ def test_parameters_without_a_type_are_declared(path):
             assert untyped <= known, f"{path.name}: {node.name}() takes {untyped - known}: say in ROOTS what it is"
 
 
-def test_the_walker_finds_what_has_no_row():
+def test_probe_walker_finds_uses_without_row():
     uses = Uses({"request": REQUEST, "self._pool": POOL})
     lines = "x = request", "x.lora_request.secret", "self._pool.blocks[3].hidden", "getattr(request, 'other', 0)"
     uses.visit(ast.parse("\n".join(lines)))
@@ -228,7 +230,7 @@ def test_the_walker_finds_what_has_no_row():
     assert set(imports(tree)) == {"vllm.a:b", "vllm._custom_ops:new_operator"}
 
 
-def test_the_connectors_methods_are_those_that_the_probe_compares():
+def test_probe_compares_every_connector_method():
     tree = ast.parse((PACKAGE / "connector.py").read_text())
     [cls] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     taken = {
@@ -238,7 +240,7 @@ def test_the_connectors_methods_are_those_that_the_probe_compares():
             ast.unparse(each) == "property" for each in node.decorator_list
         )
     }
-    compared = {name: arguments for name, arguments in probe_trials.METHODS.items()}
+    compared = {name: arguments for name, arguments in trials.METHODS.items()}
     assert set(taken) == set(compared)
     assert {name: taken[name] for name in taken if compared[name] is not None} == {
         name: arguments for name, arguments in compared.items() if arguments is not None

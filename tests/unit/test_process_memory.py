@@ -16,16 +16,16 @@ from support import eventually, stop
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import Shared, SharedSpan
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker import process_memory, source_watch
-from vllm_kvtier.worker.process_memory import ProcessMemory, check, identity, share
-from vllm_kvtier.worker.source_watch import SourceWatch
+from vllm_kvtier.worker.peer_fetch import peer_process_watch, process_memory
+from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
+from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory, check, identity, share
 
 SIZE = 8 << 20
 
 SOURCE = """
 import mmap, sys
 import msgspec, numpy as np
-from vllm_kvtier.worker.process_memory import share
+from vllm_kvtier.worker.peer_fetch.process_memory import share
 size = int(sys.argv[1])
 memory = mmap.mmap(-1, size)
 bytes_of = np.frombuffer(memory, np.uint8)
@@ -48,7 +48,7 @@ class Source:
         self.content = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
         self.base = self.shared.spans[0].base
 
-    def tell(self, word):
+    def send(self, word):
         print(word, file=self.process.stdin, flush=True)
         assert self.process.stdout.readline() == "done\n"
 
@@ -74,18 +74,18 @@ def read(memory, base, offsets, sizes):
     return got
 
 
-def test_who_this_process_is():
+def test_process_identity_names_pid_and_start():
     us, text = identity(), open("/proc/self/stat").read()
     assert us.pid == os.getpid() and str(us.started) in text.split() and us == identity()
     child = subprocess.run(
-        [sys.executable, "-c", "from vllm_kvtier.worker.process_memory import identity; print(*identity())"],
+        [sys.executable, "-c", "from vllm_kvtier.worker.peer_fetch.process_memory import identity; print(*identity())"],
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     assert child[0] == us.node and int(child[1]) != us.pid and int(child[2]) >= us.started
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1024, 1025, 5000])
-def test_pieces_anywhere(source, pieces):
+def test_process_memory_reads_unaligned_ranges(source, pieces):
     rng = np.random.default_rng(pieces)
     sizes = rng.integers(1, 1500, pieces)
     offsets = rng.integers(0, SIZE - 1500, pieces)
@@ -94,14 +94,14 @@ def test_pieces_anywhere(source, pieces):
     assert np.array_equal(got, np.concatenate(wanted))
 
 
-def test_our_own_memory():
+def test_process_memory_reads_own_process():
     mine = np.arange(1000, dtype=np.uint8)
     memory = ProcessMemory(share([(mine.ctypes.data, mine.nbytes)]))
     assert np.array_equal(read(memory, mine.ctypes.data, [500, 0], [100, 100]), np.r_[mine[500:600], mine[:100]])
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_process_that_has_ended(source, reaped):
+def test_process_memory_of_ended_process_raises(source, reaped):
     memory = ProcessMemory(source.shared)
     source.process.kill()
     if reaped:
@@ -114,7 +114,7 @@ def test_a_process_that_has_ended(source, reaped):
         ProcessMemory(source.shared)
 
 
-def test_killed_while_it_is_read(source):
+def test_process_memory_killed_during_read_is_right_or_raises(source):
     """What was read is right or an error; there is no third."""
     memory, rounds = ProcessMemory(source.shared), 0
     offsets = np.arange(0, SIZE, 4096)
@@ -131,43 +131,43 @@ def test_killed_while_it_is_read(source):
         killer.join()
 
 
-def test_a_stopped_process_is_read_all_the_same(source):
+def test_process_memory_of_stopped_process_is_read(source):
     stop(source.process.pid)
     got = read(ProcessMemory(source.shared), source.base, [4096], [4096])
     assert np.array_equal(got, source.content[4096:8192])
 
 
-def test_memory_that_is_gone(source):
+def test_process_memory_unmapped_raises(source):
     memory = ProcessMemory(source.shared)
-    source.tell("unmap")
-    with pytest.raises(KVTierError, match="does not have (all of )?the memory any more"):
+    source.send("unmap")
+    with pytest.raises(KVTierError, match="no longer has (all of )?the memory"):
         read(memory, source.base, [0], [4096])
-    with pytest.raises(KVTierError, match="does not have the memory"):
+    with pytest.raises(KVTierError, match="no longer has the memory"):
         ProcessMemory(source.shared)
 
 
-def test_a_piece_that_ends_outside_is_an_error(source):
-    with pytest.raises(KVTierError, match="memory any more"):
+def test_process_memory_range_ending_outside_raises(source):
+    with pytest.raises(KVTierError, match="no longer has"):
         read(ProcessMemory(source.shared), 0, [source.base, 64], [4096, 4096])
 
 
-def test_others_are_not_taken_for_it(source):
+def test_process_memory_of_other_process_node_or_span_is_refused(source):
     check(source.shared)
     for change, words in (
-        (dict(started=source.shared.started + 1), "another has its number now"),
+        (dict(started=source.shared.started + 1), "another has its pid now"),
         (dict(node="elsewhere"), "another node or in another container"),
         (dict(pid=(1 << 22) + 1), "has ended"),
         (dict(spans=()), "shares no memory"),
-        (dict(spans=(SharedSpan(4096, 100, b""),)), "does not have the memory"),
+        (dict(spans=(SharedSpan(4096, 100, b""),)), "no longer has the memory"),
     ):
         with pytest.raises(KVTierError, match=words):
             ProcessMemory(msgspec.structs.replace(source.shared, **change))
 
 
-def test_a_number_given_to_another_during_the_read(source, monkeypatch):
+def test_process_memory_of_reused_pid_raises(source, monkeypatch):
     memory = ProcessMemory(source.shared)
     monkeypatch.setattr(process_memory, "_started", lambda pid: source.shared.started + 5)
-    with pytest.raises(KVTierError, match="another has its number"):
+    with pytest.raises(KVTierError, match="another has its pid"):
         read(memory, source.base, [0], [100])
 
 
@@ -176,7 +176,7 @@ import ctypes, os, sys
 import msgspec, numpy as np
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import Shared
-from vllm_kvtier.worker.process_memory import ProcessMemory, _libc
+from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory, _libc
 shared = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Shared)
 _libc()
 if not os.getuid():
@@ -188,7 +188,7 @@ except KVTierError as error:
 """
 
 
-def test_a_process_that_may_not_be_read():
+def test_process_memory_without_permission_raises_with_hint():
     mine = np.zeros(100, np.uint8)
     shared = share([(mine.ctypes.data, 100)])
     libc = ctypes.CDLL(None)
@@ -205,7 +205,7 @@ def test_a_process_that_may_not_be_read():
 
 
 @pytest.mark.parametrize("number, words", [(38, "no process_vm_readv"), (12, "cannot be read: Cannot allocate")])
-def test_errors_in_words(monkeypatch, number, words):
+def test_process_memory_error_names_cause(monkeypatch, number, words):
     mine = np.zeros(8, np.uint8)
     shared = share([(mine.ctypes.data, 8)])
     monkeypatch.setattr(process_memory, "_libc", lambda: SimpleNamespace(process_vm_readv=lambda *arguments: -1))
@@ -214,7 +214,7 @@ def test_errors_in_words(monkeypatch, number, words):
         ProcessMemory(shared)
 
 
-def test_who_shares_lets_others_in_where_yama_asks(monkeypatch):
+def test_shared_memory_allows_ptrace_where_yama_restricts(monkeypatch):
     told = []
     monkeypatch.setattr(process_memory, "_libc", lambda: SimpleNamespace(prctl=lambda *a: told.append(a) or -1))
     share([(4096, 8)])
@@ -222,9 +222,9 @@ def test_who_shares_lets_others_in_where_yama_asks(monkeypatch):
     assert option == int.from_bytes(b"Yama", "big") and who.value == (1 << 64) - 1
 
 
-def test_without_proc_nothing_is_shared(monkeypatch):
+def test_process_memory_share_without_proc_raises(monkeypatch):
     monkeypatch.setattr(process_memory, "_started", lambda pid: open(f"/nowhere/{pid}"))
-    with pytest.raises(KVTierError, match="/proc does not tell"):
+    with pytest.raises(KVTierError, match="/proc has no identity"):
         share([(4096, 8)])
 
 
@@ -234,7 +234,7 @@ def test_without_proc_nothing_is_shared(monkeypatch):
 @pytest.fixture
 def watched():
     reactor, gone = Reactor("watch"), []
-    watch = SourceWatch(reactor, gone.append)
+    watch = PeerProcessWatch(reactor, gone.append)
     reactor.start()
     yield watch, gone
     reactor.stop()
@@ -249,10 +249,10 @@ def descriptors_of_processes():
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_the_end_of_a_source_is_told_once(source, watched, monkeypatch, descriptors):
+def test_source_process_end_is_reported_once(source, watched, monkeypatch, descriptors):
     watch, gone = watched
     if not descriptors:
-        monkeypatch.setattr(source_watch, "LOOK_AGAIN", 0.02)
+        monkeypatch.setattr(peer_process_watch, "RECHECK_SECONDS", 0.02)
         monkeypatch.setattr(os, "pidfd_open", lambda pid: (_ for _ in ()).throw(OSError(38, "not implemented")))
     us = share([(4096, 8)])
     watch.follow("s/1", [us, source.shared, source.shared])
@@ -271,9 +271,9 @@ def test_the_end_of_a_source_is_told_once(source, watched, monkeypatch, descript
         check(source.shared)
 
 
-def test_descriptors_are_closed(source):
+def test_peer_process_watch_stop_closes_descriptors(source):
     reactor, gone = Reactor("watch"), []
-    watch = SourceWatch(reactor, gone.append)
+    watch = PeerProcessWatch(reactor, gone.append)
     reactor.start()
     before = len(os.listdir("/proc/self/fd"))
     watch.follow("s/1", [source.shared])

@@ -1,19 +1,19 @@
-"""Places at engines: who waits, who is served next, who is told to come back later, and when."""
+"""Engine slots: which requests wait, which is served next, which is refused, and its Retry-After."""
 
 import asyncio
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_desk import D, turns
 from proxy_fakes import Cluster, text_of, turn
+from proxy_queue_harness import D, run_loop
 
-from vllm_kvtier.proxy.admission import Admission, Choice, Rate, TooBusy
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.engines import Engine
+from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.routing.admission import Admission, Choice, QueueFull, Rate
 
 
-class Desk:
+class ProxyQueue:
     """An admission with engines of one role, each with room for ``room`` requests."""
 
     def __init__(self, engines=1, room=1, **options):
@@ -21,7 +21,7 @@ class Desk:
         self.admission = Admission(config, ("decode",))
         self.engines = [Engine("decode", i, EngineAddress(f"http://d:{i}"), config) for i in range(engines)]
         for engine in self.engines:
-            engine.on_left = lambda engine: self.admission.left("decode")
+            engine.on_request_end = lambda engine: self.admission.request_ended("decode")
 
     def choose(self) -> Choice | None:
         usable = [engine for engine in self.engines if engine.usable]
@@ -30,94 +30,94 @@ class Desk:
         return Choice(next((engine for engine in usable if not engine.full), None))
 
     def enter(self, seconds=5.0):
-        return asyncio.create_task(self.admission.enter("decode", b"tenant", self.choose, seconds))
+        return asyncio.create_task(self.admission.acquire("decode", b"tenant", self.choose, seconds))
 
 
 # ---------------------------------------------------------------- the queue
 
 
-async def test_first_come_first_served():
-    desk = Desk()
-    first = await desk.enter()
-    waiting = [desk.enter() for _ in range(3)]
-    await turns()
-    assert desk.admission.waiting("decode") == 3 and not any(task.done() for task in waiting)
+async def test_admission_serves_in_order():
+    queue = ProxyQueue()
+    first = await queue.enter()
+    waiting = [queue.enter() for _ in range(3)]
+    await run_loop()
+    assert queue.admission.waiting("decode") == 3 and not any(task.done() for task in waiting)
     for task in waiting:
-        first.leave()
-        await turns()
+        first.release()
+        await run_loop()
         assert task.done() and [t.done() for t in waiting].count(True) == waiting.index(task) + 1
         first = task.result()
-    first.leave()
-    first.leave()
-    assert desk.engines[0].outstanding == 0 and desk.admission.waiting("decode") == 0
+    first.release()
+    first.release()
+    assert queue.engines[0].outstanding == 0 and queue.admission.waiting("decode") == 0
 
 
-async def test_who_leaves_the_queue_takes_nothing_with_him():
-    desk = Desk()
-    place = await desk.enter()
-    waiting = [desk.enter() for _ in range(3)]
-    await turns()
+async def test_admission_cancelled_waiter_leaks_no_slot():
+    queue = ProxyQueue()
+    slot = await queue.enter()
+    waiting = [queue.enter() for _ in range(3)]
+    await run_loop()
     waiting[0].cancel()
-    await turns()
-    assert desk.admission.waiting("decode") == 2
+    await run_loop()
+    assert queue.admission.waiting("decode") == 2
     # Cancelled in the same moment in which it gets its place.
-    place.leave()
+    slot.release()
     waiting[1].cancel()
-    await turns(10)
-    assert waiting[2].done() and desk.engines[0].outstanding == 1
-    waiting[2].result().leave()
-    assert desk.engines[0].outstanding == 0
+    await run_loop(10)
+    assert waiting[2].done() and queue.engines[0].outstanding == 1
+    waiting[2].result().release()
+    assert queue.engines[0].outstanding == 0
 
 
-async def test_a_full_queue_and_a_long_wait_are_refused():
-    desk = Desk(queue_limit=2)
-    place = await desk.enter()
-    waiting = [desk.enter(0.05) for _ in range(2)]
-    await turns()
-    with pytest.raises(TooBusy, match="Too many"):
-        await desk.enter()
+async def test_admission_full_queue_and_timeout_raise_queue_full():
+    queue = ProxyQueue(queue_limit=2)
+    slot = await queue.enter()
+    waiting = [queue.enter(0.05) for _ in range(2)]
+    await run_loop()
+    with pytest.raises(QueueFull, match="Too many"):
+        await queue.enter()
     for task in waiting:
-        with pytest.raises(TooBusy, match="in time"):
+        with pytest.raises(QueueFull, match="in time"):
             await task
-    assert desk.admission.waiting("decode") == 0
-    place.leave()
-    (await desk.enter()).leave()
+    assert queue.admission.waiting("decode") == 0
+    slot.release()
+    (await queue.enter()).release()
 
 
-async def test_nobody_waits_for_what_is_not_there():
-    desk = Desk()
-    place = await desk.enter()
-    waiting = desk.enter()
-    await turns()
-    desk.engines[0].drained = True
-    desk.admission.turn("decode")
+async def test_admission_without_engines_answers_at_once():
+    queue = ProxyQueue()
+    slot = await queue.enter()
+    waiting = queue.enter()
+    await run_loop()
+    queue.engines[0].drained = True
+    queue.admission.serve_waiting("decode")
     assert await waiting is None
-    assert await desk.enter() is None
-    place.leave()
+    assert await queue.enter() is None
+    slot.release()
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=80), st.integers(1, 3), st.integers(1, 3))
-def test_the_queue_against_a_model(actions, engines, room):
-    """Never more than there is room for, never a free place while somebody waits, always in order."""
+def test_admission_random_operations_keep_invariants(actions, engines, room):
+    """Never more requests than slots, no free slot while a request waits, always in order."""
 
     async def scenario():
-        desk = Desk(engines, room, queue_limit=1000)
+        queue = ProxyQueue(engines, room, queue_limit=1000)
         inside, waiting = [], []
         for action in actions:
             if action == "enter":
-                waiting.append(desk.enter())
+                waiting.append(queue.enter())
             elif action == "leave" and inside:
-                inside.pop(0).leave()
+                inside.pop(0).release()
             elif action == "cancel" and waiting:
                 waiting.pop(len(waiting) // 2).cancel()
-            await turns()
+            await run_loop()
             served = [task.done() for task in waiting]
-            assert served == sorted(served, reverse=True), "somebody was served out of turn"
+            assert served == sorted(served, reverse=True), "a request was served out of order"
             inside += [task.result() for task in waiting if task.done()]
             waiting = [task for task in waiting if not task.done()]
-            assert len(inside) == sum(engine.outstanding for engine in desk.engines) <= engines * room
+            assert len(inside) == sum(engine.outstanding for engine in queue.engines) <= engines * room
             assert not waiting or len(inside) == engines * room
-            assert desk.admission.waiting("decode") == len(waiting)
+            assert queue.admission.waiting("decode") == len(waiting)
         for task in waiting:
             task.cancel()
 
@@ -127,7 +127,7 @@ def test_the_queue_against_a_model(actions, engines, room):
 # ---------------------------------------------------------------- Retry-After
 
 
-def test_the_rate_is_measured():
+def test_rate_of_events_is_measured_and_decays():
     now = 0.0
     rate = Rate(lambda: now)
     assert rate.value() == 0
@@ -143,17 +143,17 @@ def test_the_rate_is_measured():
     assert rate.value() < 0.01
 
 
-async def test_retry_after_is_the_queue_by_the_rate():
+async def test_admission_retry_after_is_queue_length_over_rate():
     now = 0.0
-    config = ProxyConfig(decode=D, engine_requests=1, retry_after_most=60)
+    config = ProxyConfig(decode=D, engine_requests=1, retry_after_max=60)
     admission = Admission(config, ("decode",), lambda: now)
     assert admission.retry_after("decode", b"tenant") == 60, "nothing has ended yet"
     for _ in range(400):
         now += 0.5
-        admission.left("decode")
+        admission.request_ended("decode")
     assert admission.retry_after("decode", b"tenant") == 1
-    waiting = [asyncio.create_task(admission.enter("decode", b"tenant", lambda: Choice(None), 5)) for _ in range(19)]
-    await turns()
+    waiting = [asyncio.create_task(admission.acquire("decode", b"tenant", lambda: Choice(None), 5)) for _ in range(19)]
+    await run_loop()
     assert admission.retry_after("decode", b"tenant") == 10, "twenty at two a second"
     assert admission.retry_after("decode", b"another") == 1, "itself, and one of the others before it"
     for task in waiting:
@@ -163,14 +163,14 @@ async def test_retry_after_is_the_queue_by_the_rate():
 # ---------------------------------------------------------------- over HTTP
 
 
-async def test_full_engines_make_requests_wait_and_then_refuse_them():
+async def test_proxy_full_engines_queue_then_return_429():
     async with Cluster(engine_requests=1, queue_limit=1, queue_timeout=10) as c:
         c.d[0].hold = asyncio.Event()
         one = asyncio.create_task(c.chat("u1"))
         await c.d[0].until_seen(1)
         two = asyncio.create_task(c.chat("u2"))
         await c.until(lambda: c.core.admission.waiting("decode") == 1)
-        assert len(c.p[0].seen) == 1, "P computes nothing that D has no room for"
+        assert len(c.p[0].seen) == 1, "no prefill without a decode slot"
         three = await c.chat("u3")
         assert three.status_code == 429 and three.json()["error"]["type"] == "rate_limit_error"
         assert 1 <= int(three.headers["retry-after"]) <= 60
@@ -181,7 +181,7 @@ async def test_full_engines_make_requests_wait_and_then_refuse_them():
         assert c.core.decode[0].outstanding == c.core.prefill[0].outstanding == 0
 
 
-async def test_a_request_waits_so_long_and_no_longer():
+async def test_proxy_queued_request_returns_429_at_timeout():
     async with Cluster(p=0, engine_requests=1, queue_timeout=0.1) as c:
         c.d[0].hold = asyncio.Event()
         one = asyncio.create_task(c.chat("u1"))
@@ -193,7 +193,7 @@ async def test_a_request_waits_so_long_and_no_longer():
         assert (await one).status_code == 200
 
 
-async def test_a_client_that_leaves_the_queue_is_forgotten():
+async def test_proxy_client_leaving_queue_is_removed():
     async with Cluster(p=0, engine_requests=1) as c:
         c.d[0].hold = asyncio.Event()
         one = asyncio.create_task(c.chat("u1"))
@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten():
         assert len(c.d[0].seen) == 1 and c.core.decode[0].outstanding == 0
 
 
-async def test_a_streams_place_is_held_to_its_end():
+async def test_proxy_stream_holds_its_slot_until_end():
     async with Cluster(p=0, engine_requests=1) as c:
         c.d[0].gate = asyncio.Semaphore(1)
         request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
@@ -223,8 +223,8 @@ async def test_a_streams_place_is_held_to_its_end():
         assert (await asyncio.wait_for(two, 5)).status_code == 200
 
 
-async def test_those_who_wait_for_an_engine_that_dies_do_not_wait_on():
-    async with Cluster(d=1, engine_requests=1, backoff_first=60, backoff_most=60) as c:
+async def test_admission_waiters_of_dead_engine_are_answered():
+    async with Cluster(d=1, engine_requests=1, backoff_initial=60, backoff_max=60) as c:
         c.p[0].hold = asyncio.Event()
         one = asyncio.create_task(c.chat("u1"))
         await c.p[0].until_seen(1)
@@ -236,15 +236,15 @@ async def test_those_who_wait_for_an_engine_that_dies_do_not_wait_on():
         assert len(c.d[0].seen) == 2
 
 
-async def test_a_p_that_is_lost_while_its_request_waits_for_d_is_not_asked():
-    async with Cluster(p=2, engine_requests=1, backoff_first=60, backoff_most=60) as c:
+async def test_prefill_engine_lost_during_decode_wait_gets_no_request():
+    async with Cluster(p=2, engine_requests=1, backoff_initial=60, backoff_max=60) as c:
         c.d[0].hold = asyncio.Event()
         one = asyncio.create_task(c.chat("u1"))
         await c.d[0].until_seen(1)
         two = asyncio.create_task(c.chat("u2"))
         await c.until(lambda: c.core.admission.waiting("decode") == 1)
         chosen = next(engine for engine in c.core.prefill if engine.outstanding)
-        chosen.set_aside("It is said to have failed.")
+        chosen.mark_unavailable("It failed.")
         c.d[0].hold.set()
         assert [(await task).status_code for task in (one, two)] == [200, 200]
         other = c.p[1 - chosen.index]
@@ -252,12 +252,12 @@ async def test_a_p_that_is_lost_while_its_request_waits_for_d_is_not_asked():
         assert all(engine.outstanding == 0 for engine in c.core.fleet)
 
 
-async def test_an_engine_that_is_full_for_itself_is_passed_over():
+async def test_proxy_engine_answering_429_is_skipped():
     async with Cluster(d=2) as c:
         c.d[0].status = 429
-        c.core.decode[1].turns = 1e9
+        c.core.decode[1].weighted_picks = 1e9
         reply = await c.chat("u1")
-        assert reply.status_code == 200 and c.core.decode[0].well
+        assert reply.status_code == 200 and c.core.decode[0].healthy
         assert len(c.d[0].seen) == len(c.d[1].seen) == 1
         c.d[1].status = 429
         assert (await c.chat("u2")).status_code == 429

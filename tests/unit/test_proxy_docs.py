@@ -12,7 +12,7 @@ from proxy_fakes import Cluster
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, load_settings
 from vllm_kvtier.proxy.keys import ApiKeys
-from vllm_kvtier.proxy.passing import _ROUTES
+from vllm_kvtier.proxy.routes.passthrough import _ROUTES
 
 PAGE = (Path(__file__).parents[2] / "docs/proxy.md").read_text("utf-8")
 TABLES = "\n".join(line for line in PAGE.splitlines() if line.startswith("|"))
@@ -22,7 +22,7 @@ def block(kind: str) -> str:
     return re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1]
 
 
-def test_the_configuration_file_is_one(tmp_path):
+def test_proxy_docs_configuration_file_is_valid(tmp_path):
     file = tmp_path / "proxy.yaml"
     file.write_text(block("yaml"))
     settings = load_settings(str(file), {})
@@ -30,14 +30,14 @@ def test_the_configuration_file_is_one(tmp_path):
     assert settings.server.host == "0.0.0.0" and settings.proxy.queue_limit == 500
 
 
-def test_the_key_file_is_one(tmp_path):
+def test_proxy_docs_key_file_is_valid(tmp_path):
     file = tmp_path / "clients.keys"
     file.write_text(re.search(r"```\n(# clients.keys.*?)```", PAGE, re.S)[1])
     keys = ApiKeys.load(str(file))
     assert keys.owner({"authorization": "Bearer sk-9a8b7c6d5e4f3a2b"}) == "bob"
 
 
-def test_every_option_is_there_with_its_default():
+def test_proxy_docs_list_every_option_with_default():
     engine = {f for f in EngineAddress.__struct_fields__ if not f.startswith("kv_")}
     named = set(re.findall(r"`(\w+)`", TABLES))
     wanted = {*ProxyConfig.__struct_fields__, *ServerOptions.__struct_fields__, *engine}
@@ -55,13 +55,13 @@ def test_every_option_is_there_with_its_default():
             assert values[names.index(name) if len(values) == len(names) else -1] == shown, (name, line)
 
 
-def test_every_route_is_there():
+def test_proxy_docs_list_every_route():
     for path in _ROUTES:
         assert f"`{path}`" in PAGE or f"...{path[path.rindex('/') :]}`" in PAGE, path
 
 
 @pytest.mark.parametrize("text", re.findall(r"^    (curl (?:[^\n\\]|\\\n)*?)(?:  +#.*)?$", PAGE, re.M))
-async def test_every_call_works(text):
+async def test_proxy_docs_commands_work(text):
     """With a proxy whose engines are named as on the page."""
     words = shlex.split(text.replace("\\\n", " "))
     async with Cluster() as c:
@@ -75,7 +75,7 @@ async def test_every_call_works(text):
             assert json.loads(body)
 
 
-async def test_every_metric_is_there():
+async def test_proxy_docs_metrics_exist():
     section = PAGE[PAGE.index("Metrics begin with") :].partition("\n\n")[0]
     async with Cluster() as c:
         await c.chat("u1", stream=True)

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.scheduler.params import Hints, read
+from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
 REPORT = {"X-KVTier-Report": "1"}
 
 
-async def test_p_computes_and_d_answers():
+async def test_generation_prefills_then_decodes():
     async with Cluster() as c:
         reply = await c.chat("hello", max_tokens=5, temperature=0, headers={"X-Request-Id": "req-1"})
         assert reply.status_code == 200 and reply.headers["x-request-id"] == "req-1"
@@ -29,7 +29,7 @@ async def test_p_computes_and_d_answers():
         assert c.released.empty()
 
 
-async def test_a_stream_is_not_buffered():
+async def test_proxy_stream_is_not_buffered():
     """Each chunk reaches the client before the engine may make the next."""
     async with Cluster() as c:
         c.d[0].gate = asyncio.Semaphore(0)
@@ -49,7 +49,7 @@ async def test_a_stream_is_not_buffered():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_on_the_next_turn_p_is_told_which_d_has_the_conversation(stream):
+async def test_prefill_of_next_turn_gets_decode_engine_as_source(stream):
     async with Cluster() as c:
         await c.chat("u1", stream=stream)
         await c.chat("u1", "a1", "u2", stream=stream)
@@ -62,7 +62,7 @@ async def test_on_the_next_turn_p_is_told_which_d_has_the_conversation(stream):
         assert second["remote_host"] is None
 
 
-async def test_where_streams_carry_no_params_the_endpoint_can_be_given():
+async def test_proxy_endpoint_option_replaces_missing_params():
     async with Cluster(kv=("10.0.0.9", 777)) as c:
         c.d[0].stream_params = False
         await c.chat("u1", stream=True)
@@ -71,7 +71,7 @@ async def test_where_streams_carry_no_params_the_endpoint_can_be_given():
         assert c.p[0].seen[1].body["kv_transfer_params"]["kvtier"]["sources"] == [source]
 
 
-async def test_bidirectional_off_means_no_sources():
+async def test_bidirectional_off_gives_prefill_engine_no_sources():
     async with Cluster(bidirectional=False) as c:
         await c.chat("u1")
         await c.chat("u1", "a1", "u2")
@@ -79,7 +79,7 @@ async def test_bidirectional_off_means_no_sources():
 
 
 @pytest.mark.parametrize("how", ["text", "field", "header"])
-async def test_conversations_stay_on_their_engines(how):
+async def test_conversations_stay_on_their_engine(how):
     async with Cluster(p=2, d=2) as c:
         conversations = {f"c{i}": [f"begin {i}"] for i in range(6)}
         places = {name: set() for name in conversations}
@@ -92,12 +92,12 @@ async def test_conversations_stay_on_their_engines(how):
                 places[name].add((proxy["prefill_engine"], proxy["decode_engine"]))
                 texts += [reply.json()["choices"][0]["text"], "and then?"]
         assert all(len(place) == 1 for place in places.values())
-        assert len({p for place in places.values() for p, _ in place}) == 2, "both Ps are used"
-        assert len({d for place in places.values() for _, d in place}) == 2, "both Ds are used"
+        assert len({p for place in places.values() for p, _ in place}) == 2, "both prefill engines are used"
+        assert len({d for place in places.values() for _, d in place}) == 2, "both decode engines are used"
         assert all("conversation_id" not in seen.body for e in (*c.p, *c.d) for seen in e.seen)
 
 
-async def test_an_edited_history_goes_where_its_unedited_part_is():
+async def test_edited_history_goes_to_engine_of_common_prefix():
     async with Cluster(d=2) as c:
         await c.chat("other")
         await c.chat("u1")
@@ -110,13 +110,13 @@ async def test_an_edited_history_goes_where_its_unedited_part_is():
         assert "kvtier" not in c.p[0].seen[-1].body["kv_transfer_params"]
 
 
-async def test_tenants_with_equal_conversation_ids_never_meet():
+async def test_tenants_with_equal_conversation_ids_are_separate():
     async with Cluster(d=2, trust_tenant_header=True) as c:
         who = [{"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}, {"X-Tenant": "cat"}, {}]
         same = {"conversation_id": "c1", "cache_salt": "guess"}
         for headers in who:
             await c.chat("the same text", headers=headers, **same)
-            # Nobody was told of a D that has "the conversation": it is each tenant's first turn.
+            # No engine got a source: it is each tenant's first turn.
             assert "kvtier" not in c.p[0].seen[-1].body["kv_transfer_params"]
         salts = {seen.body["cache_salt"] for seen in c.p[0].seen}
         assert len(salts) == 4 and "guess" not in salts
@@ -132,7 +132,7 @@ async def test_tenants_with_equal_conversation_ids_never_meet():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_report_on_request(stream):
+async def test_proxy_report_is_returned_on_request(stream):
     async with Cluster() as c:
         reply = await c.chat("u1", stream=stream, headers=REPORT)
         if stream:
@@ -152,7 +152,7 @@ async def test_a_report_on_request(stream):
         assert b"secret-export" not in reply.content and b"10.9.8.7" not in reply.content
 
 
-async def test_reports_can_be_forbidden_and_params_exposed():
+async def test_proxy_reports_can_be_disabled_and_params_exposed():
     async with Cluster(allow_report=False, expose_params=True) as c:
         params = (await c.chat("u1", headers=REPORT)).json()["kv_transfer_params"]
         assert params["kvtier"]["export"] == "secret-export-D0-1" and "proxy" not in params["kvtier"]
@@ -162,7 +162,7 @@ async def test_reports_can_be_forbidden_and_params_exposed():
     ("prompt", "by_p"),
     [("short", False), ("a longer prompt", True), ([1, 2, 3], True), (["two", "prompts" * 9], False)],
 )
-async def test_which_completions_p_prefills(prompt, by_p):
+async def test_completions_that_are_prefilled_elsewhere(prompt, by_p):
     async with Cluster(min_prefill_chars=10) as c:
         reply = await c.client.post("/v1/completions", json={"model": "m", "prompt": prompt})
         assert reply.status_code == 200
@@ -171,7 +171,7 @@ async def test_which_completions_p_prefills(prompt, by_p):
         assert len(c.p[0].seen) == by_p != alone(c.d[0].seen[0])
 
 
-async def test_a_d_that_computes_alone_is_told_who_else_has_the_conversation():
+async def test_decode_without_prefill_gets_conversation_sources():
     async with Cluster(p=0, d=2, affinity_slack=0) as c:
         await c.chat("u1")
         home, other = c.d if c.d[0].seen else c.d[::-1]
@@ -189,7 +189,7 @@ async def test_a_d_that_computes_alone_is_told_who_else_has_the_conversation():
         sent = other.seen[0].body["kv_transfer_params"]
         assert sent == ALONE | {"kvtier": {"sources": [source]}}
         # The connector reads it as it is meant, and its report comes back.
-        assert read(sent) == Hints(sources=(("127.0.0.1", source["port"]),), asked=True)
+        assert read(sent) == Hints(peers=(("127.0.0.1", source["port"]),), asked=True)
         assert read(ALONE) == Hints(asked=True)
         report = reply.json()["kv_transfer_params"]["kvtier"]
         assert report["prefill"] is None and report["decode"]["pulled_tokens"] == 5
@@ -200,8 +200,8 @@ async def test_a_d_that_computes_alone_is_told_who_else_has_the_conversation():
         await waiting
 
 
-async def test_a_d_that_takes_over_is_told_of_others_but_not_of_the_dead():
-    async with Cluster(p=0, d=3, backoff_first=60, backoff_most=60) as c:
+async def test_decode_retry_gets_only_live_sources():
+    async with Cluster(p=0, d=3, backoff_initial=60, backoff_max=60) as c:
         await c.chat("u1")
         home = next(d for d in c.d if d.seen)
         await home.kill()
@@ -210,14 +210,14 @@ async def test_a_d_that_takes_over_is_told_of_others_but_not_of_the_dead():
         assert alone(taker.seen[0])
 
 
-async def test_bidirectional_off_means_no_sources_for_d_either():
+async def test_bidirectional_off_gives_decode_engine_no_sources():
     async with Cluster(p=0, d=2, affinity_slack=0, bidirectional=False) as c:
         for i in range(6):
             await c.chat("u1", *("a", "u") * i)
         assert all(alone(seen) for d in c.d for seen in d.seen)
 
 
-async def test_engines_without_the_connector_and_no_p_at_all():
+async def test_generation_without_connector_or_prefill_engine():
     async with Cluster(p=0) as c:
         c.d[0].returns_params = False
         assert (await c.chat("u1")).status_code == 200
@@ -230,7 +230,7 @@ async def test_engines_without_the_connector_and_no_p_at_all():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("who", ["p", "d"])
-async def test_refusals_reach_the_client_as_they_are(who, stream):
+async def test_engine_refusals_reach_the_client_unchanged(who, stream):
     async with Cluster(d=2) as c:
         for engine in getattr(c, who):
             engine.status = 422
@@ -241,11 +241,11 @@ async def test_refusals_reach_the_client_as_they_are(who, stream):
         if who == "p":
             assert not c.d[0].seen and not c.d[1].seen
         else:
-            # No D took it, so P's blocks are given back.
+            # No decode engine pulled the export, so it is released.
             assert (await c.released.get()).export == "secret-export-P0-1"
 
 
-async def test_bad_requests_go_no_further():
+async def test_invalid_request_reaches_no_engine():
     async with Cluster(max_body_bytes=1000) as c:
         post = lambda body: c.client.post("/v1/chat/completions", content=body)  # noqa: E731
         for body, status in ((b"{", 400), (b'{"cache_salt": 5}', 400), (b"x" * 1001, 413)):
@@ -261,7 +261,7 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": [1, }', b'{"a": "\\ud800"}', DEEP]
 )
-async def test_bad_json_is_said_so(path, body):
+async def test_invalid_json_returns_400_with_cause(path, body):
     async with Cluster() as c:
         with anyio.fail_after(5):
             reply = await c.client.post(path, content=body, headers={"X-Request-Id": "r"})
@@ -287,7 +287,7 @@ async def test_bad_json_is_said_so(path, body):
         ("POST", "/v1//chat/completions", 404),
     ],
 )
-async def test_unknown_routes(method, path, status):
+async def test_unknown_routes_return_404(method, path, status):
     async with Cluster() as c:
         with anyio.fail_after(5):
             reply = await c.client.request(method, path, content=b"x" * 10_000)
@@ -296,13 +296,13 @@ async def test_unknown_routes(method, path, status):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_huge_body_is_refused_before_it_is_all_there(chunked):
+async def test_request_body_too_large_is_refused_before_its_end(chunked):
     async with Cluster(max_body_bytes=100_000, client_timeout=2) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
         length = b"transfer-encoding: chunked" if chunked else b"content-length: 1000000000"
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n" + length + b"\r\n\r\n")
         with anyio.fail_after(5):
-            # More than a socket's buffers hold: whoever answered without taking it would be heard by nobody.
+            # More than a socket's buffers hold: the client would not see an answer sent before the body is read.
             for _ in range(2000):
                 piece = b"x" * 10_000
                 writer.write(b"2710\r\n" + piece + b"\r\n" if chunked else piece)
@@ -316,7 +316,7 @@ async def test_a_huge_body_is_refused_before_it_is_all_there(chunked):
         assert not c.p[0].seen
 
 
-async def test_request_ids_are_made_or_kept_if_harmless():
+async def test_request_ids_are_generated_or_kept_if_valid():
     async with Cluster() as c:
         made = (await c.chat("u1")).headers["x-request-id"]
         assert len(made) == 32
@@ -325,7 +325,7 @@ async def test_request_ids_are_made_or_kept_if_harmless():
         assert [seen.headers["x-request-id"] for seen in c.d[0].seen] == [made, odd]
 
 
-async def test_models_health_and_state():
+async def test_proxy_models_health_and_state_routes():
     async with Cluster(p=2) as c:
         models = await c.client.get("/v1/models", headers={"Authorization": "Bearer k"})
         assert models.json() == {"data": [{"id": "D0", "auth": "Bearer k"}]}
@@ -340,7 +340,7 @@ async def test_models_health_and_state():
         assert c.d[0].seen[0].body["cache_salt"] not in state
 
 
-async def test_many_at_once_get_their_own_answers():
+async def test_proxy_concurrent_requests_get_their_answers():
     async with Cluster(p=2, d=2) as c:
 
         async def conversation(i: int) -> None:
@@ -360,7 +360,7 @@ async def test_many_at_once_get_their_own_answers():
         assert min(len(engine.seen) for engine in (*c.p, *c.d)) >= 30
 
 
-async def test_the_command():
+async def test_proxy_command_starts_and_serves():
     """It serves; and an impossible option ends it with one sentence."""
     async with Cluster() as c:
         command = [sys.executable, "-m", "vllm_kvtier.proxy", "--port", "0", "--prefill", c.p[0].url]
@@ -382,4 +382,4 @@ async def test_the_command():
             *command, "--decode", "nonsense", stderr=asyncio.subprocess.PIPE
         )
         _, told = await asyncio.wait_for(bad.communicate(), 20)
-        assert bad.returncode == 2 and told.decode().startswith("error: The engine URL 'nonsense' is not one")
+        assert bad.returncode == 2 and told.decode().startswith("error: The engine URL 'nonsense' is invalid")

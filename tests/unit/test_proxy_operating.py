@@ -7,7 +7,7 @@ import pytest
 from proxy_fakes import Cluster, FakeEngine, turn
 
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.proxy.engine_http import EngineFailure
+from vllm_kvtier.proxy.engines.engine_http import EngineFailure
 from vllm_kvtier.proxy.keys import ApiKeys
 from vllm_kvtier.proxy.logs import AddRequestId
 
@@ -21,19 +21,19 @@ def bearer(key):
 # ---------------------------------------------------------------- readiness
 
 
-async def test_ready_is_who_has_heard_of_an_engine():
-    async with Cluster(p=1, d=2, greet=True) as c:
+async def test_ready_needs_an_engine_that_answered():
+    async with Cluster(p=1, d=2, probe_on_start=True) as c:
         await c.until(lambda: c.core.ready)
         assert c.d[0].probes + c.d[1].probes >= 1
         assert (await c.client.get("/ready")).json() == {"prefill": 1, "decode": 2, "ready": True}
 
 
-async def test_not_ready_before_any_engine_is_there_and_ready_once_it_is():
+async def test_ready_after_first_engine_answers():
     async with Cluster(d=1) as c:
         await c.d[0].kill()
         for engine in c.core.fleet:
-            engine.greet()
-        await c.until(lambda: not c.core.decode[0].well)
+            engine.probe_in_background()
+        await c.until(lambda: not c.core.decode[0].healthy)
         ready = await c.client.get("/ready")
         assert ready.status_code == 503 and ready.json()["ready"] is False
         await c.d[0].start()
@@ -44,10 +44,10 @@ async def test_not_ready_before_any_engine_is_there_and_ready_once_it_is():
 # ---------------------------------------------------------------- drains
 
 
-async def test_a_drained_engine_ends_what_it_has_and_gets_nothing_new():
+async def test_drained_engine_finishes_requests_and_gets_no_new_ones():
     async with Cluster(d=2) as c:
         c.d[0].gate = asyncio.Semaphore(1)
-        c.core.decode[1].turns = 1e9
+        c.core.decode[1].weighted_picks = 1e9
         request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
         reply = await c.client.send(request, stream=True)
         pieces = reply.aiter_raw()
@@ -66,7 +66,7 @@ async def test_a_drained_engine_ends_what_it_has_and_gets_nothing_new():
         assert len(c.d[0].seen) == 2
 
 
-async def test_a_draining_proxy_serves_but_is_not_ready():
+async def test_draining_proxy_serves_but_is_not_ready():
     async with Cluster() as c:
         await c.chat("u1")
         assert (await c.client.get("/ready")).status_code == 200
@@ -79,7 +79,7 @@ async def test_a_draining_proxy_serves_but_is_not_ready():
         assert (await c.client.get("/ready")).status_code == 200
 
 
-async def test_all_ds_drained_is_said():
+async def test_all_decode_engines_drained_returns_503():
     async with Cluster() as c:
         await c.client.post("/kvtier/drain", json={"engine": c.d[0].url})
         reply = await c.chat("u1")
@@ -91,7 +91,7 @@ async def test_all_ds_drained_is_said():
     ("body", "status"),
     [(b'{"engine": "http://nobody:1"}', 404), (b'{"engin": 1}', 400), (b"[", 400), (b'{"role": "x"}', 400)],
 )
-async def test_drains_that_name_nothing(body, status):
+async def test_drain_of_unknown_engine_or_malformed_body_is_refused(body, status):
     async with Cluster() as c:
         assert (await c.client.post("/kvtier/drain", content=body)).status_code == status
         assert not c.core.draining
@@ -100,10 +100,10 @@ async def test_drains_that_name_nothing(body, status):
 # ---------------------------------------------------------------- reloads
 
 
-async def test_engines_join_and_leave_without_losing_a_byte():
+async def test_engines_added_and_removed_lose_no_output():
     async with Cluster(d=2) as c:
         c.d[0].gate = asyncio.Semaphore(1)
-        c.core.decode[1].turns = 1e9
+        c.core.decode[1].weighted_picks = 1e9
         request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
         reply = await c.client.send(request, stream=True)
         pieces = reply.aiter_raw()
@@ -125,7 +125,7 @@ async def test_engines_join_and_leave_without_losing_a_byte():
         await old[0].kill()
 
 
-async def test_an_engine_that_is_being_let_go_is_no_longer_asked():
+async def test_removed_engine_gets_no_requests():
     async with Cluster() as c:
         await c.chat("u1")
         (engine,) = c.core.decode
@@ -138,16 +138,16 @@ async def test_an_engine_that_is_being_let_go_is_no_longer_asked():
             await closing
 
 
-async def test_an_engine_that_leaves_and_fails_is_not_probed():
-    async with Cluster(d=2, backoff_first=60, backoff_most=60) as c:
+async def test_removed_engine_that_fails_is_not_probed():
+    async with Cluster(d=2, backoff_initial=60, backoff_max=60) as c:
         engine = c.core.decode[0]
         c.d = c.d[1:]
         c.core.apply(c.config())
-        engine.set_aside("It broke.")
+        engine.mark_unavailable("It broke.")
         assert not any(task.get_name().startswith("probe") for task in asyncio.all_tasks())
 
 
-async def test_an_error_of_the_proxys_own_is_answered_and_logged(caplog):
+async def test_proxy_internal_error_returns_500_and_is_logged(caplog):
     async with Cluster() as c:
         c.core.routes = None
         reply = await c.chat("u1", headers={"X-Request-Id": "id-9"})
@@ -156,7 +156,7 @@ async def test_an_error_of_the_proxys_own_is_answered_and_logged(caplog):
         assert c.core.decode[0].outstanding == c.core.prefill[0].outstanding == 0
 
 
-async def test_a_configuration_that_cannot_be_used_changes_nothing():
+async def test_invalid_reload_keeps_old_configuration():
     async with Cluster() as c:
         before = c.core.decode[0]
         for changes in ({"engine": {"api_key_file": "/none"}}, {"api_keys_file": "/none"}, {"admin_key_file": "/none"}):
@@ -171,7 +171,7 @@ async def test_a_configuration_that_cannot_be_used_changes_nothing():
         assert (await c.chat("u1")).status_code == 200
 
 
-async def test_weights_limits_and_who_waits_follow_a_reload():
+async def test_reload_applies_weights_limits_and_serves_waiting():
     async with Cluster(p=0, engine_requests=1) as c:
         c.d[0].hold = asyncio.Event()
         asked = [asyncio.create_task(c.chat(f"u{i}")) for i in range(3)]
@@ -197,7 +197,7 @@ def keys(tmp_path):
     return file
 
 
-async def test_only_those_with_a_key_get_in_and_engines_never_see_it(keys, caplog):
+async def test_proxy_api_keys_are_required_and_hidden_from_engines_and_logs(keys, caplog):
     caplog.set_level(logging.DEBUG)
     async with Cluster(api_keys_file=str(keys)) as c:
         for headers in ({}, bearer("wrong-0123456789abc"), {"Authorization": f"Basic {ANN}"}, bearer(ANN[:-1])):
@@ -214,7 +214,7 @@ async def test_only_those_with_a_key_get_in_and_engines_never_see_it(keys, caplo
         assert ANN not in told and BOB not in told and "key=ann" in told
 
 
-async def test_a_tenant_is_the_owner_of_a_key_so_that_keys_can_change(keys):
+async def test_tenant_follows_key_owner_when_keys_change(keys):
     async with Cluster(api_keys_file=str(keys)) as c:
         await c.chat("u1", headers=bearer(ANN))
         keys.write_text(f"ann {ANN[::-1]}\nbob {BOB}\n")
@@ -226,7 +226,7 @@ async def test_a_tenant_is_the_owner_of_a_key_so_that_keys_can_change(keys):
         assert salts[0] == salts[1] != salts[2]
 
 
-async def test_engines_have_keys_of_their_own(tmp_path, keys):
+async def test_engine_api_keys_replace_client_keys(tmp_path, keys):
     file = tmp_path / "engine.key"
     file.write_text("engine-key-1\n")
     async with Cluster(engine={"api_key_file": str(file)}) as c:
@@ -251,7 +251,7 @@ async def test_engines_have_keys_of_their_own(tmp_path, keys):
         (f"ann {ANN}\nbob {ANN}", "line 2: bob has the key of ann"),
     ],
 )
-def test_key_files_that_are_wrong(tmp_path, text, words):
+def test_api_key_file_invalid_raises_without_revealing_keys(tmp_path, text, words):
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -259,7 +259,7 @@ def test_key_files_that_are_wrong(tmp_path, text, words):
     assert ANN not in str(caught.value)
 
 
-async def test_who_may_steer(tmp_path):
+async def test_admin_routes_check_the_caller(tmp_path):
     file = tmp_path / "admin.key"
     file.write_text(ADMIN)
     async with Cluster() as c:
@@ -279,7 +279,7 @@ async def test_who_may_steer(tmp_path):
 # ---------------------------------------------------------------- metrics and logs
 
 
-async def test_a_path_cannot_forge_a_line_of_the_log(caplog):
+async def test_access_log_escapes_newlines_in_path(caplog):
     caplog.set_level(logging.INFO)
     async with Cluster() as c:
         await c.client.get("/nowhere%0a2026 INFO forged")
@@ -287,7 +287,7 @@ async def test_a_path_cannot_forge_a_line_of_the_log(caplog):
     assert "\n" not in said and "\\n2026" in said
 
 
-async def test_metrics_say_what_happened():
+async def test_proxy_metrics_count_outcomes():
     async with Cluster(d=2) as c:
         await c.chat("u1", stream=True)
         await c.chat("a longer prompt than the others")
@@ -312,7 +312,7 @@ async def test_metrics_say_what_happened():
         assert float(values["kvtier_proxy_prompt_tokens_total"]) > 0
 
 
-async def test_what_was_known_of_prompts_is_counted():
+async def test_proxy_counts_known_prompt_tokens():
     async with Cluster() as c:
         text = "word " * 2000
         for _ in range(2):
@@ -323,17 +323,17 @@ async def test_what_was_known_of_prompts_is_counted():
         assert 0.49 < known / all_ < 0.51, "all of the second"
 
 
-async def test_every_line_of_a_request_has_its_id(caplog):
+async def test_access_log_lines_have_request_id(caplog):
     caplog.set_level(logging.INFO)
     caplog.handler.addFilter(AddRequestId())
     async with Cluster(p=2, d=2) as c:
         await c.p[0].kill()
-        c.core.prefill[1].turns = 1e9
+        c.core.prefill[1].weighted_picks = 1e9
         await c.chat("u1", headers={"X-Request-Id": "id-1"})
         await c.client.get("/nowhere", headers={"X-Request-Id": "id-2"})
         await c.client.get("/health", headers={"X-Request-Id": "id-3"})
     said = [(r.request_id, r.getMessage()) for r in caplog.records if r.name.startswith("vllm_kvtier")]
-    assert [i for i, text in said if "Set aside" in text] == ["id-1"]
+    assert [i for i, text in said if "engine unavailable" in text] == ["id-1"]
     ((line),) = [text for i, text in said if i == "id-1" and text.startswith("POST /v1/chat/completions 200 ok")]
     assert f"prefill={c.p[1].url}" in line and "decode=http" in line and "first=" in line and "total=" in line
     assert [text.partition(" total=")[0] for i, text in said if i == "id-2"] == ["GET /nowhere 404 refused"]

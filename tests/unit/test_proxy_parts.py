@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 from proxy_fakes import turn
 
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.proxy.bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.conversations import ConversationRoute, Holder, Name, RouteTable, name_conversation
-from vllm_kvtier.proxy.params import Source, TransferParams, alone_params, find_params, prefill_params
-from vllm_kvtier.proxy.query import read_query
+from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.messages.transfer_params import (
+    Source,
+    TransferParams,
+    decode_only_params,
+    find_params,
+    prefill_params,
+)
+from vllm_kvtier.proxy.routes.query import read_query
+from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, RouteTable, name_conversation
 from vllm_kvtier.proxy.tenants import Tenants
 
 D = (EngineAddress("http://d:1"),)
@@ -32,7 +38,7 @@ def completion(prompt, **fields) -> ClientRequest:
 # ---------------------------------------------------------------- options
 
 
-def test_addresses():
+def test_engine_addresses_are_parsed():
     assert EngineAddress.parse("http://h:1/") == EngineAddress("http://h:1")
     assert EngineAddress.parse("https://h:1, kv=[::1]:22") == EngineAddress("https://h:1", "::1", 22)
 
@@ -47,7 +53,7 @@ def test_addresses():
         "http://h:1,kv=h:²",
     ],
 )
-def test_bad_endpoint(text):
+def test_engine_address_with_bad_endpoint_raises(text):
     with pytest.raises(ConfigError, match="kv=HOST:PORT"):
         EngineAddress.parse(text)
 
@@ -56,16 +62,16 @@ def test_bad_endpoint(text):
     ("options", "words"),
     [
         ({"decode": ()}, "no decode engine"),
-        ({"decode": (EngineAddress("h:1"),)}, "not one"),
+        ({"decode": (EngineAddress("h:1"),)}, "is invalid"),
         ({"decode": (EngineAddress("http://u:pw@h:1"),)}, "password"),
         ({"decode": (EngineAddress("http://h:1/v1"),)}, "before /v1"),
         ({"decode": D + D}, "twice"),
         ({"prefill_timeout": 0}, "more than zero"),
         ({"affinity_slack": -1}, "not be negative"),
-        ({"backoff_first": 9, "backoff_most": 1}, "shorter"),
+        ({"backoff_initial": 9, "backoff_max": 1}, "backoff_initial is 9 s; it must be at most"),
     ],
 )
-def test_impossible_options_are_refused_in_words(options, words):
+def test_proxy_options_invalid_raise_with_cause(options, words):
     with pytest.raises(ConfigError, match=words) as caught:
         ProxyConfig(**{"decode": D, **options})
     assert "pw" not in str(caught.value).replace("password", "")
@@ -74,7 +80,7 @@ def test_impossible_options_are_refused_in_words(options, words):
 # ---------------------------------------------------------------- bodies
 
 
-def test_the_probe_asks_for_one_token_and_nothing_else():
+def test_prefill_body_asks_for_one_token_only():
     request = chat(
         "hi",
         stream=True,
@@ -111,13 +117,13 @@ def test_the_probe_asks_for_one_token_and_nothing_else():
     assert "kvtier" not in prefill_params([])
 
 
-def test_d_gets_the_request_as_it_was():
+def test_decode_body_equals_request_with_params():
     raw = b'{"model":"m","messages":[{"role":"user"}],"seed":12345678901234567890123,"top_p":1.00e-05}'
     body = ClientRequest(Route.CHAT, raw).body_for_decode("salt", msgspec.Raw(b'{"x": 1}'))
     assert body.startswith(raw[:-1]) and body.endswith(b',"cache_salt":"salt","kv_transfer_params":{"x": 1}}')
 
 
-def test_a_client_cannot_say_where_kv_is():
+def test_client_kv_transfer_params_are_removed():
     aim = {"do_remote_prefill": True, "remote_host": "victim", "remote_port": 1}
     request = chat(
         "hi",
@@ -139,13 +145,13 @@ def test_a_client_cannot_say_where_kv_is():
         ({"conversation_id": "x" * 257}, "257 characters"),
     ],
 )
-def test_bad_requests(fields, words):
+def test_client_request_invalid_raises(fields, words):
     with pytest.raises(BadRequest, match=words):
         chat("hi", **fields)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}'])
-def test_bodies_that_are_no_json_object(body):
+def test_client_request_with_malformed_json_raises(body):
     with pytest.raises(BadRequest, match="JSON"):
         ClientRequest(Route.CHAT, body)
 
@@ -170,7 +176,7 @@ def test_bodies_that_are_no_json_object(body):
         (chat("abc", prompt_logprobs=1), False),
     ],
 )
-def test_what_p_can_prefill(request_, possible):
+def test_requests_that_can_be_prefilled_elsewhere(request_, possible):
     assert request_.can_prefill_elsewhere is possible
 
 
@@ -189,7 +195,7 @@ messages_like_ours = st.lists(st.fixed_dictionaries({"role": anything, "content"
 
 
 @given(bodies_like_ours, st.none() | messages_like_ours, st.sampled_from(Route))
-def test_whatever_a_client_sends_is_routed_or_refused_in_words(body, messages, route):
+def test_fuzz_client_request_is_routed_or_refused(body, messages, route):
     if messages is not None:
         body["messages"] = messages
     raw = json.dumps(body).encode()
@@ -202,7 +208,7 @@ def test_whatever_a_client_sends_is_routed_or_refused_in_words(body, messages, r
         assert request.prompt_chars >= 0
         sent = json.loads(request.body_for_prefill("salt", prefill_params([])))
         assert sent["cache_salt"] == "salt" and sent["kv_transfer_params"]["do_remote_decode"] is True
-        sent = json.loads(request.body_for_decode("salt", alone_params([Source("e", "h", 5)])))
+        sent = json.loads(request.body_for_decode("salt", decode_only_params([Source("e", "h", 5)])))
         assert sent["kv_transfer_params"]["kvtier"]["sources"] == [{"engine_id": "e", "host": "h", "port": 5}]
         untouched = set(body) - {"cache_salt", "conversation_id", "kv_transfer_params", "vllm_xargs"}
         assert {name: sent[name] for name in untouched} == {name: body[name] for name in untouched}
@@ -215,7 +221,7 @@ def test_whatever_a_client_sends_is_routed_or_refused_in_words(body, messages, r
 # ---------------------------------------------------------------- tenants
 
 
-def test_salts_keep_tenants_apart():
+def test_tenant_salts_are_distinct_and_stable():
     tenants = Tenants(b"x" * 32)
     ann, bob = (tenants.identify({"authorization": f"Bearer {key}"}) for key in ("ann", "bob"))
     salts = [tenants.salt(t, s) for t in (ann, bob) for s in (None, "", "s", "t")]
@@ -224,7 +230,7 @@ def test_salts_keep_tenants_apart():
     assert tenants.salt(ann, "s") == Tenants(b"x" * 32).salt(ann, "s") != Tenants().salt(ann, "s")
 
 
-def test_whose_header_counts():
+def test_tenant_is_identified_by_trusted_headers():
     plain, trusting = Tenants(b"x" * 32), Tenants(b"x" * 32, trust_header=True)
     alone = plain.identify({})
     assert plain.identify({"x-tenant": "a"}) == alone
@@ -237,7 +243,7 @@ def test_whose_header_counts():
     assert trusting.identify({"x-tenant": "k"}) != trusting.identify({"authorization": "Bearer k"})
 
 
-def test_salt_secret_file(tmp_path):
+def test_salt_secret_file_invalid_raises(tmp_path):
     file = tmp_path / "secret"
     with pytest.raises(ConfigError, match="cannot be read"):
         Tenants.from_file(str(file), trust_header=False)
@@ -268,7 +274,7 @@ def found(table, request, tenant=b"a"):
     return None if route is None else route.holders[0].decode
 
 
-def test_the_next_turn_is_recognised_and_the_longest_match_wins():
+def test_route_table_matches_longest_conversation_prefix():
     table = table_with(chat("sys"), chat("u1"), chat("u1", "a1", "u2"))
     assert found(table, chat("u1", "a1", "u2", "a2", "u3")) == 2
     assert found(table, chat("u1", "a1", "other")) == 1
@@ -276,12 +282,12 @@ def test_the_next_turn_is_recognised_and_the_longest_match_wins():
     assert found(table, chat("new", "a1", "u2")) is None
 
 
-def test_a_common_beginning_is_no_match():
+def test_route_table_common_system_prompt_is_no_match():
     table = table_with(chat("long system prompt", "ok", "question 1"))
     assert found(table, chat("long system prompt", "ok", "question 2")) is None
 
 
-def test_tenant_and_model_are_part_of_the_name():
+def test_route_table_key_includes_tenant_and_model():
     for request in (
         chat("u1"),
         chat("u1", conversation_id="c"),
@@ -296,7 +302,7 @@ def test_tenant_and_model_are_part_of_the_name():
     )
 
 
-def test_an_id_names_the_conversation_whatever_its_text():
+def test_route_table_conversation_id_overrides_text():
     table = table_with(chat("u1", conversation_id="c"))
     assert found(table, chat("quite different", header="c")) == 0
     assert found(table, chat("u1")) is None
@@ -304,7 +310,7 @@ def test_an_id_names_the_conversation_whatever_its_text():
 
 
 @given(st.integers(256, 1500), st.integers(0, 600))
-def test_prompts_of_completions_match_by_pieces(length, more):
+def test_route_table_matches_completion_prompts_by_pieces(length, more):
     first = "".join(chr(65 + i * 7 % 26) for i in range(length))
     table = table_with(completion(first))
     assert found(table, completion(first + "x" * more)) == 0
@@ -315,14 +321,14 @@ def test_prompts_of_completions_match_by_pieces(length, more):
     assert found(table, completion([7, *tokens[1:]])) is None
 
 
-def test_a_prompt_of_very_many_messages_is_known_by_its_beginning():
+def test_route_table_uses_first_4096_messages():
     many = [str(i) for i in range(10_000)]
     name = name_conversation(TENANTS, b"a", chat(*many))
     assert len(name.pieces) == len(name.candidates) == 4096
     assert found(table_with(chat(*many)), chat(*many, "and", "more")) == 0
 
 
-def test_messages_match_whatever_the_order_of_their_fields():
+def test_route_table_ignores_order_of_message_fields():
     one = b'{"model":"m","messages":[{"role":"user","content":"h"}]}'
     two = b'{"messages": [ {"content": "h", "role": "user"} ], "model": "m"}'
     assert found(table_with(ClientRequest(Route.CHAT, one)), ClientRequest(Route.CHAT, two)) == 0
@@ -333,7 +339,7 @@ steps = st.lists(st.tuples(st.sampled_from(["enter", "find", "wait"]), names), m
 
 
 @given(steps, st.integers(1, 4))
-def test_the_table_against_a_model(actions, capacity):
+def test_route_table_equals_lru_model(actions, capacity):
     """Bounded, least recently used first out, forgotten after its time: as a list of (name, use) does it."""
     now = 0.0
     table = RouteTable(capacity, ttl=5.0, clock=lambda: now)
@@ -357,7 +363,7 @@ def test_the_table_against_a_model(actions, capacity):
 # ---------------------------------------------------------------- params
 
 
-def test_params_that_make_no_sense_are_no_source_and_no_export():
+def test_transfer_params_malformed_have_no_source_or_export():
     for raw in (
         b"5",
         b"[]",
@@ -383,5 +389,5 @@ def test_params_that_make_no_sense_are_no_source_and_no_export():
         b'{"kv_transfer_params":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
-def test_documents_without_params(document):
+def test_find_params_of_document_without_params_is_none(document):
     assert find_params(document) is None

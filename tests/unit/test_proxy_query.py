@@ -5,21 +5,22 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from context_fakes import engine_of
 from proxy_fakes import Cluster, turn
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.proxy.bodies import BadRequest
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.query import read_query
-from vllm_kvtier.scheduler.endpoint import Endpoint
-from vllm_kvtier.scheduler.exports import Export, ExportTable, GroupBlocks, Kind
+from vllm_kvtier.proxy.messages.request_bodies import BadRequest
+from vllm_kvtier.proxy.routes.query import read_query
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
 
-UNIT = 4
+HASH_BLOCK_SIZE = 4
 QUERY = "/kvtier/query"
 
 
@@ -34,31 +35,32 @@ class KVEndpoint:
         self.holds: dict[tuple[str, str], tuple[int, int]] = {}
         self.asked: list[m.Query] = []
         self.mute = False
-        self.table = ExportTable(UNIT, {kind: 100 for kind in Kind})
+        self.table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100))
         self.reactor = Reactor("endpoint")
-        self.endpoint = Endpoint(
-            self.reactor, KVTierConfig(bidirectional=True), key, self.table,
-            on_freed=self.table.take_freed, on_question=self._question,
-            on_serving=lambda active: None, on_puller=lambda ask: None,
+        self.endpoint = LeaseServer(
+            engine_of(self.reactor, KVTierConfig(bidirectional=True)), self.table, key,
+            LeaseServerEvents(self.table.take_freed, self._question, lambda active: None, lambda ask: None),
         )  # fmt: skip
         self.port = self.endpoint.port
         self.reactor.start()
 
     def add_export(self, name: str) -> None:
-        chain, blocks = [bytes([1]) * 8], [GroupBlocks(UNIT, [1])]
+        block_hashes, blocks = [bytes([1]) * 8], [GroupBlocks(HASH_BLOCK_SIZE, [1])]
         deadline = time.monotonic() + 60
-        self.table.add(Export(name, Kind.HANDOFF, UNIT, chain, b"d", b"", blocks, [1], -1, deadline))
+        self.table.add(
+            Export(name, LeaseKind.HANDOFF, HASH_BLOCK_SIZE, block_hashes, b"d", b"", blocks, [1], -1, deadline)
+        )
 
     def _question(self, query, answer) -> None:
         self.asked.append(query)
         if not self.mute:
             gpu, exported = self.holds.get((query.cache_salt, bytes(query.tokens).decode()), (0, 0))
-            answer(m.Holding(query.question, len(query.tokens), gpu, exported))
+            answer(m.PrefixLengths(query.question, len(query.tokens), gpu, exported))
 
 
 @asynccontextmanager
 async def cluster(p: int = 1, d: int = 2, key: ClusterKey | None = None, **options):
-    """A Cluster whose engines name real endpoints, which are ``c.kv``, Ps first."""
+    """A Cluster whose engines name real endpoints, which are ``c.kv``, prefill engines first."""
     async with Cluster(p, d, real_release=True, **options) as c:
         c.kv = [KVEndpoint(key) for _ in range(p + d)]
         for engine, endpoint in zip((*c.p, *c.d), c.kv, strict=True):
@@ -77,7 +79,7 @@ async def ask(c: Cluster, *texts: str, headers=None, **fields):
 # ---------------------------------------------------------------- queries
 
 
-async def test_what_each_engine_holds_and_which_is_unknown():
+async def test_query_reports_each_engine_or_unknown():
     async with cluster() as c:
         await c.chat("hello")
         salt = c.p[0].seen[0].body["cache_salt"]
@@ -106,7 +108,7 @@ async def test_what_each_engine_holds_and_which_is_unknown():
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello"], list(b"hello"), [list(b"hello")]])
-async def test_completions(prompt):
+async def test_query_of_completion_prompt(prompt):
     async with cluster(d=1) as c:
         await c.client.post("/v1/completions", json={"model": "m", "prompt": "hello"})
         c.kv[1].holds[c.d[0].seen[0].body["cache_salt"], "hello"] = (4, 4)
@@ -117,7 +119,7 @@ async def test_completions(prompt):
         assert c.d[0].tokenized == (sent if "hello" in prompt else [])
 
 
-async def test_what_a_template_sees_is_what_it_sees_in_generation():
+async def test_query_template_fields_equal_generation():
     async with cluster() as c:
         await ask(
             c, "u1", tools=[{"type": "function"}], documents=[{"a": "b"}], reasoning_effort="low", seed=5,
@@ -131,8 +133,8 @@ async def test_what_a_template_sees_is_what_it_sees_in_generation():
         ]  # fmt: skip
 
 
-async def test_a_tenant_learns_nothing_of_another():
-    """The salt is that of whoever asks, whatever salt the body names."""
+async def test_query_uses_salt_of_own_tenant():
+    """The salt is that of the caller's tenant, whatever salt the body names."""
     async with cluster(d=1) as c:
         ann, bob = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
         await c.chat("a secret", headers=ann, cache_salt="mine")
@@ -152,19 +154,19 @@ async def test_a_tenant_learns_nothing_of_another():
 
 
 @pytest.mark.parametrize("sick", ["mute", "gone", "dead engine"])
-async def test_an_engine_that_does_not_answer_is_unknown_in_time(sick):
-    async with cluster(d=1, query_timeout=0.4, backoff_first=60, backoff_most=60) as c:
+async def test_query_of_silent_engine_is_unknown_at_timeout(sick):
+    async with cluster(d=1, query_timeout=0.4, backoff_initial=60, backoff_max=60) as c:
         await c.chat("u1")
         if sick == "mute":
             c.kv[1].mute = True
         elif sick == "gone":
             c.kv[1].reactor.stop()
         else:
-            c.core.decode[0].set_aside("It is said to have failed.")
+            c.core.decode[0].mark_unavailable("It failed.")
         began = time.monotonic()
         answers = await asyncio.gather(*(ask(c, "u1") for _ in range(5)))
         assert time.monotonic() - began < 3
-        reason = "it failed and is set aside" if sick == "dead engine" else "it did not answer in time"
+        reason = "it failed and is unavailable" if sick == "dead engine" else "it did not answer in time"
         for answer in answers:
             prefill, decode = answer.json()["engines"]
             assert prefill["gpu_cache_tokens"] == 0
@@ -175,7 +177,7 @@ async def test_an_engine_that_does_not_answer_is_unknown_in_time(sick):
             assert "gpu_cache_tokens" in (await ask(c, "u1")).json()["engines"][1]
 
 
-async def test_who_tokenizes():
+async def test_query_is_tokenized_by_decode_engine_first():
     """The next engine where one fails or stalls; and no query makes the proxy use an engine less."""
     async with cluster(query_timeout=0.6) as c:
         c.d[0].tokenize_status = 500
@@ -185,11 +187,11 @@ async def test_who_tokenizes():
         c.p[0].tokenize_status = 501
         reply = await ask(c, "u1")
         assert reply.status_code == 503 and reply.json()["error"]["type"] == "upstream_error"
-        assert all(engine.well and engine.outstanding == 0 for engine in (*c.core.prefill, *c.core.decode))
+        assert all(engine.healthy and engine.outstanding == 0 for engine in (*c.core.prefill, *c.core.decode))
         c.d[1].tokenize_hold.set()
 
 
-async def test_refusals_of_the_tokenizer_reach_the_client():
+async def test_query_tokenizer_refusal_reaches_client():
     async with cluster() as c:
         for d in c.d:
             d.tokenize_status = 404
@@ -216,16 +218,16 @@ async def test_refusals_of_the_tokenizer_reach_the_client():
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not a JSON object"),
     ],
 )
-def test_queries_that_are_none(body, words):
+def test_query_malformed_raises_bad_request(body, words):
     with pytest.raises(BadRequest, match=words):
         read_query(body)
 
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [([-1], "token id"), ([1 << 40], "token id"), ([True], "token id"), ("x" * 1001, "1001 tokens; 1000")],
+    [([-1], "token id"), ([1 << 40], "token id"), ([True], "token id"), ("x" * 1001, "1001 tokens; at most 1000")],
 )
-async def test_prompts_that_no_engine_takes(prompt, words):
+async def test_query_invalid_prompt_returns_400(prompt, words):
     async with cluster(d=1) as c:
         reply = await c.client.post(QUERY, json={"prompt": prompt})
         assert reply.status_code == 400 and words in reply.json()["error"]["message"]
@@ -235,7 +237,7 @@ async def test_prompts_that_no_engine_takes(prompt, words):
 # ---------------------------------------------------------------- releases
 
 
-async def test_an_export_without_a_taker_is_dropped_at_its_engine():
+async def test_unused_export_is_released_at_its_engine():
     async with cluster(d=1) as c:
         c.p[0].export = "r1"
         for name in ("r1", "r2"):
@@ -246,7 +248,7 @@ async def test_an_export_without_a_taker_is_dropped_at_its_engine():
         await c.until(lambda: c.core.state()["counts"]["released"] == 1)
 
 
-async def test_with_a_cluster_key(tmp_path):
+async def test_query_and_release_use_cluster_key(tmp_path):
     file = tmp_path / "key"
     ClusterKey.create(str(file))
     key = ClusterKey.load(str(file))
@@ -265,7 +267,7 @@ async def test_with_a_cluster_key(tmp_path):
             assert c.kv[0].table.counts()["exports"] == exports
 
 
-async def test_a_key_that_is_none_is_refused_at_the_start(tmp_path):
+async def test_proxy_with_missing_cluster_key_file_raises(tmp_path):
     config = ProxyConfig(decode=(EngineAddress("http://d:1"),), cluster_key_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="cluster_key_file"):
         ProxyCore(config)

@@ -65,7 +65,7 @@ max_requests = 9
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_forms_say_the_same(tmp_path, form):
+def test_configuration_file_formats_are_equivalent(tmp_path, form):
     file = tmp_path / f"proxy.{form}"
     file.write_text(FORMS[form])
     settings = load_settings(str(file), {"queue_limit": None, "prefill": ()})
@@ -88,7 +88,7 @@ D = "engines: [{role: decode, url: 'http://d:1'}]\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[", "cannot be understood"),
+        ("[", "cannot be parsed"),
         ("5", "must be a mapping"),
         ("", "must be a mapping"),
         ("port: 9000", "no decode engine"),
@@ -98,26 +98,26 @@ D = "engines: [{role: decode, url: 'http://d:1'}]\n"
         (D + "log_level: loud", "log_level is 'loud'"),
         (D + "tls_cert_file: x", "Only one of tls_cert_file"),
         (D + "decode: [http://d:1]", "the only place for engines"),
-        ("engines: {}", "engines is a list"),
-        ("engines: [{url: 'http://d:1'}]", "engine 1: it needs a role, one of prefill, decode, pooling"),
+        ("engines: {}", "engines must be a list"),
+        ("engines: [{url: 'http://d:1'}]", "engine 1: the role .* must be one of prefill, decode, pooling"),
         ("engines: [{role: decode}]", "engine 1: .*`url`"),
         ("engines: [{role: decode, url: 'http://d:1', wieght: 2}]", "engine 1: .*`wieght`"),
         ("engines: [{role: decode, url: 'http://d:1', weight: -2}]", "weight of http://d:1 is -2"),
         ("engines: [{role: decode, url: 'http://d:1', kv: x}]", "kv=HOST:PORT"),
         ("engines: [{role: decode, url: 'http://d:1', ca_file: x}]", "begins with http:"),
         ("engines: [{role: decode, url: 'https://d:1', cert_file: x}]", "only one of cert_file and key_file"),
-        (D + "extra_routes: [custom]", "a path begins with /"),
-        (D + "extra_routes: [/kvtier/drain]", "not one of the proxy's own"),
+        (D + "extra_routes: [custom]", "a path must begin with /"),
+        (D + "extra_routes: [/kvtier/drain]", "not with /kvtier/"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path, text, words):
+def test_configuration_file_error_names_cause(tmp_path, text, words):
     file = tmp_path / "proxy.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_settings(str(file), {})
 
 
-def test_files_that_are_none(tmp_path):
+def test_configuration_file_unreadable_or_conflicting_raises(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_settings(str(tmp_path / "none.yaml"), {})
     (tmp_path / "proxy.ini").write_text(D)
@@ -131,7 +131,7 @@ def test_files_that_are_none(tmp_path):
 # ---------------------------------------------------------------- the command
 
 
-def test_every_option_is_a_flag_with_a_meaning():
+def test_proxy_options_have_documented_flags():
     shown = CliRunner().invoke(kvtier, ["proxy", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     for kind in (ProxyConfig, ServerOptions):
         for name in kind.__struct_fields__:
@@ -143,7 +143,7 @@ def test_every_option_is_a_flag_with_a_meaning():
 
 
 @pytest.mark.parametrize("options", [[], ["--decode", "nonsense"], ["--decode", "http://d:1", "--queue-limit", "-1"]])
-def test_a_wrong_command_ends_with_one_sentence(options):
+def test_proxy_command_with_wrong_options_exits_2_with_message(options):
     result = CliRunner().invoke(kvtier, ["proxy", *options])
     assert result.exit_code == 2 and result.output.startswith("error: ") and result.output.count("\n") == 1
 
@@ -200,7 +200,7 @@ async def engines():
 
 
 @pytest.mark.parametrize("how", ["file", "hup", "post"])
-async def test_a_running_proxy_takes_another_list_of_engines(tmp_path, engines, how):
+async def test_running_proxy_reloads_engine_list(tmp_path, engines, how):
     proxy = Process(tmp_path)
     proxy.write(engines[0])
     async with proxy:
@@ -212,18 +212,18 @@ async def test_a_running_proxy_takes_another_list_of_engines(tmp_path, engines, 
         elif how == "post":
             assert (await proxy.client.post("/kvtier/reload")).json() == {"reloaded": True}
         if how != "post":
-            await proxy.until("is in force")
+            await proxy.until("yaml reloaded")
         assert await proxy.chat("b") == "D1"
         # A file that is wrong changes nothing.
         proxy.write(text="engines: 5")
         reply = await proxy.client.post("/kvtier/reload")
-        assert reply.status_code == 422 and "engines is a list" in reply.json()["error"]["message"]
+        assert reply.status_code == 422 and "engines must be a list" in reply.json()["error"]["message"]
         proxy.process.send_signal(signal.SIGHUP)
-        await proxy.until("the old one stays")
+        await proxy.until("the old configuration stays")
         assert await proxy.chat("c") == "D1"
 
 
-async def test_sigterm_ends_the_proxy_when_its_streams_have_ended(tmp_path, engines):
+async def test_proxy_sigterm_waits_for_streams(tmp_path, engines):
     proxy = Process(tmp_path, "--drain-delay", "0.3")
     proxy.write(engines[0])
     async with proxy:
@@ -234,7 +234,7 @@ async def test_sigterm_ends_the_proxy_when_its_streams_have_ended(tmp_path, engi
         pieces = reply.aiter_raw()
         got = await anext(pieces)
         proxy.process.send_signal(signal.SIGTERM)
-        await proxy.until("/ready says 503")
+        await proxy.until("/ready answers 503")
         assert (await proxy.client.get("/ready")).status_code == 503
         await proxy.until("Waiting for")
         assert proxy.process.returncode is None
@@ -247,7 +247,7 @@ async def test_sigterm_ends_the_proxy_when_its_streams_have_ended(tmp_path, engi
         assert proxy.process.returncode in (0, -signal.SIGTERM)
 
 
-async def test_https_for_clients_with_certificates_and_a_renewed_certificate(tmp_path, engines):
+async def test_proxy_tls_client_certificates_and_renewal(tmp_path, engines):
     authority, other = Authority(tmp_path), Authority(_folder(tmp_path / "other"))
     cert, key = authority.issue("proxy")
     proxy = Process(tmp_path, "--tls-client-ca-file", authority.ca_file)
@@ -271,11 +271,11 @@ async def test_https_for_clients_with_certificates_and_a_renewed_certificate(tmp
         new_cert, new_key = other.issue("renewed")
         Path(cert).write_bytes(Path(new_cert).read_bytes())
         proxy.process.send_signal(signal.SIGHUP)
-        await proxy.until("the old one stays")
+        await proxy.until("the old configuration stays")
         assert await health(authority.ca_file, mine) == 200, "a certificate without its key is not taken"
         Path(key).write_bytes(Path(new_key).read_bytes())
         proxy.process.send_signal(signal.SIGHUP)
-        await proxy.until("is in force")
+        await proxy.until("yaml reloaded")
         assert await health(other.ca_file, mine) == 200
         with pytest.raises(httpx.ConnectError):
             await health(authority.ca_file, mine)
@@ -286,7 +286,7 @@ def _folder(path):
     return path
 
 
-async def test_a_secret_that_cannot_be_used_ends_it_before_it_listens(tmp_path, engines):
+async def test_proxy_with_unreadable_secret_exits_before_listening(tmp_path, engines):
     proxy = Process(tmp_path)
     proxy.write(engines[0], api_keys_file="none.keys")
     with pytest.raises(AssertionError, match="error: The API keys .*none.keys cannot be read"):
@@ -295,7 +295,7 @@ async def test_a_secret_that_cannot_be_used_ends_it_before_it_listens(tmp_path, 
     assert proxy.process.returncode == 2
 
 
-async def test_the_example_runs_as_it_stands(engines):
+async def test_proxy_example_script_runs(engines):
     """``examples/disagg_proxy.py P D``."""
     script = Path(__file__).parents[2] / "examples/disagg_proxy.py"
     command = [sys.executable, str(script), *(engine.url for engine in engines), "--port", "0"]
@@ -310,4 +310,4 @@ async def test_the_example_runs_as_it_stands(engines):
     process.kill()
     await process.communicate()
     assert reply.json()["choices"][0]["text"] == engines[1].text(turn("hello"), 0)
-    assert len(engines[0].seen) == 1, "P was asked for its one token"
+    assert len(engines[0].seen) == 1, "the prefill engine got its request"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvtier.proxy import sse
-from vllm_kvtier.proxy.answers import AnswerRewriter
+from vllm_kvtier.proxy.messages import sse
+from vllm_kvtier.proxy.messages.response_rewriter import AnswerRewriter
 
 # Small alphabets find the corners: line ends, split markers, colons.
 raw_bytes = st.lists(
@@ -28,7 +28,7 @@ def rewriter(report=None, **options):
 
 
 @given(raw_bytes, cuts)
-def test_events_do_not_depend_on_the_pieces(data, at):
+def test_sse_events_are_independent_of_chunking(data, at):
     whole = sse.EventSplitter(1 << 20)
     expected = whole.feed(data)
     assert b"".join(expected) + whole.tail == data
@@ -38,7 +38,7 @@ def test_events_do_not_depend_on_the_pieces(data, at):
 
 
 @given(raw_bytes)
-def test_an_event_goes_out_with_its_last_byte(data):
+def test_sse_event_is_emitted_with_its_last_byte(data):
     """No event waits for a byte that comes after it."""
     one_by_one = sse.EventSplitter(1 << 20)
     passed = b""
@@ -48,7 +48,7 @@ def test_an_event_goes_out_with_its_last_byte(data):
         assert b"\n\n" not in unfinished and b"\n\r\n" not in unfinished
 
 
-def test_an_endless_event_is_an_error():
+def test_sse_event_beyond_limit_raises():
     splitter = sse.EventSplitter(10)
     assert splitter.feed(b"data: a\n\n" * 9 + b"data:") == [b"data: a\n\n"] * 9
     with pytest.raises(sse.EventTooLarge):
@@ -65,11 +65,11 @@ def test_an_endless_event_is_an_error():
         (b"data:\n\n", b""),
     ],
 )
-def test_data_of_an_event(event, data):
+def test_sse_event_data_is_extracted(event, data):
     assert sse.event_data(event) == data
 
 
-def test_new_data_keeps_the_rest_of_the_event():
+def test_sse_with_data_keeps_other_fields():
     event = b"id: 7\r\n: note\r\ndata: a\r\ndata: b\r\nevent: x\r\n\r\n"
     assert sse.with_data(event, b"c") == b"id: 7\r\n: note\r\ndata: c\r\nevent: x\r\n\r\n"
     with pytest.raises(ValueError, match="one line"):
@@ -93,7 +93,7 @@ chunk = st.fixed_dictionaries(
 
 
 @given(st.lists(chunk, max_size=6), cuts, st.sampled_from(["\n\n", "\r\n\r\n"]), st.booleans())
-def test_only_the_event_with_params_is_rewritten(chunks, at, end, compact):
+def test_sse_rewriter_changes_only_event_with_params(chunks, at, end, compact):
     def as_event(value) -> bytes:
         text = json.dumps(value, separators=(",", ":") if compact else None)
         return b"data: " + text.encode() + end.encode()
@@ -114,13 +114,13 @@ def test_only_the_event_with_params_is_rewritten(chunks, at, end, compact):
     assert subject.done
 
 
-def test_rewriting_keeps_numbers_as_they_are_written():
+def test_sse_rewriter_keeps_number_text():
     subject, _ = rewriter()
     out = subject.feed(b'data: {"a":1.00e-05,"kv_transfer_params":{"x":1},"b":[12345678901234567890]}\n\n')
     assert out == b'data: {"a":1.00e-05,"b":[12345678901234567890]}\n\n'
 
 
-def test_an_unfinished_event_with_params_is_not_shown():
+def test_sse_rewriter_drops_unfinished_event_with_params():
     subject, _ = rewriter()
     assert subject.feed(b'data: {"kv_transfer_params": {"remote_host"') == b""
     assert subject.close() == b""
@@ -128,7 +128,7 @@ def test_an_unfinished_event_with_params_is_not_shown():
     assert subject.feed(b"data: [DO") + subject.close() == b"data: [DO"
 
 
-def test_a_report_is_in_the_last_chunk_or_in_one_of_its_own():
+def test_sse_rewriter_adds_report_to_last_chunk_or_own_event():
     def report(found):
         return {"decode": None if found is None else found.report}
 

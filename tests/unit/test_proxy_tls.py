@@ -13,7 +13,7 @@ from vllm_kvtier.proxy.core import check_secrets
 
 
 @pytest.mark.parametrize("trusted", ["engines and their client", "engines", "nobody"])
-async def test_engines_over_https(tmp_path, trusted):
+async def test_proxy_tls_to_engines_checks_certificates(tmp_path, trusted):
     authority = Authority(tmp_path)
     cert, key = authority.issue("engine")
     mine = dict(zip(("cert_file", "key_file"), authority.issue("proxy"), strict=True))
@@ -28,7 +28,7 @@ async def test_engines_over_https(tmp_path, trusted):
         assert reply.status_code == (503 if trusted == "nobody" else 200)
 
 
-async def test_a_client_certificate_that_is_missing_is_refused(tmp_path):
+async def test_proxy_tls_without_client_certificate_is_refused_by_engine(tmp_path):
     authority = Authority(tmp_path)
     cert, key = authority.issue("engine")
     async with Cluster(p=0, d=0, decode=(_unused(),)) as c:
@@ -40,7 +40,7 @@ async def test_a_client_certificate_that_is_missing_is_refused(tmp_path):
         assert (await c.chat("u1")).status_code == 503 and not c.d[0].seen
 
 
-async def test_a_renewed_certificate_is_taken_on_a_reload(tmp_path):
+async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
     """The same files with other content: the engine is connected to anew."""
     authority = Authority(tmp_path)
     cert, key = authority.issue("engine")
@@ -59,7 +59,7 @@ async def test_a_renewed_certificate_is_taken_on_a_reload(tmp_path):
         assert (await c.chat("u1")).status_code == 200
 
 
-async def test_the_proxy_over_https(tmp_path):
+async def test_proxy_serves_https(tmp_path):
     authority = Authority(tmp_path)
     cert, key = authority.issue("proxy")
     async with Cluster() as c:
@@ -77,7 +77,7 @@ def _unused():
 
 
 @pytest.mark.parametrize("field", ["ca_file", "cert_file"])
-def test_certificates_that_cannot_be_read(tmp_path, field):
+def test_proxy_tls_unreadable_certificates_raise(tmp_path, field):
     broken = tmp_path / "broken.pem"
     broken.write_text("nothing")
     files = {"ca_file": str(broken)} if field == "ca_file" else {"cert_file": str(broken), "key_file": str(broken)}

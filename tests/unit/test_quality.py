@@ -65,7 +65,7 @@ def ids(loaded):
     return text.token_ids(loaded[1], text.read([])[1])
 
 
-def test_numbers_pass_through_cache_and_codec():
+def test_quality_round_trip_of_numbers_through_codec():
     x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(cache.round_trip(x, None, BF16), x.to(BF16).float())
     assert torch.equal(cache.round_trip(x, EXACT.formats["k"], BF16), x.to(BF16).float())
@@ -74,25 +74,25 @@ def test_numbers_pass_through_cache_and_codec():
     assert 0 < error.max() < 0.01  # each line by its own scale, in its own place
 
 
-def test_bits_count_the_scales():
+def test_quality_bits_include_scales():
     widths = {0: (64, 64), 1: (128, 128)}
     assert cache.bits(RAW, widths) == 16
     # A scale of two bytes for 64 and for 128 numbers.
     assert cache.bits(codecs.get("int8"), widths) == pytest.approx((64 * 8.25 + 128 * 8.125) / 192)
 
 
-def test_a_width_that_a_codec_cannot_keep_is_said():
+def test_quality_codec_with_unsupported_width_raises():
     with pytest.raises(KVTierError, match="exact cannot keep layer 1's v: 72 numbers"):
         cache.check(EXACT, {0: (64, 64), 1: (64, 72)})
     cache.check(RAW, {0: (72, 72)})
 
 
-def test_what_changes_nothing_costs_nothing_and_what_destroys_is_seen(loaded, ids):
-    model, tokenizer, dtype = loaded
+def test_quality_lossless_codec_has_no_loss_and_bad_codec_is_detected(loaded, ids):
+    model, tokenizer, _ = loaded
     windows = text.windows(tokenizer, ids, 2, 96)
     wanted = {"exact": EXACT, "int8": codecs.get("int8"), "int4": codecs.get("int4"), "wreck": WRECK}
     steps = []
-    nats, found = likelihood.compare(model, windows, RAW, wanted, dtype, lambda: steps.append(1))
+    nats, found = likelihood.compare(loaded, windows, wanted, lambda: steps.append(1))
     assert len(steps) == 10
     assert found["exact"].divergence == found["exact"].extra_nats == [0, 0] and found["exact"].agreement == [1, 1]
     cost = {name: sum(each.divergence) for name, each in found.items()}
@@ -104,18 +104,18 @@ def test_what_changes_nothing_costs_nothing_and_what_destroys_is_seen(loaded, id
 
 
 @pytest.mark.gpu
-def test_a_gpu_measures_what_a_cpu_does(root, loaded, ids):
+def test_quality_on_gpu_equals_cpu(root, loaded, ids):
     options = measure.Options(model=str(root / "models" / "recall-6m"), device="cuda", dtype="float32")
     windows = text.windows(loaded[1], ids, 2, 256)
     wanted = {name: codecs.get(name) for name in codecs.names() if name != "raw"}
-    nats, expected = likelihood.compare(loaded[0], windows, RAW, wanted, BF16)
-    on_gpu, found = likelihood.compare(measure.load(options)[0], windows, RAW, wanted, BF16)
+    nats, expected = likelihood.compare(loaded, windows, wanted)
+    on_gpu, found = likelihood.compare(measure.load(options), windows, wanted)
     assert on_gpu == pytest.approx(nats, rel=1e-3)
     for name, each in found.items():
         assert sum(each.divergence) == pytest.approx(sum(expected[name].divergence), rel=0.3), name
 
 
-def test_the_error_of_one_window_is_not_known():
+def test_quality_error_of_single_window_is_infinite():
     one = likelihood.Likelihood([0.01], [0.1], [1.0])
     assert one.perplexity() == (pytest.approx(0.01005, rel=1e-3), float("inf"))
     change, error = likelihood.Likelihood([0.01, 0.03], [0, 0], [1, 1]).perplexity()
@@ -132,7 +132,7 @@ class Words:
         return {"input_ids": [1] * add_special_tokens + [len(word) for word in words.split()]}
 
 
-def test_windows_are_spread_over_the_text_and_begin_as_the_tokenizer_says():
+def test_quality_windows_are_spread_and_start_with_bos():
     tokens = list(range(10, 60))
     assert text.windows(Words(), tokens, 2, 11) == [[1, *range(10, 20)], [1, *range(30, 40)]]
     assert len(text.windows(Words(), tokens, 100, 11)) == 5
@@ -141,7 +141,7 @@ def test_windows_are_spread_over_the_text_and_begin_as_the_tokenizer_says():
     assert text.token_ids(Words(), "a bb") == [1, 2]
 
 
-def test_text_comes_from_files_and_directories(tmp_path):
+def test_quality_text_is_read_from_files_and_folders(tmp_path):
     (tmp_path / "b.py").write_text("second")
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "c.bin").write_bytes(b"\xff\xff")
@@ -151,13 +151,13 @@ def test_text_comes_from_files_and_directories(tmp_path):
         with pytest.raises(KVTierError, match="cannot be read"):
             text.read([tmp_path / wrong])
     name, own = text.read([])
-    assert name == text.OWN and "def own_source_is_read" not in own and "class RoundTripCache" in own
+    assert name == text.OWN_SOURCE and "def own_source_is_read" not in own and "class RoundTripCache" in own
 
 
 # -- recall
 
 
-def test_conversations_are_as_long_as_asked_and_end_in_the_code(loaded, ids):
+def test_quality_recall_chats_have_requested_length_and_code(loaded, ids):
     _, tokenizer, _ = loaded
     made = list(recall.chats(tokenizer, ids, 500, 13))
     assert [len(chat.questions) for chat in made] == [10, 3]
@@ -171,27 +171,24 @@ def test_conversations_are_as_long_as_asked_and_end_in_the_code(loaded, ids):
             assert answer not in tokenizer.decode(tokens[:-code])
 
 
-def test_a_short_text_is_read_again(loaded, ids):
+def test_quality_recall_chat_repeats_short_text(loaded, ids):
     (chat,) = recall.chats(loaded[1], ids[:50], 500, 10)
     assert 450 < len(chat.shared) < 550
 
 
-def test_a_model_keeps_its_answers_without_a_codec_and_loses_them_without_values(loaded, ids):
-    model, tokenizer, dtype = loaded
-    wanted = {"exact": EXACT, "wreck": WRECK}
-    share, found = recall.compare(model, tokenizer, ids, 500, 10, RAW, wanted, dtype)
+def test_quality_recall_exact_codec_keeps_answers_and_bad_loses_them(loaded, ids):
+    share, found = recall.compare(loaded, ids, 500, 10, {"exact": EXACT, "wreck": WRECK})
     assert share == 1
     assert found["exact"] == records.RecallAt(500, 10, 10, 10, 0)
     assert found["wreck"] == records.RecallAt(500, 10, 10, 0, 10)
 
 
-def test_a_model_that_cannot_recall_is_not_judged_by_it(loaded, ids, monkeypatch):
-    model, tokenizer, dtype = loaded
-    monkeypatch.setattr(recall, "answers", lambda model, chat, codec, dtype: [False] * len(chat.questions))
-    assert recall.compare(model, tokenizer, ids, 400, 10, RAW, {"exact": EXACT}, dtype) == (0, {})
+def test_quality_recall_of_failing_model_is_skipped(loaded, ids, monkeypatch):
+    monkeypatch.setattr(recall, "answers", lambda loaded, chat, formats: [False] * len(chat.questions))
+    assert recall.compare(loaded, ids, 400, 10, {"exact": EXACT}) == (0, {})
 
 
-def test_models_with_a_sliding_window_are_asked_more_than_once():
+def test_quality_recall_works_with_sliding_windows():
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
@@ -201,18 +198,18 @@ def test_models_with_a_sliding_window_are_asked_more_than_once():
     said = model.generate(torch.tensor([told]), max_new_tokens=2, do_sample=False, eos_token_id=None)[0, 40:].tolist()
     wrong = [said[0], (said[1] + 1) % 99]
     chat = recall.Chat(told[:30], [(told[30:] + answer, 2) for answer in (said, wrong, said)])
-    assert recall.answers(model, chat, RAW, torch.float32) == [True, False, True]
+    assert recall.answers(cache.LoadedModel(model, None, torch.float32), chat, {}) == [True, False, True]
 
 
-def test_models_without_k_and_v_are_refused():
+def test_quality_model_without_k_and_v_raises():
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)).eval()
     with pytest.raises(KVTierError, match="no codec applies"):
-        measure._widths(model, RAW, BF16, [1, 2, 3])
+        measure._widths(cache.LoadedModel(model, None, BF16), [1, 2, 3])
 
 
-def test_a_tokenizer_without_chats_is_said():
+def test_quality_tokenizer_without_chat_template_raises():
     with pytest.raises(KVTierError, match="no chat template"):
         next(recall.chats(Words(), [1] * 1000, 300, 1))
 
@@ -220,9 +217,9 @@ def test_a_tokenizer_without_chats_is_said():
 # -- all of it
 
 
-def test_a_measurement_from_end_to_end(root, tmp_path):
+def test_quality_command_measures_and_saves_a_record(root, tmp_path):
     app = Typer()
-    command.add_to(app)
+    app.command("quality")(command.quality)
     options = ["--model", str(root / "models" / "recall-6m"), "--codecs", "int8,raw", "--device", "cpu"]
     options += ["--windows", "2", "--window-tokens", "64", "--records", str(tmp_path)]
     asked = CliRunner().invoke(app, [*options, "--questions", "10", "--lengths", "400,99999", "--json"])
@@ -239,7 +236,7 @@ def test_a_measurement_from_end_to_end(root, tmp_path):
     assert table.exit_code == 0 and "int8" in table.stdout and "1.94 x" in table.stdout
 
 
-def test_the_table_says_why_auto_does_not_take_a_codec(capsys):
+def test_quality_table_shows_why_auto_refuses_a_codec(capsys):
     bad = records.CodecQuality("int4", {}, 4.5, 0.02, 0.001, 0.03, 0.93, [records.RecallAt(500, 200, 199, 190, 9)])
     made = records.Record("f" * 32, "m", 0.0, records.Text("t", "d", 2, 64), "bfloat16", "float32 on cpu", 1.8, [bad])
     command.show(made, command.Console(width=200))
@@ -253,14 +250,14 @@ def test_the_table_says_why_auto_does_not_take_a_codec(capsys):
         (["--codecs", "int9"], "no codec is named 'int9'"),
         (["--codecs", "raw"], "raw changes nothing"),
         (["--text", "/nowhere/at/all"], "cannot be read"),
-        (["--lengths", "many"], "numbers with commas"),
+        (["--lengths", "many"], "numbers separated by commas"),
         (["--dtype", "int3"], "'int3' is none of"),
         (["--device", "abacus"], "cannot load"),
     ],
 )
-def test_errors_are_sentences(root, tmp_path, options, words):
+def test_quality_command_error_exits_with_message(root, tmp_path, options, words):
     app = Typer()
-    command.add_to(app)
+    app.command("quality")(command.quality)
     fixed = ["--model", str(root / "models" / "recall-6m"), "--device", "cpu", "--records", str(tmp_path)]
     result = CliRunner().invoke(app, fixed + options)
     assert result.exit_code == 1
@@ -268,13 +265,13 @@ def test_errors_are_sentences(root, tmp_path, options, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_latent_caches_are_refused(tmp_path):
+def test_quality_model_with_latent_cache_raises(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2", "kv_lora_rank": 512}))
     with pytest.raises(KVTierError, match="latent"):
         measure.load(measure.Options(model=str(tmp_path), device="cpu"))
 
 
-def test_a_plot_is_drawn(tmp_path):
+def test_quality_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     from vllm_kvtier.quality.plot import plot
 

@@ -32,7 +32,7 @@ def formats(*codecs: CodecQuality) -> dict[str, dict[str, str]]:
     return {codec.name: codec.formats for codec in codecs}
 
 
-def test_a_saved_record_is_found_by_its_model(tmp_path):
+def test_quality_record_is_loaded_by_fingerprint(tmp_path):
     saved = record(quality(recall=[RecallAt(500, 10, 10, 9, 1)]))
     file = records.save(saved, tmp_path / "new" / "folder")
     assert file.name == f"{FINGERPRINT}.json"
@@ -41,14 +41,14 @@ def test_a_saved_record_is_found_by_its_model(tmp_path):
     assert [f.name for f in file.parent.iterdir()] == [file.name]  # nothing half-written beside it
 
 
-def test_records_lie_in_the_users_cache(tmp_path, monkeypatch):
+def test_quality_record_default_folder_is_user_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert records.save(record(quality())) == tmp_path / "vllm-kvtier" / "quality" / f"{FINGERPRINT}.json"
     assert records.load(FINGERPRINT) == record(quality())
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "x"}', b"\xff"])
-def test_a_damaged_record_is_none_and_the_log_says_so(tmp_path, content, caplog):
+def test_quality_record_damaged_is_none_and_logged(tmp_path, content, caplog):
     (tmp_path / f"{FINGERPRINT}.json").write_bytes(content)
     assert records.load(FINGERPRINT, tmp_path) is None
     assert "kvtier quality" in caplog.text
@@ -57,18 +57,18 @@ def test_a_damaged_record_is_none_and_the_log_says_so(tmp_path, content, caplog)
 
 
 @pytest.mark.parametrize("changes", [{"version": 99}, {"fingerprint": "e" * 32}])
-def test_a_record_of_another_version_or_model_is_none(tmp_path, changes):
+def test_quality_record_of_other_version_or_model_is_none(tmp_path, changes):
     (tmp_path / f"{FINGERPRINT}.json").write_bytes(msgspec.json.encode(record(quality(), **changes)))
     assert records.load(FINGERPRINT, tmp_path) is None
 
 
-def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
+def test_quality_record_to_unwritable_path_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KVTierError, match="cannot be written"):
         records.save(record(quality()), tmp_path / "file")
 
 
-def test_codecs_measured_earlier_on_the_same_text_stay(tmp_path):
+def test_quality_record_keeps_codecs_of_same_text(tmp_path):
     records.save(record(quality("int8"), quality("fp8")), tmp_path)
     records.save(record(quality("int8", perplexity=0.2)), tmp_path)
     kept = {codec.name: codec.perplexity for codec in records.load(FINGERPRINT, tmp_path).codecs}
@@ -91,29 +91,29 @@ def test_codecs_measured_earlier_on_the_same_text_stay(tmp_path):
         ({"recall": [RecallAt(500, 200, 190, 190, 1)]}, "answers"),  # others gained do not make up for one lost
     ],
 )
-def test_limits(changes, words):
+def test_quality_record_passes_at_limits_only(changes, words):
     refused = records.refusal(quality(**changes))
     assert refused is None if words is None else words in refused
 
 
-def test_looser_limits_admit_more():
+def test_quality_record_looser_limits_admit_more():
     rough = quality(perplexity=0.006, agreement=0.95, recall=[RecallAt(500, 200, 200, 198, 2)])
     assert records.refusal(rough) is not None
     assert records.refusal(rough, Limits(perplexity=0.01, recall=0.01, agreement=0.94)) is None
 
 
-def test_the_smallest_admitted_codec_comes_first():
+def test_quality_record_admitted_codecs_are_smallest_first():
     codecs = quality("int8"), quality("tiny", bits=2.0, perplexity=0.3), quality("four", bits=4.25)
     assert records.admitted(record(*codecs), formats=formats(*codecs)) == ["four", "int8"]
 
 
-def test_a_codec_whose_bytes_changed_since_is_not_admitted():
+def test_quality_record_codec_with_changed_format_is_not_admitted():
     measured = quality("int8"), quality("four", bits=4.25), quality("gone", bits=3)
     now = {**formats(measured[0]), "four": {"k": "four.k", "v": "another"}}
     assert records.admitted(record(*measured), formats=now) == ["int8"]
 
 
-def test_the_codecs_of_this_package_name_their_formats():
+def test_quality_record_present_codecs_name_their_formats():
     now = records.present_formats()
     assert now["raw"] == {}
     assert {"k", "v"} <= now["int8"].keys()
@@ -132,14 +132,14 @@ def folder(tmp_path) -> Path:
     return made
 
 
-def test_a_copy_of_a_model_has_its_fingerprint(folder, tmp_path):
+def test_fingerprint_of_model_copy_is_equal(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     (copy / "config.json").write_text(json.dumps({"_name_or_path": "x", "dtype": "float32", "hidden_size": 8}))
     assert fingerprint.of_files(str(copy)) == fingerprint.of_files(str(folder))
     assert len(fingerprint.of_files(str(folder))) == 32
 
 
-def test_other_weights_or_another_shape_have_another(folder):
+def test_fingerprint_depends_on_weights_and_config(folder):
     before = fingerprint.of_files(str(folder))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
@@ -149,7 +149,7 @@ def test_other_weights_or_another_shape_have_another(folder):
 
 
 @pytest.mark.parametrize("spoil", ["no weights", "no config", "not JSON", "a list"])
-def test_no_fingerprint_without_a_whole_model(folder, spoil):
+def test_fingerprint_of_incomplete_model_is_none(folder, spoil):
     config = folder / "config.json"
     match spoil:
         case "no weights":
@@ -163,6 +163,6 @@ def test_no_fingerprint_without_a_whole_model(folder, spoil):
     assert fingerprint.of_files(str(folder)) is None
 
 
-def test_no_fingerprint_of_a_model_that_is_not_here(monkeypatch):
+def test_fingerprint_of_absent_model_is_none(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fingerprint.of_files("nobody/has-this-model") is None

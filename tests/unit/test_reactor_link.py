@@ -26,7 +26,7 @@ def cpu_seconds(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def test_calls_and_timers_run_in_order(reactor):
+def test_reactor_calls_and_timers_run_in_order(reactor):
     seen = []
     done = threading.Event()
     reactor.call_soon(lambda: seen.append("soon"))
@@ -41,7 +41,7 @@ def test_calls_and_timers_run_in_order(reactor):
     assert seen == ["soon", "early", "late"]
 
 
-def test_a_call_that_queues_itself_again_starves_nobody(reactor):
+def test_reactor_requeued_call_does_not_starve_others(reactor):
     """The worker polls like this for as long as something is under way; sockets and stop must get a turn."""
     a, b = reactor.context.socket(zmq.PAIR), reactor.context.socket(zmq.PAIR)
     a.bind("inproc://x")
@@ -64,7 +64,7 @@ def test_a_call_that_queues_itself_again_starves_nobody(reactor):
     assert not reactor._thread.is_alive()
 
 
-def test_a_fault_costs_only_its_event(reactor, caplog):
+def test_reactor_error_affects_only_its_event(reactor, caplog):
     done = threading.Event()
     reactor.call_soon(lambda: 1 / 0)
     reactor.call_later(0.0, lambda: 1 / 0)
@@ -74,14 +74,14 @@ def test_a_fault_costs_only_its_event(reactor, caplog):
     assert caplog.text.count("ZeroDivisionError") == 2
 
 
-def test_reactor_an_event_is_dropped_it_is_counted(reactor):
+def test_reactor_error_is_counted(reactor):
     """So that a search for what it was about can begin."""
     reactor.call_soon(lambda: 1 / 0)
     reactor.start()
     eventually(lambda: reactor.errors == 1)
 
 
-def test_stop_is_idempotent_and_later_calls_do_nothing(reactor):
+def test_reactor_stop_is_idempotent(reactor):
     stopped = []
     reactor.on_stop(lambda: stopped.append(1))
     reactor.start()
@@ -91,14 +91,14 @@ def test_stop_is_idempotent_and_later_calls_do_nothing(reactor):
     assert stopped == [1] and not reactor._thread.is_alive()
 
 
-def test_stop_from_its_own_thread(reactor):
+def test_reactor_stop_from_its_own_thread(reactor):
     reactor.start()
     reactor.call_soon(reactor.stop)
     reactor._thread.join(5)
     assert not reactor._thread.is_alive()
 
 
-def test_what_is_said_while_stopping_still_arrives(reactor):
+def test_link_message_sent_while_stopping_arrives(reactor):
     """Leases are given back in ``on_stop``; the messages must leave the process."""
     other = zmq.Context()
     server = other.socket(zmq.ROUTER)
@@ -143,47 +143,47 @@ def runtime(run_dir):
     return run_dir / f"kvtier-{os.getuid()}"
 
 
-def test_link_both_ways_in_either_order(runtime):
+def test_link_sends_both_ways_in_either_start_order(runtime):
     path = link_path("engine", "instance")
     up, down = [], [[], []]
     worker_reactors = [Reactor(f"w{i}") for i in range(2)]
     clients = [LinkClient(r, path, down[i].append) for i, r in enumerate(worker_reactors)]
     for i, r in enumerate(worker_reactors):
         r.start()
-        r.call_soon(lambda i=i: clients[i].tell(m.Summed(i, 7)))  # nobody listens yet
+        r.call_soon(lambda i=i: clients[i].send(m.ChecksumsReady(i, 7)))  # nobody listens yet
     scheduler = Reactor("s")
     server = LinkServer(scheduler, path, up.append)
     scheduler.start()
     eventually(lambda: sorted(x.rank for x in up) == [0, 1])
     assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
-    scheduler.call_soon(lambda: server.tell(m.Serve(True)))
+    scheduler.call_soon(lambda: server.send(m.Serve(True)))
     eventually(lambda: all(d == [m.Serve(True)] for d in down))
     # A worker that is gone, and garbage on the link, disturb nobody.
     worker_reactors[0].stop()
     worker_reactors[1].call_soon(lambda: clients[1]._socket.send(b"\xc1garbage"))
-    worker_reactors[1].call_soon(lambda: clients[1].tell(m.Summed(1, 8)))
-    scheduler.call_soon(lambda: server.tell(m.Serve(False)))
-    eventually(lambda: m.Summed(1, 8) in up and down[1][-1] == m.Serve(False))
+    worker_reactors[1].call_soon(lambda: clients[1].send(m.ChecksumsReady(1, 8)))
+    scheduler.call_soon(lambda: server.send(m.Serve(False)))
+    eventually(lambda: m.ChecksumsReady(1, 8) in up and down[1][-1] == m.Serve(False))
     for r in (worker_reactors[1], scheduler):
         r.stop()
     assert not os.path.exists(path)
 
 
-def test_link_path_is_refused_in_a_directory_of_others(runtime):
+def test_link_path_in_shared_directory_raises(runtime):
     runtime.mkdir(mode=0o755)
     runtime.chmod(0o755)
     with pytest.raises(KVTierError, match="0700"):
         link_path("e", "i")
 
 
-def test_link_path_where_the_runtime_directory_does_not_exist(run_dir, monkeypatch):
+def test_link_path_without_runtime_directory_uses_temp(run_dir, monkeypatch):
     """Containers often name an XDG_RUNTIME_DIR that nobody made."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir / "nowhere"))
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
     assert link_path("e", "i").startswith(str(run_dir))
 
 
-def test_link_path_too_long_is_said_in_words(tmp_path, monkeypatch):
+def test_link_path_too_long_raises_with_cause(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))

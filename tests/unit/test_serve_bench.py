@@ -77,7 +77,7 @@ USAGE = event(choices=[], usage=COUNTED)
 DONE = b"data: [DONE]\n\n"
 
 
-async def test_times_of_a_stream_to_the_letter(monkeypatch):
+async def test_serve_stream_times_are_exact(monkeypatch):
     reply = await read(
         monkeypatch,
         [(10.25, choice(1)), (10.35, choice(2, 3)), (10.75, choice(4)), (10.85, choice(5)), (11.9, USAGE + DONE)],
@@ -91,7 +91,7 @@ async def test_times_of_a_stream_to_the_letter(monkeypatch):
     assert (reply.prompt_tokens, reply.output_tokens, reply.cached_tokens) == (9, 5, 4)
 
 
-async def test_an_event_arrives_with_its_first_byte(monkeypatch):
+async def test_serve_event_time_is_that_of_its_first_byte(monkeypatch):
     """The first one may be long: vLLM sends the prompt's ids with it."""
     whole = event(choices=[{"text": "t", "token_ids": [1], "prompt_token_ids": list(range(5000))}])
     rest = whole[9000:] + choice(2) + DONE
@@ -109,12 +109,12 @@ async def test_an_event_arrives_with_its_first_byte(monkeypatch):
         ([choice(1), event(error={"message": "died"}), DONE], "died"),
     ],
 )
-async def test_what_is_no_answer(monkeypatch, pieces, error):
+async def test_serve_invalid_answers_are_failures(monkeypatch, pieces, error):
     reply = await read(monkeypatch, [(10.1 + i, piece) for i, piece in enumerate(pieces)])
     assert error in reply.error
 
 
-async def test_times_on_a_real_server():
+async def test_serve_times_on_a_real_server():
     async with FakeServer(computed=0.15, itl=0.03) as server:
         load = await play([server], [talk(0, 1, output=6)])
     (record,) = load.records
@@ -124,7 +124,7 @@ async def test_times_on_a_real_server():
     assert (record.prompt_tokens, record.output_tokens) == (7, 6)
 
 
-async def test_floor_answers_at_its_times():
+async def test_serve_floor_server_answers_at_its_times():
     floor = await FloorServer(ttft=0.1, itl=0.02).start()
     try:
         fake = SimpleNamespace(url=f"http://127.0.0.1:{floor.port}")
@@ -136,7 +136,7 @@ async def test_floor_answers_at_its_times():
         await floor.stop()
 
 
-def test_percentiles_are_numpys():
+def test_serve_percentiles_equal_numpy():
     values = [random.Random(3).lognormvariate(0, 1) for _ in range(37)]
     for share in (0.0, 0.5, 0.9, 0.99, 1.0):
         assert stats.percentile(values, share) == pytest.approx(np.percentile(values, share * 100))
@@ -145,7 +145,7 @@ def test_percentiles_are_numpys():
     assert stats.milliseconds([None]) is None
 
 
-def test_summary_of_records():
+def test_serve_summary_of_records():
     moved = (None, True, False, True)
     good = [Record(0, t, 0, moved[t], 0, 0, 100, 11, 0.1 * (t + 1), 1.1, 0.1, 0.2) for t in range(4)]
     bad = Record(1, 0, 0, None, 0, 0, 100, 0, error="answered 500")
@@ -157,7 +157,7 @@ def test_summary_of_records():
     assert [turn["ttft_ms"]["p50"] for turn in got["turns"]] == pytest.approx([100, 200, 300, 400])
 
 
-def test_turns_whose_history_was_found():
+def test_serve_counts_turns_with_cached_history():
     cases = [  # moved, tokens of earlier turns, cached, seconds
         (True, 1000, 1008, 0.1), (True, 1000, 896, 0.5), (True, 1000, None, 0.6), (False, 1000, 992, 0.2),
         (False, 1000, 0, 0.7), (None, 0, 960, 0.8),
@@ -172,7 +172,7 @@ def test_turns_whose_history_was_found():
     assert stats.summary(records[1:3], 1.0)["ttft_moved_found_ms"] is None
 
 
-def test_cores_that_were_slower_in_one_pass_are_said():
+def test_serve_report_names_slower_cores():
     def one(variant, name, us):
         return {"variant": variant, "pass": name, "round": 0, "client": {"core_us": us and {"p50": us}}}
 
@@ -182,7 +182,7 @@ def test_cores_that_were_slower_in_one_pass_are_said():
     assert report.uneven_cores(passes[:1]) == report.uneven_cores(passes[3:]) == ""
 
 
-async def test_a_turns_history_is_what_was_said_before_it():
+async def test_serve_turn_history_is_the_messages_before():
     async with FakeServer() as server:
         load = await play([server], [talk(0, 3)], Limits(concurrency=1))
     before = 0
@@ -191,7 +191,7 @@ async def test_a_turns_history_is_what_was_said_before_it():
         before = record.prompt_tokens + record.output_tokens
 
 
-async def test_how_fast_a_core_is_is_measured():
+async def test_serve_measures_core_speed():
     async with Meters() as meters:
         await asyncio.sleep(0.05)
     assert 1 < meters.result()["core_us"]["p50"] < 1e5
@@ -200,27 +200,27 @@ async def test_how_fast_a_core_is_is_measured():
 # -- limits --------------------------------------------------------------------------------------------------------
 
 
-async def test_concurrency_is_reached_and_kept():
+async def test_serve_concurrency_is_reached_and_kept():
     async with FakeServer(computed=0.02) as server:
         load = await play([server], [talk(n, 3) for n in range(9)], Limits(concurrency=4))
     assert server.most_in_flight == 4
     assert len(load.records) == 27 and not any(r.error for r in load.records)
 
 
-async def test_active_conversations_wait_for_each_other():
+async def test_serve_active_conversations_alternate():
     async with FakeServer() as server:
         await play([server], [talk(n, 2) for n in range(5)], Limits(concurrency=1, active=3))
     begun = [body["prompt"][3] // 1000 for body in server.bodies]
     assert begun == [0, 1, 2, 0, 3, 1, 4, 2, 3, 4], "always three, and the turn is that of who waited longest"
 
 
-async def test_one_at_a_time_goes_on_with_what_it_began():
+async def test_serve_single_client_finishes_its_conversation_first():
     async with FakeServer() as server:
         await play([server], [talk(n, 2) for n in range(3)], Limits(concurrency=1))
     assert [body["prompt"][3] // 1000 for body in server.bodies] == [0, 0, 1, 1, 2, 2]
 
 
-async def test_rate_is_kept_whatever_answers_take():
+async def test_serve_rate_is_independent_of_answer_times():
     async with FakeServer(computed=0.4) as server:
         load = await play([server], [talk(n, 1) for n in range(40)], Limits(concurrency=100, rate=80.0))
     rng, due, expected = random.Random("0 arrivals"), 0.0, []
@@ -233,14 +233,14 @@ async def test_rate_is_kept_whatever_answers_take():
     assert server.most_in_flight > 10, "nobody waited for an answer"
 
 
-async def test_rate_with_a_limit_says_how_late_it_is():
+async def test_serve_rate_with_concurrency_limit_reports_lateness():
     async with FakeServer(computed=0.05) as server:
         load = await play([server], [talk(n, 1) for n in range(20)], Limits(concurrency=2, rate=1000.0))
     assert server.most_in_flight == 2
     assert max(r.late for r in load.records) > 0.3, "twenty, two at a time, 50 ms each"
 
 
-async def test_rate_plays_turns_in_order():
+async def test_serve_rate_sends_turns_in_order():
     async with FakeServer(computed=0.01) as server:
         load = await play([server], [talk(n, 4) for n in range(5)], Limits(concurrency=9, rate=300.0))
     assert len(load.records) == 20
@@ -248,7 +248,7 @@ async def test_rate_plays_turns_in_order():
         assert [r.turn for r in load.records if r.conversation == number] == [0, 1, 2, 3]
 
 
-async def test_duration_ends_a_pass():
+async def test_serve_duration_ends_a_pass():
     async with FakeServer(computed=0.1) as server:
         load = await play([server], [talk(n, 3) for n in range(50)], Limits(concurrency=2, seconds=0.35))
     assert 2 <= len(load.records) <= 8
@@ -256,7 +256,7 @@ async def test_duration_ends_a_pass():
     assert not any(r.error for r in load.records), "those under way are waited for"
 
 
-async def test_a_trace_is_asked_at_its_times():
+async def test_serve_trace_is_sent_at_its_times():
     said = [talk(n, 1, due=due) for n, due in enumerate((0.2, 0.0, 0.1))]
     async with FakeServer() as server:
         load = await play([server], said)
@@ -267,7 +267,7 @@ async def test_a_trace_is_asked_at_its_times():
 # -- what is asked, and where --------------------------------------------------------------------------------------
 
 
-async def test_history_grows_with_the_answers():
+async def test_serve_history_grows_with_answers():
     said = talk(1, 3)
     async with FakeServer() as server:
         await play([server], [said])
@@ -279,7 +279,7 @@ async def test_history_grows_with_the_answers():
     assert {body["max_tokens"] for body in server.bodies} == {3} and server.bodies[0]["ignore_eos"] is True
 
 
-async def test_played_again_it_says_the_same_whatever_is_answered():
+async def test_serve_replayed_conversation_repeats_its_prompts():
     said = talk(1, 3)
     async with FakeServer() as server:
         await play([server], [said])
@@ -292,7 +292,7 @@ async def test_played_again_it_says_the_same_whatever_is_answered():
     assert other != first and other[0] == first[0]
 
 
-async def test_a_server_that_does_not_say_its_tokens():
+async def test_serve_server_without_token_ids_is_supported():
     said = talk(1, 2)
     async with FakeServer(says_tokens=False) as server:
         await play([server], [said])
@@ -302,7 +302,7 @@ async def test_a_server_that_does_not_say_its_tokens():
     assert prompts[2:] == prompts[:2]
 
 
-async def test_chats_grow_too():
+async def test_serve_chat_history_grows():
     async with FakeServer() as server:
         load = await play([server], [talk(0, 2)], form=Form("fake", chat=True, body={"seed": 1}, headers={"X-A": "b"}))
     first, second = (body["messages"] for body in server.bodies)
@@ -314,7 +314,7 @@ async def test_chats_grow_too():
 
 @pytest.mark.parametrize("fault, words", [(500, "answered 500: .*out of order"), ("break", "after 2 tokens"),
                                           ("error", "the engine died"), ("hang", "Timeout")])  # fmt: skip
-async def test_a_failed_request_is_counted_and_the_rest_goes_on(fault, words):
+async def test_serve_failed_request_is_counted_and_others_continue(fault, words):
     async with FakeServer() as server:
         server.faults = {1: fault}
         load = await play([server], [talk(n, 3) for n in range(4)], Limits(1), timeout=0.5)
@@ -326,12 +326,12 @@ async def test_a_failed_request_is_counted_and_the_rest_goes_on(fault, words):
     assert stats.summary(load.records, 1.0)["errors"] == 1
 
 
-async def test_a_server_that_is_gone_is_an_error_of_each_request():
+async def test_serve_unreachable_server_fails_each_conversation():
     load = await play([SimpleNamespace(url="http://127.0.0.1:1")], [talk(n, 2) for n in range(3)])
     assert [bool(r.error) for r in load.records] == [True] * 3 and load.given_up == 3
 
 
-async def test_hop_goes_to_the_next_and_sticky_stays():
+async def test_serve_hop_policy_moves_and_sticky_stays():
     async with FakeServer() as a, FakeServer() as b:
         hops = await play([a, b], [talk(n, 4) for n in range(2)], choose="hop")
         stays = await play([a, b], [talk(n, 4) for n in range(2)], choose="sticky")
@@ -343,19 +343,19 @@ async def test_hop_goes_to_the_next_and_sticky_stays():
     assert {r.moved for r in stays.records} == {None, False}
 
 
-def test_random_policy_is_the_same_in_every_run():
+def test_serve_random_policy_is_deterministic():
     first, again = policy("random", 3, 5), policy("random", 3, 5)
     chosen = [first(c, t) for c in range(20) for t in range(20)]
     assert chosen == [again(c, t) for c in range(20) for t in range(20)] and set(chosen) == {0, 1, 2}
 
 
-async def test_ranks_of_a_server_are_named_by_the_header():
+async def test_serve_ranks_are_sent_in_header():
     async with FakeServer() as server:
         await play([server], [talk(0, 4)], choose="hop", ranks=2)
     assert [headers["x-data-parallel-rank"] for headers in server.headers] == ["0", "1", "0", "1"]
 
 
-def test_synthetic_conversations():
+def test_serve_synthetic_conversations_are_deterministic():
     shape = Shape(16, Lengths(3, 3), Lengths(2, 5), Lengths.parse("lognormal:mean=20,sigma=1,max=50"), Lengths(4, 9))
     few, many = synthetic(shape, 3, 7, 5000), synthetic(shape, 30, 7, 5000)
     assert few == many[:3], "more of them leave the first as they are"
@@ -371,7 +371,7 @@ def test_synthetic_conversations():
         synthetic(Shape(16, Lengths(0, 0), Lengths(9, 9), Lengths(10, 10), Lengths(10, 10), 30), 1, 7, 5000)
 
 
-def test_lengths():
+def test_serve_lengths_are_parsed():
     rng = random.Random(1)
     assert Lengths.parse("12").draw(rng) == 12
     assert {Lengths.parse("3-5").draw(rng) for _ in range(99)} == {3, 4, 5}
@@ -393,7 +393,7 @@ class Words:
         return SimpleNamespace(input_ids=[len(word) for word in text.split()])
 
 
-def test_sharegpt_gives_whole_conversations(tmp_path):
+def test_serve_sharegpt_conversations_are_read_whole(tmp_path):
     said = [("human", "a bb"), ("gpt", "c"), ("gpt", "again"), ("human", "ddd"), ("gpt", "e f g"), ("human", "last")]
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in said]}]))
@@ -406,7 +406,7 @@ def test_sharegpt_gives_whole_conversations(tmp_path):
         sources.from_sharegpt(path, Words(), 5, 10, 0, 0)
 
 
-def test_vllms_data_sets(tmp_path, model_path):
+def test_serve_vllm_data_sets_are_read(tmp_path, model_path):
     pytest.importorskip("vllm.benchmarks.datasets.datasets")
     tokenizer = sources.tokenizer_of(str(model_path))
     flags = "--dataset-name prefix_repetition --num-prompts 6 --prefix-repetition-num-prefixes 2 --seed 3"

@@ -49,7 +49,7 @@ process_cpu_seconds_total 9.0
 """
 
 
-def test_counters_by_engine():
+def test_serve_counters_are_parsed_per_engine():
     both = counters.parse(METRICS, "a")
     assert set(both) == {"a", "a.1"}
     assert counters.tokens(both["a"]) == {
@@ -61,7 +61,7 @@ def test_counters_by_engine():
     assert counters.tokens(counters.total(both))["computed"] == 17
 
 
-def test_what_was_counted_in_between():
+def test_serve_counters_are_differences():
     before = {"a": {"vllm:kvtier_pulls_total": 5.0, "vllm:generation_tokens_total": 9.0, "vllm:other_total": 1.0}}
     after = {"a": {"vllm:kvtier_pulls_total": 8.0, "vllm:generation_tokens_total": 2.0, "vllm:other_total": 4.0},
              "b": {"vllm:kvtier_pulls_total": 2.0}}  # fmt: skip
@@ -71,7 +71,7 @@ def test_what_was_counted_in_between():
     }
 
 
-async def test_a_server_without_metrics_is_named():
+async def test_serve_server_without_metrics_raises_with_url():
     async with client.new_session(5) as session:
         with pytest.raises(counters.NoMetrics, match="http://127.0.0.1:1/metrics"):
             await counters.read(session, targets_of(["http://127.0.0.1:1"]))
@@ -80,7 +80,7 @@ async def test_a_server_without_metrics_is_named():
 # -- variants and options ------------------------------------------------------------------------------------------
 
 
-def test_variants():
+def test_serve_runs_variants():
     def named(text: str) -> Variant:
         return variants.named(text, {"codec": "int8"}, 8 << 30, 2)
 
@@ -115,13 +115,13 @@ def test_variants():
         ("--base-url http://x --input 5-3", "is no length|min <= max"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_in_words(words, error, model_path, capsys):
+def test_serve_conflicting_options_exit_with_message(words, error, model_path, capsys):
     with pytest.raises(SystemExit):
         options.parse(words.replace("MODEL", str(model_path)).split())
     assert re.search(error, capsys.readouterr().err)
 
 
-def test_what_engines_need(model_path, tmp_path):
+def test_serve_work_computes_its_needs(model_path, tmp_path):
     words = f"--model {model_path} --engines 2 --rounds 3 --warmup 1 --probe 4000 --logs {tmp_path}"
     args = options.parse([*words.split(), *SMALL])
     work = options.Work(args)
@@ -135,7 +135,7 @@ def test_what_engines_need(model_path, tmp_path):
     assert str(model_path.parent) not in written and str(tmp_path) not in written
 
 
-def test_engines_share_out_the_devices(model_path, tmp_path):
+def test_serve_engines_divide_the_gpus(model_path, tmp_path):
     words = f"--model {model_path} --engines 2 --gpus 4 5 --see-all-gpus --dummy --compare off=none on=kvtier"
     args = options.parse([*words.split(), "--engine-args", "--no-enforce-eager --seed 1", "--logs", str(tmp_path)])
     needs = Needs(1000, 5000, 5000, 32)
@@ -171,7 +171,7 @@ async def probed(servers: list[FakeServer], *lengths: int) -> list[dict]:
         return await probe.probe([player], lengths, 3, 1, 5000, 0, session, QUIET)
 
 
-async def test_probe_tells_where_a_prompt_was():
+async def test_serve_probe_distinguishes_where_a_prompt_is_cached():
     node = Node()
     async with FakeServer(node, **DELAYS) as a, FakeServer(node, **DELAYS) as b:
         rows = await probed([a, b], 4 * BLOCK)
@@ -193,7 +193,7 @@ async def test_probe_tells_where_a_prompt_was():
     assert len(a.bodies) > 8 and len(b.bodies) > 8, "each is home in turn"
 
 
-def test_probe_tells_repetitions_apart_by_what_served_them():
+def test_serve_probe_groups_repetitions_by_source():
     fetched = {"computed": 8, "local": 0, "external": 64, "hit_rate": 0.9, "fetched": 64}
     loaded = {"computed": 8, "local": 16, "external": 48, "hit_rate": 0.9, "loaded:host": 48}
     unsaid = {"computed": 8, "local": 0, "external": 64, "hit_rate": 0.9}
@@ -206,7 +206,7 @@ def test_probe_tells_repetitions_apart_by_what_served_them():
     assert (row["median_ms"], row["sources"]["fetched"], row["sources"]["computed"]) == (35.0, 32, 8)
 
 
-async def test_probe_of_one_engine_that_cannot_be_emptied():
+async def test_serve_probe_of_engine_without_reset_has_two_kinds():
     async with FakeServer(Node()) as server:
         server.resets = False
         rows = await probed([server], 2 * BLOCK)
@@ -216,7 +216,7 @@ async def test_probe_of_one_engine_that_cannot_be_emptied():
 # -- passes, and all that is written -------------------------------------------------------------------------------
 
 
-async def test_two_variants_from_the_command_line(tmp_path, capsys):
+async def test_serve_command_compares_two_variants(tmp_path, capsys):
     node, out = Node(), tmp_path / "out" / "serve.json"
     slow = {"computed": 0.03}
     async with FakeServer(**slow) as off, FakeServer(node, **slow) as a, FakeServer(node, **slow) as b:
@@ -260,23 +260,23 @@ async def test_two_variants_from_the_command_line(tmp_path, capsys):
         assert text in shown
 
 
-async def test_errors_do_not_end_a_run(tmp_path, capsys):
+async def test_serve_errors_do_not_end_a_run(tmp_path, capsys):
     out = tmp_path / "serve.json"
     async with FakeServer() as server:
-        server.faults = {number: 500 for number in range(2, 5)}
+        server.faults = dict.fromkeys(range(2, 5), 500)
         words = ["--base-url", server.url, "--out", str(out), *SMALL, "--warmup", "0"]
         assert await command(*words) == 0
         cold, warm = json.loads(out.read_text())["passes"]
         assert (cold["errors"], warm["errors"], warm["requests"]) == (3, 0, 12)
         assert cold["requests"] + cold["errors"] + cold["given_up"] == 12
         assert "3 ERRORS, the first: http" in capsys.readouterr().out
-        server.faults = {number: 500 for number in range(1000)}
+        server.faults = dict.fromkeys(range(1000), 500)
         assert await command(*words) != 0, "nothing was answered"
     assert await command("--base-url", "http://127.0.0.1:1", *SMALL) == 2
     assert "http://127.0.0.1:1/v1/models" in capsys.readouterr().out
 
 
-async def test_caches_are_emptied_before_each_pass_if_asked_to():
+async def test_serve_reset_option_empties_caches_before_each_pass():
     async with FakeServer() as server:
         await command("--base-url", server.url, *SMALL, "--reset", "--passes", "3", "--policy", "sticky")
         hits = server.counts[LOCAL]
@@ -292,7 +292,7 @@ def passed(variant: str, number: int, ttft: float, name: str = "cold") -> PassRe
     return PassResult(variant, number, name, [record], document)
 
 
-def test_compared_round_by_round():
+def test_serve_variants_are_compared_round_by_round():
     results = [passed("off", n, t) for n, t in enumerate((1.0, 2.0, 4.0))]
     results += [passed("on", n, t) for n, t in enumerate((0.9, 1.6, 2.8))]
     (row,) = report.compared([*results, passed("on", 3, 9.0)])
@@ -304,7 +304,7 @@ def test_compared_round_by_round():
     assert (alone["requests"], alone["seconds"], other["ttft_ms"]["p50"]) == (3, 6.0, 1600.0)
 
 
-def test_pictures(tmp_path):
+def test_serve_writes_pictures(tmp_path):
     records = [Record(0, 0, 0, None, 0, 0, 1, 1, ttft) for ttft in (0.3, None, 0.1, 0.2)]
     assert picture.distribution(records) == ([100.0, 200.0, 300.0], pytest.approx([1 / 3, 2 / 3, 1.0]))
     pytest.importorskip("matplotlib")
@@ -316,7 +316,7 @@ def test_pictures(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-async def test_model_name_and_rank_headers(tmp_path):
+async def test_serve_sends_model_name_and_headers(tmp_path):
     async with FakeServer() as server:
         words = ["--base-url", server.url, "--ranks", "2", "--header", "Authorization: Bearer x", "--warmup", "0"]
         assert await command(*words, *SMALL, "--passes", "1", "--body", '{"cache_salt": "s"}') == 0
@@ -326,7 +326,7 @@ async def test_model_name_and_rank_headers(tmp_path):
     assert len(generated) == 12 and {body["model"] for body in generated} == {"fake"}
 
 
-def test_needs_without_a_load():
+def test_serve_needs_without_load_are_those_of_probe():
     args = options.parse("--base-url http://x --probe 100 200 --no-load".split())
     needs = options.Work(args).needs()
     assert needs == replace(needs, longest=280, stored=200 * 4)

@@ -29,7 +29,7 @@ def folder(root, tmp_path):
     return tmp_path
 
 
-def test_every_part_is_read(side, folder, root):
+def test_side_by_side_reads_every_part(side, folder, root):
     rows = side.read(folder)
     assert {row.part for row in rows} == set(side.PARTS)
     measured = json.loads((root / "benchmarks" / "results" / RESULTS["host"]).read_text())["ttft"]
@@ -43,14 +43,14 @@ def test_every_part_is_read(side, folder, root):
         assert {"none", "kvtier", "nixl"} <= set(values)
 
 
-def test_what_was_computed_is_no_figure_of_a_peers_memory(side):
+def test_side_by_side_computed_prompts_have_no_host_figure(side):
     one = {"tokens": 100, "computed": 50.0, "host": 49.0}
     rows = [{**one, "connector": "kvtier", "from_host": 1.0}, {**one, "connector": "lmcache", "from_host": 0.0}]
     (row,) = side.of_host({"ttft": rows, "itl": []})
     assert row.values == {"kvtier": 49.0, "none": 50.0}
 
 
-def test_the_table_marks_the_best_connector(side):
+def test_side_by_side_table_marks_best_connector(side):
     rows = [
         side.Row("host", "a", "ms", {"none": 1.0, "kvtier": 30.0, "lmcache": 20.0}),
         side.Row("cost", "b", "x", {"none": 1.0, "kvtier": 0.99, "lmcache": 0.9}),
@@ -62,7 +62,7 @@ def test_the_table_marks_the_best_connector(side):
     assert foot == "LMCache is old"
 
 
-def test_parts_that_fail_and_peers_that_are_not_there_are_named(side, tmp_path, monkeypatch, capsys):
+def test_side_by_side_failed_parts_and_missing_peers_are_named(side, tmp_path, monkeypatch, capsys):
     script = tmp_path / "part.py"
     script.write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
     monkeypatch.setattr(side, "HERE", tmp_path)
@@ -76,7 +76,7 @@ def test_parts_that_fail_and_peers_that_are_not_there_are_named(side, tmp_path, 
     assert "'kvtier', 'nixl'" in (tmp_path / "out" / "pd.log").read_text()
 
 
-def test_plot(side, folder, tmp_path, monkeypatch):
+def test_side_by_side_writes_plot(side, folder, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     png, out = tmp_path / "a.png", tmp_path / "all.json"
     monkeypatch.setattr("sys.argv", ["x", "show", str(folder), "--png", str(png), "--json", str(out)])
@@ -85,7 +85,7 @@ def test_plot(side, folder, tmp_path, monkeypatch):
     assert len(json.loads(out.read_text())["rows"]) == len(side.read(folder))
 
 
-def test_parts_that_share_no_gpu_run_at_the_same_time(side):
+def test_side_by_side_parts_on_different_gpus_run_together(side):
     parts = list(side.PARTS)
     assert side.stages(parts, []) == [[(parts, [])]] and side.stages(parts, [4]) == [[(parts, [4])]]
     assert side.stages(parts, [4, 5]) == [[(["host", "disk"], [4]), (["cost"], [5])], [(["pd"], [4, 5])]]
@@ -93,14 +93,14 @@ def test_parts_that_share_no_gpu_run_at_the_same_time(side):
     assert side.stages(parts, [4, 5, 6, 7]) == [[(["host"], [4]), (["disk", "cost"], [5]), (["pd"], [6, 7])]]
 
 
-def test_what_others_notice(side):
+def test_side_by_side_reads_latency_of_other_requests(side):
     row = {"connector": "kvtier", "source": "host", "tokens": 16384, "from_host": 1.0, "busy_p99": 40.0}
     computed = {**row, "connector": "lmcache", "from_host": 0.0, "busy_p99": 300.0}
     (found,) = side.of_host({"ttft": [], "itl": [row, computed, {**row, "source": "fresh", "busy_p99": 90.0}]})
     assert "p99" in found.what and found.values == {"kvtier": 40.0}
 
 
-def test_who_answers_something_else_has_no_figure(side, tmp_path):
+def test_side_by_side_wrong_answer_has_no_figure(side, tmp_path):
     rows = [
         {"connector": name, "tokens": 2048, "computed": 50.0, "host": 10.0, "from_host": 1.0, "same": same}
         for name, same in (("kvtier", 1.0), ("lmcache", 0.0))

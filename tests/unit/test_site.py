@@ -43,12 +43,12 @@ def test_site_has_every_page_and_picture_of_docs(root, site):
     assert all((site / path.name).exists() for path in docs.glob("*.png"))
 
 
-def test_site_diagrams_are_left_to_the_browser(site):
+def test_site_diagrams_are_rendered_by_browser(site):
     text = (site / "architecture.html").read_text("utf-8")
     assert text.count('<pre class="mermaid">') >= 3
 
 
-def test_site_links_lead_to_files_of_the_site(site):
+def test_site_links_resolve(site):
     """Also those to pages outside docs/."""
     checked = 0
     for page in site.rglob("*.html"):

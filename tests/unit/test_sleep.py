@@ -4,13 +4,15 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from test_scheduler_half import half  # noqa: F401
+from source_fakes import bare_identity
+from test_connector_scheduler import half  # noqa: F401
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.vllm_compat import sleep
-from vllm_kvtier.vllm_compat.facts import _unsupported
+from vllm_kvtier.vllm_compat.engine_info import _unsupported
 from vllm_kvtier.wire import messages as m
 
 
@@ -61,7 +63,7 @@ def worker(monkeypatch):
     module = ModuleType("fake_vllm_worker")
     module.FakeWorker = FakeWorker
     monkeypatch.setitem(sys.modules, "fake_vllm_worker", module)
-    monkeypatch.setattr(sleep, "_told_by_vllm", lambda: False)
+    monkeypatch.setattr(sleep, "_vllm_notifies", lambda: False)
     return FakeWorker
 
 
@@ -70,7 +72,7 @@ def config_of(worker="fake_vllm_worker.FakeWorker", **model):
     return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(**model))
 
 
-def test_worker_that_sleeps_tells_its_connector_before_the_memory_goes_and_when_it_is_back(worker):
+def test_worker_sleep_and_wake_are_reported_to_connector(worker):
     follower = Follower(worker.log)
     for _ in range(2):  # tensor parallel ranks of one process, or a second engine: wrapped once
         sleep.follow(config_of(), follower)
@@ -91,17 +93,17 @@ def test_worker_that_sleeps_tells_its_connector_before_the_memory_goes_and_when_
     assert worker.log == ["sleep 1"], "a connector that is gone is not kept"
 
 
-def test_worker_of_a_vllm_that_tells_its_connector_is_left_alone(worker, monkeypatch):
-    monkeypatch.setattr(sleep, "_told_by_vllm", lambda: True)
+def test_worker_hook_skips_vllm_with_own_notification(worker, monkeypatch):
+    monkeypatch.setattr(sleep, "_vllm_notifies", lambda: True)
     before = dict(vars(worker))
     sleep.follow(config_of(), Follower(worker.log))
     assert dict(vars(worker)) == before
 
 
 @pytest.mark.parametrize("real", [Worker, CPUWorker])
-def test_this_vllm_can_be_followed(real):
+def test_sleep_of_installed_vllm_is_supported(real):
     """Its methods are as they are expected to be, or it tells by itself."""
-    assert sleep.untold(config_of(f"{real.__module__}.{real.__name__}")) is None
+    assert sleep.unsupported_reason(config_of(f"{real.__module__}.{real.__name__}")) is None
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,12 @@ def test_this_vllm_can_be_followed(real):
         ({"enable_sleep_mode": False, "enable_cumem_allocator": True}, True),
     ],
 )
-def test_sleep_mode_of_a_worker_that_cannot_be_followed_is_refused(worker, model, possible):
+def test_sleep_mode_of_unknown_worker_is_unsupported(worker, model, possible):
     """But only where the memory may go at all."""
     assert sleep.possible(config_of(**model)) is possible
     caches = SimpleNamespace(kv_cache_groups=[])
     otherwise = _unsupported(config_of(**model), caches)
-    assert otherwise == "this model keeps no KV"
+    assert otherwise == "this model has no KV cache"
     del worker.__mro__[1].wake_up
     reason = _unsupported(config_of(**model), caches)
     assert reason == otherwise if not possible else "FakeWorker has no wake_up(tags)" in reason
@@ -125,16 +127,15 @@ def test_sleep_mode_of_a_worker_that_cannot_be_followed_is_refused(worker, model
 
 @pytest.fixture
 def running(half):  # noqa: F811
-    """A scheduler half of one rank whose endpoint is not open yet; ``awake`` is what its worker says when it is up."""
+    """A scheduler side of one rank whose endpoint is not open yet; ``awake`` is what its worker says when it is up."""
     nothing = SimpleNamespace(clear=lambda: None, drain=lambda: None)
-    half._facts, half._config = SimpleNamespace(world_size=1, engine_id="e", unsupported=None), KVTierConfig()
-    half._endpoint, half._sharing, half._tier, half._offloader = Endpoint([]), None, None, None
-    half._reactor = SimpleNamespace(call_soon=lambda job: job())
-    half._namespace, half._wire_codec, half.instance = NAMESPACE, "raw", "e/0"
-    half._ranks, half._summed, half._wire_codecs = {}, {}, {}
+    half._info, half._config = SimpleNamespace(world_size=1, engine_id="e", unsupported=None), KVTierConfig()
+    half._sharing = half._store = half._offloader = None
+    half._identity, half._endpoint = bare_identity(namespace=NAMESPACE), Endpoint([])
+    half._access = access_of(half._identity, half._endpoint)
     half._provenance = SimpleNamespace(weights_changing=lambda: None, weights_changed=lambda: None)
     half._exports = half._exporter = half._tables = nothing
-    half._matcher.request_ids, half.reset = lambda: [], lambda: True
+    half._matcher.request_ids, half.reset = list, lambda: True
     half.awake = m.Register(SimpleNamespace(rank=0, agent="a", shared=None), "raw")
     return half
 
@@ -142,71 +143,73 @@ def running(half):  # noqa: F811
 NAMESPACE = m.Namespace("model", "bf16", "sha256", "seed", 16, 1, 1)
 
 
+def access_of(identity, endpoint, world_size=1, sharing=None):
+    reactor, info = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(world_size=world_size, engine_id="e")
+    engine = SimpleNamespace(reactor=reactor, info=info, identity=identity)
+    return PeerAccess(engine, endpoint, None, None, sharing)
+
+
 def is_open(half) -> bool:  # noqa: F811
-    assert (half._hello() is None) == (half._endpoint.unusable is not None)
+    assert (half._access.hello() is None) == (half._endpoint.unusable is not None)
     return half._endpoint.unusable is None
 
 
 @pytest.mark.parametrize("change", ["_follow_weights", "_become_passive"])
 @pytest.mark.parametrize("when", ["awake", "asleep", "before the workers are set up", "before the weights are known"])
-def test_scheduler_half_refuses_for_good_whatever_follows(running, change, when):
+def test_connector_scheduler_refusal_is_permanent(running, change, when):
     """A later sleep overwrote the reason, and waking up opened the endpoint again under the old weights' name."""
     if when == "before the weights are known":
-        running._namespace = None
+        running._identity.namespace = None
     if when != "before the workers are set up":
-        running._heard(running.awake)
-        assert is_open(running) == (running._namespace is not None)
+        running._access.on_message(running.awake)
+        assert is_open(running) == (running._identity.namespace is not None)
     if when == "asleep":
-        running._heard(m.Asleep(0))
+        running._access.on_message(m.Asleep(0))
     getattr(running, change)()
     assert not is_open(running)
-    running._namespace = NAMESPACE
-    running._open_if_ready()
+    running._identity.namespace = NAMESPACE
+    running._access.open_if_ready()
     for message in (running.awake, m.Asleep(0), running.awake, m.Unusable(0, "no NIXL"), m.Asleep(0), running.awake):
-        running._heard(message)
-        assert not is_open(running) and running._endpoint.unusable == running._refused
+        running._access.on_message(message)
+        assert not is_open(running) and running._endpoint.unusable == running._access.refused
 
 
-def test_scheduler_half_whose_weights_an_option_names_opens_after_they_were_changed(running):
+def test_connector_scheduler_with_fingerprint_option_reopens_after_change(running):
     running._config = KVTierConfig(model_fingerprint="mine")
-    running._heard(running.awake)
+    running._access.on_message(running.awake)
     running._follow_weights()
-    running._heard(m.Asleep(0))
+    running._access.on_message(m.Asleep(0))
     running._follow_weights()
     assert not is_open(running)
-    running._heard(running.awake)
+    running._access.on_message(running.awake)
     assert is_open(running)
 
 
-def test_scheduler_half_whose_worker_could_not_be_set_up_opens_when_it_can(running):
+def test_connector_scheduler_opens_when_worker_setup_succeeds_later(running):
     """As after a sleep, when there is memory for it."""
-    running._heard(m.Unusable(0, "no memory"))
+    running._access.on_message(m.Unusable(0, "no memory"))
     assert not is_open(running)
-    running._heard(m.Asleep(0))
-    running._heard(running.awake)
+    running._access.on_message(m.Asleep(0))
+    running._access.on_message(running.awake)
     assert is_open(running)
 
 
-def test_scheduler_half_opens_as_another_instance_when_every_rank_is_back(half):  # noqa: F811
-    log = []
-    half._facts = SimpleNamespace(world_size=2, engine_id="e")
-    half._endpoint = Endpoint(log)
-    half._sharing = SimpleNamespace(leave=lambda: log.append("leave"))
-    half._namespace, half._tier, half._ranks, half._summed, half._wire_codecs = object(), None, {}, {}, {}
-    half._wire_codec, half.instance = "raw", "e/0"
+def test_connector_scheduler_reopens_as_new_instance_after_all_ranks_wake():
+    log, identity = [], bare_identity(namespace=object())
+    access = access_of(identity, Endpoint(log), 2, SimpleNamespace(leave=lambda: log.append("leave")))
 
     def register(rank, agent):
         info = SimpleNamespace(rank=rank, agent=agent, shared=None)
-        half._heard(m.Register(info))
+        access.on_message(m.Register(info))
 
     register(0, "a")
     register(1, "b")
     assert log == [("e/0", ["a", "b"])]
     log.clear()
-    half._heard(m.Asleep(0))
+    access.on_message(m.Asleep(0))
     register(0, "a.2")  # the other rank has not said yet that it slept
-    half._heard(m.Asleep(1))
+    access.on_message(m.Asleep(1))
     assert log.count("close") == 2 and not any(isinstance(entry, tuple) for entry in log), "one rank's memory is gone"
     register(1, "b.2")
     instance, agents = log[-1]
-    assert agents == ["a.2", "b.2"] and instance != "e/0" and instance == half._matcher.nearby.instance
+    assert agents == ["a.2", "b.2"] and instance != "e/0" and instance == identity.instance

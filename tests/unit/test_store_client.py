@@ -9,19 +9,19 @@ import threading
 import time
 
 import pytest
-from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, items_of, tool_hello
+from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, items_of, tool_hello
 from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import client as client_module
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store import starting
+from vllm_kvtier.store import launcher
+from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.client import Failed, StoreClient
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.server import StoreServer
+from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire.reactor import Reactor
 
-CHAIN = chain_of((20, "a"))
+BLOCK_HASHES = block_hashes_of((20, "a"))
 
 
 def make(path, **options) -> StoreServer:
@@ -74,36 +74,36 @@ def outcome(pending):
     return pending.outcome
 
 
-def store(client: StoreClient, chain: bytes) -> list[int]:
-    groups, hashes, parents = items_of(chain)
-    pending = client.reserve(SPACE, b"", groups, hashes, parents, EVERYTHING)
+def store(client: StoreClient, block_hashes: bytes) -> list[int]:
+    groups, hashes, parents = items_of(block_hashes)
+    pending = client.reserve(NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)
     slots = outcome(pending).slots
     client.commit([slot for slot in slots if slot > 0], pending.session)
     return slots
 
 
-def test_questions_are_answered(server, client):
+def test_store_client_requests_are_answered(server, client):
     assert (client.instance, client.reason, client.pool_pages) == (server.instance, "", 256)
-    slots = store(client, CHAIN)
-    pending = client.lookup(SPACE, CHAIN, 0, EVERYTHING)
+    slots = store(client, BLOCK_HASHES)
+    pending = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
     found = outcome(pending)
-    assert found.units == 20 and found.slots == [slots]
-    client.touch(SPACE, CHAIN)
+    assert found.num_hash_blocks == 20 and found.slots == [slots]
+    client.touch(NAMESPACE_ID, BLOCK_HASHES)
     client.release(found.lease, pending.session)
     assert outcome(client.stat()).index.leases == 0
-    assert outcome(client.pin(SPACE, CHAIN)).count == 20
-    assert outcome(client.pin(SPACE, CHAIN, False)).count == 20
-    assert outcome(client.inspect(SPACE, CHAIN)).blocks == [20]
-    client.discard(SPACE, 0, CHAIN[:16], slots[0])
-    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 0
+    assert outcome(client.pin(NAMESPACE_ID, BLOCK_HASHES)).count == 20
+    assert outcome(client.pin(NAMESPACE_ID, BLOCK_HASHES, False)).count == 20
+    assert outcome(client.inspect(NAMESPACE_ID, BLOCK_HASHES)).blocks == [20]
+    client.discard(NAMESPACE_ID, 0, BLOCK_HASHES[:16], slots[0])
+    assert outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)).num_hash_blocks == 0
     outcome(client.clear())
-    groups, hashes, parents = items_of(CHAIN)
-    again = client.reserve(SPACE, b"", groups, hashes, parents, EVERYTHING)
+    groups, hashes, parents = items_of(BLOCK_HASHES)
+    again = client.reserve(NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)
     client.abort(outcome(again).slots, again.session)
     assert outcome(client.stat()).index.used_pages == 0
 
 
-def test_then_is_called_once_wherever_the_answer_is_already(client, reactor):
+def test_store_client_callback_runs_once_before_or_after_answer(client, reactor):
     threads = []
     early = client.stat()
     early.then(lambda p: threads.append((p.outcome, threading.current_thread())))
@@ -114,7 +114,7 @@ def test_then_is_called_once_wherever_the_answer_is_already(client, reactor):
     assert all(isinstance(o, m.Counts) for o, _ in threads)
 
 
-def test_a_fault_in_what_follows_stops_nothing(client, caplog):
+def test_store_client_callback_error_affects_nothing_else(client, caplog):
     pending = client.stat()
     called = threading.Event()
     pending.then(lambda _: 1 / 0)
@@ -123,7 +123,7 @@ def test_a_fault_in_what_follows_stops_nothing(client, caplog):
     assert called.wait(5) and isinstance(outcome(client.stat()), m.Counts)
 
 
-def test_a_fault_in_on_change_does_not_cost_the_connection(server, connect, caplog):
+def test_store_client_on_change_error_keeps_connection(server, connect, caplog):
     client = connect(on_change=lambda: 1 / 0)
     eventually(lambda: client.connected)
     assert isinstance(outcome(client.stat()), m.Counts)
@@ -132,17 +132,17 @@ def test_a_fault_in_on_change_does_not_cost_the_connection(server, connect, capl
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_many_threads_get_their_own_answers(client):
-    chains = [chain_of((n + 1, n)) for n in range(6)]
-    for chain in chains:
-        store(client, chain)
+def test_store_client_answers_are_per_thread(client):
+    prefixes = [block_hashes_of((n + 1, n)) for n in range(6)]
+    for block_hashes in prefixes:
+        store(client, block_hashes)
     wrong = []
 
     def ask(number: int) -> None:
         for _ in range(100):
-            pending = client.lookup(SPACE, chains[number], 0, EVERYTHING)
+            pending = client.lookup(NAMESPACE_ID, prefixes[number], 0, EVERYTHING)
             found = outcome(pending)
-            if found.units != number + 1:
+            if found.num_hash_blocks != number + 1:
                 wrong.append((number, found))
             client.release(found.lease, pending.session)
 
@@ -154,28 +154,32 @@ def test_many_threads_get_their_own_answers(client):
     assert not wrong and outcome(client.stat()).index.leases == 0
 
 
-def test_large_messages_pass(client):
-    chain = os.urandom(16 * 100_000)
-    assert outcome(client.lookup(SPACE, chain, 0, EVERYTHING)).units == 0
-    too_long = os.urandom(16 * (m.MAX_UNITS + 1))
-    assert outcome(client.lookup(SPACE, too_long, 0, EVERYTHING)).units == 0, "cut, not disconnected"
+def test_store_client_large_messages_pass_and_lookups_are_cut(client):
+    block_hashes = os.urandom(16 * 100_000)
+    assert outcome(client.lookup(NAMESPACE_ID, block_hashes, 0, EVERYTHING)).num_hash_blocks == 0
+    too_long = os.urandom(16 * (m.MAX_HASH_BLOCKS + 1))
+    assert outcome(client.lookup(NAMESPACE_ID, too_long, 0, EVERYTHING)).num_hash_blocks == 0, "cut, not disconnected"
     with pytest.raises(ValueError):
-        client.reserve(SPACE, b"", [0] * (m.MAX_ITEMS + 1), b"", b"", 0)
+        client.reserve(NAMESPACE_ID, b"", [0] * (m.MAX_ITEMS + 1), b"", b"", 0)
 
 
-def test_without_a_store_every_question_fails_at_once(connect, path):
+def test_store_client_without_store_fails_requests_at_once(connect, path):
     client = connect()
     eventually(lambda: "no node store listens" in client.reason)
     started = time.monotonic()
-    pending = client.lookup(SPACE, CHAIN, 0, EVERYTHING)
+    pending = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
     assert isinstance(pending.outcome, Failed) and path in pending.outcome.reason
-    for tell in (lambda: client.release(1), lambda: client.commit([1]), lambda: client.touch(SPACE, CHAIN)):
-        tell()
+    for send in (
+        lambda: client.release(1),
+        lambda: client.commit([1]),
+        lambda: client.touch(NAMESPACE_ID, BLOCK_HASHES),
+    ):
+        send()
     assert client.open_pool() is None and time.monotonic() - started < 0.5
     assert client.instance == "" and not client.connected
 
 
-def test_a_store_that_appears_later_is_found(connect, path):
+def test_store_client_finds_store_started_later(connect, path):
     changes = []
     client = connect(on_change=lambda: changes.append((client.connected, client.reason)), start=False)
     client.start()
@@ -187,9 +191,9 @@ def test_a_store_that_appears_later_is_found(connect, path):
     server.stop()
 
 
-def test_it_survives_a_restart_and_old_numbers_mean_nothing(server, client, path):
-    store(client, CHAIN)
-    old = client.lookup(SPACE, CHAIN, 0, EVERYTHING)
+def test_store_client_reconnects_and_drops_old_leases(server, client, path):
+    store(client, BLOCK_HASHES)
+    old = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
     lease, instance = outcome(old).lease, client.instance
     pool = client.open_pool()
     pool.buffer[4096] = 7
@@ -201,26 +205,26 @@ def test_it_survives_a_restart_and_old_numbers_mean_nothing(server, client, path
     assert client.instance not in ("", instance) and client.session > old.session
     assert pool.buffer[4096] == 7 and pool.instance == instance
     pool.close()
-    groups, hashes, parents = items_of(CHAIN)
-    new = client.reserve(SPACE, b"", groups, hashes, parents, EVERYTHING)
+    groups, hashes, parents = items_of(BLOCK_HASHES)
+    new = client.reserve(NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)
     slots = outcome(new).slots
     client.commit(slots, old.session)
     client.release(lease, old.session)
     client.abort(slots, old.session)
-    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 0
+    assert outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)).num_hash_blocks == 0
     client.commit(slots, new.session)
-    assert outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)).units == 20
+    assert outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)).num_hash_blocks == 20
     with client.open_pool().buffer as fresh:
         assert fresh[4096] == 0
     server.stop()
 
 
-def test_questions_under_way_when_it_dies_fail(path, connect):
+def test_store_client_pending_requests_fail_when_store_dies(path, connect):
     """A server that takes questions and never answers, then goes."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        client = connect(ask_timeout=30)
+        client = connect(lookup_timeout=30)
         sock = _greet(listener)
         eventually(lambda: client.connected)
         pending = [client.stat() for _ in range(5)]
@@ -240,11 +244,11 @@ def _greet(listener: socket.socket) -> socket.socket:
     return sock
 
 
-def test_a_store_that_hangs_counts_as_gone_and_only_once(path, connect):
+def test_store_client_hung_store_is_disconnected_once(path, connect):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        client = connect(ask_timeout=0.3)
+        client = connect(lookup_timeout=0.3)
         sock = _greet(listener)
         eventually(lambda: client.connected)
         started = time.monotonic()
@@ -256,7 +260,7 @@ def test_a_store_that_hangs_counts_as_gone_and_only_once(path, connect):
         sock.close()
         # It tries again, and again gives up on a greeting that is not answered.
         sock, _ = listener.accept()
-        eventually(lambda: "does not answer a greeting" in client.reason)
+        eventually(lambda: "does not answer Hello" in client.reason)
         sock.close()
         sock = _greet(listener)
         eventually(lambda: client.connected)
@@ -264,7 +268,7 @@ def test_a_store_that_hangs_counts_as_gone_and_only_once(path, connect):
 
 
 @pytest.mark.parametrize("answer", [b"\xc1", m.encode(m.Ready(1, 1)), m.encode(m.Welcome(9, "9", "i", 1, 1, 1, False))])
-def test_a_store_that_answers_a_greeting_with_something_else(path, connect, answer):
+def test_store_client_wrong_hello_answer_is_other_version(path, connect, answer):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -276,21 +280,21 @@ def test_a_store_that_answers_a_greeting_with_something_else(path, connect, answ
         sock.close()
 
 
-def test_a_refusal_is_in_words_and_not_asked_for_again_soon(server, connect, monkeypatch):
-    client = connect(hello=m.Hello("new", 1, "engine", protocol=7, version="9.9"))
+def test_store_refusal_has_cause_and_backoff(server, connect, monkeypatch):
+    client = connect(hello=m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1, version="9.9"))
     eventually(lambda: "refuses" in client.reason)
     assert "9.9" in client.reason and not client.connected
     assert client._retry_timer.when - time.monotonic() > client_module.REFUSED_SECONDS / 2
 
 
-def test_what_no_correct_client_says_is_not_said_again_and_again(server, client):
-    client.lookup(SPACE, CHAIN, 21, EVERYTHING)
+def test_store_client_malformed_request_is_not_repeated(server, client):
+    client.lookup(NAMESPACE_ID, BLOCK_HASHES, 21, EVERYTHING)
     eventually(lambda: "refuses" in client.reason)
-    assert "unit 21" in client.reason
+    assert "hash block 21" in client.reason
     assert client._retry_timer.when - time.monotonic() > client_module.REFUSED_SECONDS / 2
 
 
-def test_a_full_queue_of_connections_is_waited_out(path, connect):
+def test_store_client_retries_while_backlog_is_full(path, connect):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(0)
@@ -310,7 +314,7 @@ def test_a_full_queue_of_connections_is_waited_out(path, connect):
             one.close()
 
 
-def test_launch_is_called_where_nobody_listens_and_once_at_a_time(path, connect):
+def test_store_without_listener_is_launched_once(path, connect):
     calls, servers, go = [], [], threading.Event()
 
     def launch() -> None:
@@ -330,7 +334,7 @@ def test_launch_is_called_where_nobody_listens_and_once_at_a_time(path, connect)
     servers[1].stop()
 
 
-def test_a_launch_that_hangs_does_not_keep_it_from_another_store(path, connect):
+def test_store_client_hung_launch_does_not_block_other_store(path, connect):
     hang = threading.Event()
     client = connect(launch=lambda: hang.wait(20))
     eventually(lambda: "being started" in client.reason)
@@ -341,8 +345,8 @@ def test_a_launch_that_hangs_does_not_keep_it_from_another_store(path, connect):
     server.stop()
 
 
-def test_a_launch_that_fails_is_told_and_tried_less_and_less(path, connect, monkeypatch):
-    monkeypatch.setattr(starting, "PAUSE_SECONDS", (0.02, 0.05))
+def test_store_launch_failure_is_reported_with_backoff(path, connect, monkeypatch):
+    monkeypatch.setattr(launcher, "BACKOFF_SECONDS", (0.02, 0.05))
     monkeypatch.setattr(client_module, "RETRY_SECONDS", (0.05, 0.1))
     calls = []
 
@@ -354,15 +358,15 @@ def test_a_launch_that_fails_is_told_and_tried_less_and_less(path, connect, monk
     eventually(lambda: "does not fit" in client.reason)
     eventually(lambda: "a bug" in client.reason)
     assert calls[1] - calls[0] > 0.015
-    monkeypatch.setattr(starting, "PAUSE_SECONDS", (60.0, 60.0))
-    client._starter._pause = 60.0
+    monkeypatch.setattr(launcher, "BACKOFF_SECONDS", (60.0, 60.0))
+    client._starter._backoff = 60.0
     eventually(lambda: client._starter._after > time.monotonic() + 30)
     server = make(path)
     eventually(lambda: client.connected, what="another store is found all the same")
     server.stop()
 
 
-def test_close_ends_everything(server, client, reactor):
+def test_store_client_close_ends_requests_and_connection(server, client, reactor):
     slow = client.stat()
     client.close()
     client.close()
@@ -373,7 +377,7 @@ def test_close_ends_everything(server, client, reactor):
         eventually(lambda: len(tool.stat().clients) == 1)
 
 
-def test_the_reactors_end_is_the_clients(server, path):
+def test_store_client_ends_with_its_reactor(server, path):
     reactor = Reactor("short")
     before = len(os.listdir("/proc/self/fd"))
     client = StoreClient(reactor, path, engine_hello())
@@ -385,7 +389,7 @@ def test_the_reactors_end_is_the_clients(server, path):
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_an_idle_client_sleeps(client, reactor):
+def test_store_client_idle_uses_no_cpu(client, reactor):
     outcome(client.stat())
     time.sleep(0.2)
     clock = time.pthread_getcpuclockid(reactor._thread.ident)
@@ -394,7 +398,7 @@ def test_an_idle_client_sleeps(client, reactor):
     assert time.clock_gettime(clock) - before < 0.01
 
 
-def test_memory_is_announced_as_it_becomes_usable(path, connect, reactor):
+def test_store_client_reports_ready_memory_as_it_grows(path, connect, reactor):
     seen = []
     server = StoreServer(path, StoreOptions(size="100MiB"))
     server.start()
@@ -405,15 +409,15 @@ def test_memory_is_announced_as_it_becomes_usable(path, connect, reactor):
     server.stop()
 
 
-def test_a_stopped_server_process_costs_one_timeout(path, connect):
+def test_store_client_stopped_store_costs_one_timeout(path, connect):
     """SIGSTOP: the kernel goes on taking connections and messages in its name."""
     process = subprocess.Popen([sys.executable, "-m", "vllm_kvtier.store", "--socket", path, "--size=1MiB"])
     try:
-        client = connect(ask_timeout=0.5)
+        client = connect(lookup_timeout=0.5)
         eventually(lambda: client.connected)
         stop(process.pid)
         started = time.monotonic()
-        assert isinstance(outcome(client.lookup(SPACE, CHAIN, 0, EVERYTHING)), Failed)
+        assert isinstance(outcome(client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)), Failed)
         assert time.monotonic() - started < 2
         os.kill(process.pid, signal.SIGCONT)
         eventually(lambda: client.connected)

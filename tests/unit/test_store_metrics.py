@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from store_process import POOL, Engine
-from store_support import BLOCK_PAGES, SPACE, RawClient, chain_of, engine_hello, tool_hello
+from store_support import BLOCK_PAGES, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, tool_hello
 from support import eventually
 from typer.testing import CliRunner
 
@@ -22,15 +22,15 @@ from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.scheduler.tier import _store_options
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store import metrics
-from vllm_kvtier.store.lower.base import TierCounts
-from vllm_kvtier.store.lower.demotion import LaneCounts
-from vllm_kvtier.store.lower.durations import BOUNDS, Durations
+from vllm_kvtier.scheduler.sources.node_store import _store_options
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.types import IndexStats
 from vllm_kvtier.store.options import StoreOptions, parse
-from vllm_kvtier.store.records import IndexStats
-from vllm_kvtier.store.server import StoreServer
+from vllm_kvtier.store.server import metrics
+from vllm_kvtier.store.server.server import StoreServer
+from vllm_kvtier.store.tiers.base import TierCounts
+from vllm_kvtier.store.tiers.demotion import LaneCounts
+from vllm_kvtier.store.tiers.read_time import BOUNDS, Durations
 
 BLOCK = BLOCK_PAGES * m.PAGE
 
@@ -90,24 +90,24 @@ def agrees(scraped: Scraped, numbers: dict) -> None:
             assert scraped.of(name, **labels, **shown.labels) == values[key] * shown.factor, key
 
 
-def test_what_is_done_is_counted(start):
+def test_store_metrics_count_operations(start):
     store = start()
     assert "text/plain" in Scraped(store.port).content_type
     with Engine(store) as engine:
-        chain = chain_of((32, "a"))
-        assert engine.fill(chain) == 32
-        assert engine.find(chain) == 32 and engine.find(chain_of((8, "b"))) == 0
-        engine.reserve(chain)  # all of it is there
-        held = engine.lookup(chain[: 4 * m.HASH])
-        engine.tell(m.Discard(SPACE, 0, chain[-m.HASH :], engine.lookup(chain).slots[0][-1]))
-        engine.ask(m.Pin(9, SPACE, chain[: 2 * m.HASH], True))
+        block_hashes = block_hashes_of((32, "a"))
+        assert engine.fill(block_hashes) == 32
+        assert engine.find(block_hashes) == 32 and engine.find(block_hashes_of((8, "b"))) == 0
+        engine.reserve(block_hashes)  # all of it is there
+        held = engine.lookup(block_hashes[: 4 * m.HASH])
+        engine.send(m.Discard(NAMESPACE_ID, 0, block_hashes[-m.HASH :], engine.lookup(block_hashes).slots[0][-1]))
+        engine.ask(m.Pin(9, NAMESPACE_ID, block_hashes[: 2 * m.HASH], True))
         numbers, scraped = stats(store), Scraped(store.port)
         expected = {
             "stored_blocks_total": 32, "blocks": 31, "used_bytes": 32 * BLOCK, "lookups_total": 5,
-            "looked_up_units_total": 32 + 32 + 8 + 4 + 32, "found_units_total": 32 + 4 + 32,
+            "prefix_queries_total": 32 + 32 + 8 + 4 + 32, "prefix_hits_total": 32 + 4 + 32,
             "integrity_failures_total": 1, "pinned_blocks": 2, "pinned_bytes": 2 * BLOCK, "leases": 2,
             "leased_blocks": 32, "pool_bytes": POOL, "ready_bytes": POOL, "responding": 1,
-            "directory_holders": 0, "spaces": 1,
+            "directory_holders": 0, "namespaces": 1,
         }  # fmt: skip
         assert {name: scraped.of(name) for name in expected} == expected
         assert scraped.of("refused_slots_total", reason="exists") == 32
@@ -116,19 +116,19 @@ def test_what_is_done_is_counted(start):
         assert 0 < scraped.of("message_seconds_sum", message="lookup") < 5
         assert scraped.of("clients", kind="engine") == 1 and scraped.of("clients", kind="worker") == 0
         agrees(scraped, numbers)
-        engine.tell(m.Release(held.lease))
+        engine.send(m.Release(held.lease))
         [info] = [dict(labels) for name, labels in scraped.values if name == "kvtier_store_info"]
         assert info["instance"] == numbers["instance"] and info["version"] == numbers["version"]
         assert 0 < scraped.of("uptime_seconds") < 60
 
 
-def test_tiers_too(start, tmp_path):
+def test_store_metrics_include_tiers(start, tmp_path):
     disk = {"disk_path": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_admission": "all"}
     first = start(**disk)
-    chains = [chain_of((32, number)) for number in range(3)]
+    prefixes = [block_hashes_of((32, number)) for number in range(3)]
     with Engine(first) as engine:
-        for chain in chains:
-            engine.fill(chain)
+        for block_hashes in prefixes:
+            engine.fill(block_hashes)
         scraped = eventually(lambda: (s := Scraped(first.port)).of("tier_kept_blocks_total", tier="disk") == 96 and s)
     agrees(scraped, stats(first))
     assert scraped.of("tier_written_bytes_total", tier="disk") == 96 * BLOCK
@@ -139,7 +139,7 @@ def test_tiers_too(start, tmp_path):
     first.server.stop()
     second = start(**disk, node_listen=f"127.0.0.1:{free_port()}")
     with Engine(second) as engine:
-        assert [engine.find(chain) for chain in chains] == [32] * 3
+        assert [engine.find(block_hashes) for block_hashes in prefixes] == [32] * 3
         scraped = Scraped(second.port)
         agrees(scraped, stats(second))
         assert scraped.of("tier_read_blocks_total", tier="disk") == 96
@@ -152,18 +152,18 @@ def test_tiers_too(start, tmp_path):
         assert scraped.of("tier_leases_out", tier="nodes") == 0
 
 
-def test_a_tier_that_is_set_aside(start, tmp_path):
+def test_store_metrics_show_unavailable_tier(start, tmp_path):
     folder = tmp_path / "disk"
     store = start(disk_path=str(folder), disk_size="16MiB")
     with Engine(store) as engine:
-        store.server.reactor.call_soon(lambda: store.server.lower._tiers[0]._mover.set_aside("a test says so"))
-        assert eventually(lambda: Scraped(store.port).of("tier_state", tier="disk", state="set aside"))
+        store.server.reactor.call_soon(lambda: store.server.tiers._tiers[0]._tier_process.back_off("a test says so"))
+        assert eventually(lambda: Scraped(store.port).of("tier_state", tier="disk", state="unavailable"))
         eventually(lambda: Scraped(store.port).of("tier_restarts_total", tier="disk") == 1)
         eventually(lambda: Scraped(store.port).of("tier_up", tier="disk"))
-        assert engine.fill(chain_of((4, "a"))) == 4
+        assert engine.fill(block_hashes_of((4, "a"))) == 4
 
 
-def test_counters_only_grow_and_say_what_they_are(start, tmp_path):
+def test_store_metrics_counters_only_grow_and_have_help(start, tmp_path):
     store = start(disk_path=str(tmp_path / "disk"), disk_size="16MiB", disk_admission="all")
     before = Scraped(store.port)
     for name, kind in before.types.items():
@@ -172,15 +172,15 @@ def test_counters_only_grow_and_say_what_they_are(start, tmp_path):
         assert samples and (kind == "counter") == any(key[0] == name + "_total" for key in samples), name
     with Engine(store) as engine:
         for number in range(12):  # more than there is room for
-            engine.fill(chain_of((32, number)))
-        engine.find(chain_of((32, 11)))
+            engine.fill(block_hashes_of((32, number)))
+        engine.find(block_hashes_of((32, 11)))
     after = Scraped(store.port)
     assert after.of("evicted_blocks_total") > 0
     counters = {key for key in before.values if key[0].endswith(("_total", "_count", "_bucket", "_sum"))}
     assert len(counters) > 40 and all(after.values[key] >= before.values[key] for key in counters)
 
 
-def test_nothing_that_is_counted_is_forgotten():
+def test_store_metrics_keep_all_counts():
     assert {field.name for field in fields(IndexStats)} - metrics.INDEX.keys() == {"pool_pages", "ready_pages"}
     assert {field.name for field in fields(TierCounts)} - metrics.TIER.keys() == {"name", "state", "reason", "extra"}
     assert not {field.name for field in fields(LaneCounts)} - metrics.EXTRA.keys()
@@ -194,21 +194,21 @@ def test_nothing_that_is_counted_is_forgotten():
     assert len(set(names)) == len(names)
 
 
-def test_what_a_younger_tier_counts_is_shown_without_a_type(start, tmp_path):
+def test_store_metrics_unknown_tier_counters_are_untyped(start, tmp_path):
     store = start(disk_path=str(tmp_path / "disk"), disk_size="16MiB")
-    counts = store.server.lower.counts
+    counts = store.server.tiers.counts
 
     def more():
         [disk] = counts()
         disk.extra["spins"] = 3.0
         return [disk]
 
-    store.server.lower.counts = more
+    store.server.tiers.counts = more
     scraped = Scraped(store.port)
     assert scraped.of("tier_spins", tier="disk") == 3 and scraped.types["kvtier_store_tier_spins"] == "unknown"
 
 
-def test_durations():
+def test_store_metrics_durations_have_buckets():
     durations = Durations()
     for seconds in (0.0, 0.001, 0.0011, 29.0, 31.0):
         durations.observe(seconds)
@@ -222,22 +222,22 @@ def test_durations():
 # -- who scrapes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_said_and_the_store_runs(start, caplog):
+def test_store_metrics_port_in_use_is_logged_and_store_runs(start, caplog):
     with socket.create_server(("127.0.0.1", 0)) as somebody, caplog.at_level(logging.WARNING):
         store = start(metrics_port=somebody.getsockname()[1])
         assert any("cannot listen" in r.message and "store_metrics_port" in r.message for r in caplog.records)
         with RawClient(store.path, engine_hello()) as client:
-            assert client.store(chain_of((4, "a")))
+            assert client.store(block_hashes_of((4, "a")))
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
-def test_a_host_that_is_not_ours(start, caplog, host):
+def test_store_metrics_unusable_host_is_logged(start, caplog, host):
     with caplog.at_level(logging.WARNING):
         start(metrics_host=host)
     assert any("no metrics" in record.message and host in record.message for record in caplog.records)
 
 
-def test_while_the_store_is_busy_it_says_so_in_time(start, monkeypatch):
+def test_store_metrics_report_busy_store_within_timeout(start, monkeypatch):
     store = start()
     gate = threading.Event()
     store.server.reactor.call_soon(lambda: gate.wait(30))
@@ -254,28 +254,28 @@ def test_while_the_store_is_busy_it_says_so_in_time(start, monkeypatch):
     assert Scraped(store.port).of("responding") == 1
 
 
-def test_a_fault_in_counting_is_not_waited_for(start):
+def test_store_metrics_count_error_is_reported_at_once(start):
     store = start()
     store.server._counts = lambda: 1 / 0
     began = time.monotonic()
     assert Scraped(store.port).of("responding") == 0 and time.monotonic() - began < 1
 
 
-def test_who_never_reads_costs_nobody_else_anything(start):
+def test_store_metrics_reader_that_stalls_delays_no_request(start):
     store = start()
-    silent = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(metrics.MOST_SCRAPERS)]
+    silent = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(metrics.MAX_SCRAPERS)]
     silent[0].sendall(b"GET /metrics HTTP/1.1\r\n")
     eventually(lambda: _hung_up(store.port), 5, "all places are taken")
     with RawClient(store.path, engine_hello()) as client:
         began = time.monotonic()
-        assert client.store(chain_of((4, "a"))) and time.monotonic() - began < 1
+        assert client.store(block_hashes_of((4, "a"))) and time.monotonic() - began < 1
     for each in silent:
         each.close()
     eventually(lambda: not _hung_up(store.port))
     assert Scraped(store.port).of("stored_blocks_total") == 4
 
 
-def test_who_says_nothing_is_hung_up_on(start, monkeypatch):
+def test_store_metrics_silent_connection_is_closed(start, monkeypatch):
     monkeypatch.setattr(metrics._Handler, "timeout", 0.2)
     store = start()
     with socket.create_connection(("127.0.0.1", store.port), timeout=5) as silent:
@@ -289,7 +289,7 @@ def _hung_up(port: int) -> bool:
         return True
 
 
-def test_it_listens_where_it_is_told_and_ends_with_the_store(start):
+def test_store_metrics_listen_at_option_and_end_with_store(start):
     store = start()
     assert store.server._metrics._server.server_address[0] == "127.0.0.1"
     threads = [thread.name for thread in threading.enumerate()]
@@ -300,7 +300,7 @@ def test_it_listens_where_it_is_told_and_ends_with_the_store(start):
         socket.create_connection(("127.0.0.1", store.port))
 
 
-def test_ipv6(start):
+def test_store_metrics_listen_on_ipv6(start):
     try:
         port = free_port("::1")
     except OSError:
@@ -309,7 +309,7 @@ def test_ipv6(start):
     assert Scraped(port, "[::1]").of("responding") == 1
 
 
-def test_by_default_nobody_listens(tmp_path):
+def test_store_metrics_are_off_by_default(tmp_path):
     server = StoreServer(str(tmp_path / "s.sock"), StoreOptions(size=str(POOL)))
     server.start()
     try:
@@ -318,7 +318,7 @@ def test_by_default_nobody_listens(tmp_path):
         server.stop()
 
 
-def test_options():
+def test_store_metrics_options_are_checked():
     given = ["--metrics-port=9400", "--metrics-host=0.0.0.0"]
     assert parse(given).arguments() == given
     assert StoreOptions().metrics_port == 0 and StoreOptions().metrics_host == "127.0.0.1"
@@ -329,9 +329,9 @@ def test_options():
     assert (of_engine.metrics_port, of_engine.metrics_host) == (9400, "127.0.0.1")
 
 
-def test_only_who_wants_metrics_loads_them():
+def test_store_without_metrics_does_not_import_them():
     code = (
         "import sys, vllm_kvtier.store.__main__; assert 'prometheus_client' not in sys.modules; "
-        "import vllm_kvtier.store.metrics; assert not {'torch', 'vllm'} & sys.modules.keys()"
+        "import vllm_kvtier.store.server.metrics; assert not {'torch', 'vllm'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

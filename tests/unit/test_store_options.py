@@ -13,24 +13,24 @@ from vllm_kvtier.store.options import StoreOptions, parse
     [
         ({"disk_path": "/d", "disk_size": "much"}, "disk_size 'much'"),
         ({"disk_path": "/d", "disk_size": "0"}, "disk_size '0'"),
-        ({"nodes": "nonsense"}, "'nonsense' is no host:port"),
-        ({"nodes": "10.0.0.1:99"}, "without a cluster key"),
-        ({"node_listen": "0.0.0.0:99"}, "without a cluster key"),
+        ({"nodes": "nonsense"}, "'nonsense' is not host:port"),
+        ({"nodes": "10.0.0.1:99"}, "requires a cluster key"),
+        ({"node_listen": "0.0.0.0:99"}, "requires a cluster key"),
         ({"cluster_key_file": "/nowhere/key"}, "No such file"),
         ({"object_url": "http://bucket/p"}, "must be s3://"),
-        ({"object_url": "s3://key:hush@bucket/p"}, "no credentials"),
-        ({"object_endpoint": "http://key:hush@host"}, "no credentials"),  # even where no url makes use of it
+        ({"object_url": "s3://key:hush@bucket/p"}, "must not contain credentials"),
+        ({"object_endpoint": "http://key:hush@host"}, "must not contain credentials"),  # without a url, too
         ({"disk_admission": "some"}, "choose one of all, reuse"),
         ({"disk_min_tokens": -1}, "0 or more"),
     ],
 )
-def test_refused_in_words(options, words):
+def test_store_options_invalid_raise_with_cause(options, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         StoreOptions(**options)
     assert "hush" not in str(refusal.value)
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path):
+def test_store_options_key_readable_by_others_raises(tmp_path):
     key = tmp_path / "key"
     key.write_bytes(b"x" * 40)
     key.chmod(0o644)
@@ -38,7 +38,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
         StoreOptions(cluster_key_file=str(key))
 
 
-def test_paths_mean_the_same_in_every_process(monkeypatch, tmp_path):
+def test_store_options_paths_are_absolute(monkeypatch, tmp_path):
     """A store that an engine starts, and its movers, run in /."""
     monkeypatch.chdir(tmp_path)
     options = StoreOptions(disk_path="cache/kv")

@@ -11,20 +11,29 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_support import EVERYTHING, SPACE, RawClient, chain_of, engine_hello, items_of, tool_hello
+from store_support import (
+    EVERYTHING,
+    NAMESPACE_ID,
+    RawClient,
+    block_hashes_of,
+    engine_hello,
+    items_of,
+    map_pool,
+    tool_hello,
+)
 from support import eventually
 
 from vllm_kvtier.errors import ConfigError, KVTierError
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.address import ServedAlready
-from vllm_kvtier.store.lower.tiers import Lower
-from vllm_kvtier.store.mapping import PoolMapping, shake_hands
-from vllm_kvtier.store.memory import PoolMemory
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.memory.client_mapping import shake_hands
+from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.server import StoreServer
-from vllm_kvtier.wire.stream import write_frame
+from vllm_kvtier.store.server.listen_socket import ServedAlready
+from vllm_kvtier.store.server.server import StoreServer
+from vllm_kvtier.store.tiers.tier_stack import TierStack
+from vllm_kvtier.wire.stream import StreamLimits, write_frame
 
-CHAIN = chain_of((10, "a"))
+BLOCK_HASHES = block_hashes_of((10, "a"))
 
 
 def make(path, on_idle=lambda: None, **options) -> StoreServer:
@@ -50,7 +59,7 @@ def client(server):
 # -- what clients ask -----------------------------------------------------------------------------------------
 
 
-def test_a_welcome_brings_the_memory(server, client):
+def test_store_welcome_passes_pool_memory(server, client):
     welcome = client.welcome
     assert (welcome.protocol, welcome.instance, welcome.pid) == (m.PROTOCOL, server.instance, os.getpid())
     assert welcome.pool_pages == welcome.ready_pages == 256
@@ -58,95 +67,108 @@ def test_a_welcome_brings_the_memory(server, client):
     assert os.fstat(fd).st_size == 256 * m.PAGE
 
 
-def test_reserve_commit_lookup_release(client):
-    slots = client.reserve(CHAIN)
+def test_store_reserve_commit_lookup_release(client):
+    slots = client.reserve(BLOCK_HASHES)
     assert len(set(slots)) == 10 and min(slots) > 0
-    assert client.lookup(CHAIN).units == 0, "nothing is found before it is written"
-    assert client.reserve(CHAIN) == [m.EXISTS] * 10
-    client.tell(m.Commit(slots[:7]))
-    client.tell(m.Abort(slots[7:]))
-    found = client.lookup(CHAIN)
-    assert (found.units, found.slots) == (7, [slots[:7]]) and found.lease
-    later = client.lookup(CHAIN, 3)
-    assert (later.units, later.slots) == (7, [slots[3:7]]) and later.lease != found.lease
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 0, "nothing is found before it is written"
+    assert client.reserve(BLOCK_HASHES) == [m.EXISTS] * 10
+    client.send(m.Commit(slots[:7]))
+    client.send(m.Abort(slots[7:]))
+    found = client.lookup(BLOCK_HASHES)
+    assert (found.num_hash_blocks, found.slots) == (7, [slots[:7]]) and found.lease
+    later = client.lookup(BLOCK_HASHES, 3)
+    assert (later.num_hash_blocks, later.slots) == (7, [slots[3:7]]) and later.lease != found.lease
     assert client.stat().index.leases == 2
     for lease in (found.lease, later.lease, 12345):
-        client.tell(m.Release(lease))
+        client.send(m.Release(lease))
     counts = client.stat()
     assert (counts.index.leases, counts.index.reservations) == (0, 0)
 
 
-def test_another_engine_finds_it_too_and_a_space_is_a_wall(server, client):
-    slots = client.store(CHAIN)
+def test_store_blocks_are_shared_within_a_namespace_only(server, client):
+    slots = client.store(BLOCK_HASHES)
     with RawClient(server.path, engine_hello("other")) as other:
-        assert other.lookup(CHAIN).slots == [slots]
-        nothing = other.ask(m.Lookup(1, bytes(16), CHAIN, 0, EVERYTHING))
-        assert (nothing.units, nothing.lease) == (0, 0)
+        assert other.lookup(BLOCK_HASHES).slots == [slots]
+        nothing = other.ask(m.Lookup(1, bytes(16), BLOCK_HASHES, 0, EVERYTHING))
+        assert (nothing.num_hash_blocks, nothing.lease) == (0, 0)
 
 
-def test_inspect_pin_clear(client):
-    client.store(CHAIN)
-    assert client.ask(m.Inspect(1, SPACE, CHAIN + bytes(16))) == m.Holding(1, 10, [10])
-    assert client.ask(m.Inspect(1, SPACE, bytes(16) + CHAIN)) == m.Holding(1, 0, [10])
-    assert client.ask(m.Inspect(1, bytes(16), CHAIN)) == m.Holding(1, 0, [])
+def test_store_inspect_pin_clear(client):
+    client.store(BLOCK_HASHES)
+    assert client.ask(m.Inspect(1, NAMESPACE_ID, BLOCK_HASHES + bytes(16))) == m.Explained(1, 10, [10])
+    assert client.ask(m.Inspect(1, NAMESPACE_ID, bytes(16) + BLOCK_HASHES)) == m.Explained(1, 0, [10])
+    assert client.ask(m.Inspect(1, bytes(16), BLOCK_HASHES)) == m.Explained(1, 0, [])
     assert client.stat().index.leases == 0
-    assert client.ask(m.Pin(1, SPACE, CHAIN, True)).count == 10
-    assert client.ask(m.Pin(1, SPACE, CHAIN, False)).count == 10
-    assert client.ask(m.Clear(1, SPACE)).count == 10
-    assert client.lookup(CHAIN).units == 0
+    assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, True)).count == 10
+    assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, False)).count == 10
+    assert client.ask(m.Clear(1, NAMESPACE_ID)).count == 10
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 0
 
 
-def test_discard_forgets_a_block_that_was_found_broken(client):
-    slots = client.store(CHAIN)
-    client.tell(m.Discard(SPACE, 0, CHAIN[64:80], slots[5]))
-    assert client.lookup(CHAIN).units == 10, "it is no longer that block's slot"
-    client.tell(m.Discard(SPACE, 0, CHAIN[64:80], slots[4]))
-    assert client.lookup(CHAIN).units == 4
+def test_store_discard_removes_block_of_that_slot_only(client):
+    slots = client.store(BLOCK_HASHES)
+    client.send(m.Discard(NAMESPACE_ID, 0, BLOCK_HASHES[64:80], slots[5]))
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 10, "it is no longer that block's slot"
+    client.send(m.Discard(NAMESPACE_ID, 0, BLOCK_HASHES[64:80], slots[4]))
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 4
 
 
-def test_a_client_sees_only_what_it_can_reach(client):
-    slots = client.store(CHAIN)
+def test_store_discard_after_eviction_reaches_the_tiers(server, client, monkeypatch):
+    """The copy in memory was evicted before the message came: the corrupt copy of a tier would be loaded again."""
+    discarded = []
+    monkeypatch.setattr(server.tiers, "discard", lambda *name: discarded.append(name))
+    slots, name = client.store(BLOCK_HASHES), (NAMESPACE_ID, 0, BLOCK_HASHES[64:80])
+    client.send(m.Discard(*name, slots[4] + 1))
+    assert client.stat().index.discards == 0 and discarded == [], "memory has another copy than the one that failed"
+    client.store(block_hashes_of((500, "b")))
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 0, "evicted"
+    client.send(m.Discard(*name, slots[4]))
+    assert client.stat().index.discards == 0 and discarded == [name]
+
+
+def test_store_lookup_is_limited_to_mapped_slots(client):
+    slots = client.store(BLOCK_HASHES)
     limit = sorted(slots)[5]
-    found = client.ask(m.Lookup(1, SPACE, CHAIN, 0, limit))
-    assert 0 < found.units < 10 and max(found.slots[0]) < limit
+    found = client.ask(m.Lookup(1, NAMESPACE_ID, BLOCK_HASHES, 0, limit))
+    assert 0 < found.num_hash_blocks < 10 and max(found.slots[0]) < limit
 
 
-def test_stat(server, client):
+def test_store_stat_reports_pool_and_clients(server, client):
     counts = client.stat()
     assert counts.pool_bytes == counts.ready_bytes == 1 << 20 and counts.note == "" and counts.policy
     assert [(c.name, c.kind) for c in counts.clients] == [("engine", "engine")]
 
 
-def test_tools_may_ask_but_not_hold(server):
+def test_store_tool_client_may_not_lease(server):
     with RawClient(server.path, tool_hello()) as tool:
         assert tool.stat().pid == os.getpid()
         assert tool.ask(m.Clear(1)).count == 0
-        tool.tell(m.Lookup(1, SPACE, CHAIN, 0, EVERYTHING))
+        tool.send(m.Lookup(1, NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING))
         assert tool.ended()
 
 
 # -- what a connection leaves behind ---------------------------------------------------------------------------
 
 
-def test_what_a_client_held_is_free_when_it_leaves(server):
+def test_store_client_exit_releases_leases_and_reservations(server):
     with RawClient(server.path, engine_hello()) as writer, RawClient(server.path, tool_hello()) as tool:
-        writer.store(CHAIN)
+        writer.store(BLOCK_HASHES)
         leaver = RawClient(server.path, engine_hello("leaver"))
-        leaver.lookup(CHAIN)
-        leaver.reserve(chain_of((5, "b")))
+        leaver.lookup(BLOCK_HASHES)
+        leaver.reserve(block_hashes_of((5, "b")))
         index = tool.stat().index
         assert (index.leases, index.reservations) == (1, 5)
         leaver.close()
         eventually(lambda: (lambda i: (i.leases, i.reservations))(tool.stat().index) == (0, 0))
-        assert min(writer.reserve(chain_of((5, "b")))) > 0
+        assert min(writer.reserve(block_hashes_of((5, "b")))) > 0
 
 
-def test_leases_and_reservations_of_a_client_that_hangs_end(tmp_path):
+def test_store_leases_and_reservations_of_hung_client_expire(tmp_path):
     server = make(tmp_path / "s.sock", lease_seconds=0.1, reserve_seconds=0.1)
     with RawClient(server.path, engine_hello()) as client:
-        client.store(CHAIN)
-        client.lookup(CHAIN)
-        client.reserve(chain_of((5, "b")))
+        client.store(BLOCK_HASHES)
+        client.lookup(BLOCK_HASHES)
+        client.reserve(block_hashes_of((5, "b")))
         eventually(lambda: (lambda i: (i.leases, i.reservations))(client.stat().index) == (0, 0))
         eventually(lambda: server._tick is None, what="no timer while nothing is held")
     server.stop()
@@ -170,38 +192,38 @@ def assert_serves(server: StoreServer) -> None:
         msgspec.msgpack.encode({"type": "unheard of"}),
         m.encode(m.Welcome(1, "", "", 1, 1, 1, False)),
         m.encode(engine_hello()),
-        m.encode(m.Lookup(1, SPACE, bytes(17), 0, EVERYTHING)),
-        m.encode(m.Lookup(1, SPACE, CHAIN, 11, EVERYTHING)),
-        m.encode(m.Reserve(1, SPACE, b"", [0], b"", b"", EVERYTHING)),
-        m.encode(m.Reserve(1, SPACE, b"", [1], bytes(16), bytes(16), EVERYTHING)),
-        m.encode(m.Pin(1, SPACE, bytes(15), True)),
+        m.encode(m.Lookup(1, NAMESPACE_ID, bytes(17), 0, EVERYTHING)),
+        m.encode(m.Lookup(1, NAMESPACE_ID, BLOCK_HASHES, 11, EVERYTHING)),
+        m.encode(m.Reserve(1, NAMESPACE_ID, b"", [0], b"", b"", EVERYTHING)),
+        m.encode(m.Reserve(1, NAMESPACE_ID, b"", [1], bytes(16), bytes(16), EVERYTHING)),
+        m.encode(m.Pin(1, NAMESPACE_ID, bytes(15), True)),
         b"\x91" * 5000,
     ],
 )
-def test_nonsense_costs_its_sender_the_connection_and_nobody_else(server, client, nonsense):
+def test_store_malformed_message_closes_only_its_connection(server, client, nonsense):
     with RawClient(server.path, engine_hello("witness")) as witness:
-        client.lookup(CHAIN)
+        client.lookup(BLOCK_HASHES)
         assert isinstance(client.ask(nonsense), m.Refused)
         assert client.ended()
         assert witness.stat().instance == server.instance
         assert len(witness.stat().clients) == 1
 
 
-def test_a_request_before_the_greeting_is_refused_in_words(server):
+def test_store_request_before_hello_is_refused(server):
     with RawClient(server.path) as client:
         assert "protocol" in client.ask(m.Stat(1)).reason
         assert client.ended()
 
 
-def test_another_protocol_is_refused_in_words(server):
+def test_store_other_protocol_is_refused_with_versions(server):
     with RawClient(server.path) as client:
         refused = client.ask(m.Hello("new", 1, "engine", protocol=99, version="9.9"))
         assert "protocol" in refused.reason and "99" in refused.reason and "9.9" in refused.reason
         assert client.ended()
 
 
-def test_another_user_is_refused_in_words(server, monkeypatch):
-    monkeypatch.setattr("vllm_kvtier.store.server.Stream.peer", lambda self: (1, 4242))
+def test_store_client_of_other_user_is_refused(server, monkeypatch):
+    monkeypatch.setattr("vllm_kvtier.store.server.server.Stream.peer", lambda self: (1, 4242))
     with RawClient(server.path) as client:
         assert "4242" in client.hear().reason
         assert client.ended()
@@ -209,14 +231,14 @@ def test_another_user_is_refused_in_words(server, monkeypatch):
     assert_serves(server)
 
 
-def test_whoever_says_nothing_is_not_waited_for(server, monkeypatch):
-    monkeypatch.setattr("vllm_kvtier.store.server.HELLO_SECONDS", 0.1)
+def test_store_silent_client_is_disconnected(server, monkeypatch):
+    monkeypatch.setattr("vllm_kvtier.store.server.server.HELLO_SECONDS", 0.1)
     with RawClient(server.path) as silent:
         assert silent.ended()
 
 
-def test_too_many_clients_are_told_so(server, monkeypatch):
-    monkeypatch.setattr("vllm_kvtier.store.server.MAX_CLIENTS", 2)
+def test_store_too_many_clients_are_refused_with_cause(server, monkeypatch):
+    monkeypatch.setattr("vllm_kvtier.store.server.server.MAX_CLIENTS", 2)
     with RawClient(server.path, tool_hello()), RawClient(server.path, tool_hello()):
         with RawClient(server.path) as third:
             assert "2 clients" in third.hear().reason
@@ -224,13 +246,13 @@ def test_too_many_clients_are_told_so(server, monkeypatch):
     assert_serves(server)
 
 
-def test_a_client_that_never_reads_is_dropped(server, client):
-    client.store(CHAIN)
+def test_store_client_that_never_reads_is_disconnected(server, client):
+    client.store(BLOCK_HASHES)
     with RawClient(server.path, engine_hello("deaf")) as deaf:
-        frame = m.encode(m.Lookup(1, SPACE, CHAIN, 0, EVERYTHING))
+        frame = m.encode(m.Lookup(1, NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING))
         # The default bound is far above what honest clients leave unread; this one is lowered to get there soon.
         number = max(server._clients)
-        server._clients[number].stream._max_backlog = 100_000
+        server._clients[number].stream._limits = StreamLimits(backlog=100_000)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             for _ in range(200_000):
                 write_frame(deaf.socket, frame)
@@ -244,39 +266,46 @@ def target(tmp_path_factory):
     server.stop()
 
 
-HASHES = st.one_of(st.binary(max_size=100), st.integers(0, 12).map(lambda n: CHAIN[: n * 16]))
+HASHES = st.one_of(st.binary(max_size=100), st.integers(0, 12).map(lambda n: BLOCK_HASHES[: n * 16]))
 IDS = st.integers(0, 1 << 53)
 PAGES = st.one_of(st.integers(0, 300), st.integers(0, 1 << 40))
-SPACES = st.sampled_from([SPACE, bytes(16)])
+NAMESPACE_IDS = st.sampled_from([NAMESPACE_ID, bytes(16)])
 SLOTS = st.lists(st.integers(1, 300), max_size=20)
 FAMILIES = st.sampled_from([b"family 1", b"family 2"])
 KEYS = st.one_of(st.binary(max_size=40), st.integers(0, 9).map(lambda n: bytes(range(8 * n))))
 REQUESTS = st.one_of(
     st.builds(m.Present, FAMILIES, st.text(max_size=5), st.integers(1, 65535), st.text(max_size=5)),
-    st.builds(m.Resident, KEYS, KEYS, st.booleans()),
+    st.builds(m.Cached, KEYS, KEYS, st.booleans()),
     st.builds(
         m.Lookup,
         IDS,
-        SPACES,
+        NAMESPACE_IDS,
         HASHES,
         st.integers(0, 20),
         PAGES,
-        mix=st.sampled_from([b"", bytes(8), bytes(7)]),
-        stride=st.integers(1, 5),
+        key_mask=st.sampled_from([b"", bytes(8), bytes(7)]),
+        hash_blocks_per_block=st.integers(1, 5),
     ),
-    st.builds(m.Lookup, IDS, SPACES, HASHES, st.integers(0, 20), PAGES),
-    st.builds(m.Touch, SPACES, HASHES),
+    st.builds(m.Lookup, IDS, NAMESPACE_IDS, HASHES, st.integers(0, 20), PAGES),
+    st.builds(m.Touch, NAMESPACE_IDS, HASHES),
     st.builds(m.Release, st.integers(0, 50)),
     st.builds(
-        m.Reserve, IDS, SPACES, st.binary(max_size=16), st.lists(st.integers(0, 3), max_size=12), HASHES, HASHES, PAGES
+        m.Reserve,
+        IDS,
+        NAMESPACE_IDS,
+        st.binary(max_size=16),
+        st.lists(st.integers(0, 3), max_size=12),
+        HASHES,
+        HASHES,
+        PAGES,
     ),
     st.builds(m.Commit, SLOTS),
     st.builds(m.Abort, SLOTS),
-    st.builds(m.Discard, SPACES, st.integers(0, 3), st.binary(min_size=16, max_size=16), st.integers(1, 300)),
-    st.builds(m.Pin, IDS, SPACES, HASHES, st.booleans()),
-    st.builds(m.Clear, IDS, st.one_of(st.none(), SPACES)),
+    st.builds(m.Discard, NAMESPACE_IDS, st.integers(0, 3), st.binary(min_size=16, max_size=16), st.integers(1, 300)),
+    st.builds(m.Pin, IDS, NAMESPACE_IDS, HASHES, st.booleans()),
+    st.builds(m.Clear, IDS, st.one_of(st.none(), NAMESPACE_IDS)),
     st.builds(m.Stat, IDS),
-    st.builds(m.Inspect, IDS, SPACES, HASHES),
+    st.builds(m.Inspect, IDS, NAMESPACE_IDS, HASHES),
     st.builds(m.Hello, st.text(max_size=5), IDS, st.just("engine")),
 )
 SHAPES = st.lists(
@@ -290,8 +319,8 @@ SHAPES = st.lists(
     requests=st.lists(REQUESTS, max_size=12),
     damage=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=2),
 )
-def test_fuzz_nothing_that_is_said_harms_the_others(target, shapes, requests, damage):
-    hello = m.Hello("fuzz", 1, "engine", unit_tokens=16, groups=shapes)
+def test_fuzz_store_messages_do_not_affect_other_clients(target, shapes, requests, damage):
+    hello = m.Hello("fuzz", 1, "engine", hash_block_size=16, groups=shapes)
     frames = [m.encode(message) for message in (hello, *requests)]
     data = bytearray(b"".join(struct.pack("<I", len(frame)) + frame for frame in frames))
     for place, value in damage:
@@ -312,30 +341,30 @@ def test_fuzz_nothing_that_is_said_harms_the_others(target, shapes, requests, da
         assert counts.directory == m.DirectoryCounts(0, 0)
 
 
-def test_after_all_that_every_slot_is_there(target):
+def test_store_fuzz_leaks_no_slot(target):
     with RawClient(target.path, engine_hello(pages=1)) as client:
         client.ask(m.Clear(1))
         assert client.stat().index.used_pages == 0
-        slots = client.store(chain_of((255, "whole pool")))
+        slots = client.store(block_hashes_of((255, "whole pool")))
         assert sorted(slots) == list(range(1, 256))
-        assert not target._company._directory._families and not target._company._told
+        assert not target._peer_directory._directory._groups and not target._peer_directory._sent
 
 
 # -- the socket and the memory ---------------------------------------------------------------------------------
 
 
-def test_only_this_user_may_connect(server):
+def test_store_socket_is_private_to_user(server):
     mode = os.stat(server.path).st_mode
     assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
 
 
-def test_a_path_is_served_once(server):
+def test_store_path_in_use_raises(server):
     with pytest.raises(ServedAlready, match=str(os.getpid())):
         StoreServer(server.path, StoreOptions(size="1MiB"))
     assert_serves(server)
 
 
-def test_a_dead_stores_socket_is_replaced(tmp_path):
+def test_store_stale_socket_is_replaced(tmp_path):
     path = tmp_path / "s.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -348,23 +377,23 @@ def test_a_dead_stores_socket_is_replaced(tmp_path):
     server.stop()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
+def test_store_path_of_regular_file_raises(tmp_path):
     path = tmp_path / "precious"
     path.write_text("data")
     for _ in range(2):
-        with pytest.raises(KVTierError, match="no socket"):
+        with pytest.raises(KVTierError, match="not a socket"):
             StoreServer(str(path), StoreOptions(size="1MiB"))
     assert path.read_text() == "data"
 
 
-def test_what_cannot_be_served_leaves_no_lock_behind(tmp_path):
+def test_store_failed_start_releases_lock(tmp_path):
     path = str(tmp_path / "s.sock")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="does not fit"):
         StoreServer(path, StoreOptions(size="1000TiB"))
     with pytest.raises(ConfigError, match="policy"):
         StoreServer(path, StoreOptions(policy="best"))
-    with pytest.raises(KVTierError, match="no directory"):
+    with pytest.raises(KVTierError, match="not a directory"):
         StoreServer(str(tmp_path / "none" / "s.sock"), StoreOptions())
     with pytest.raises(KVTierError, match="cannot listen"):
         StoreServer(str(tmp_path / ("long" * 40)), StoreOptions(size="1MiB"))
@@ -372,7 +401,7 @@ def test_what_cannot_be_served_leaves_no_lock_behind(tmp_path):
     make(path).stop()
 
 
-def test_everything_is_given_back_at_the_end(tmp_path):
+def test_store_releases_all_slots_at_end(tmp_path):
     make(tmp_path / "warm.sock").stop()
     before = len(os.listdir("/proc/self/fd"))
     server = make(tmp_path / "s.sock")
@@ -384,27 +413,27 @@ def test_everything_is_given_back_at_the_end(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_that_becomes_usable_is_told_and_used(tmp_path, monkeypatch):
+def test_store_registered_memory_is_announced_and_used(tmp_path, monkeypatch):
     """Serving starts before any of it is."""
     go = threading.Event()
-    inner = PoolMemory._make_usable
+    inner = PoolMemory._commit
 
     def slow(self, start, end, hands):
         assert go.wait(10)
         go.clear()
         inner(self, start, end, hands)
 
-    monkeypatch.setattr(PoolMemory, "_make_usable", slow)
+    monkeypatch.setattr(PoolMemory, "_commit", slow)
     server = StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="20MiB"))
     server.start()
     with RawClient(server.path, engine_hello()) as client:
         assert (client.welcome.ready_pages, client.welcome.pool_pages) == (0, 5120)
-        assert client.reserve(CHAIN)[0] == m.NO_ROOM
+        assert client.reserve(BLOCK_HASHES)[0] == m.NO_ROOM
         for ready in (4096, 5120):
             go.set()
             told = m.decode_reply(_next_frame(client))
             assert told == m.Ready(ready, 5120)
-        assert min(client.reserve(CHAIN)) > 0
+        assert min(client.reserve(BLOCK_HASHES)) > 0
     go.set()
     server.stop()
 
@@ -418,7 +447,7 @@ def _next_frame(client: RawClient) -> bytes:
 # -- idleness -------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_nobody_uses_ends_itself(tmp_path):
+def test_store_without_clients_exits(tmp_path):
     idle = threading.Event()
     server = make(tmp_path / "s.sock", idle.set, idle_seconds=0.3)
     with RawClient(server.path, engine_hello()):
@@ -432,9 +461,9 @@ def test_a_store_that_nobody_uses_ends_itself(tmp_path):
     server.stop()
 
 
-def test_a_store_that_only_other_nodes_use_is_used(tmp_path, monkeypatch):
+def test_store_used_by_other_nodes_is_not_idle(tmp_path, monkeypatch):
     idle, lent = threading.Event(), iter(range(5))
-    monkeypatch.setattr(Lower, "lent", property(lambda lower: next(lent, 5)))
+    monkeypatch.setattr(TierStack, "leases_granted", property(lambda lower: next(lent, 5)))
     server = make(tmp_path / "s.sock", idle.set, idle_seconds=0.3)
     started = time.monotonic()
     assert idle.wait(5)
@@ -442,7 +471,7 @@ def test_a_store_that_only_other_nodes_use_is_used(tmp_path, monkeypatch):
     server.stop()
 
 
-def test_idle_zero_means_never(server, tmp_path):
+def test_store_idle_zero_means_never(server, tmp_path):
     other = make(tmp_path / "o.sock", idle_seconds=0)
     assert other._idle is None and server._idle is not None
     other.stop()
@@ -451,8 +480,8 @@ def test_idle_zero_means_never(server, tmp_path):
 # -- mapping --------------------------------------------------------------------------------------------------
 
 
-def test_mappings_share_the_memory_and_survive_the_store(server):
-    one, two = PoolMapping.connect(server.path), PoolMapping.connect(server.path)
+def test_store_mappings_share_memory_and_outlive_store(server):
+    one, two = map_pool(server.path), map_pool(server.path)
     assert one.nbytes == 1 << 20 and one.instance == server.instance
     server.stop()
     one.buffer[4096:4100] = b"abcd"
@@ -461,15 +490,18 @@ def test_mappings_share_the_memory_and_survive_the_store(server):
     two.close()
 
 
-def test_mapping_says_why_not(tmp_path):
+def test_store_mapping_without_store_raises_with_cause(tmp_path):
     with pytest.raises(KVTierError, match="no node store answers at .*No such file"):
-        PoolMapping.connect(str(tmp_path / "none"))
+        map_pool(str(tmp_path / "none"))
 
 
 # -- items ----------------------------------------------------------------------------------------------------
 
 
-def test_items_of_is_what_the_store_means(client):
+def test_store_test_helper_items_have_parents(client):
     """Of the helper that all these tests use: parents before children, the first one without."""
-    groups, hashes, parents = items_of(CHAIN, 4)
-    assert client.ask(m.Reserve(1, SPACE, b"", groups, hashes, parents, EVERYTHING)).slots == [m.NO_PARENT_STORED] * 6
+    groups, hashes, parents = items_of(BLOCK_HASHES, 4)
+    assert (
+        client.ask(m.Reserve(1, NAMESPACE_ID, b"", groups, hashes, parents, EVERYTHING)).slots
+        == [m.NO_PARENT_STORED] * 6
+    )

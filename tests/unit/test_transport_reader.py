@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.worker import transport as transport_module
-from vllm_kvtier.worker.transport import NixlTransport, TransferState
+from vllm_kvtier.worker.nixl_pull import nixl_transport as nixl_transport_module
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, TransferState
 
 
 class Inner:
@@ -79,7 +79,7 @@ def world(monkeypatch):
     api = SimpleNamespace(
         nixl_agent_config=lambda **options: options, nixl_agent=lambda name, config: Agent(world, name)
     )
-    monkeypatch.setattr(transport_module, "nixl_api", lambda: api)
+    monkeypatch.setattr(nixl_transport_module, "nixl_api", lambda: api)
     return world
 
 
@@ -96,7 +96,7 @@ def begin(transport):
     return transport.read("peer", lists[0], None, lists[1], None, 7)
 
 
-def test_reading_s_end_costs_those_who_are_served_nothing(world):
+def test_transport_reader_end_keeps_serving(world):
     transport = opened(world)
     serving, reading = world.agents
     assert transport.metadata() == b"me" and serving == "me" and len(world.spans[reading]) == 2
@@ -115,7 +115,7 @@ def test_reading_s_end_costs_those_who_are_served_nothing(world):
     assert transport.close() and transport.retire(), "again is nothing"
 
 
-def test_whoever_holds_a_read_keeps_the_memory_from_being_free(world):
+def test_transport_pending_read_keeps_memory(world):
     transport = opened(world)
     transfer = begin(transport)
     transport.release(transfer)
@@ -127,14 +127,14 @@ def test_whoever_holds_a_read_keeps_the_memory_from_being_free(world):
 
 
 @pytest.mark.parametrize("post", ["ERR", "raises"])
-def test_a_read_that_was_posted_in_part_has_begun(world, post):
+def test_transport_partly_posted_read_is_reported_failed_by_poll(world, post):
     transport = opened(world)
     world.post = post
     assert transport.poll(begin(transport)) is TransferState.FAILED
 
 
-def test_somebody_else_is_no_peer(world):
+def test_transport_peer_with_other_name_is_refused(world):
     transport = opened(world)
-    with pytest.raises(KVTierError, match="calls itself"):
+    with pytest.raises(KVTierError, match="is named other"):
         transport.add_peer(b"other", "second")
     assert not transport.knows("second")

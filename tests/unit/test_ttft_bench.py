@@ -20,7 +20,7 @@ import ttft
         (["ttft", "many", "itl"], 131072 + 256, 3 * 131072),
     ],
 )
-def test_sizes_only_the_phases_that_run_count(monkeypatch, phases, gpu, host):
+def test_ttft_bench_memory_sizes_follow_selected_phases(monkeypatch, phases, gpu, host):
     args = argparse.Namespace(
         phases=phases, lengths=[2048, 131072], many=(4, 2048), itl_tokens=32768, decode_tokens=800, step_tokens=2048
     )

@@ -4,7 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from matcher_world import World
+from matcher_harness import World
+from source_fakes import bare_identity
 from support import Uncontained, make_request
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool as VllmPool
@@ -15,18 +16,19 @@ from vllm.v1.request import RequestStatus
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
-from vllm_kvtier.scheduler import provenance as provenance_module
-from vllm_kvtier.scheduler.half import SchedulerHalf
-from vllm_kvtier.scheduler.provenance import Provenance
-from vllm_kvtier.scheduler.slots import Spaces
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.matching import provenance as provenance_module
+from vllm_kvtier.scheduler.matching.provenance import Provenance
+from vllm_kvtier.scheduler.peer_access import PeerAccess
+from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.adapters import Adapters
-from vllm_kvtier.vllm_compat.blocks import BlockPool
+from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 
-UNIT = 4
+HASH_BLOCK_SIZE = 4
 
 
 class Listener:
@@ -66,7 +68,7 @@ def listener(monkeypatch) -> Listener:
     return listener
 
 
-def test_weights_pushed_by_any_method_are_told_of(listener):
+def test_weights_pushed_by_any_method_are_reported(listener):
     engine = core.EngineCore()
     assert engine.collective_rpc("update_weights", kwargs={}) == ["update_weights"]
     engine.collective_rpc("any name that a worker extension has", None, (1,))
@@ -77,7 +79,7 @@ def test_weights_pushed_by_any_method_are_told_of(listener):
     assert len(listener.heard) == 5 and listener.heard[0] == "update_weights"
 
 
-def test_weights_left_alone_are_not_told_of(listener):
+def test_weights_unchanged_are_not_reported(listener):
     engine = core.EngineCore()
     for method in weights.HARMLESS:
         engine.collective_rpc(method)
@@ -87,18 +89,18 @@ def test_weights_left_alone_are_not_told_of(listener):
     assert len(listener.heard) == 2
 
 
-def test_weights_an_encoder_s_outputs_that_are_forgotten_are_told_of_afterwards(listener):
+def test_weights_encoder_cache_reset_is_reported_afterwards(listener):
     core.EngineCore().reset_encoder_cache()
     assert listener.heard == ["resets", "encoder reset"]
 
 
-def test_weights_a_listener_that_fails_costs_the_engine_nothing(listener, monkeypatch, caplog):
+def test_weights_listener_error_does_not_affect_engine(listener, monkeypatch, caplog):
     monkeypatch.setattr(listener, "weights_changed", lambda how: 1 / 0)
     assert core.EngineCore().collective_rpc("update_weights") == ["update_weights"]
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_path):
+def test_weights_adapter_loaded_by_vllm_is_known(listener, monkeypatch, tmp_path):
     monkeypatch.setattr(weights, "ADAPTERS", adapters := Adapters())
     request = LoRARequest("style", 1, str(tmp_path))
     assert core.EngineCore().add_lora(request) is request and adapters._known
@@ -108,63 +110,65 @@ def test_weights_an_adapter_that_vllm_loads_is_known(listener, monkeypatch, tmp_
 
 
 class Running:
-    """A scheduler half around a real block pool and matcher; ``how`` its requests end is not its matter."""
+    """A scheduler side around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
     def __init__(self, prefix_caching=True, encoder=None, **options):
-        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=UNIT)
-        self.world = World([(UNIT, None)])
-        self.half = half = SchedulerHalf.__new__(SchedulerHalf)
+        self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=HASH_BLOCK_SIZE)
+        self.world = World([(HASH_BLOCK_SIZE, None)])
+        self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
         half._provenance = Provenance(pool, prefix_caching, encoder)
-        half._facts = SimpleNamespace(unsupported=None)
-        half._settle_namespace = half._run_jobs = lambda: None
-        half._relieve = lambda needed: None
-        half._contain, half._passive, half._refused = Uncontained(), False, None
+        half._info = SimpleNamespace(unsupported=None)
+        half._run_jobs, half._identity = lambda: None, bare_identity(namespace=object())
+        half._free_blocks = lambda needed: None
+        half._contain, half._passive = Uncontained(), False
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
-        half._namespace, half._events, half._offloader, half._sharing = object(), None, None, None
-        half._exports = SimpleNamespace(clear=lambda: None, recall=lambda seconds: None)
-        half._ledger = half._tables = SimpleNamespace(clear=lambda: None)
-        half._hurry = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, awaits_verdict=False)
-        half._engine = SimpleNamespace(turns=SimpleNamespace(turn=lambda method: method))
-        self.spaces = Spaces()
-        self.spaces.base = b"base"
-        half._tier = SimpleNamespace(renew=self.spaces.renew)
+        half._events = half._offloader = half._sharing = None
+        half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None)
+        half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
+        half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
+        half._engine = SimpleNamespace(scheduler_lock=SimpleNamespace(held=lambda method: method))
+        self.namespaces = NamespaceIds()
+        self.namespaces.base = b"base"
+        half._store = SimpleNamespace(renew=self.namespaces.renew)
         self.told = []
-        half._reactor = SimpleNamespace(call_soon=lambda job: job())
-        half._endpoint = SimpleNamespace(close=self.told.append)
+        engine = SimpleNamespace(
+            info=None, identity=half._identity, reactor=SimpleNamespace(call_soon=lambda job: job())
+        )
+        half._access = PeerAccess(engine, SimpleNamespace(close=self.told.append), None, None, None)
         pool.around_reset(half._before_reset, half._after_reset, half._contain)
 
     def request(self, name: str, lora: LoRARequest | None = None):
-        request = make_request(name, list(range(16)), UNIT)
+        request = make_request(name, list(range(16)), HASH_BLOCK_SIZE)
         request.lora_request = lora
         return request
 
     def admitted(self, request) -> bool:
         self.half.match(request, 0)
-        return self.half._provenance.shares(SimpleNamespace(request=request))
+        return self.half._provenance.may_share(SimpleNamespace(request=request))
 
 
-def test_weights_changed_what_was_stored_is_another_space_and_others_are_refused():
+def test_weights_changed_starts_new_namespace_and_refuses_peers():
     running = Running()
-    before = running.spaces.of(b"")
+    before = running.namespaces.of(b"")
     assert running.admitted(running.request("before"))
     running.half.weights_changed("update_weights")
-    assert running.spaces.of(b"") != before and "model_fingerprint" in running.told[0]
+    assert running.namespaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
     running.half._provenance.forget(running.request("before"))
     named = Running(model_fingerprint="mine")
     named.half.weights_changed("update_weights")
-    assert not named.told and named.spaces.of(b"") != before
+    assert not named.told and named.namespaces.of(b"") != before
 
 
-def test_weights_changed_under_a_cache_that_is_not_empty_nothing_is_shared_until_its_reset():
+def test_weights_changed_with_cached_blocks_shares_after_reset():
     running = Running()
     blocks = running.pool.get_new_blocks(1)
     running.half.weights_changed("update_weights")
     assert not running.admitted(running.request("one"))
-    assert not running.half._provenance.foresees(running.request("one"))
+    assert not running.half._provenance.would_admit(running.request("one"))
     assert not running.pool.reset_prefix_cache(), "a request holds a block"
     assert not running.admitted(running.request("two"))
     running.pool.free_blocks(blocks)
@@ -186,7 +190,7 @@ def with_encoder(prefix_caching=True) -> tuple[Running, EncoderCacheManager]:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_weights_changed_under_an_encoder_s_outputs_nothing_is_shared_until_they_are_reset(prefix_caching):
+def test_weights_changed_with_encoder_cache_shares_after_reset(prefix_caching):
     """New KV is made from them, and vLLM's reset of its prefix cache leaves them there."""
     running, manager = with_encoder(prefix_caching)
     running.half.weights_changed("update_weights")
@@ -198,7 +202,7 @@ def test_weights_changed_under_an_encoder_s_outputs_nothing_is_shared_until_they
     assert running.admitted(running.request("three")), "nothing of the old ones was left"
 
 
-def test_weights_changed_under_an_encoder_s_outputs_both_caches_must_be_empty_at_once():
+def test_weights_changed_needs_both_caches_empty_at_once():
     running, manager = with_encoder()
     blocks = running.pool.get_new_blocks(1)
     running.half.weights_changed("update_weights")
@@ -211,7 +215,7 @@ def test_weights_changed_under_an_encoder_s_outputs_both_caches_must_be_empty_at
     assert not weights.encoder_is_empty(SimpleNamespace(encoder_cache_manager=EncoderDecoderCacheManager(8)))
 
 
-def test_weights_of_an_adapter_replaced_under_an_encoder_s_outputs_are_not_shared(tmp_path, adapters):
+def test_weights_adapter_replaced_with_encoder_cache_is_not_shared(tmp_path, adapters):
     running, manager = with_encoder()
     lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     assert ended(running, matched(running, running.request("before", lora)))
@@ -224,7 +228,7 @@ def test_weights_of_an_adapter_replaced_under_an_encoder_s_outputs_are_not_share
     assert ended(running, matched(running, running.request("reset", lora)))
 
 
-def test_weights_changed_and_the_rest_fails_nothing_is_shared():
+def test_weights_changed_with_failed_reset_shares_nothing():
     running = Running()
     running.half.reset = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -232,20 +236,20 @@ def test_weights_changed_and_the_rest_fails_nothing_is_shared():
     assert not running.admitted(running.request("one"))
 
 
-def test_weights_not_named_yet_a_request_is_computed_alone():
+def test_weights_without_name_request_is_not_shared():
     running = Running()
-    running.half._namespace = None
+    running.half._identity.namespace = None
     request = running.request("early")
     assert not running.admitted(request)
-    running.half._namespace = object()
+    running.half._identity.namespace = object()
     assert not running.admitted(request) and running.admitted(running.request("late"))
-    running.half._hurry.awaits_verdict = True
+    running.half._sync_load.verification_pending = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
     assert running.half._provenance.forget(request) is False
     assert running.half._provenance.forget(running.request("late")) is True and not running.half._provenance._admitted
 
 
-def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_shared():
+def test_weights_changed_without_prefix_caching_shares_later_requests():
     """No reset ever comes there, and no request gets what another one has computed."""
     running = Running(prefix_caching=False)
     running.pool.get_new_blocks(1)
@@ -254,8 +258,8 @@ def test_weights_changed_without_prefix_caching_a_request_that_comes_later_is_sh
     assert not running.admitted(running.request("before")) and running.admitted(running.request("after"))
 
 
-@pytest.mark.parametrize("part", ["_run_jobs", "_settle_namespace", "matcher", "admits", "scheduler not found"])
-def test_weights_changed_a_request_whose_matching_fails_is_not_shared(part):
+@pytest.mark.parametrize("part", ["_run_jobs", "resolve_namespace", "matcher", "admit", "scheduler not found"])
+def test_weights_request_with_failed_matching_is_not_shared(part):
     """It was computed on what vLLM's cache had of the old ones, and stored as the new ones'."""
     running = Running()
     half, connector = running.half, KVTierConnector.__new__(KVTierConnector)
@@ -263,26 +267,26 @@ def test_weights_changed_a_request_whose_matching_fails_is_not_shared(part):
     connector.containment, connector._scheduler = Containment(Counters()), half
     connector._marks_failures = part == "scheduler not found"
     request = running.request("one")
-    if part == "admits":
-        half._provenance.admits = lambda *_: 1 / 0
+    if part == "admit":
+        half._provenance.admit = lambda *_: 1 / 0
     elif part == "matcher":
         half._matcher.match = lambda *_: 1 / 0
     elif not connector._marks_failures:
-        setattr(half, part, lambda *_: 1 / 0)
-    shares, t = half._provenance.shares, SimpleNamespace(request=request)
+        setattr(half if part == "_run_jobs" else half._identity, part, lambda *_: 1 / 0)
+    shares, t = half._provenance.may_share, SimpleNamespace(request=request)
     assert not shares(t), "it was not looked at yet"
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not shares(t)
     assert bool(connector.containment.errors) != connector._marks_failures
 
 
-def test_weights_of_a_request_that_ended_nothing_is_remembered():
+def test_weights_ended_request_leaves_no_state():
     """Neither if its end failed, nor if it ended while the workers still load for it."""
     running = Running()
     half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
     assert all(running.admitted(request) for request in requests)
-    half._tables.forget = half._exports.drop = lambda name: None
+    half._tables.forget = half._exports.end_export = lambda name: None
     assert half._provenance.forget(requests[0]) and half._provenance.forget(requests[2])
-    half.drop(requests[1])
+    half.release(requests[1])
     half.weights_changed("update_weights")
     assert not half._provenance._admitted
 
@@ -316,7 +320,7 @@ def ended(running, request) -> bool:
     return running.half._provenance.forget(request)
 
 
-def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path, adapters):
+def test_weights_adapter_replaced_ends_sharing_of_its_requests(tmp_path, adapters):
     running = Running()
     loras = {}
     for number, name in enumerate(("one", "two"), 1):
@@ -331,28 +335,28 @@ def test_weights_of_an_adapter_replaced_end_the_sharing_of_its_requests(tmp_path
     assert not ended(running, later), "vLLM's cache may have the old one's KV"
 
 
-def test_weights_of_an_adapter_whose_files_change_while_a_request_runs_are_not_known(tmp_path, adapters):
+def test_weights_adapter_files_changed_during_request_are_unknown(tmp_path, adapters):
     """Nothing tells the engine that its workers have read them anew."""
     running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     requests = [matched(running, running.request(name, lora)) for name in ("ends before", "runs")]
     t = SimpleNamespace(request=requests[1])
-    assert running.half._provenance.admitted(t) and not running.half._provenance.shares(t), "not before its end"
+    assert running.half._provenance.is_admitted(t) and not running.half._provenance.may_share(t), "not before its end"
     assert ended(running, requests[0])
     adapter_files(tmp_path / "one", b"others")
     assert not ended(running, requests[1])
 
 
-def test_weights_of_an_adapter_replaced_while_a_request_waits_are_those_it_is_computed_with(tmp_path, adapters):
+def test_weights_adapter_replaced_while_request_waits_is_used(tmp_path, adapters):
     running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     request = running.request("waits", lora)
-    running.half._provenance.foresees(request)
+    running.half._provenance.would_admit(request)
     adapter_files(tmp_path / "one", b"others")
     assert ended(running, matched(running, request))
-    assert vr.variant(request) == adapters.current(lora).digest
+    assert vr.lora_fingerprint(request) == adapters.current(lora).digest
 
 
 @pytest.mark.parametrize("cause", ["stale", "not named", "failed"])
-def test_weights_of_an_adapter_that_a_private_request_loaded_are_not_those_of_later_files(tmp_path, adapters, cause):
+def test_weights_adapter_loaded_by_private_request_is_unknown_later(tmp_path, adapters, cause):
     """Its workers have read them for it, whatever it is private for."""
     running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     blocks = running.pool.get_new_blocks(1)
@@ -361,16 +365,16 @@ def test_weights_of_an_adapter_that_a_private_request_loaded_are_not_those_of_la
         running.half.weights_changed("update_weights")
     if cause == "failed":
         running.half.compute(request)
-    running.half._namespace = None if cause == "not named" else object()
+    running.half._identity.namespace = None if cause == "not named" else object()
     assert not ended(running, matched(running, request))
-    running.half._namespace = object()
+    running.half._identity.namespace = object()
     adapter_files(tmp_path / "one", b"others")
     running.pool.free_blocks(blocks)
     assert running.pool.reset_prefix_cache()
     assert not ended(running, matched(running, running.request("later", lora)))
 
 
-def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not_shared(tmp_path, adapters):
+def test_weights_adapter_replaced_needs_reset_of_own_cache(tmp_path, adapters):
     engines, lora = [Running(), Running()], LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
     assert ended(engines[0], matched(engines[0], engines[0].request("before", lora)))
     adapter_files(tmp_path / "one", b"others")
@@ -381,7 +385,7 @@ def test_weights_of_an_adapter_replaced_and_another_engine_s_cache_reset_are_not
         assert ended(engines[0], matched(engines[0], engines[0].request(f"after {shared}", lora))) is shared
 
 
-def test_weights_of_an_adapter_loaded_in_place_into_one_engine_of_several_are_not_known(tmp_path, adapters):
+def test_weights_adapter_loaded_inplace_in_one_of_two_engines_is_unknown(tmp_path, adapters):
     """The workers of the others have what they had, under the same name and number."""
     engines = [Running(), Running(prefix_caching=False)]
     lora = LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
@@ -396,7 +400,7 @@ def test_weights_of_an_adapter_loaded_in_place_into_one_engine_of_several_are_no
         assert not ended(engine, matched(engine, engine.request(f"after {i}", lora)))
 
 
-def test_weights_a_method_that_may_have_loaded_adapters_only_those_loaded_in_place_are_known(
+def test_weights_rpc_that_may_load_adapters_makes_them_unknown_until_inplace_load(
     tmp_path, adapters, listener, monkeypatch
 ):
     """Trainers call the workers' own ``add_lora``, which vLLM's engine core does not see."""
@@ -421,13 +425,13 @@ def test_weights_a_method_that_may_have_loaded_adapters_only_those_loaded_in_pla
 
 
 @pytest.mark.parametrize("how", ["aborted", "private", "not looked at"])
-def test_weights_of_an_adapter_whose_folder_was_another_for_a_while_are_not_known(tmp_path, adapters, how):
+def test_weights_adapter_folder_exchanged_meanwhile_is_unknown(tmp_path, adapters, how):
     """What a request computed meanwhile stays in vLLM's prefix cache, and the next one would store it as its own."""
     current, lora = adapter_files(tmp_path / "current"), LoRARequest("one", 1, str(tmp_path / "current"))
     adapter_files(tmp_path / "new", b"others")
     running = Running()
     assert ended(running, matched(running, running.request("before", lora)))
-    running.half._namespace = None if how == "private" else object()
+    running.half._identity.namespace = None if how == "private" else object()
     request = matched(running, running.request("meanwhile", lora))
     current.rename(tmp_path / "old")
     (tmp_path / "new").rename(current)
@@ -436,5 +440,5 @@ def test_weights_of_an_adapter_whose_folder_was_another_for_a_while_are_not_know
     assert how == "not looked at" or adapters.current(lora) is None, "found when it ended"
     current.rename(tmp_path / "new")
     (tmp_path / "old").rename(current)
-    running.half._namespace = object()
+    running.half._identity.namespace = object()
     assert not ended(running, matched(running, running.request("after", lora)))

@@ -13,15 +13,16 @@ from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info
 from support import WITHOUT_SHRINKING, Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker import pulls as pulls_module
-from vllm_kvtier.worker.half import WorkerHalf
-from vllm_kvtier.worker.memory import CacheMemory
-from vllm_kvtier.worker.pulls import Pulls
-from vllm_kvtier.worker.transport import NixlTransport
-from vllm_kvtier.worker.work import PullOrder, StepWork
+from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
+from vllm_kvtier.worker.context import CacheSetup
+from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
+from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 
 
 def whole(view):
@@ -29,9 +30,9 @@ def whole(view):
 
 
 @pytest.mark.parametrize("host_buffer", [False, True])
-def test_a_good_pull(host_buffer):
+def test_pulls_copy_blocks_and_checksums(host_buffer):
     pair = Pair(host_buffer, groups=2)
-    pair.there.make_sums([batch_of([3, 4, 9], [4, 4, 2]), batch_of([7], group=1)], None)
+    pair.there.compute_checksums([batch_of([3, 4, 9], [4, 4, 2]), batch_of([7], group=1)], None)
     untouched = pair.block(pair.here, 2)
     result = pair.run(pair.order(pull_of([5, 6, 1], [3, 4, 9], [4, 4, 2]), pull_of([8], [7], group=1)))
     assert not result.failed and not result.bad_blocks and result.bytes > 0 and not pair.pulls.active
@@ -43,7 +44,7 @@ def test_a_good_pull(host_buffer):
 
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=30, phases=WITHOUT_SHRINKING)
-def test_exactly_the_wrong_blocks_are_bad(seed):
+def test_pulls_report_exactly_the_bad_blocks(seed):
     """Wrong content, wrong key, never summed, wrong number of tokens: each is found, and only it."""
     rng = np.random.default_rng(seed)
     pair = Pair()
@@ -51,10 +52,12 @@ def test_exactly_the_wrong_blocks_are_bad(seed):
     local = rng.permutation(np.arange(1, 12))[:8]
     valid = rng.integers(1, TOKENS + 1, 8)
     keys = keys_of(remote)
-    summed = [i for i in range(8) if rng.random() < 0.9]
-    if summed:
-        pair.there.make_sums([batch_of(remote[summed].tolist(), valid[summed].tolist())], None)
-    bad = set(range(8)) - set(summed)
+    checksums_ready = [i for i in range(8) if rng.random() < 0.9]
+    if checksums_ready:
+        pair.there.compute_checksums(
+            [batch_of(remote[checksums_ready].tolist(), valid[checksums_ready].tolist())], None
+        )
+    bad = set(range(8)) - set(checksums_ready)
     for i in range(8):
         what = rng.integers(0, 6)
         if what == 0:
@@ -70,20 +73,20 @@ def test_exactly_the_wrong_blocks_are_bad(seed):
             pages[remote[i], 0, valid[i], 0] ^= 1
     result = pair.run(pair.order(pull_of(local.tolist(), remote.tolist(), valid.tolist(), keys=keys)))
     assert result.bad_blocks == {int(local[i]) for i in bad}
-    assert (result.failed, result.checksum) == (bool(bad), bool(bad))
+    assert (result.failed, result.checksum_mismatch) == (bool(bad), bool(bad))
     assert all((pair.here.table[local[i]] == 0) == (i in bad) for i in range(8))
 
 
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda o: setattr(o, "source", "nobody/1"), "never introduced"),
+        (lambda o: setattr(o, "source", "nobody/1"), "is unknown"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 16])), "outside 1..15"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),
     ],
 )
-def test_orders_that_cannot_be_read_end_at_once(spoil, words):
+def test_pulls_malformed_job_fails_at_once(spoil, words):
     pair = Pair()
     order = pair.order(pull_of([5, 6], [3, 4]))
     spoil(order)
@@ -91,7 +94,7 @@ def test_orders_that_cannot_be_read_end_at_once(spoil, words):
     assert result.failed and words in result.reason and result.bad_blocks == {5, 6} and not pair.pulls.active
 
 
-def test_a_source_that_lies_about_its_memory_costs_only_the_pull():
+def test_pulls_of_source_with_wrong_layout_fail():
     pair = Pair()
     true = info(pair.there)
     group = true.groups[0]
@@ -99,27 +102,27 @@ def test_a_source_that_lies_about_its_memory_costs_only_the_pull():
 
     short = msgspec.structs.replace(true, groups=(msgspec.structs.replace(group, regions=group.regions[:1]),))
     for lie in (short, msgspec.structs.replace(true, groups=()), msgspec.structs.replace(true, agent_metadata=b"x")):
-        pair.pulls.introduce("liar/1", [msgspec.structs.replace(lie, agent="liar")])
+        pair.pulls.add_engine("liar/1", [msgspec.structs.replace(lie, agent="liar")])
         result = pair.pulls.start(pair.order(pull_of([5], [3]), source="liar/1"))
         assert result.failed and result.bad_blocks == {5}
-    pair.there.make_sums([batch_of([3])], None)
+    pair.there.compute_checksums([batch_of([3])], None)
     assert not pair.run(pair.order(pull_of([5], [3]))).failed
 
 
 @pytest.mark.parametrize(
     "fault, words", [("fails", "failed"), ("start", "cannot start"), ("corrupt", "wrong checksum")]
 )
-def test_faults_of_the_transport(fault, words, caplog):
+def test_pulls_transport_faults_fail_and_next_pull_reconnects(fault, words, caplog):
     pair = Pair()
-    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.there.compute_checksums([batch_of([3, 4])], None)
     pair.transport.fault = fault
     for _ in range(3):
         result = pair.run(pair.order(pull_of([5, 6], [3, 4])))
         assert result.failed and words in result.reason
-        assert result.checksum == (fault == "corrupt")
+        assert result.checksum_mismatch == (fault == "corrupt")
         assert result.bad_blocks == ({5} if fault == "corrupt" else {5, 6})
     assert not pair.transport.running and not pair.pulls.active
-    assert caplog.text.count("said once") == 1
+    assert caplog.text.count("logged once") == 1
     pair.transport.fault = None
     assert not pair.run(pair.order(pull_of([5, 6], [3, 4]))).failed, "the next pull connects anew"
 
@@ -131,46 +134,46 @@ def clock(monkeypatch):
     return now
 
 
-@pytest.mark.parametrize("busy", [0, 1, len(pulls_module.REREAD_AFTER), len(pulls_module.REREAD_AFTER) + 1])
-def test_what_a_busy_source_has_promised_is_read_again_until_its_checksums_are_there(clock, busy):
+@pytest.mark.parametrize("busy", [0, 1, len(pulls_module.REREAD_SECONDS), len(pulls_module.REREAD_SECONDS) + 1])
+def test_pulls_early_read_is_repeated_until_checksums_are_ready(clock, busy):
     pair = Pair()
     order = dataclasses.replace(pair.order(pull_of([5, 6], [3, 4])), promised=True)
     for read in range(busy + 1):
         if read == busy:
-            pair.there.make_sums([batch_of([3, 4])], None)
+            pair.there.compute_checksums([batch_of([3, 4])], None)
         result = pair.run(order, 9) if not read else pair.goes_on(9)
-        if read < min(busy, len(pulls_module.REREAD_AFTER)):
+        if read < min(busy, len(pulls_module.REREAD_SECONDS)):
             assert result is None and pair.pulls.active and not pair.transport.running, "it waits"
-            clock.now += pulls_module.REREAD_AFTER[read] - 0.001
+            clock.now += pulls_module.REREAD_SECONDS[read] - 0.001
             assert pair.goes_on(9) is None and not pair.transport.running, "not before its time"
             clock.now += 0.002
         elif result is not None:
             break
-    assert result.failed == result.checksum == (busy > len(pulls_module.REREAD_AFTER))
+    assert result.failed == result.checksum_mismatch == (busy > len(pulls_module.REREAD_SECONDS))
     assert result.failed or pair.equal(5, 3)
 
 
-def test_what_was_not_only_promised_is_read_once(clock):
+def test_pulls_granted_export_is_read_once(clock):
     pair = Pair()
-    assert pair.run(pair.order(pull_of([5, 6], [3, 4])), 9).checksum
+    assert pair.run(pair.order(pull_of([5, 6], [3, 4])), 9).checksum_mismatch
 
 
 @pytest.mark.parametrize("fault, words", [("fails", "failed"), ("never", "within 2 s")])
-def test_a_read_that_did_not_end_is_reported_when_nothing_can_arrive_any_more(clock, fault, words, caplog):
+def test_pulls_stuck_read_is_reported_after_agent_ended(clock, fault, words, caplog):
     """UCX cannot take it back: only the end of the agent that reads frees the memory."""
     pair = Pair()
     pair.transport.fault, pair.transport.refuse_end = fault, 6
     assert pair.pulls.start(pair.order(pull_of([5], [3]), timeout=2.0)) is None
     for _ in range(4):
-        assert pair.pulls.drive() == [] and pair.transport.late_data() and pair.pulls.active
+        assert pair.pulls.poll() == [] and pair.transport.late_data() and pair.pulls.active
         clock.now += 1.6
     for _ in range(100):  # it is not asked again and again for an agent that does not end
-        assert pair.pulls.drive() == [] and pair.transport.late_data()
+        assert pair.pulls.poll() == [] and pair.transport.late_data()
     assert pair.transport.looks < 7 and caplog.text.count("restart this engine") == 1
     for _ in range(4):
         assert pair.pulls.active
         clock.now += 1.1
-        results = pair.pulls.drive()
+        results = pair.pulls.poll()
         assert bool(results) == (not pair.transport.late_data())
         if results:
             break
@@ -178,40 +181,40 @@ def test_a_read_that_did_not_end_is_reported_when_nothing_can_arrive_any_more(cl
     assert result.failed and words in result.reason and result.bad_blocks == {5} and not pair.pulls.active
 
 
-def test_what_took_too_long_may_come_a_little_later(clock):
+def test_pulls_timed_out_read_may_end_later(clock):
     """Then it is right, and nobody loses the agent."""
     pair = Pair()
-    pair.there.make_sums([batch_of([3])], None)
+    pair.there.compute_checksums([batch_of([3])], None)
     pair.transport.polls = 3
     assert pair.pulls.start(pair.order(pull_of([5], [3]), timeout=2.0)) is None
     clock.now += 2.1
-    assert pair.pulls.drive() == [] and pair.pulls.drive() == []
-    clock.now += pulls_module.GRACE - 0.2
-    assert pair.pulls.drive() == []
-    [result] = pair.pulls.drive()
+    assert pair.pulls.poll() == [] and pair.pulls.poll() == []
+    clock.now += pulls_module.GRACE_SECONDS - 0.2
+    assert pair.pulls.poll() == []
+    [result] = pair.pulls.poll()
     assert not result.failed and pair.equal(5, 3) and pair.transport.agent == 1
     assert not pair.run(pair.order(pull_of([6], [3]))).failed and not pair.transport.ended
 
 
 @pytest.mark.parametrize("polls, right", [(2, True), (1000, False)])
-def test_others_end_first_or_fail_as_well(clock, polls, right):
+def test_pulls_of_others_end_or_fail_with_a_failed_agent(clock, polls, right):
     pair = Pair()
-    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.there.compute_checksums([batch_of([3, 4])], None)
     pair.transport.polls = polls
     assert pair.pulls.start(pair.order(pull_of([5], [3]), name="other")) is None
     pair.transport.polls, pair.transport.fault = 0, "fails"
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="bad")) is None
     pair.transport.fault = None
-    assert pair.pulls.drive() == [] and pair.transport.late_data()
+    assert pair.pulls.poll() == [] and pair.transport.late_data()
     assert not pair.pulls.connected("s/1")
     assert pair.pulls.start(pair.order(pull_of([7], [3]), name="next")) is None, "waits for another agent"
     if not right:
         for _ in range(3):
-            assert pair.pulls.drive() == []
-        clock.now += pulls_module.GRACE + 0.01
+            assert pair.pulls.poll() == []
+        clock.now += pulls_module.GRACE_SECONDS + 0.01
     results = {}
     for _ in range(4):
-        for result in pair.pulls.drive():
+        for result in pair.pulls.poll():
             if result.failed:
                 assert not pair.transport.late_data()
             results[result.request_id] = result
@@ -221,42 +224,42 @@ def test_others_end_first_or_fail_as_well(clock, polls, right):
     assert pair.equal(5, 3) == right and not pair.pulls.active
 
 
-def test_a_pull_does_not_wait_for_ever_for_another_agent(clock):
+def test_pulls_waiting_for_new_agent_time_out(clock):
     pair = Pair()
     pair.transport.polls = 1000
     assert pair.pulls.start(pair.order(pull_of([5], [3]), name="other")) is None
     pair.transport.polls, pair.transport.fault = 0, "fails"
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="bad")) is None
-    assert pair.pulls.drive() == []
+    assert pair.pulls.poll() == []
     assert pair.pulls.start(pair.order(pull_of([7], [3]), name="next", timeout=0.5)) is None
     clock.now += 0.6
-    [result] = pair.pulls.drive()
+    [result] = pair.pulls.poll()
     assert result.request_id == "next" and "could not begin" in result.reason and result.bad_blocks == {7}
 
 
-def test_the_engine_s_own_thread_ends_no_agent():
+def test_pulls_quick_poll_ends_no_agent():
     pair = Pair()
-    pair.there.make_sums([batch_of([3])], None)
+    pair.there.compute_checksums([batch_of([3])], None)
     pair.transport.fault = "fails"
     assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
     pair.transport.fault = None
     for _ in range(5):
-        assert pair.pulls.drive(quick=True) == [] and pair.transport.agent == 1
+        assert pair.pulls.poll(quick=True) == [] and pair.transport.agent == 1
     assert pair.pulls.start(pair.order(pull_of([6], [3]))) is None
-    assert pair.pulls.drive()[0].failed and pair.transport.ended == 1
+    assert pair.pulls.poll()[0].failed and pair.transport.ended == 1
     for _ in range(5):  # nor does it make another
-        assert pair.pulls.drive(quick=True) == [] and not pair.transport.peers
+        assert pair.pulls.poll(quick=True) == [] and not pair.transport.peers
     pair.transport.polls = 1
-    assert pair.pulls.drive() == [] and pair.transport.peers
-    assert not pair.pulls.drive(quick=True)[0].failed
+    assert pair.pulls.poll() == [] and pair.transport.peers
+    assert not pair.pulls.poll(quick=True)[0].failed
 
 
-def test_reads_whose_fate_nobody_knows_fail_with_the_agent(clock, monkeypatch):
+def test_pulls_of_lost_agent_fail(clock, monkeypatch):
     pair = Pair()
     pair.transport.fault = "never"
     assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
     monkeypatch.setattr(pair.transport, "poll", lambda transfer: 1 / 0)
-    [result] = pair.pulls.drive()
+    [result] = pair.pulls.poll()
     assert result.failed and result.bad_blocks == {5} and pair.transport.ended == 1
     # What goes wrong while the agent ends is not taken for its end.
     monkeypatch.undo()
@@ -265,15 +268,15 @@ def test_reads_whose_fate_nobody_knows_fail_with_the_agent(clock, monkeypatch):
     assert pair.pulls.start(pair.order(pull_of([5], [3]))) is None
     real = pair.transport.retired
     monkeypatch.setattr(pair.transport, "retired", lambda: 1 / 0)
-    assert pair.pulls.drive() == [] and pair.pulls.drive() == []
+    assert pair.pulls.poll() == [] and pair.pulls.poll() == []
     monkeypatch.setattr(pair.transport, "retired", real)
     clock.now += 1.1
-    assert pair.pulls.drive()[0].failed and not pair.pulls.active
+    assert pair.pulls.poll()[0].failed and not pair.pulls.active
 
 
-def test_an_unforeseen_error_ends_its_pull_and_no_other(monkeypatch):
+def test_pulls_unexpected_error_fails_one_pull_only(monkeypatch):
     pair = Pair()
-    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.there.compute_checksums([batch_of([3, 4])], None)
     real = pair.here.begin_check
 
     def begin_check(groups, moves=()):
@@ -284,21 +287,21 @@ def test_an_unforeseen_error_ends_its_pull_and_no_other(monkeypatch):
     monkeypatch.setattr(pair.here, "begin_check", begin_check)
     assert pair.pulls.start(pair.order(pull_of([5], [3]), name="bad")) is None
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="good")) is None
-    results = {r.request_id: r for r in pair.pulls.drive() + pair.pulls.drive()}
+    results = {r.request_id: r for r in pair.pulls.poll() + pair.pulls.poll()}
     assert results["bad"].failed and results["bad"].bad_blocks == {5}
     assert not results["good"].failed and not pair.pulls.active
 
 
-def test_many_pulls_at_once():
+def test_pulls_many_at_once():
     pair = Pair(blocks=(64, 64))
-    pair.there.make_sums([batch_of(range(1, 64))], None)
+    pair.there.compute_checksums([batch_of(range(1, 64))], None)
     for i in range(1, 61, 3):
         pair.transport.polls = i % 4
         ids = [i, i + 1, i + 2]
         assert pair.pulls.start(pair.order(pull_of(ids, [64 - n for n in ids]), name=str(i))) is None
     done = {}
     for _ in range(10):
-        done |= {r.request_id: r for r in pair.pulls.drive()}
+        done |= {r.request_id: r for r in pair.pulls.poll()}
     assert len(done) == 20 and not any(r.failed for r in done.values())
     assert all(pair.equal(n, 64 - n) for n in range(1, 61))
 
@@ -311,7 +314,7 @@ def nixl(name):
     return NixlTransport(name, ["UCX"])
 
 
-def test_nixl_between_two_agents_of_one_process():
+def test_pulls_with_nixl_between_two_agents():
     here, there = CacheMemory(cache(12, 1), False), CacheMemory(cache(16, 2), True)
     near, far = nixl("near"), nixl("far")
     here.register(near)
@@ -321,8 +324,8 @@ def test_nixl_between_two_agents_of_one_process():
         there.table.data_ptr(),
     )  # fmt: skip
     pulls = Pulls(near, here, 0)
-    pulls.introduce("s/1", [true])
-    there.make_sums([batch_of([3, 4, 9])], None)
+    pulls.add_engine("s/1", [true])
+    there.compute_checksums([batch_of([3, 4, 9])], None)
     stop = threading.Event()
 
     def serve():
@@ -333,12 +336,12 @@ def test_nixl_between_two_agents_of_one_process():
     thread.start()
     try:
         for _ in range(2):
-            assert pulls.start(PullOrder("r", "s/1", [pull_of([1, 2, 7], [3, 4, 9])], 20.0)) is None
-            [result] = eventually(pulls.drive, 20)
+            assert pulls.start(PullJob("r", "s/1", [pull_of([1, 2, 7], [3, 4, 9])], 20.0)) is None
+            [result] = eventually(pulls.poll, 20)
             assert not result.failed, result.reason
-        assert pulls.start(PullOrder("r", "s/1", [pull_of([1, 2], [3, 10])], 20.0)) is None
-        [result] = eventually(pulls.drive, 20)
-        assert result.checksum and result.bad_blocks == {2}, "block 10 was never summed"
+        assert pulls.start(PullJob("r", "s/1", [pull_of([1, 2], [3, 10])], 20.0)) is None
+        [result] = eventually(pulls.poll, 20)
+        assert result.checksum_mismatch and result.bad_blocks == {2}, "block 10 was never summed"
     finally:
         stop.set()
         thread.join(5)
@@ -346,7 +349,7 @@ def test_nixl_between_two_agents_of_one_process():
         assert torch.equal(here.view.pages(region)[[1, 7]], there.view.pages(other)[[3, 9]])
 
 
-def test_worker_halves_end_to_end(tmp_path):
+def test_pulls_between_two_workers_end_to_end(tmp_path):
     """Two worker halves with real NIXL and links: set up, sums, a pull, no polling afterwards; a bad cache is said."""
     pytest.importorskip("nixl")
     halves, servers, heard, reactors = [], [], [], []
@@ -358,46 +361,46 @@ def test_worker_halves_end_to_end(tmp_path):
             heard.append([])
             servers.append(LinkServer(reactors[i], path, heard[i].append))
             reactors[i].start()
-            halves.append(WorkerHalf(0, f"agent{i}", path, ["UCX"], Uncontained()))
-            halves[i].register(lambda view=view: view, whole, lambda view: (0,))
+            halves.append(KVTierConnectorWorker(0, f"agent{i}", path, ["UCX"], Uncontained()))
+            halves[i].register(CacheSetup(lambda view=view: view, whole, lambda view: (0,)))
         for h in heard:
             described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
             assert isinstance(described, m.Described) and described.shards == (0,) and described.rank == 0
             assert isinstance(registered, m.Register)
         halves[1].submit(StepWork(7, [batch_of([3, 4])]))
-        eventually(lambda: m.Summed(0, 7) in heard[1])
-        reactors[1].call_soon(lambda: servers[1].tell(m.Serve(True)))
+        eventually(lambda: m.ChecksumsReady(0, 7) in heard[1])
+        reactors[1].call_soon(lambda: servers[1].send(m.Serve(True)))
         source = heard[1][1].info
         for n in range(2):
-            order = PullOrder(f"r{n}", "s/1", [pull_of([1, 2], [3, 4])], 20.0)
+            order = PullJob(f"r{n}", "s/1", [pull_of([1, 2], [3, 4])], 20.0)
             halves[0].submit(StepWork(n, [], [order], {"s/1": [source]} if n == 0 else {}))
             step = eventually(lambda: (s := halves[0].collect()).finished and s, 20)
             assert step.finished == {f"r{n}"} and not step.failed and not step.bad_blocks
-        halves[0].submit(StepWork(3, [], [PullOrder("x", "s/1", [pull_of([5], [99])], 1.0)]))
+        halves[0].submit(StepWork(3, [], [PullJob("x", "s/1", [pull_of([5], [99])], 1.0)]))
         step = eventually(lambda: (s := halves[0].collect()).finished and s, 20)
         assert step.failed == {"x"} and step.bad_blocks == {5}
-        reactors[1].call_soon(lambda: servers[1].tell(m.Serve(False)))
-        eventually(lambda: not any(half._driving or half._busy() for half in halves))
+        reactors[1].call_soon(lambda: servers[1].send(m.Serve(False)))
+        eventually(lambda: not any(half._exchange._polling or half._exchange._busy() for half in halves))
         for region, other in zip(views[0].groups[0].regions, views[1].groups[0].regions, strict=True):
             assert torch.equal(views[0].pages(region)[[1, 2]], views[1].pages(other)[[3, 4]])
     finally:
         for thing in (*halves, *reactors):
-            (thing.shutdown if isinstance(thing, WorkerHalf) else thing.stop)()
+            (thing.shutdown if isinstance(thing, KVTierConnectorWorker) else thing.stop)()
 
 
-def test_a_cache_that_cannot_be_described_is_said_and_pulls_fail_at_once(tmp_path):
+def test_pulls_of_unsupported_cache_are_reported_and_fail_at_once(tmp_path):
     reactor, heard = Reactor("s"), []
     LinkServer(reactor, str(tmp_path / "l.sock"), heard.append)
     reactor.start()
-    half = WorkerHalf(0, "agent", str(tmp_path / "l.sock"), ["UCX"], Uncontained())
+    half = KVTierConnectorWorker(0, "agent", str(tmp_path / "l.sock"), ["UCX"], Uncontained())
 
     def describe():
         raise KVTierError("no such layout")
 
     try:
-        half.register(describe, whole, lambda view: (0,))
+        half.register(CacheSetup(describe, whole, lambda view: (0,)))
         assert eventually(lambda: heard) == [m.Unusable(0, "no such layout")]
-        half.submit(StepWork(0, [batch_of([1])], [PullOrder("r", "s/1", [pull_of([5], [3])], 1.0)]))
+        half.submit(StepWork(0, [batch_of([1])], [PullJob("r", "s/1", [pull_of([5], [3])], 1.0)]))
         step = eventually(lambda: (s := half.collect()).finished and s)
         assert step.failed == {"r"} and step.bad_blocks == {5} and step.results[0].reason == "no such layout"
     finally:

@@ -1,4 +1,4 @@
-"""The worker half when vLLM takes the KV cache's memory away and gives it back: with real NIXL, between two halves."""
+"""The worker side when vLLM takes the KV cache's memory away and gives it back: with real NIXL, between two halves."""
 
 import threading
 import time
@@ -14,10 +14,11 @@ from vllm_kvtier import codecs
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.worker import half as half_module
-from vllm_kvtier.worker.coded_memory import CodedMemory
-from vllm_kvtier.worker.half import ASLEEP, WorkerHalf
-from vllm_kvtier.worker.memory import CacheMemory
+from vllm_kvtier.worker import connector_worker as connector_worker_module
+from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
+from vllm_kvtier.worker.context import ASLEEP, CacheSetup
+from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def halves(tmp_path):
         there.end()
 
 
-def test_half_that_slept_is_read_again_under_another_agent(halves):
+def test_worker_after_suspend_is_pulled_from_under_new_agent(halves):
     here, there = halves
     here.info()
     first = there.info()
@@ -42,15 +43,15 @@ def test_half_that_slept_is_read_again_under_another_agent(halves):
     [result] = here.results()
     assert not result.failed and same(here, 1, there, 3)
     for life in range(2, 4):
-        there.made.sleep()
-        there.made.sleep()
+        there.made.suspend()
+        there.made.suspend()
         eventually(lambda life=life: len(there.said(m.Asleep)) == life - 1)
         there.fill(0xEE)
         here.pull("meanwhile", 2, 3, timeout=2.0)
         [result] = here.results()
         assert result.failed and result.bad_blocks == {2}, "its memory is read no more"
-        there.made.wake()
-        there.made.wake()
+        there.made.resume()
+        there.made.resume()
         info = there.info(life)
         assert info.agent != first.agent and info.agent_metadata != first.agent_metadata
         there.fill(life)
@@ -62,7 +63,7 @@ def test_half_that_slept_is_read_again_under_another_agent(halves):
     assert len(there.said(m.Register)) == 3, "once each time"
 
 
-def test_half_that_slept_reads_again_from_engines_that_were_introduced_before(halves):
+def test_worker_after_suspend_pulls_from_known_engines(halves):
     here, there = halves
     here.info()
     source = there.info()
@@ -70,26 +71,26 @@ def test_half_that_slept_reads_again_from_engines_that_were_introduced_before(ha
     there.serve()
     here.pull("before", 1, 3, infos={"s/1": [source]})
     assert not here.results()[0].failed
-    here.made.sleep()
+    here.made.suspend()
     here.pull("meanwhile", 1, 3)
     [result] = here.results()
     assert result.failed and result.reason == ASLEEP
     here.fill(0xEE)
-    here.made.wake()
+    here.made.resume()
     here.info(2)
     here.pull("after", 5, 4)
     [result] = here.results()
     assert not result.failed and same(here, 5, there, 4), result.reason
 
 
-def test_half_that_slept_gives_the_memory_for_encoded_blocks_back_before_it_takes_it_again(tmp_path):
+def test_worker_suspend_frees_encoded_memory_before_new_one(tmp_path):
     """As much as its whole cache: twice that may not fit."""
     pytest.importorskip("nixl")
     made = weakref.WeakValueDictionary()  # by the cache
 
     def encoded(view):
         assert view not in made, "that of before is still there"
-        made[view] = memory = CodedMemory(view, [codecs.get("int8")])
+        made[view] = memory = EncodedMemory(view, [codecs.get("int8")])
         return memory
 
     here, there = (Half(tmp_path, n, cache_of_numbers(16, n), encoded) for n in range(2))
@@ -102,8 +103,8 @@ def test_half_that_slept_gives_the_memory_for_encoded_blocks_back_before_it_take
             [result] = here.results()
             assert not result.failed, result.reason
             for half in (here, there):
-                half.made.sleep()
-                half.made.wake()
+                half.made.suspend()
+                half.made.resume()
                 half.info(life + 1)
         assert len(made) == 2
     finally:
@@ -111,17 +112,17 @@ def test_half_that_slept_gives_the_memory_for_encoded_blocks_back_before_it_take
         there.end()
 
 
-def test_half_that_falls_asleep_in_the_middle_of_pulls_reports_each_once_and_writes_no_more(halves):
+def test_worker_suspend_during_pulls_reports_each_once_and_writes_nothing(halves):
     """Of aborted requests: vLLM waits for word of them before it gives their blocks to others."""
     here, there = halves
     here.info()
     info = there.info()
     there.sum(*range(1, 9))
     here.pull("first", 1, 1, infos={"s/1": [info]})  # the source makes no progress: it does not end
-    eventually(lambda: here.made._pulls.connected("s/1"), 20)
+    eventually(lambda: here.made._exchange.pulls.connected("s/1"), 20)
     for n in range(2, 9):
         here.pull(f"r{n}", n, n)
-    here.made.sleep()
+    here.made.suspend()
     results = here.results(8)
     assert sorted(r.request_id for r in results) == sorted(["first", *(f"r{n}" for n in range(2, 9))])
     assert all(r.failed and r.reason == ASLEEP for r in results)
@@ -132,52 +133,54 @@ def test_half_that_falls_asleep_in_the_middle_of_pulls_reports_each_once_and_wri
     assert not here.made.collect().results
 
 
-def test_sleep_while_the_cache_is_set_up_waits_and_it_is_set_up_when_awake(tmp_path, monkeypatch):
+def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, monkeypatch):
     """And one that sleeps before that is not set up before it wakes."""
     pytest.importorskip("nixl")
     entered, go_on = threading.Event(), threading.Event()
-    real = half_module.NixlTransport
+    real = connector_worker_module.NixlTransport
 
     def slow(*arguments):
         entered.set()
         assert go_on.wait(20)
         return real(*arguments)
 
-    monkeypatch.setattr(half_module, "NixlTransport", slow)
+    monkeypatch.setattr(connector_worker_module, "NixlTransport", slow)
     half = Half(tmp_path, 0, cache(12, 0))
     try:
         assert entered.wait(20)
-        sleeper = threading.Thread(target=half.made.sleep)
+        sleeper = threading.Thread(target=half.made.suspend)
         sleeper.start()
         sleeper.join(0.05)
         assert sleeper.is_alive(), "the memory is in use"
         go_on.set()
         sleeper.join(20)
-        assert half.made._pulls is None and half.made._transport is None
+        assert half.made._exchange.pulls is None and half.made._exchange.transport is None
         eventually(lambda: half.said(m.Asleep))
         assert len(half.said(m.Register)) == 1
-        half.made.wake()
+        half.made.resume()
         assert half.info(2).agent != half.info(1).agent
     finally:
         half.end()
 
 
-def test_half_that_sleeps_before_it_is_set_up_is_set_up_once_when_it_wakes(tmp_path):
+def test_worker_suspended_before_setup_is_set_up_once(tmp_path):
     pytest.importorskip("nixl")
     path, heard, reactor = str(tmp_path / "l.sock"), [], Reactor("s")
-    half = WorkerHalf(0, "agent", path, ["UCX"], Uncontained())
+    half = KVTierConnectorWorker(0, "agent", path, ["UCX"], Uncontained())
     try:
-        half.register(lambda: cache(12, 0), lambda view: CacheMemory(view, False), lambda view: (0,))
-        half.sleep()
-        half.wake()
-        half.sleep()
+        half.register(
+            CacheSetup(lambda: cache(12, 0), lambda view: CacheMemory(view, False), lambda view: (0,))
+        )
+        half.suspend()
+        half.resume()
+        half.suspend()
         LinkServer(reactor, path, heard.append)
         reactor.start()
         eventually(lambda: heard.count(m.Asleep(0)) == 2, 20)
         turned = threading.Event()
         half._reactor.call_soon(turned.set)
         assert turned.wait(10) and not any(isinstance(message, m.Register) for message in heard)
-        half.wake()
+        half.resume()
         eventually(lambda: any(isinstance(message, m.Register) for message in heard), 20)
         turned.clear()
         half._reactor.call_soon(turned.set)
@@ -190,12 +193,12 @@ def test_half_that_sleeps_before_it_is_set_up_is_set_up_once_when_it_wakes(tmp_p
 @pytest.fixture
 def pair(monkeypatch):
     pair = Pair()
-    pair.there.make_sums([batch_of([3, 4])], None)
+    pair.there.compute_checksums([batch_of([3, 4])], None)
     pair.transport.close = pair.transport.retire
     return pair
 
 
-def test_pulls_that_stop_report_what_nothing_can_arrive_of(pair):
+def test_pulls_stop_reports_jobs_without_pending_data(pair):
     """Each stage: one that waits for its fence, one that reads, one whose agent does not end."""
     pair.transport.fault, pair.transport.refuse_end = "never", 3
     assert pair.pulls.start(pair.order(pull_of([5], [3]), name="reads")) is None
@@ -203,18 +206,18 @@ def test_pulls_that_stop_report_what_nothing_can_arrive_of(pair):
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="waits"), late) is None
     results = pair.pulls.stop("asleep")
     assert [r.request_id for r in results] == ["waits"] and pair.transport.late_data() and pair.pulls.active
-    pair.pulls._look_at = 0.0
-    results = pair.pulls.drive()
+    pair.pulls._next_check = 0.0
+    results = pair.pulls.poll()
     assert [(r.request_id, r.reason, r.bad_blocks) for r in results] == [("reads", "asleep", {5})]
     assert not pair.transport.late_data() and not pair.pulls.active
 
 
-def test_pulls_that_could_not_stop_begin_no_read_any_more(pair):
+def test_pulls_after_failed_stop_start_no_read(pair):
     """The memory is taken away all the same."""
-    pair.pulls._condemn(1e18)
+    pair.pulls._begin_retiring(1e18)
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="waits")) is None
     pair.transport.close = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         pair.pulls.stop("asleep")
-    (result,) = pair.pulls.drive()
+    (result,) = pair.pulls.poll()
     assert result.failed and result.bad_blocks == {6} and not pair.pulls.active

@@ -77,7 +77,7 @@ def forked(service: Service) -> bool:
     return not isinstance(service._process, subprocess.Popen)
 
 
-def test_popen_of_the_module_forks_what_runs_as_a_new_process_would(make, tmp_path):
+def test_zygote_popen_of_module_forks_like_new_process(make, tmp_path):
     service = make("3", "and", "more").start()
     assert forked(service) and service._process.wait() == 3
     with pytest.raises(ServiceFailed, match="ended with code 3"):
@@ -95,7 +95,7 @@ def test_popen_of_the_module_forks_what_runs_as_a_new_process_would(make, tmp_pa
     eventually(lambda: not group_members(service.pid), 10, "what forks for it ends with it")
 
 
-def test_kill_of_a_forked_process_leaves_nothing_of_its_group(make):
+def test_zygote_kill_ends_whole_process_group(make):
     service = make("hang").start()
     eventually(lambda: service.log_path.read_text(), 20, "it runs")
     assert forked(service) and len(group_members(service.pid)) > 1
@@ -103,7 +103,7 @@ def test_kill_of_a_forked_process_leaves_nothing_of_its_group(make):
     assert service._process.returncode == -signal.SIGKILL and not group_members(service.pid)
 
 
-def test_kill_leader_of_a_forked_process_is_reported(make):
+def test_zygote_kill_leader_is_reported(make):
     service = make("hang").start()
     service.kill_leader()
     assert not service.running and service._process.returncode == -signal.SIGKILL
@@ -111,10 +111,27 @@ def test_kill_leader_of_a_forked_process_is_reported(make):
     assert service.running
 
 
+def test_zygote_start_script_separates_stdout_and_stderr(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nprint(sys.argv[1:], 'email.mime.text' in sys.modules, os.environ['XDG_RUNTIME_DIR'])\n"
+        "print('error', file=sys.stderr)\nsys.exit(3 if __name__ == '__main__' else 0)\n"
+    )
+    zygote = Zygote(os.environ, SELF, ("email.mime.text",))
+    files = tmp_path / "stdout", tmp_path / "stderr"
+    with files[0].open("wb") as stdout, files[1].open("wb") as stderr:
+        env = {**zygote.env, "XDG_RUNTIME_DIR": "/somewhere"}
+        assert zygote.start_script([str(script), "one"], env, stdout, stderr).wait() == 3
+        with pytest.raises(AssertionError):
+            zygote.start_script([str(script)], {**env, "OMP_NUM_THREADS": "7"}, stdout, stderr)
+    assert [file.read_text() for file in files] == ["['one'] True /somewhere\n", "error\n"]
+    zygote.close()
+
+
 @pytest.mark.parametrize("what", ["environment", "module"])
-def test_popen_of_what_was_not_imported_that_way_starts_a_new_interpreter(make, what):
+def test_zygote_popen_with_other_module_or_environment_starts_interpreter(make, what):
     assert make("0").start()._process.wait() == 0
-    options = {"environment": {"env": {"PYTHONHASHSEED": "7"}}, "module": {"module": "platform"}}
+    options = {"environment": {"env": {"OMP_NUM_THREADS": "7"}}, "module": {"module": "platform"}}
     other = make("0", **options[what]).start()
     assert not forked(other)
     other._process.wait()
@@ -122,7 +139,7 @@ def test_popen_of_what_was_not_imported_that_way_starts_a_new_interpreter(make, 
     assert forked(late) and late._process.wait() == 0
 
 
-def test_poll_by_two_threads_both_get_the_exit_code(make):
+def test_zygote_poll_by_two_threads_returns_exit_code(make):
     """The second question comes when the child has been reaped: it must not end the zygote."""
     service = make("5").start()
     process, other = service._process, Forked(service._process._zygote, service.pid)
@@ -130,7 +147,7 @@ def test_poll_by_two_threads_both_get_the_exit_code(make):
     assert make("0").start()._process.wait() == 0
 
 
-def test_wait_that_another_thread_reaps_meanwhile_returns_the_exit_code(make, monkeypatch):
+def test_zygote_wait_reaped_by_other_thread_returns_exit_code(make, monkeypatch):
     service = make("5").start()
     process, other = service._process, Forked(service._process._zygote, service.pid)
     opened = os.pidfd_open
@@ -144,7 +161,7 @@ def test_wait_that_another_thread_reaps_meanwhile_returns_the_exit_code(make, mo
     assert process.wait() == 5
 
 
-def test_serve_a_number_given_again_is_the_new_childs(monkeypatch):
+def test_zygote_reused_pid_has_exit_code_of_new_child(monkeypatch):
     """Whose exit code is not that of the child that had it before."""
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(os, "fork", lambda: 4242)

@@ -1,5 +1,5 @@
-"""``kvtier bench``: what this machine makes of the project's own paths, beside what it could do at most.
+"""``kvtier bench``: the rates of this machine, each with the limit of its hardware.
 
-Each module is one bench, ``measure(...) -> list[Row]``, of some seconds: the very code that engines and stores run, on
-made-up blocks. For the project's own figures, with all their variants, see ``benchmarks/`` of a checkout.
+Each module is one bench, ``measure(...) -> list[Row]``, of a few seconds. It runs the code of engines and stores on
+random blocks. ``benchmarks/`` of a checkout has the project's figures in all variants.
 """

@@ -1,7 +1,7 @@
-"""Blocks between an engine's cache and slots of the store's memory, as they are and through codecs.
+"""Copies between an engine's cache and slots of the store's memory, raw and through codecs.
 
-The copier is the engines' own, checksums made and checked. Beside it: on a GPU one pinned copy each way, without one
-``memcpy`` on one core, which is what an engine copies with.
+The copier is that of the engines, which computes and verifies checksums. The limit is a pinned copy on a GPU, and
+``memcpy`` on one core without a GPU, since an engine copies on one core.
 """
 
 import ctypes
@@ -18,28 +18,28 @@ from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
-from vllm_kvtier.worker.copier import make_copier
-from vllm_kvtier.worker.one_core import one_core
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.copy.base import make_copier
+from vllm_kvtier.worker.device.cpu_threads import one_core
 from vllm_kvtier.worker.tuning import Tuning
-from vllm_kvtier.worker.views import CacheView
 
 # Qwen3-8B's cache: pages of 64 KiB, blocks of 2.25 MiB.
-LAYERS, HEADS, SIZE, TOKENS = 36, 8, 128, 16
-CELL = 2 * SIZE * 2  # bytes of a token and head
-BLOCK = LAYERS * HEADS * TOKENS * CELL
-AHEAD = 3  # calls of a device under way, as in an engine
-CALL = 64 << 20  # bytes of one call to a device
-# More than a processor's caches hold, and few enough that the slowest codec gets through; a GPU's link wants more.
-_HOST_BLOCKS, _HOST_CODED_BLOCKS, _DEVICE_BLOCKS = 48, 12, 512
+LAYERS, HEADS, HEAD_SIZE, BLOCK_TOKENS = 36, 8, 128, 16
+CELL_BYTES = 2 * HEAD_SIZE * 2  # of a token and head
+BLOCK_BYTES = LAYERS * HEADS * BLOCK_TOKENS * CELL_BYTES
+CALLS_AHEAD = 3  # concurrent calls of a device, as in an engine
+CALL_BYTES = 64 << 20  # of one call to a device
+# More than a processor's caches, and few enough for the slowest codec; a GPU's link needs more.
+_HOST_BLOCKS, _HOST_ENCODED_BLOCKS, _DEVICE_BLOCKS = 48, 12, 512
 
 
 class Pool:
-    """Memory like the store's, with ``count`` slots of ``pages``, none across a piece; touched as far as they go."""
+    """Memory like the store's, with ``count`` slots of ``pages``, none across a piece; all slots are touched."""
 
     def __init__(self, count: int, pages: int):
-        places = np.arange(count + 1)  # one more: page 0 names no slot
+        positions = np.arange(count + 1)  # one more, because page 0 is no slot
         per_piece = PIECE // PAGE // pages
-        slots = places // per_piece * (PIECE // PAGE) + places % per_piece * pages
+        slots = positions // per_piece * (PIECE // PAGE) + positions % per_piece * pages
         self.slots = slots[1:]
         self.nbytes = -(-(int(slots[-1]) + pages) // (PIECE // PAGE)) * PIECE
         self._mapping = mmap.mmap(-1, self.nbytes)
@@ -53,7 +53,7 @@ class Scene:
     """A cache of random numbers."""
 
     view: CacheView
-    blocks: int  # half of the cache's: to be stored; the others are loaded into
+    blocks: int  # half of the cache's blocks are stored; the others are loaded into
     memory: torch.Tensor
 
     @property
@@ -61,29 +61,30 @@ class Scene:
         return self.view.device.type
 
 
-def scene(cuda: bool, coded: bool) -> Scene:
-    """Raises KVTierError where memory is short."""
-    blocks = _DEVICE_BLOCKS if cuda else _HOST_CODED_BLOCKS if coded else _HOST_BLOCKS
+def scene(cuda: bool, encoded: bool) -> Scene:
+    """Raises KVTierError if memory is short."""
+    blocks = _DEVICE_BLOCKS if cuda else _HOST_ENCODED_BLOCKS if encoded else _HOST_BLOCKS
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     try:
-        tile = torch.randn(BLOCK // 2, dtype=torch.bfloat16, device=device)
+        tile = torch.randn(BLOCK_BYTES // 2, dtype=torch.bfloat16, device=device)
         memory = tile.repeat(2 * blocks).view(torch.uint8)
     except (RuntimeError, MemoryError) as error:
-        raise KVTierError(f"no room for a cache of {2 * blocks * BLOCK >> 20} MiB: {error}") from error
-    page = BLOCK // LAYERS
+        raise KVTierError(f"no room for a cache of {2 * blocks * BLOCK_BYTES >> 20} MiB: {error}") from error
+    page = BLOCK_BYTES // LAYERS
     regions = tuple(
         Region(
-            f"layer{i}", memory.data_ptr() + i * 2 * blocks * page, page, HEADS, TOKENS * CELL, 0, TOKENS, CELL, CELL,
-            dtype="bfloat16", fields=(Field("k", SIZE), Field("v", SIZE)),
+            f"layer{i}", memory.data_ptr() + i * 2 * blocks * page, page, HEADS, BLOCK_TOKENS * CELL_BYTES, 0,
+            BLOCK_TOKENS, CELL_BYTES, CELL_BYTES,
+            dtype="bfloat16", fields=(Field("k", HEAD_SIZE), Field("v", HEAD_SIZE)),
         )
         for i in range(LAYERS)
     )  # fmt: skip
-    group = GroupView(0, TOKENS, "full", None, regions)
+    group = GroupView(0, BLOCK_TOKENS, "full", None, regions)
     return Scene(CacheView([group], 2 * blocks, device, [memory.untyped_storage()]), blocks, memory)
 
 
-class Mover:
-    """The engines' copier over a scene, blocks in no order. ``tuning``: as ``make_copier``'s."""
+class CopyRunner:
+    """The engines' copier over a scene, blocks in random order. ``tuning``: as in ``make_copier``."""
 
     def __init__(self, on: Scene, codec: str, tuning: Tuning | None = None):
         group = on.view.groups[0]
@@ -102,10 +103,10 @@ class Mover:
         for start in range(0, mapped.nbytes, PIECE):
             self._copier.register(start, PIECE)
         self._copier.warm_up()
-        least = CALL if on.device == "cuda" else self._copier.piece_bytes
+        least = CALL_BYTES if on.device == "cuda" else self._copier.piece_bytes
         self._step = min(on.blocks, max(1, least // self._layout.nbytes))
         self._count, self._wait = on.blocks, 0.0 if on.device == "cpu" else 20e-6
-        self._ahead = AHEAD if on.device == "cuda" else 1
+        self._ahead = CALLS_AHEAD if on.device == "cuda" else 1
         self._at = 0
         self._stored = False
 
@@ -113,7 +114,7 @@ class Mover:
         return self._run("store", seconds)
 
     def load(self, seconds: float) -> tuple[int, float]:
-        """Of what was stored; stores all of it first if that is not so. Raises KVTierError for a wrong checksum."""
+        """Load stored blocks; store all of them first if needed. Raises KVTierError for a wrong checksum."""
         if not self._stored:
             for at in range(0, self._count, self._step):
                 self._finish(self._begin("store", at))
@@ -126,7 +127,7 @@ class Mover:
             more = time.perf_counter() - begun < seconds or not moved
             if more and len(under_way) < self._ahead:
                 under_way.append(self._begin(direction, self._at))
-                moved += min(self._step, self._count - self._at) * BLOCK
+                moved += min(self._step, self._count - self._at) * BLOCK_BYTES
                 self._at = self._at + self._step if self._at + self._step < self._count else 0
             elif under_way:
                 self._finish(under_way.pop(0))
@@ -140,7 +141,7 @@ class Mover:
 
     def _finish(self, copy) -> None:
         while not copy.done():
-            time.sleep(self._wait)  # a device tells nobody: engines look at it as often
+            time.sleep(self._wait)  # engines poll a device as often
         if copy.bad is not None and copy.bad.any():
             raise KVTierError("a block came back with a wrong checksum: this machine's memory or link is broken")
 
@@ -149,7 +150,7 @@ class Mover:
 
 
 def limits(on: Scene) -> dict:
-    """Ways to move as much, of which the rates are the machine's."""
+    """Plain copies of as much, whose rates are the machine's limits."""
     if on.device == "cuda":
         host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
         device = on.memory[: host.numel()]
@@ -182,20 +183,20 @@ def limits(on: Scene) -> dict:
 def measure(
     seconds: float, cuda: bool | None = None, names: tuple[str, ...] = (codecs.Codec.RAW,), bench: str = "copy"
 ) -> list[Row]:
-    """Out of the cache (store) and into it (load), for each codec, all in turns with the machine's own rates."""
+    """Rates out of the cache (store) and into it (load) for each codec, in rounds that alternate with the limits."""
     cuda = torch.cuda.is_available() if cuda is None else cuda
     on = scene(cuda, names != (codecs.Codec.RAW,))
     word = "a pinned copy" if cuda else "memcpy on one core"
-    movers = {name: Mover(on, name) for name in names}
+    runners = {name: CopyRunner(on, name) for name in names}
     ways = limits(on)
-    for name, mover in movers.items():
-        ways[f"{name} store"], ways[f"{name} load"] = mover.store, mover.load
+    for name, runner in runners.items():
+        ways[f"{name} store"], ways[f"{name} load"] = runner.store, runner.load
     try:
         with one_core():
             found = rates(ways, seconds)
     finally:
-        for mover in movers.values():
-            mover.close()
+        for runner in runners.values():
+            runner.close()
     return [
         Row(
             bench,
@@ -210,5 +211,5 @@ def measure(
 
 
 def measure_codecs(seconds: float, cuda: bool | None = None) -> list[Row]:
-    """The same for each codec that is not raw: bytes are KV's, not the encoded ones."""
+    """The same for each codec but raw, in bytes of KV before encoding."""
     return measure(seconds, cuda, tuple(name for name in codecs.names() if name != codecs.Codec.RAW), "codec")

@@ -13,31 +13,30 @@ import torch
 
 from vllm_kvtier.bench.row import Row, rates, repeat
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.lower.agent import load_nixl
+from vllm_kvtier.store.tiers.process.nixl_agent import load_nixl
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.worker.descriptors import PageRows
-from vllm_kvtier.worker.transport import NixlTransport, TransferState
-from vllm_kvtier.worker.views import CacheView
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, TransferState
 
-PAGE = 64 << 10  # of a layer, as Qwen3-8B's
-LAYERS, BLOCKS, PULLED, TOKENS = 36, 160, 64, 16  # blocks of a cache, of one pull
+PAGE_BYTES = 64 << 10  # of a layer, as Qwen3-8B's
+LAYERS, BLOCKS, PULLED_BLOCKS, BLOCK_TOKENS = 36, 160, 64, 16  # blocks of a cache, of one pull
 START_SECONDS, PULL_SECONDS = 60.0, 60.0
 
 
 def _cache(device: torch.device) -> tuple[CacheView, torch.Tensor]:
-    memory = torch.ones((LAYERS, BLOCKS, PAGE), dtype=torch.uint8, device=device)
+    page, cell = PAGE_BYTES, PAGE_BYTES // 128
+    memory = torch.ones((LAYERS, BLOCKS, page), dtype=torch.uint8, device=device)
     regions = tuple(
-        Region(
-            f"layer{i}", memory.data_ptr() + i * BLOCKS * PAGE, PAGE, 8, PAGE // 8, 0, TOKENS, PAGE // 128, PAGE // 128
-        )
+        Region(f"layer{i}", memory.data_ptr() + i * BLOCKS * page, page, 8, page // 8, 0, BLOCK_TOKENS, cell, cell)
         for i in range(LAYERS)
     )
-    view = CacheView([GroupView(0, TOKENS, "full", None, regions)], BLOCKS, device, [memory.untyped_storage()])
+    view = CacheView([GroupView(0, BLOCK_TOKENS, "full", None, regions)], BLOCKS, device, [memory.untyped_storage()])
     return view, memory
 
 
 def _open(name: str, view: CacheView, backends: list[str]) -> NixlTransport:
-    load_nixl()  # which tells its loggers to be quiet
+    load_nixl()  # which silences its loggers
     transport = NixlTransport(name, backends)
     cuda = view.device.type == "cuda"
     transport.register(list(view.spans), "VRAM" if cuda else "DRAM", view.device.index or 0)
@@ -45,13 +44,13 @@ def _open(name: str, view: CacheView, backends: list[str]) -> NixlTransport:
 
 
 def serve(pipe: Connection, device: str, backends: list[str]) -> None:
-    """The other process: is read from until told to end."""
+    """The source process: serves reads until the pipe gets a message."""
     try:
         if device != "cpu":
             torch.cuda.set_device(device)
         view, memory = _cache(torch.device(device))
         transport = _open("kvtier-bench-source", view, backends)
-    except Exception as error:  # told to who waits for it
+    except Exception as error:  # reported to the parent
         pipe.send(f"{type(error).__name__}: {error}")
         return
     if memory.is_cuda:
@@ -62,32 +61,32 @@ def serve(pipe: Connection, device: str, backends: list[str]) -> None:
 
 
 class Puller:
-    """Reads PULLED blocks of the other process's cache."""
+    """Reads PULLED_BLOCKS blocks of the other process's cache."""
 
     def __init__(self, device: str, backends: list[str]):
-        """Raises KVTierError where NIXL or the other process cannot."""
+        """Raises KVTierError if NIXL or the source process fails."""
         context = multiprocessing.get_context("spawn")
-        self._pipe, far = context.Pipe()
-        self._child = context.Process(target=serve, args=(far, device, backends), daemon=True)
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=serve, args=(theirs, device, backends), daemon=True)
         self._child.start()
-        far.close()
+        theirs.close()
         try:
             view, self.memory = _cache(torch.device(device))
             self._transport = _open("kvtier-bench-reader", view, backends)
             if not self._pipe.poll(START_SECONDS):
-                raise KVTierError("the other process of the bench does not come up")
-            said = self._pipe.recv()
-            if isinstance(said, str):
-                raise KVTierError(f"the other process of the bench failed: {said}")
+                raise KVTierError(f"the bench's source process did not start within {START_SECONDS:g} s")
+            reply = self._pipe.recv()
+            if isinstance(reply, str):
+                raise KVTierError(f"the bench's source process failed: {reply}")
         except (KVTierError, EOFError) as error:
             self._child.kill()
-            raise KVTierError(str(error) or "the other process of the bench ended") from error
-        metadata, source = said
+            raise KVTierError(str(error) or "the bench's source process ended") from error
+        metadata, source = reply
         self._transport.add_peer(metadata, "kvtier-bench-source")
         kind = "DRAM" if device == "cpu" else "VRAM"
-        # The first bytes stand in for the tables of checksums.
+        # The first bytes take the place of the checksum tables.
         here, there = view.spans[0][0], source.regions[0].base
-        self._rows = PageRows([view.groups[0]], [source], BLOCKS, BLOCKS, here, there, 0, 0)
+        self._rows = PageRows(Side([view.groups[0]], BLOCKS, here), Side([source], BLOCKS, there))
         self._lists = (
             self._transport.prepare("kvtier-bench-source", self._rows.local, kind, ours=True),
             self._transport.prepare("kvtier-bench-source", self._rows.remote, kind, ours=False),
@@ -95,21 +94,21 @@ class Puller:
 
     def pull(self, scattered: bool, seconds: float) -> tuple[int, float]:
         random = np.random.default_rng(1)
-        near = far = np.arange(1, PULLED + 1)
+        ours = theirs = np.arange(1, PULLED_BLOCKS + 1)
         if scattered:
-            near, far = (random.permutation(np.arange(1, BLOCKS))[:PULLED] for _ in range(2))
+            ours, theirs = (random.permutation(np.arange(1, BLOCKS))[:PULLED_BLOCKS] for _ in range(2))
 
         def once() -> int:
-            read = self._rows.indices([(0, near, far)])
+            read = self._rows.indices([(0, ours, theirs)])
             local, remote = self._lists
             transfer = self._transport.read("kvtier-bench-source", local, read.local, remote, read.remote, read.size)
             deadline = time.monotonic() + PULL_SECONDS
             while (state := self._transport.poll(transfer)) is TransferState.RUNNING and time.monotonic() < deadline:
-                continue  # NIXL tells nobody: engines that read look as often
+                continue  # engines poll NIXL as often
             self._transport.release(transfer)
             if state is not TransferState.DONE:
-                raise KVTierError("a pull failed: see what NIXL and UCX say above")
-            return PULLED * LAYERS * PAGE
+                raise KVTierError("a pull failed: see the messages of NIXL and UCX above")
+            return PULLED_BLOCKS * LAYERS * PAGE_BYTES
 
         return repeat(once, seconds)
 

@@ -11,8 +11,8 @@ ROUNDS = 3
 
 
 class Row(msgspec.Struct, frozen=True):
-    """``bytes_per_second``: median of rounds, of KV as the model sees it. ``limit``: what the machine does at most, the
-    same way, and what that is; 0 where nothing tells."""
+    """``bytes_per_second``: median of rounds, in bytes of KV before encoding. ``limit``: the machine's rate for the
+    same bytes, with its name; 0 if unknown."""
 
     bench: str
     name: str
@@ -27,9 +27,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rates(ways: dict[str, Callable[[float], tuple[int, float]]], seconds: float) -> dict[str, float]:
-    """Median bytes/s of each way, of ROUNDS rounds that take turns, ``seconds`` in all.
+    """Median bytes/s of each way over ROUNDS alternating rounds, ``seconds`` in all.
 
-    A way moves for about the seconds it is told, and returns (bytes, seconds that took).
+    A way moves for about the given seconds, and returns (bytes, seconds).
     """
     share = seconds / (ROUNDS * len(ways))
     seen: dict[str, list[float]] = {name: [] for name in ways}

@@ -11,26 +11,42 @@ except ModuleNotFoundError as error:
         "Engines do not need it, and `python -m vllm_kvtier.store` does not either."
     )
 
-from vllm_kvtier.cli import bench, doctor, inspect, pin, plan, proxy, quality, store, top
+from vllm_kvtier.cli import bench, doctor, inspect, pin, plan, proxy, quality, store
+from vllm_kvtier.cli.top import command as top
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="KV of prompts, kept and shared between vLLM engines: the node store, the router, and tools to look at both.",
+    help="Keep and share prompts' KV between vLLM engines: the node store, the proxy, and tools to examine both.",
 )
 # In the order in which `kvtier --help` shows them.
-for command in (doctor, top, inspect, store, pin, plan, bench, quality, proxy):
-    command.add_to(app)
+for name, command in {
+    "doctor": doctor.doctor,
+    "top": top.top,
+    "inspect": inspect.inspect,
+    "store": store.serve,
+    "stats": store.stats,
+    "clear": store.clear,
+    "pin": pin.pin,
+    "unpin": pin.unpin,
+    "warm": pin.warm,
+    "plan": plan.plan,
+    "bench": bench.bench,
+    "quality": quality.quality,
+    "proxy": proxy.command(),
+}.items():
+    app.command(name)(command)
+app.command("prefetch", hidden=True)(pin.warm)
 
 
 def main() -> None:
-    # Where the terminal's encoding lacks a character (LANG=C: those of bars), a question mark is better than nothing.
+    # With LANG=C the terminal's encoding lacks the characters of bars.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
     try:
         app()
-    except OSError as error:  # of what is printed: a full disk, a terminal that went. Of all else commands tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or its flush at the end fails once more
+    except OSError as error:  # of printing: a full disk, a closed terminal; commands handle all others
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         sys.exit(f"error: {error.strerror or error}")
 
 

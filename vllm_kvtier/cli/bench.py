@@ -1,4 +1,4 @@
-"""``kvtier bench``: this machine's rates of copies, codecs, disk and pulls, beside its limits."""
+"""``kvtier bench``: this machine's bandwidth of copies, codecs, disk and pulls, beside its limits."""
 
 import json
 import os
@@ -10,29 +10,24 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_kvtier.cli import inputs
 from vllm_kvtier.errors import KVTierError
 
 BENCHES = ("copy", "codec", "disk", "pull")
 
-Names = Annotated[
-    list[str] | None, typer.Argument(help="copy, codec, disk, pull; without: all of them.", metavar="[BENCH]...")
-]
-Seconds = Annotated[
-    float, typer.Option("--seconds", min=0.1, help="Of measuring, each of them; setting up comes on top.")
-]
+Names = Annotated[list[str] | None, typer.Argument(help="copy, codec, disk, pull. Default: all.", metavar="[BENCH]...")]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.1, help="Duration of each measurement, without its set-up.")]
 Folder = Annotated[
-    Path | None, typer.Option("--disk", help="Directory on the disk to measure; without: where temporary files go.")
+    Path | None, typer.Option("--disk", help="Directory on the disk to measure. Default: that of temporary files.")
 ]
-DiskMib = Annotated[int, typer.Option("--disk-mib", min=64, help="Written there, twice; gone afterwards.")]
-Device = Annotated[str, typer.Option("--device", help="cuda or cpu; auto: CUDA if there is any.")]
+DiskMib = Annotated[int, typer.Option("--disk-mib", min=64, help="MiB to write there, twice; removed afterwards.")]
+Device = Annotated[str, typer.Option("--device", help="cuda or cpu; auto: CUDA if available.")]
 Backends = Annotated[list[str] | None, typer.Option("--nixl-backend", help="As nixl_backends; repeatable.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON object instead of a table; `kvtier plan --machine` reads it.")
 ]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw it, as PNG, SVG or PDF (needs matplotlib).")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw it as PNG, SVG or PDF (needs matplotlib).")]
 
 
 def bench(
@@ -45,17 +40,17 @@ def bench(
     as_json: AsJson = False,
     plot: PlotFile = None,
 ) -> None:
-    """Measure copies, codecs, disk and pulls on this machine, each beside what the machine does at most.
+    """Measure copies, codecs, disk and pulls on this machine, each beside the machine's limit.
 
-    Blocks are those of an 8B model: 16 tokens, 2.25 MiB. A bench that cannot run here says why and costs only itself.
+    Blocks are those of an 8B model: 16 tokens, 2.25 MiB. A benchmark that cannot run prints why; the others still run.
     Exit status: 0, or 1 if none could run.
     """
     wanted = benches or list(BENCHES)
     if unknown := [name for name in wanted if name not in BENCHES]:
-        raise typer.BadParameter(f"no bench is named {unknown[0]!r}: there are {', '.join(BENCHES)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is not a benchmark: choose from {', '.join(BENCHES)}")
     if device not in ("auto", "cuda", "cpu"):
         raise typer.BadParameter("auto, cuda or cpu", param_hint="--device")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = inputs.error_console()
     folder = disk or Path(tempfile.gettempdir())
     rows, failed = [], {}
     for name in wanted:
@@ -67,7 +62,7 @@ def bench(
     for name, reason in failed.items():
         errors.print(f"{name}: {reason}", markup=False)
     about = _about(device)
-    with inputs.errors_in_words():
+    with inputs.errors_as_messages():
         if plot is not None and rows:
             from vllm_kvtier.bench.picture import draw
 
@@ -80,7 +75,7 @@ def bench(
 
 
 def _measure(name: str, seconds: float, folder: Path, nbytes: int, device: str, backends: list[str]) -> list:
-    """Raises KVTierError where it cannot be measured here."""
+    """Raises KVTierError if this machine cannot run it."""
     try:
         if name == "disk":
             from vllm_kvtier.bench import disk
@@ -92,7 +87,7 @@ def _measure(name: str, seconds: float, folder: Path, nbytes: int, device: str, 
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise KVTierError("there is no CUDA device here")
+        raise KVTierError("this machine has no CUDA device")
     cuda = None if device == "auto" else device == "cuda"
     if name == "pull":
         return pull.measure(seconds, backends, cuda)
@@ -112,21 +107,15 @@ def _about(device: str) -> dict[str, str | int]:
 
 
 def _show(rows: list, about: dict[str, str | int], console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for head in ("bench", "", "GB/s", "limit", "share", "the limit is"):
-        table.add_column(head, justify="right" if head in ("GB/s", "limit", "share") else "left")
-    before = ""
+    cells, before = [], ""
     for row in rows:
         share = "" if row.share is None else f"{row.share:.2f}"
         limit = f"{row.limit / 1e9:.2f}" if row.limit else ""
         first = "" if row.bench == before else row.bench
-        table.add_row(first, row.name, f"{row.bytes_per_second / 1e9:.2f}", limit, share, row.limit_is)
+        cells.append((first, row.name, f"{row.bytes_per_second / 1e9:.2f}", limit, share, row.limit_is))
         before = row.bench
     console.print(f"{about['device']}, Linux {about['kernel']}", markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+    heads = ("bench", "", "GB/s", "limit", "share", "the limit is")
+    console.print(inputs.make_table(heads, cells, left=("bench", "", "the limit is")))
     for remark in dict.fromkeys(row.remark for row in rows if row.remark):
         console.print(remark, style="yellow", markup=False, soft_wrap=True)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("bench")(bench)

@@ -1,4 +1,4 @@
-"""``kvtier doctor``: what is wrong with this machine, these engines or this prompt, and what to do about it."""
+"""``kvtier doctor``: problems of this machine, of engines, of the node store or of a prompt, and how to fix them."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,9 @@ from vllm_kvtier.cli import inputs
 from vllm_kvtier.doctor.examine import Options, examine
 from vllm_kvtier.doctor.report import Check, exit_code
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.launch import store_path
+from vllm_kvtier.store.launcher import store_path
 
+_OLD_KEYS = {"sentence": "message", "remedy": "fix"}
 _MARKS = {
     "ok": ("ok     ", "green"),
     "warn": ("warn   ", "yellow"),
@@ -29,23 +30,26 @@ Endpoints = Annotated[
         "--endpoint", help="HOST:PORT of an engine's connector ('answers on' in its log), in --server's order."
     ),
 ]
-Socket = Annotated[str | None, typer.Option("--socket", help="The node store's socket; without: this user's own.")]
-Disk = Annotated[Path | None, typer.Option("--disk", help="Directory that a disk tier uses or is to use.")]
+Socket = Annotated[str | None, typer.Option("--socket", help="The node store's socket; default: this user's store.")]
+Disk = Annotated[Path | None, typer.Option("--disk", help="Directory of a disk tier, existing or planned.")]
 DiskSize = Annotated[str, typer.Option("--disk-size", help="As store_disk_size.")]
-StoreSize = Annotated[str, typer.Option("--store-size", help="As store_size: does it fit? 'off': no store is wanted.")]
-Listen = Annotated[list[str] | None, typer.Option("--listen", help="HOST:PORT that is to be listened on: is it free?")]
+StoreSize = Annotated[str, typer.Option("--store-size", help="As store_size: checks that it fits; 'off': no store.")]
+Listen = Annotated[list[str] | None, typer.Option("--listen", help="HOST:PORT to listen on: checks that it is free.")]
 Backends = Annotated[list[str] | None, typer.Option("--nixl-backend", help="As nixl_backends; repeatable.")]
-LikePrompt = Annotated[
+OtherPrompt = Annotated[
     Path | None,
-    typer.Option("--like", help="A prompt (as --prompt or --messages) expected to share its beginning.", exists=True),
+    typer.Option(
+        "--compare-with", help="A prompt (as --prompt or --messages) that should have the same prefix.", exists=True
+    ),
 ]
+OldOtherPrompt = Annotated[Path | None, typer.Option("--like", hidden=True, exists=True)]
 Salts = Annotated[
     list[str] | None,
-    typer.Option("--cache-salt", help="The prompt's cache_salt; again: others that it may have been sent with."),
+    typer.Option("--cache-salt", help="The prompt's cache_salt; repeat for others that requests may have carried."),
 ]
 Adapter = Annotated[str, typer.Option("--adapter", help="Name of the LoRA adapter that the prompt is for.")]
 Threshold = Annotated[int, typer.Option("--pull-threshold", min=0, help="As the engines' option.")]
-NotHere = Annotated[bool, typer.Option("--remote", help="Leave this machine out: the engines are elsewhere.")]
+NotHere = Annotated[bool, typer.Option("--remote", help="Skip this machine: the engines run elsewhere.")]
 AsJson = Annotated[bool, typer.Option("--json", help="A list of checks instead of lines.")]
 
 
@@ -61,26 +65,28 @@ def doctor(
     nixl_backend: Backends = None,
     prompt: inputs.PromptFile = None,
     messages: inputs.MessagesFile = None,
-    like: LikePrompt = None,
+    compare_with: OtherPrompt = None,
+    like: OldOtherPrompt = None,
     cache_salt: Salts = None,
     adapter: Adapter = "",
     pull_threshold: Threshold = 64,
     remote: NotHere = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find out what is wrong, and what to do: this machine, engines, the node store, or why a prompt missed.
+    """Find problems and how to fix them: this machine, engines, the node store, or why a prompt missed.
 
-    Only looks. Exit status: 0 all well, 1 something to look at, 2 something is broken.
+    Changes nothing. Exit status: 0 no problem, 1 warnings, 2 errors or wrong options.
     """
     console = Console(soft_wrap=True, highlight=False)
-    with inputs.errors_in_words(code=2):
+    with inputs.errors_as_messages(code=2):
         asked = inputs.read_prompt(prompt, messages)
-        other = inputs.read_file(like, messages is not None) if like else None
+        file = inputs.either(compare_with, like, "--compare-with", "--like")
+        other = inputs.read_file(file, messages is not None) if file else None
         if other is not None and asked is None:
-            raise typer.BadParameter("needs --prompt or --messages to compare with", param_hint="--like")
+            raise typer.BadParameter("needs --prompt or --messages to compare with", param_hint="--compare-with")
         if remote and not any((server, endpoint, socket, disk, listen, cluster_key, asked)):
             raise typer.BadParameter(
-                "leaves nothing to look at: give --server, --endpoint or --socket", param_hint="--remote"
+                "leaves nothing to check: give --server, --endpoint or --socket", param_hint="--remote"
             )
         options = Options(
             servers=tuple(server or ()),
@@ -94,7 +100,7 @@ def doctor(
             cluster_key=cluster_key,
             backends=tuple(nixl_backend or ("UCX",)),
             prompt=asked,
-            like=other,
+            compare_with=other,
             salts=tuple(cache_salt or ("",)),
             adapter=adapter,
             threshold=pull_threshold,
@@ -102,9 +108,9 @@ def doctor(
         )
         checks = examine(options, (lambda check: None) if as_json else lambda check: show(check, console))
     if as_json:
-        print(json.dumps(msgspec.to_builtins(checks), indent=1))
+        print(json.dumps(inputs.with_old_keys(msgspec.to_builtins(checks), _OLD_KEYS), indent=1))
     else:
-        _sum_up(checks, console)
+        _print_summary(checks, console)
     raise typer.Exit(exit_code(checks))
 
 
@@ -112,23 +118,19 @@ def _own_socket() -> str:
     try:
         return store_path()
     except KVTierError as error:
-        raise KVTierError(f"the node store's place cannot be used: {error}") from error
+        raise KVTierError(f"the node store's directory cannot be used: {error}") from error
 
 
 def show(check: Check, console: Console) -> None:
     mark, style = _MARKS[check.state]
-    console.print(Text.assemble((mark, style), (check.name, "bold"), ": ", check.sentence))
-    if check.remedy and check.state != "ok":
-        console.print(Text.assemble(" " * len(mark), "-> ", check.remedy), style="dim")
+    console.print(Text.assemble((mark, style), (check.name, "bold"), ": ", check.message))
+    if check.fix and check.state != "ok":
+        console.print(Text.assemble(" " * len(mark), "-> ", check.fix), style="dim")
 
 
-def _sum_up(checks: list[Check], console: Console) -> None:
+def _print_summary(checks: list[Check], console: Console) -> None:
     count = {state: sum(check.state == state for check in checks) for state in _MARKS}
     if count["fail"] or count["warn"]:
-        console.print(f"\n{count['fail']} broken, {count['warn']} to look at, {count['ok']} fine", markup=False)
+        console.print(f"\n{count['fail']} errors, {count['warn']} warnings, {count['ok']} ok", markup=False)
     else:
-        console.print(f"\nAll {count['ok']} checks are fine.", markup=False)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+        console.print(f"\nAll {count['ok']} checks are ok.", markup=False)

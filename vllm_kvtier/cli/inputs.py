@@ -1,20 +1,30 @@
-"""What several commands take: prompts from files, the cluster's key; and errors told in words, with an exit status."""
+"""Shared by commands: options, prompts from files, renamed options and JSON keys, tables, errors as messages."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from vllm_kvtier.doctor.server import Prompt
+from vllm_kvtier.doctor.engines.server import Prompt, Server
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.renamed import warn
 
+_Value = TypeVar("_Value")
+_TOKENIZE_SECONDS = 60.0
+
+ServerUrl = Annotated[str, typer.Option("--server", help="A vLLM server, http://HOST:PORT: tokenizes the prompt.")]
+Salt = Annotated[str, typer.Option("--cache-salt", help="The cache_salt that requests with this prompt carry.")]
+StoreName = Annotated[str, typer.Option("--name", help="Name of the store, if a node has several.")]
+StoreSocket = Annotated[str | None, typer.Option("--socket", help="The store's socket; default: derived from --name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Key = Annotated[Path | None, typer.Option("--cluster-key", help="The engines' cluster_key_file, if they have one.")]
 PromptFile = Annotated[
-    Path | None, typer.Option("--prompt", help="A file with a prompt's text.", exists=True, dir_okay=False)
+    Path | None, typer.Option("--prompt", help="A file with the text of a prompt.", exists=True, dir_okay=False)
 ]
 MessagesFile = Annotated[
     Path | None,
@@ -41,17 +51,57 @@ def read_file(file: Path, chat: bool) -> Prompt:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise KVTierError(f"{file} is no JSON: {error}") from error
+        raise KVTierError(f"{file} is not JSON: {error}") from error
     found = found.get("messages") if isinstance(found, dict) else found
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) and "role" in each for each in found):
-        raise KVTierError(f'{file} holds no messages: a list like [{{"role": "user", "content": "..."}}], or a request')
+        raise KVTierError(f'{file} has no messages: a list like [{{"role": "user", "content": "..."}}], or a request')
     return found
 
 
+def tokenize(server: str, prompt: Prompt) -> list[int]:
+    """Token ids as the server's completions or chats have them. Raises KVTierError with the server's message."""
+    return Server(server, _TOKENIZE_SECONDS).tokenize(prompt)
+
+
+def either(new: _Value | None, old: _Value | None, new_flag: str, old_flag: str) -> _Value | None:
+    """The value of an option that may be given under its old name."""
+    if old is None:
+        return new
+    if new is not None:
+        raise typer.BadParameter(f"{old_flag} is the old name of {new_flag}: give one of them")
+    warn(old_flag, new_flag)
+    return old
+
+
+def with_old_keys(value: Any, renamed: dict[str, str]) -> Any:
+    """JSON with both sets of keys, for one release. ``renamed``: {old: new}."""
+    if isinstance(value, list):
+        return [with_old_keys(each, renamed) for each in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: with_old_keys(each, renamed) for key, each in value.items()}
+    return value | {old: value[new] for old, new in renamed.items() if new in value}
+
+
+def error_console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
 @contextmanager
-def errors_in_words(code: int = 1) -> Iterator[None]:
+def errors_as_messages(code: int = 1) -> Iterator[None]:
+    """Print a KVTierError and exit with ``code``."""
     try:
         yield
     except KVTierError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        error_console().print(f"error: {error}", markup=False)
         raise typer.Exit(code) from error
+
+
+def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str], **style: Any) -> Table:
+    """A table without lines; columns are aligned to the right, except those of the heads ``left``."""
+    table = Table(**{"box": None, "pad_edge": False, **style})
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,4 +1,4 @@
-"""``kvtier plan``: how many tokens fit where, what of a trace would be found there, and when that pays."""
+"""``kvtier plan``: tokens that fit in each tier, hit rates of a trace, and the break-even length of loads."""
 
 import json
 import sys
@@ -7,43 +7,39 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_kvtier.cli import inputs
+from vllm_kvtier.doctor.engines import server as vllm_server
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.limits import MemoryLimits, in_words, memory_limits, parse_bytes, pool_bytes
-from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.plan import pays
+from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits, parse_bytes, pool_bytes
 
 ModelName = Annotated[str, typer.Option("--model", help="config.json, its directory, or a name in the hub's cache.")]
 Parallel = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks of one engine.")]
 CacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="As vLLM's: auto, fp8, bfloat16, float16.")]
 BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens of vLLM's blocks.")]
-Cache = Annotated[
-    str, typer.Option("--gpu-cache", help="Each GPU's KV cache (vLLM's log tells): 40GiB. Empty: left out.")
-]
-Memory = Annotated[str, typer.Option("--memory", help="Of the node store, as store_size: 64GiB, 10%.")]
-Disk = Annotated[str, typer.Option("--disk", help="As store_disk_size: 2TiB. Empty: no disk.")]
-Admission = Annotated[str, typer.Option("--disk-admission", help="reuse or all, as the option.")]
+Cache = Annotated[str, typer.Option("--gpu-cache", help="KV cache of each GPU (see vLLM's log): 40GiB. Empty: none.")]
+Memory = Annotated[str, typer.Option("--memory", help="Memory of the node store, as store_size: 64GiB, 10%.")]
+Disk = Annotated[str, typer.Option("--disk", help="Size of the disk tier, as store_disk_size: 2TiB. Empty: none.")]
+Admission = Annotated[str, typer.Option("--disk-admission", help="reuse or all, as store_disk_admission.")]
 Codecs = Annotated[
-    list[str] | None, typer.Option("--codec", help="For which the trace is replayed; repeatable. Without: raw.")
+    list[str] | None, typer.Option("--codec", help="Codec for the replay of the trace; repeatable. Default: raw.")
 ]
 TraceFile = Annotated[
     Path | None, typer.Option("--trace", help="Requests, JSON lines in Mooncake's format, .xz or plain.", exists=True)
 ]
-TraceTokens = Annotated[int, typer.Option("--trace-tokens", min=1, help="Tokens of a block of the trace.")]
+TraceTokens = Annotated[int, typer.Option("--trace-tokens", min=1, help="Tokens per block of the trace.")]
 Policy = Annotated[str, typer.Option("--policy", help="Eviction policy of memory, as store_policy.")]
-Link = Annotated[
-    str, typer.Option("--load-rate", help="From memory into one GPU: 50GB/s. With the disk also --disk-rate.")
-]
-DiskRate = Annotated[str, typer.Option("--disk-rate", help="Of reads from the disk: 3GB/s.")]
+Link = Annotated[str, typer.Option("--load-rate", help="Bandwidth from memory into one GPU: 50GB/s.")]
+DiskRate = Annotated[str, typer.Option("--disk-rate", help="Read bandwidth of the disk: 3GB/s.")]
 PrefillRate = Annotated[
-    str, typer.Option("--prefill", help="Tokens/s that the engine computes: 12000; or seconds: 2048:0.055,8192:0.226.")
+    str, typer.Option("--prefill", help="Prefill speed: tokens/s (12000), or TOKENS:SECONDS,... (2048:0.055,...).")
 ]
 Machine = Annotated[
-    Path | None, typer.Option("--machine", help="Rates from here: what `kvtier bench --json` printed.", exists=True)
+    Path | None, typer.Option("--machine", help="Rates from the output of `kvtier bench --json`.", exists=True)
 ]
-Server = Annotated[str | None, typer.Option("--server", help="Rates from an engine that runs: its http://HOST:PORT.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+Server = Annotated[str | None, typer.Option("--server", help="http://HOST:PORT of a running engine, for rates.")]
 
 
 def plan(
@@ -64,14 +60,14 @@ def plan(
     prefill: PrefillRate = "",
     machine: Machine = None,
     server: Server = None,
-    as_json: AsJson = False,
+    as_json: inputs.AsJson = False,
 ) -> None:
-    """How many tokens fit per tier and codec, what a trace would find there, and the break-even prompt length.
+    """Show how many tokens fit per tier and codec, the hit rates of a trace, and the break-even prompt length.
 
-    Sizes come from the layouts that engines use, hits from a replay through the store's own policies (one engine's
-    prompts, nothing missed for want of speed), the break-even length from the rates given. Exit status: 0, or 1.
+    Sizes come from the layouts that engines use; hits from a replay through the store's own policies, for one engine
+    and without limits of speed; the break-even length from the given rates. Exit status: 0, or 1.
     """
-    with inputs.errors_in_words():
+    with inputs.errors_as_messages():
         if policy not in POLICIES:
             raise KVTierError(f"no policy is named {policy!r}: choose one of {', '.join(POLICIES)}")
         if disk_admission not in ("reuse", "all"):
@@ -92,11 +88,13 @@ def _sizes(
     model: str, cache_dtype: str, tensor_parallel: int, block: int, cache: str, memory: str, disk: str
 ) -> dict[str, Any]:
     try:
-        from vllm_kvtier.plan import model as models  # brings torch, which codecs are made with
+        from vllm_kvtier.plan import model as models  # imports torch, which the codecs need
     except ModuleNotFoundError as error:
         raise KVTierError(f"the layouts of slots need {error.name}, which vLLM brings: pip install torch") from error
     read = models.read(model, cache_dtype)
-    tiers = {"memory": pool_bytes(memory, _no_limits() if not memory.strip().endswith("%") else memory_limits())}
+    # A size may be for another machine; a share is of this one.
+    limits = memory_limits() if memory.strip().endswith("%") else MemoryLimits(1 << 60, 1 << 60, "another machine")
+    tiers = {"memory": pool_bytes(memory, limits)}
     if disk:
         tiers["disk"] = parse_bytes(disk, "--disk")
     cache_bytes = parse_bytes(cache, "--gpu-cache") if cache else 0
@@ -129,65 +127,52 @@ def _sizes(
     }
 
 
-def _no_limits() -> MemoryLimits:
-    """A plan is for a machine that need not be this one."""
-    return MemoryLimits(1 << 60, 1 << 60, "the machine planned for")
-
-
 def _rates(load: str, disk: str, prefill: str, machine: Path | None, server: str | None) -> dict[str, Any]:
-    """Given ones before those of an engine before those of a measurement."""
-    from vllm_kvtier.plan.pays import Prefill, from_bench, parse_rate
-
+    """Rates from the options; otherwise from the engine, otherwise from the measurement."""
     found: dict[str, Any] = {}
     if machine is not None:
         try:
-            found |= from_bench(json.loads(machine.read_text("utf-8")))
+            found |= pays.from_bench(json.loads(machine.read_text("utf-8")))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise KVTierError(f"{machine} is not what `kvtier bench --json` prints: {error}") from error
     if server is not None:
         found |= _measured(server)
     if load:
-        found["memory"] = parse_rate(load)
+        found["memory"] = pays.parse_rate(load)
     if disk:
-        found["disk"] = parse_rate(disk)
+        found["disk"] = pays.parse_rate(disk)
     if prefill:
-        found["prefill"] = Prefill.parse(prefill)
+        found["prefill"] = pays.Prefill.parse(prefill)
     return found
 
 
 def _measured(url: str) -> dict[str, Any]:
-    """What an engine has seen so far: bytes/s that its loads bring to a rank, tokens/s of its prefills."""
-    from vllm_kvtier.doctor.server import Server as Vllm
-    from vllm_kvtier.plan.pays import Prefill
-
-    scrape, found = Vllm(url).metrics(), {}
+    """Rates that an engine has measured: bytes/s of loads to one rank, tokens/s of prefills."""
+    scrape, found = vllm_server.Server(url).metrics(), {}
     if scrape.ours("loads", "ok"):
         found["memory"] = scrape.ours("planner_bandwidth", "host")
     spent = scrape.total("vllm:request_prefill_time_seconds_sum")
     known = scrape.total("vllm:prefix_cache_hits") + scrape.ours("loaded_tokens") + scrape.ours("pulled_tokens")
     computed = scrape.total("vllm:prompt_tokens") - known
     if spent > 0 and computed > 0:
-        found["prefill"] = Prefill.parse(str(computed / spent))
+        found["prefill"] = pays.Prefill.parse(str(computed / spent))
     if not found:
-        raise KVTierError(f"{url} has neither loaded nor computed anything that a rate could be told from")
+        raise KVTierError(f"{url} has neither loaded nor computed anything yet, so it has no rates")
     return found
 
 
 def _break_even(found: dict[str, Any], rates: dict[str, Any]) -> list[dict[str, Any]]:
-    from vllm_kvtier.plan.pays import Link as Way
-    from vllm_kvtier.plan.pays import break_even
-
     if "prefill" not in rates or "memory" not in rates:
         return []
     rows = []
     for row in found["codecs"]:
-        ways = {"memory": [(Way(rates["memory"]), row["loaded_bytes_per_token_and_rank"])]}
+        links = {"memory": [(pays.Link(rates["memory"]), row["loaded_bytes_per_token_and_rank"])]}
         if "disk" in found["tiers"] and "disk" in rates:
-            way = Way(rates["disk"], latency=2e-3, shared=True)
-            ways["disk"] = [(way, row["stored_bytes_per_token"]), *ways["memory"]]
+            link = pays.Link(rates["disk"], latency=2e-3, shared=True)
+            links["disk"] = [(link, row["stored_bytes_per_token"]), *links["memory"]]
         lengths = {
-            tier: break_even(links, rates["prefill"], found["block_tokens"], found["longest_prompt"])
-            for tier, links in ways.items()
+            tier: pays.break_even(of_tier, rates["prefill"], found["block_tokens"], found["longest_prompt"])
+            for tier, of_tier in links.items()
         }
         rows.append({"codec": row["codec"], "tokens": lengths})
     return rows
@@ -198,7 +183,7 @@ def _replay(
 ) -> dict[str, Any]:
     from vllm_kvtier.plan import trace as traces
     from vllm_kvtier.plan.replay import replay
-    from vllm_kvtier.store.lower.admission import admission
+    from vllm_kvtier.store.tiers.admission import admission
 
     requests = traces.read(file)
     by_name = {row["codec"]: row["tokens"] for row in found["codecs"]}
@@ -232,9 +217,9 @@ def _replay(
 
 
 def _show(found: dict[str, Any], console: Console) -> None:
-    _say(console, f"{found['model']}: {found['layers']}")
+    _print(console, f"{found['model']}: {found['layers']}")
     ranks = found["tensor_parallel_size"]
-    _say(
+    _print(
         console,
         f"{in_words(round(found['bytes_per_token_and_gpu']))} a token in {'the' if ranks == 1 else 'each'} GPU's cache "
         f"({found['kv_cache_dtype']}, {ranks} rank{'s' * (ranks > 1)}, blocks of {found['block_tokens']} tokens)",
@@ -242,16 +227,18 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for remark in found["remarks"]:
         console.print(remark, style="yellow", markup=False)
     names = {"cache": "GPU cache", "memory": "memory", "disk": "disk"}
-    _say(console, "\nTokens that fit")
-    table = Table(box=None, pad_edge=False)
-    for head in ("codec", "bytes a token", "smaller"):
-        table.add_column(head, justify="left" if head == "codec" else "right")
-    for tier, nbytes in found["tiers"].items():
-        table.add_column(f"{names[tier]} ({in_words(nbytes)})", justify="right")
-    for row in found["codecs"]:
-        fits = (f"{row['tokens'][tier]:,}" for tier in found["tiers"])
-        table.add_row(row["codec"], f"{row['stored_bytes_per_token']:,.0f}", f"{row['smaller']:.2f} x", *fits)
-    console.print(table)
+    _print(console, "\nTokens that fit")
+    sizes = [f"{names[tier]} ({in_words(nbytes)})" for tier, nbytes in found["tiers"].items()]
+    rows = [
+        (
+            row["codec"],
+            f"{row['stored_bytes_per_token']:,.0f}",
+            f"{row['smaller']:.2f} x",
+            *(f"{row['tokens'][tier]:,}" for tier in found["tiers"]),
+        )
+        for row in found["codecs"]
+    ]
+    console.print(inputs.make_table(("codec", "bytes a token", "smaller", *sizes), rows, left=("codec",)))
     _show_break_even(found, names, console)
     if "trace" in found:
         _show_trace(found["trace"], names, console)
@@ -259,51 +246,34 @@ def _show(found: dict[str, Any], console: Console) -> None:
 
 def _show_break_even(found: dict[str, Any], names: dict[str, str], console: Console) -> None:
     if not found["break_even"]:
-        console.print(
-            "\nBreak-even prompt length: give --prefill, and --load-rate, --machine or --server",
-            style="dim",
-            markup=False,
-        )
+        missing = "\nBreak-even prompt length: give --prefill, and --load-rate, --machine or --server"
+        console.print(missing, style="dim", markup=False)
         return
     tiers = list(found["break_even"][0]["tokens"])
     rates = ", ".join(f"{names[tier]} {found['rates'][tier] / 1e9:.2f} GB/s" for tier in tiers)
-    _say(
-        console,
-        f"\nLoading beats computing from so many tokens on, up to {found['longest_prompt']:,} (at {rates})",
-    )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("codec")
-    for tier in tiers:
-        table.add_column(names[tier], justify="right")
+    _print(console, f"\nLoading beats computing from so many tokens on, up to {found['longest_prompt']:,} (at {rates})")
+    rows = []
     for row in found["break_even"]:
-        cells = ("never" if row["tokens"][tier] is None else f"{row['tokens'][tier]:,}" for tier in tiers)
-        table.add_row(row["codec"], *cells)
-    console.print(table)
+        lengths = ("never" if row["tokens"][tier] is None else f"{row['tokens'][tier]:,}" for tier in tiers)
+        rows.append((row["codec"], *lengths))
+    console.print(inputs.make_table(("codec", *(names[tier] for tier in tiers)), rows, left=("codec",)))
 
 
 def _show_trace(trace: dict[str, Any], names: dict[str, str], console: Console) -> None:
-    _say(
-        console,
-        f"\n{trace['name']}: {trace['requests']:,} requests, {trace['tokens']:,} tokens; share of them found",
+    _print(
+        console, f"\n{trace['name']}: {trace['requests']:,} requests, {trace['tokens']:,} tokens; share of them found"
     )
-    table = Table(box=None, pad_edge=False)
     tiers = list(trace["runs"][0]["blocks"])
-    table.add_column("codec")
-    for tier in tiers:
-        table.add_column(f"in {names[tier]}", justify="right")
-    for head in ("together", "without limit", *(["written to disk"] if "disk" in tiers else [])):
-        table.add_column(head, justify="right")
+    heads = ["codec", *(f"in {names[tier]}" for tier in tiers), "together", "without limit"]
+    if "disk" in tiers:
+        heads.append("written to disk")
+    rows = []
     for run in trace["runs"]:
-        cells = [f"{run[f'{tier}_hits']:.1%}" for tier in tiers] + [f"{run['hits']:.1%}", f"{trace['ideal']:.1%}"]
-        if "disk" in tiers:
-            cells.append(f"{run['written_blocks']:,} blocks")
-        table.add_row(run["codec"], *cells)
-    console.print(table)
+        hits = (f"{run[f'{tier}_hits']:.1%}" for tier in tiers)
+        written = [f"{run['written_blocks']:,} blocks"] if "disk" in tiers else []
+        rows.append((run["codec"], *hits, f"{run['hits']:.1%}", f"{trace['ideal']:.1%}", *written))
+    console.print(inputs.make_table(heads, rows, left=("codec",)))
 
 
-def _say(console: Console, words: str) -> None:
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("plan")(plan)
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``kvtier proxy``, also ``python -m vllm_kvtier.proxy``: a flag for every option, over those of a file."""
+"""``kvtier proxy``, also ``python -m vllm_kvtier.proxy``: a flag for every option; flags override the file."""
 
 import inspect
 import re
@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import typer
 
-from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
+from vllm_kvtier.cli import inputs
+from vllm_kvtier.proxy.config import RENAMED, ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, Settings, load_settings
 
 _ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,weight=N]"
@@ -19,32 +19,24 @@ _ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,weight=N]"
 def proxy(config: str | None, **options: Any) -> None:
     """Route OpenAI requests over prefill and decode engines that run vllm-kvtier.
 
-    Give engines by --prefill and --decode, or in a file (--config; see docs/proxy.md). Flags go before the file.
+    Give engines by --prefill and --decode, or in a file (--config; see docs/proxy.md). Flags override the file.
     """
     try:
-        from vllm_kvtier.proxy.server import serve  # brings what only a running proxy needs
+        from vllm_kvtier.proxy.server import serve  # imports packages that only a running proxy needs
     except ModuleNotFoundError as error:
         sys.exit(f"The proxy needs the package {error.name}, which is not installed: pip install 'vllm-kvtier[proxy]'")
 
     def load() -> Settings:
         return load_settings(config, _engines_read(options))
 
-    try:
+    with inputs.errors_as_messages(code=2):
         serve(load(), config, load)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``kvtier``."""
-    app.command("proxy")(command())
 
 
 def command() -> Callable[..., None]:
-    """``proxy`` with a parameter for each option, in place of ``**options``, for typer to see."""
+    """Return ``proxy`` with a parameter for each option instead of ``**options``, as typer needs it."""
 
-    switch = typer.Option("--config", help="A YAML, TOML or JSON file, with all of it.")
+    switch = typer.Option("--config", help="A YAML, TOML or JSON file with engines and options.")
 
     def run(config: Annotated[str | None, switch] = None, **options) -> None:
         proxy(config, **options)
@@ -53,16 +45,20 @@ def command() -> Callable[..., None]:
     for kind in (ServerOptions, ProxyConfig):
         texts, hints = _texts(kind), get_type_hints(kind)
         for field in msgspec.structs.fields(kind):
-            parameters.append(_parameter(field, hints[field.name], texts[field.name]))
+            parameters.append(_parameter(field.name, field, hints[field.name], texts[field.name]))
+            old = (old for old, new in RENAMED.items() if new == field.name)
+            parameters += (_parameter(name, field, hints[field.name], "", hidden=True) for name in old)
     run.__doc__ = proxy.__doc__
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def _parameter(field: msgspec.structs.FieldInfo, hint: Any, text: str) -> inspect.Parameter:
-    """Defaults are None, so that only what was given goes before the file."""
-    name = "report" if field.name == "allow_report" else field.name.replace("_", "-")
+def _parameter(
+    parameter: str, field: msgspec.structs.FieldInfo, hint: Any, text: str, hidden: bool = False
+) -> inspect.Parameter:
+    """Defaults are None, so that only given flags override the file."""
+    name = "report" if parameter == "allow_report" else parameter.replace("_", "-")
     if field.name in ROLES or field.name == "extra_routes":
         metavar = _ENGINE if field.name in ROLES else "PATH"
         name = name if field.name in ROLES else "extra-route"
@@ -71,10 +67,12 @@ def _parameter(field: msgspec.structs.FieldInfo, hint: Any, text: str) -> inspec
     else:
         default = field.default
         shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {_shown(default)})"
-        switch = typer.Option(f"--{name}/--no-{name}" if hint is bool else f"--{name}", help=text + shown)
+        switch = typer.Option(
+            f"--{name}/--no-{name}" if hint is bool else f"--{name}", help=text + shown, hidden=hidden
+        )
         kind = hint if hint == str | None else hint | None
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, switch]
+        parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, switch]
     )
 
 
@@ -85,7 +83,7 @@ def _shown(default: Any) -> str:
 
 
 def _texts(kind: type) -> dict[str, str]:
-    """An option's meaning, from the comment (#:) before it."""
+    """Return each option's meaning: the comment (#:) before it."""
     texts: dict[str, str] = {}
     comment: list[str] = []
     for line in inspect.getsource(kind).splitlines():

@@ -1,4 +1,4 @@
-"""``kvtier quality``: what a codec costs a model, on the user's own text."""
+"""``kvtier quality``: the quality loss of each codec for a model, on the user's own text."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from vllm_kvtier.cli import inputs
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.quality import record as records
 
@@ -18,19 +18,19 @@ LENGTHS = "500,1000,2000,3000"
 Model = Annotated[str, typer.Option("--model", help="Directory or hub name, as given to vLLM.")]
 TextFiles = Annotated[
     list[Path] | None,
-    typer.Option("--text", help="Files or directories to read, repeatable; without: this package's own source."),
+    typer.Option("--text", help="Files or directories with text; repeatable. Default: this package's own source."),
 ]
-Codecs = Annotated[str, typer.Option("--codecs", help="Names with commas between; without: all.")]
-Windows = Annotated[int, typer.Option("--windows", min=2, help="Pieces of text; more make smaller errors.")]
-WindowTokens = Annotated[int, typer.Option("--window-tokens", min=16, help="Length of a piece.")]
-Recall = Annotated[bool, typer.Option("--recall/--no-recall", help="Ask for codes told earlier in a chat.")]
-Questions = Annotated[int, typer.Option("--questions", min=1, help="Of those, at each length.")]
-Lengths = Annotated[str, typer.Option("--lengths", help="Tokens of context of those questions.")]
-Device = Annotated[str, typer.Option("--device", help="cuda, cpu, ...; auto: CUDA if there is any.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of the model's arithmetic; auto: its own, float32 on a CPU.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The record instead of a table.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw it, as PNG, SVG or PDF.")]
-Folder = Annotated[Path | None, typer.Option("--records", help="Where records lie, instead of the user's cache.")]
+Codecs = Annotated[str, typer.Option("--codecs", help="Names, separated by commas. Default: all.")]
+Windows = Annotated[int, typer.Option("--windows", min=2, help="Number of text windows; more reduce the error.")]
+WindowTokens = Annotated[int, typer.Option("--window-tokens", min=16, help="Length of a window.")]
+Recall = Annotated[bool, typer.Option("--recall/--no-recall", help="Also ask for codes given earlier in a chat.")]
+Questions = Annotated[int, typer.Option("--questions", min=1, help="Number of these questions at each length.")]
+Lengths = Annotated[str, typer.Option("--lengths", help="Context lengths of these questions, in tokens.")]
+Device = Annotated[str, typer.Option("--device", help="cuda, cpu, ...; auto: CUDA if available.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="dtype of the model; auto: its own, float32 on a CPU.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the record instead of a table.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw it as PNG, SVG or PDF.")]
+Folder = Annotated[Path | None, typer.Option("--records", help="Directory of records. Default: in the user's cache.")]
 
 
 def quality(
@@ -48,12 +48,12 @@ def quality(
     plot: PlotFile = None,
     folder: Folder = None,
 ) -> None:
-    """Measure what each codec costs a model, and write the record that `codec: auto` reads.
+    """Measure the quality loss of each codec for a model, and write the record that `codec: auto` reads.
 
-    The model runs in transformers, every token's K and V having passed through the codec.
+    The model runs in transformers; every token's K and V pass through the codec.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    errors = inputs.error_console()
+    with inputs.errors_as_messages():
         measured = _measure(
             errors,
             model=model,
@@ -73,9 +73,6 @@ def quality(
             from vllm_kvtier.quality.plot import plot as draw
 
             draw([whole], plot)
-    except KVTierError as error:
-        errors.print(f"error: {error}", markup=False)
-        raise typer.Exit(1) from error
     for remark in measured.remarks:
         errors.print(remark, markup=False)
     if as_json:
@@ -89,16 +86,14 @@ def show(record: records.Record, console: Console) -> None:
     """The table."""
     allowed = records.admitted(record)
     asked = sorted({each.tokens for codec in record.codecs for each in codec.recall})
-    table = Table(box=None, title_justify="left", caption_justify="left")
-    table.title = (
+    title = (
         f"{record.model}: {record.text.windows} windows of {record.text.window_tokens} tokens of {record.text.name}, "
         f"{record.nats:.3f} nats a token without a codec"
     )
-    for name in ("codec", "bits", "smaller", "perplexity", "KL, nats", "same token"):
-        table.add_column(name, justify="left" if name == "codec" else "right")
-    for tokens in asked:
-        table.add_column(f"lost at {tokens:,}", justify="right")
-    table.add_column("auto")
+    lost = (f"lost at {tokens:,}" for tokens in asked)
+    heads = ("codec", "bits", "smaller", "perplexity", "KL, nats", "same token", *lost, "auto")
+    style = {"pad_edge": True, "title": title, "title_justify": "left", "caption_justify": "left"}
+    table = inputs.make_table(heads, (), left=("codec", "auto"), **style)
     for codec in sorted(record.codecs, key=lambda codec: -codec.bits):
         at = {each.tokens: f"{each.lost} of {each.raw_right}" for each in codec.recall}
         table.add_row(
@@ -109,15 +104,11 @@ def show(record: records.Record, console: Console) -> None:
             f"{codec.divergence:.5f}",
             f"{codec.agreement:.1%}",
             *(at.get(tokens, "") for tokens in asked),
-            "yes" if codec.name in allowed else f"no: {records.refusal(codec) or 'its format is another by now'}",
+            "yes" if codec.name in allowed else f"no: {records.refusal(codec) or 'its format has changed'}",
         )
     if asked:
         table.caption = "lost: answers right without a codec and wrong with it"
     console.print(table)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("quality")(quality)
 
 
 def _measure(errors: Console, **options):
@@ -145,4 +136,4 @@ def _numbers(option: str) -> list[int]:
     try:
         return sorted({int(number) for number in _names(option)})
     except ValueError as error:
-        raise KVTierError(f"--lengths takes numbers with commas between, not {option!r}") from error
+        raise KVTierError(f"--lengths takes numbers separated by commas, not {option!r}") from error

@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated
 
@@ -14,32 +11,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.client import Failed, Pending, StoreClient
-from vllm_kvtier.store.launch import store_path
-from vllm_kvtier.store.limits import in_words
+from vllm_kvtier.cli import inputs
+from vllm_kvtier.doctor.store import request, request_counts
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import store_path
+from vllm_kvtier.store.memory.memory_limits import in_words
 from vllm_kvtier.store.options import StoreOptions, help_of
-from vllm_kvtier.wire.reactor import Reactor
 
 ANSWER_SECONDS = 10.0
-
-Name = Annotated[str, typer.Option("--name", help="Several stores on one node have different names.")]
-Socket = Annotated[
-    str | None, typer.Option("--socket", help="The store's socket, instead of the place that follows from --name.")
-]
-
-
-def serve(name: Name = "default", socket: Socket = None, **options) -> None:
-    """Serve this node's store here, until Ctrl-C. Engines start one themselves if they find none."""
-    from vllm_kvtier.store.__main__ import run  # brings the server, which the other commands do not need
-
-    with _errors_in_words():
-        raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
+# {old: new} keys of ``stats --json``, for one release.
+_OLD_TIER_KEYS = {
+    "finds": "lookups", "refused_space": "refused_namespace", "lent_blocks": "leased_blocks",
+    "lent_leases": "leases_granted", "lent_brought_up": "lease_promotions",
+}  # fmt: skip
+_OLD_KEYS = {
+    "asked_bytes": "requested_bytes", "looked_up_units": "prefix_queries", "found_units": "prefix_hits",
+    "spaces": "namespaces",
+}  # fmt: skip
 
 
 def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with a parameter for each of StoreOptions, in place of ``**options``, for typer to see."""
+    """Return ``command`` with a parameter for each option instead of ``**options``, as typer needs it."""
     parameters = list(inspect.signature(command).parameters.values())[:-1]
     for option in fields(StoreOptions):
         switch = typer.Option(f"--{option.name.replace('_', '-')}", help=help_of(option.name))
@@ -52,18 +44,26 @@ def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+@_with_store_options
+def serve(name: inputs.StoreName = "default", socket: inputs.StoreSocket = None, **options) -> None:
+    """Serve this node's store until Ctrl-C. An engine that finds no store starts one itself."""
+    from vllm_kvtier.store.__main__ import run  # imports the server, which the other commands do not need
+
+    with inputs.errors_as_messages():
+        raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
+
+
 def stats(
-    name: Name = "default",
-    socket: Socket = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    name: inputs.StoreName = "default", socket: inputs.StoreSocket = None, as_json: inputs.AsJson = False
 ) -> None:
-    """What the store holds, who uses it, and how well it does."""
-    with _errors_in_words():
-        counts = _ask(socket or store_path(name), lambda client: client.stat())
+    """Show the store's counts, tiers and clients."""
+    with inputs.errors_as_messages():
+        counts = request_counts(socket or store_path(name), "kvtier stats", ANSWER_SECONDS)
     numbers = msgspec.to_builtins(counts)
     del numbers["id"], numbers["type"]  # of the message, not of the store
     if as_json:
-        print(json.dumps(numbers))
+        numbers["tiers"] = inputs.with_old_keys(numbers["tiers"], _OLD_TIER_KEYS)
+        print(json.dumps(inputs.with_old_keys(numbers, _OLD_KEYS)))
         return
     table = Table(show_header=False, box=None)
     clients, tiers, index, directory = (numbers.pop(name) for name in ("clients", "tiers", "index", "directory"))
@@ -86,53 +86,24 @@ def _add_rows(table: Table, of: str, numbers: dict) -> None:
 
 
 def clear(
-    name: Name = "default",
-    socket: Socket = None,
-    space: Annotated[str | None, typer.Option("--space", help="Only this space, 32 hexadecimal digits.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Everything, whatever model it belongs to.")] = False,
+    name: inputs.StoreName = "default",
+    socket: inputs.StoreSocket = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", help="Only blocks of this namespace id, 32 hexadecimal digits.")
+    ] = None,
+    space: Annotated[str | None, typer.Option("--space", hidden=True)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
-    """Forget what is stored. Give --space or --all."""
-    if everything == (space is not None):
-        raise typer.BadParameter("give either --space or --all")
+    """Drop stored blocks. Give --namespace or --all."""
+    namespace = inputs.either(namespace, space, "--namespace", "--space")
+    if everything == (namespace is not None):
+        raise typer.BadParameter("give either --namespace or --all")
     try:
-        wanted = None if space is None else bytes.fromhex(space)
+        wanted = None if namespace is None else bytes.fromhex(namespace)
     except ValueError:
         wanted = b""
     if wanted is not None and len(wanted) != m.HASH:
-        raise typer.BadParameter(f"a space is {2 * m.HASH} hexadecimal digits", param_hint="--space")
-    with _errors_in_words():
-        done = _ask(socket or store_path(name), lambda client: client.clear(wanted))
-    print(f"{done.count} blocks are forgotten")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("store")(_with_store_options(serve))
-    app.command("stats")(stats)
-    app.command("clear")(clear)
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    try:
-        yield
-    except KVTierError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        raise typer.Exit(1) from error
-
-
-def _ask(path: str, question: Callable[[StoreClient], Pending]) -> msgspec.Struct:
-    """One question on a connection of its own. Raises KVTierError where there is no answer."""
-    reactor, changed = Reactor("kvtier-cli"), threading.Event()
-    hello = m.Hello("kvtier", os.getpid(), "tool")
-    client = StoreClient(reactor, path, hello, ask_timeout=ANSWER_SECONDS, on_change=changed.set)
-    client.start()
-    reactor.start()
-    try:
-        changed.wait(ANSWER_SECONDS + 1)  # connected, or knows why not
-        pending = question(client)
-        pending.wait(ANSWER_SECONDS + 1)
-    finally:
-        reactor.stop()
-    if isinstance(pending.outcome, Failed):
-        raise KVTierError(pending.outcome.reason)
-    return pending.outcome
+        raise typer.BadParameter(f"a namespace id has {2 * m.HASH} hexadecimal digits", param_hint="--namespace")
+    with inputs.errors_as_messages():
+        done = request(socket or store_path(name), m.Clear(1, wanted), m.Done, "kvtier clear", ANSWER_SECONDS)
+    print(f"{done.count} blocks dropped")

@@ -1,4 +1,9 @@
-"""How KV is kept, by name. Every module here that defines ``CODECS`` is found; a new format is a new file."""
+"""How KV is encoded in slots, by a codec's name. A codec is a file here that defines ``CODECS``; it is found by the
+folder.
+
+Owns the formats with their reference and kernels. Any thread. Imports ``wire``'s geometry and ``kernels``; never an
+engine side, a store or vLLM.
+"""
 
 import difflib
 import importlib
@@ -30,18 +35,18 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Codec:
-    """The codec of this name; ConfigError, with the nearest name, if there is none."""
+    """The codec of this name. Raises ConfigError, with the nearest name, if there is none."""
     codec = _codecs().get(name)
     if codec is None:
-        near = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        similar = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.4)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
         raise ConfigError(f"no codec is named {name!r}: {hint}There are {', '.join(names())}.")
     return codec
 
 
 def choose(option: str | Mapping[str, str], group: GroupView) -> Codec:
-    """The codec for a group: the named one, or by the group's kind ("full", "sliding", "mla", ...; raw for a kind
-    that is not there); raw where that does not apply. ConfigError for a name that does not exist."""
+    """The codec for a group: the named one, or the one of the group's kind ("full", "sliding", "mla", ...; raw for
+    other kinds); raw where that does not apply. Raises ConfigError for an unknown name."""
     name = option if isinstance(option, str) else option.get(group.kind, Codec.RAW)
     codec = get(name)
     return codec if codec.applies(group) else get(Codec.RAW)

@@ -1,4 +1,4 @@
-"""Which codec keeps each KV cache group of this engine, as the options say; ``auto`` by what was measured."""
+"""Selects the codec of each KV cache group from the options; ``auto`` selects by ``kvtier quality``'s measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -8,19 +8,19 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.geometry import GroupView
 
-logger = get_logger("vllm.kvtier.codecs")
+logger = get_logger("vllm.kvtier.choice")
 
 AUTO = "auto"
-# Of ``GroupView.kind``.
+# The values of ``GroupView.kind``.
 KINDS = ("full", "sliding", "mla", "sliding_mla", "chunked")
 
 
 def check(option: str, value: str | Mapping[str, str]) -> None:
-    """Raises ConfigError for a codec or a kind of attention that does not exist. ``option``: its name, for words."""
+    """Raise ConfigError for an unknown codec or kind of attention. ``option``: the option's name, for the message."""
     by_kind = {} if isinstance(value, str) else value
     for kind in by_kind:
         if kind not in KINDS:
-            raise ConfigError(f"{option}: {kind!r} is no kind of attention: there are {', '.join(KINDS)}.")
+            raise ConfigError(f"{option}: {kind!r} is no kind of attention. There are {', '.join(KINDS)}.")
     for name in [value] if isinstance(value, str) else value.values():
         if name != AUTO:
             try:
@@ -30,10 +30,10 @@ def check(option: str, value: str | Mapping[str, str]) -> None:
 
 
 def resolve(option: str | Mapping[str, str], model: Callable[[], str | None]) -> str | dict[str, str]:
-    """The option with ``auto`` replaced by the smallest codec that a quality record for this model admits, or raw.
+    """The option with ``auto`` replaced by the smallest codec that the model's quality record admits, or raw.
 
-    ``model``: ``fingerprint.of_files`` of the model, by which records are found; only called for ``auto``.
-    Raises ConfigError for a codec that does not exist.
+    ``model``: returns ``fingerprint.of_files`` of the model, the record's name; only called for ``auto``. Raises
+    ConfigError for an unknown codec.
     """
     if isinstance(option, str):
         return _resolved(option, model)
@@ -43,14 +43,14 @@ def resolve(option: str | Mapping[str, str], model: Callable[[], str | None]) ->
 def _resolved(name: str, model: Callable[[], str | None]) -> str:
     if name != AUTO:
         return codecs.get(name).name
-    from vllm_kvtier.quality import record  # only where it is asked for
+    from vllm_kvtier.quality import record  # only needed for ``auto``
 
     fingerprint = model()
     found = record.load(fingerprint) if fingerprint else None
     if found is None:
         logger.warning(
-            "kvtier: codec auto: %s, so KV is kept as it is; `kvtier quality --model ...` measures a model",
-            f"nothing was measured for this model ({fingerprint})" if fingerprint else "this model has no local files",
+            "kvtier: codec auto: %s; KV is stored raw; `kvtier quality --model ...` measures a model",
+            f"no quality record for this model ({fingerprint})" if fingerprint else "this model has no local files",
         )
         return Codec.RAW
     admitted = record.admitted(found)
@@ -59,23 +59,23 @@ def _resolved(name: str, model: Callable[[], str | None]) -> str:
 
 
 def in_words(store: str | Mapping[str, str], wire: str | Mapping[str, str]) -> str:
-    """What KV of an engine with these (resolved) options may have lost on its way, for comparing two engines.
+    """The lossy codecs of (resolved) options, as text that two engines compare.
 
-    Blocks do not remember where they came from: what was loaded from the store is exported like what was computed,
-    and what was pulled is stored. So an engine that keeps KV exact takes none from one that does not.
+    A block does not record its source: loaded blocks are exported like computed ones, and pulled blocks are stored. So
+    an engine with exact KV must not take KV from one with a lossy codec.
     """
     words = []
-    for place, option in (("store", store), ("wire", wire)):
+    for use, option in (("store", store), ("wire", wire)):
         by_kind = {"": option} if isinstance(option, str) else option
         lossy = sorted((kind, name) for kind, name in by_kind.items() if codecs.get(name).lossy)
-        words += [f"{place} {kind} {name}".replace("  ", " ") for kind, name in lossy]
+        words += [f"{use} {kind} {name}".replace("  ", " ") for kind, name in lossy]
     return ", ".join(words)
 
 
 def by_group(option: str | Mapping[str, str], ranks: Sequence[Sequence[GroupView]]) -> list[Codec]:
-    """A codec for each group, the same on all ranks: raw where it does not apply on one of them, which is said once.
+    """A codec for each group, the same on all ranks: raw, and a warning, where it does not apply on one of them.
 
-    ``ranks[r][g]``: group g as rank r has it. ``option``: as :func:`resolve` returned it.
+    ``ranks[r][g]``: group g on rank r. ``option``: as :func:`resolve` returned it.
     """
     raw = codecs.get(Codec.RAW)
     chosen = []
@@ -84,13 +84,14 @@ def by_group(option: str | Mapping[str, str], ranks: Sequence[Sequence[GroupView
         codec = codecs.get(name)
         reason = next((r for r in map(codec.reason, views) if r is not None), None)
         if reason is not None:
-            logger.warning("kvtier: KV cache group %d is kept as it is, not as %s: %s", number, name, reason)
+            logger.warning("kvtier: codec: %s does not apply to KV cache group %d (%s); it is stored raw", name, number,
+            reason)
         chosen.append(codec if reason is None else raw)
     return chosen
 
 
 def names(chosen: Iterable[Codec | str | Mapping[str, str]]) -> str:
-    """The codecs of these, each once, joined by "+": for metrics, where one number stands for all groups of a cache."""
+    """The codecs' names, each once, joined by "+": for metrics, which have one number for all groups."""
     found: set[str] = set()
     for each in chosen:
         found.update(each.values() if isinstance(each, Mapping) else [each if isinstance(each, str) else each.name])

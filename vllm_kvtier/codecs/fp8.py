@@ -1,31 +1,28 @@
-"""float8 e4m3 with a scale a line that is a power of two: multiplying by it is exact, in both directions.
+"""float8 e4m3 with a scale per line that is a power of two, so that multiplying by it is exact in both directions.
 
-A scale that maps the largest number to exactly 448 would gain nothing: the precision of a float8 does not depend on
-where in its range a number lies. Encoding what was decoded makes the same numbers again.
+A scale that maps the largest number to exactly 448 would gain nothing: the precision of a float8 does not depend on the
+position of a number in its range. Encoding decoded numbers gives the same bytes again.
 """
 
 import torch
 
-from vllm_kvtier.codecs.base import INFINITE, Codec, Format, Kernels, magnitudes, need_triton, power_of_two
+from vllm_kvtier.codecs.base import INFINITE, Codec, CutFormat, Kernels, magnitudes, need_triton
 from vllm_kvtier.codecs.keep import KEEP
-
-try:
-    import triton
-    import triton.language as tl
-
-    from vllm_kvtier.kernels.casts import from_e4m3, to_e4m3
-except ImportError:  # a machine without a GPU need not have it
-    triton = None
+from vllm_kvtier.kernels.checksum import triton
 
 _NAN = 255
-# Added to float32 bits it carries into the exponent exactly if the significand is above 1.75, that of 448.
+# Added to float32 bits it carries into the exponent if and only if the significand is above 1.75, that of 448.
 _CARRY = 0x1FFFFF
 # Exponent of 448.
 _TOP = 8
-# With a largest number that would round to 2^16 and overflow float16, numbers are clipped to 61440: still within 1/16.
+# Numbers that would round to 2^16 and overflow float16 are clipped to 61440, within the bound of 1/16.
 _FP16_TOP = 61440.0
 
 if triton is not None:
+    import triton.language as tl
+
+    from vllm_kvtier.kernels.casts import from_e4m3, to_e4m3
+
     _INFINITE = tl.constexpr(INFINITE)
 
     @triton.jit
@@ -44,29 +41,14 @@ if triton is not None:
         return from_e4m3(data) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
-class Fp8(Format):
-    """A byte a number; a scale byte a line: its biased exponent as in float32, 255 for NaN.
+class Fp8(CutFormat):
+    """A byte a number; a scale byte a line: its biased exponent as in float32, 255 for NaN."""
 
-    ``most``: numbers of a line at most, None for the whole field.
-    """
-
+    kind, bits, scale_size = "e4m3", 8, 1
     bound = (
         "1/16 of the number, or 2^-10 of the scale if that is more; the scale is the least power of two, 2^-126 or "
         "more, by which the line's largest magnitude is at most 448. Zeros and their signs are exact."
     )
-
-    def __init__(self, most: int | None = None):
-        self._most = most
-        self.name = f"e4m3.{most or 'all'}"
-
-    def line(self, count: int) -> int:
-        return power_of_two(count, self._most) if self._most else count
-
-    def data_bytes(self, line: int) -> int:
-        return line
-
-    def scale_bytes(self, line: int) -> int:
-        return 1
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         top = magnitudes(x)
@@ -81,7 +63,7 @@ class Fp8(Format):
     def decode(self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         exponent = scales[:, 0].to(torch.int32)
         scale = (exponent << 23).view(torch.float32).masked_fill(exponent == _NAN, torch.nan)
-        # The bits of a float16 of 2^-8 the value: torch converts float8 one by one, which takes twice as long.
+        # The bits of a float16 of 2^-8 times the value: torch converts float8 one by one, which takes twice as long.
         bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
         numbers = bits.view(torch.float16).float().mul_(256.0).masked_fill_((data & 0x7F) == 0x7F, torch.nan)
         return numbers.mul_(scale[:, None]).to(dtype)

@@ -1,22 +1,18 @@
-"""4-bit integers between a line's least number and its largest: lines are short groups of 64 numbers."""
+"""4-bit integers between a line's least number and its largest; lines are groups of 64 numbers."""
 
 import torch
 
 from vllm_kvtier.codecs import base
-from vllm_kvtier.codecs.base import INFINITE, TINY, Codec, Format, Kernels, power_of_two
+from vllm_kvtier.codecs.base import INFINITE, TINY, Codec, CutFormat, Kernels
 from vllm_kvtier.codecs.keep import KEEP
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU need not have it
-    triton = None
+from vllm_kvtier.kernels.checksum import triton
 
 # A float32 this large has no fraction bits: adding it rounds half to even and leaves the integer in the low bits.
 _ROUND = 8388608.0  # 2^23
-_LARGEST_FP16 = 65504.0
 
 if triton is not None:
+    import triton.language as tl
+
     _INFINITE = tl.constexpr(INFINITE)
     _TINY = tl.constexpr(TINY)
     _STEP = tl.constexpr(1 / 15)
@@ -30,8 +26,13 @@ if triton is not None:
     @triton.jit
     def _encode(lo, hi, FP16: tl.constexpr, G: tl.constexpr):
         a, b = _ordered(lo), _ordered(hi)
-        least = tl.min(tl.minimum(a, b), axis=1)  # [L]
-        most = tl.max(tl.maximum(a, b), axis=1)
+        lower, upper = tl.minimum(a, b), tl.maximum(a, b)
+        if lo.shape[1] * 2 > G:  # the zeros beyond a short line are not its numbers
+            inside = (tl.arange(0, lo.shape[1]) < G // 2)[None, :]
+            lower = tl.where(inside, lower, 0x7FFFFFFF)
+            upper = tl.where(inside, upper, -0x7FFFFFFF)
+        least = tl.min(lower, axis=1)  # [L]
+        most = tl.max(upper, axis=1)
         bad = (most >= _INFINITE) | (least < -_INFINITE)  # least = -1 - its magnitude's bits, where negative
         least = tl.where(bad, 0, least)
         most = tl.where(bad, 0, most)
@@ -40,7 +41,7 @@ if triton is not None:
         wide = tl.maximum((high - low) * _STEP, _TINY).to(tl.int32, bitcast=True)
         bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16  # rounded to bfloat16, half to even
         if FP16:
-            # Rounded up, 15 steps may lead beyond float16.
+            # 15 steps rounded up may exceed float16.
             over = low + (bits << 16).to(tl.float32, bitcast=True) * 15.0 > 65504.0
             bits = tl.where(over, wide >> 16, bits)
             base = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -68,33 +69,22 @@ if triton is not None:
 
 
 def _wide(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """A line's step before it is rounded. Divided by 15, it would be another bfloat16 in one line of thousands."""
+    """A line's step before rounding. A product, as in the kernel: a division by 15 gives another bfloat16 now and
+    then."""
     return ((high - low) * (1 / 15)).clamp_min(TINY)
 
 
-class Int4(Format):
+class Int4(CutFormat):
     """Half a byte a number: byte i is number i | number i + G/2 << 4, each the steps above the line's least number.
 
-    Scales: that number in the cache's dtype, then the step in bfloat16 (NaN for such lines).
+    Scales: that number in the cache's dtype, then the step in bfloat16 (NaN for a line with one).
     """
 
+    kind, bits, scale_size = "uint4", 4, 4
     bound = (
         "half a step, then the rounding to the cache's dtype; the step is the line's range / 15 rounded to bfloat16, "
         "2^-126 or more. The least number is exact, and so is a line of equal numbers."
     )
-
-    def __init__(self, most: int):
-        self._most = most
-        self.name = f"uint4.{most}"
-
-    def line(self, count: int) -> int:
-        return power_of_two(count, self._most)
-
-    def data_bytes(self, line: int) -> int:
-        return line // 2
-
-    def scale_bytes(self, line: int) -> int:
-        return 4
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = x.float()
@@ -109,7 +99,7 @@ class Int4(Format):
         scale = wide.bfloat16()
         if x.dtype == torch.float16:
             cut = ((wide.view(torch.int32) >> 16) << 16).view(torch.float32).bfloat16()
-            scale = torch.where(low + scale.float() * 15.0 > _LARGEST_FP16, cut, scale)
+            scale = torch.where(low + scale.float() * 15.0 > base.LARGEST_FP16, cut, scale)
         steps = (numbers - low[:, None]) * (1.0 / scale.float())[:, None] + _ROUND
         steps = (steps.view(torch.int32) & 15).to(torch.uint8)
         half = x.shape[1] // 2

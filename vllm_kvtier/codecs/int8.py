@@ -3,20 +3,16 @@
 import torch
 
 from vllm_kvtier.codecs import base
-from vllm_kvtier.codecs.base import INFINITE, TINY, Codec, Format, Kernels, power_of_two
+from vllm_kvtier.codecs.base import INFINITE, TINY, Codec, CutFormat, Kernels
 from vllm_kvtier.codecs.keep import KEEP
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU need not have it
-    triton = None
+from vllm_kvtier.kernels.checksum import triton
 
 # A float32 this large has no fraction bits: adding it rounds half to even and leaves the integer in the low bits.
 _ROUND = 12582912.0  # 1.5 * 2^23
-_LARGEST_FP16 = 65504.0
 
 if triton is not None:
+    import triton.language as tl
+
     _INFINITE = tl.constexpr(INFINITE)
     _TINY = tl.constexpr(TINY)
     _STEP = tl.constexpr(1 / 127)
@@ -47,33 +43,18 @@ if triton is not None:
 
 
 def _scale(largest: torch.Tensor) -> torch.Tensor:
-    """Divided by 127, it would be another bfloat16 in one line of thousands."""
+    """A product, as in the kernel: a division by 127 gives another bfloat16 in one line of thousands."""
     return (largest * (1 / 127)).clamp_min(TINY).bfloat16()
 
 
-class Int8(Format):
-    """A byte a number: its multiple of the scale, -127..127, plus 128. Scale: bfloat16, NaN for such lines.
+class Int8(CutFormat):
+    """A byte a number: its multiple of the scale, -127..127, plus 128. Scale: bfloat16, NaN for a line with one."""
 
-    ``most``: numbers of a line at most, None for the whole field.
-    """
-
+    kind, bits, scale_size = "int8", 8, 2
     bound = (
         "half a scale, then the rounding to the cache's dtype; the scale is the line's largest magnitude / 127 rounded "
         "to bfloat16, 2^-126 or more. Zeros are exact, their signs are lost."
     )
-
-    def __init__(self, most: int | None = None):
-        self._most = most
-        self.name = f"int8.{most or 'all'}"
-
-    def line(self, count: int) -> int:
-        return power_of_two(count, self._most) if self._most else count
-
-    def data_bytes(self, line: int) -> int:
-        return line
-
-    def scale_bytes(self, line: int) -> int:
-        return 2
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         top = base.magnitudes(x)
@@ -86,10 +67,7 @@ class Int8(Format):
 
     def decode(self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         scale = scales.contiguous().view(torch.bfloat16).float()  # [n, 1]
-        x = (data.float() - 128) * scale
-        if dtype == torch.float16:
-            x = x.clamp(-_LARGEST_FP16, _LARGEST_FP16)  # keeps NaN
-        return x.to(dtype)
+        return base.from_float32((data.float() - 128) * scale, dtype)
 
     def tolerance(self, x: torch.Tensor) -> torch.Tensor:
         return base.rounded(_scale(x.float().abs().amax(dim=1, keepdim=True)).float() * 0.5001, x)

@@ -1,4 +1,4 @@
-"""Keys in 8 bits, values in 4: noise in keys costs about three times what the same noise in values does."""
+"""Keys in 8 bits, values in 4: noise in keys costs about three times as much as the same noise in values."""
 
 from vllm_kvtier.codecs.base import Codec
 from vllm_kvtier.codecs.int8 import INT8, Int8

@@ -1,4 +1,4 @@
-"""A field as it is, within a part whose other fields are coded: the rotary part of MLA."""
+"""Copies a field within a part whose other fields are encoded: the rotary part of MLA."""
 
 import torch
 
@@ -11,15 +11,10 @@ class Keep(Format):
     name = "keep16"
     lossy = False
     bound = "exact, NaN payloads included"
+    bits, scale_size = 16, 0
 
     def line(self, count: int) -> int:
         return count
-
-    def data_bytes(self, line: int) -> int:
-        return 2 * line
-
-    def scale_bytes(self, line: int) -> int:
-        return 0
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous()

@@ -1,10 +1,10 @@
-"""Where the lines of an encoded block lie in its part of a slot.
+"""The layout of an encoded block in its part of a slot.
 
-A *coded part* is made of areas, each beginning at a multiple of 16 bytes: for each region of the group and each of
-its fields all lines' data, then all lines' scales, if the format has any; then the checksum. A *line* is ``line``
-consecutive numbers of one field of one token and head. Lines are counted in logical order (head, token, line within
-the token's numbers), whatever the cache's strides and the order of numbers within its cells: two engines that keep
-the same tokens differently share slots.
+An *encoded part* consists of areas that begin at multiples of 16 bytes: for each region of the group and each of its
+fields the data of all lines, then the scales of all lines, if the format has any; then the checksum. A *line* is
+``line`` consecutive numbers of one field of one token and head. Lines are counted in logical order (head, token, line
+within the token's numbers), whatever the cache's strides and the order of numbers within its cells: engines with
+different layouts share slots.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class FieldPart:
 
     @property
     def scale_bytes(self) -> int:
-        """Of all lines of a block; 0 where the format has no scales, and then ``scale_offset`` means nothing."""
+        """Of all lines of a block; 0 if the format has no scales, and then ``scale_offset`` has no meaning."""
         return self.lines * self.format.scale_bytes(self.line)
 
     @property
     def identity(self) -> tuple[int | str, ...]:
-        """What must be equal for two engines to read each other's parts."""
+        """Must be equal for two engines to read each other's parts."""
         return (
             self.region, self.field, self.offset, self.format.name, self.line, self.lines, self.data_offset,
             self.scale_offset,
@@ -56,7 +56,7 @@ class FieldPart:
 
 
 def part_layout(group: GroupView, codec: "Codec") -> PartLayout:
-    """One rank's part of a block of ``group`` as ``codec`` keeps it: byte for byte where it does not apply."""
+    """One rank's part of a block of ``group`` in ``codec``; byte for byte where that does not apply."""
     if not codec.formats or not codec.applies(group):
         return slots.part_layout(group)
     at, parts = 0, []
@@ -73,5 +73,5 @@ def part_layout(group: GroupView, codec: "Codec") -> PartLayout:
             at = align(scales + lines * form.scale_bytes(line), REGION_ALIGN)
             parts.append(FieldPart(r, f, offset, form, line, lines, data, scales))
             offset += field.count
-    # A multiple of 16, as REGION_ALIGN is: the kernels sum two words at a time.
+    # The checksum is at a multiple of 16, as REGION_ALIGN is: the kernels sum two words at a time.
     return PartLayout(align(at + SUM_BYTES, PART_ALIGN), (), at, tuple(parts))

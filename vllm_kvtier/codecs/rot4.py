@@ -1,16 +1,16 @@
-"""4 bits after a rotation: lines of 64 numbers through a Hadamard matrix, then 16 levels made for normal numbers.
+"""4 bits after a rotation: a Hadamard matrix on lines of 64 numbers, then 16 levels for normally distributed numbers.
 
-A rotation spreads what is large over the whole line, so that every line looks like normal noise of some size, whatever
-the channels of K and V look like. Its levels (least squares for a normal line, scaled by its largest number) lose less
-than evenly spaced ones. The scale is not the one with the least error but the one that keeps the inner product of the
-line with itself: a K that shrinks by one percent changes the temperature of the softmax, which costs more than noise.
+The rotation spreads large numbers over the whole line, so that every line resembles normal noise of some size, whatever
+the channels of K and V. The levels (least squares for a normal line, scaled by its largest number) lose less than
+evenly spaced ones. The scale does not minimize the error: it keeps the inner product of the line with itself. A K that
+shrinks by one percent changes the temperature of the softmax, which costs more than noise.
 
-Everything is whole numbers until the scale: numbers are rounded to 8 bits and a sign by the line's exponent, rotated
-(sums that are exact in any order, on tensor cores too), and quantized against the largest.
+All arithmetic before the scale is on whole numbers: numbers are rounded to 8 bits and a sign by the line's exponent,
+rotated (sums that are exact in any order, on tensor cores too), and quantized against the largest.
 
     line u = (lo, hi), halves of g = G / 2 numbers; m the largest power of two that divides g, at most 32
-    B = Sylvester's Hadamard matrices of m on the diagonal; s, d: signs fixed for ever (a line of equal numbers would
-    otherwise put all it has into one)
+    B = Sylvester's Hadamard matrices of m on the diagonal; s, d: fixed signs (without them a line of equal numbers
+    would rotate into a single number)
     forward   p = lo (sB), q = hi (dsB);   rotated = (p + q, p - q)           (line times its matrix = sqrt(2m) times
     back      lo = (p + q) (Bs), hi = (p - q) (Bsd)                            an orthogonal one)
 """
@@ -22,41 +22,37 @@ import torch
 from vllm_kvtier.codecs import base
 from vllm_kvtier.codecs.base import INFINITE, Codec, Format, Kernels
 from vllm_kvtier.codecs.keep import KEEP
+from vllm_kvtier.kernels.checksum import triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU need not have it
-    triton = None
-
-# Of a line whose largest rotated magnitude is 128.
+# The levels' magnitudes for a line whose largest rotated magnitude is 128.
 LEVELS = (6, 19, 32, 44, 58, 76, 97, 122)
 _LEVELS = torch.tensor(LEVELS, dtype=torch.float32)
-# Of the codes in a byte.
+# The levels of the two codes in a byte.
 _LOW_NIBBLE = torch.cat([_LEVELS, -_LEVELS]).repeat(16)
 _HIGH_NIBBLE = torch.cat([_LEVELS, -_LEVELS]).repeat_interleave(16)
 # A float32 this large has no fraction bits: adding it rounds half to even.
 _ROUND = 12582912.0  # 1.5 * 2^23
-# The index of a magnitude y, the largest being 256: the whole part of the lesser of y / 25.5 and y / 42 + 1.8125. The
-# levels' own thresholds would lose 2 % less and cost twice the comparisons.
+# The index of a magnitude y, if the largest is 256: the whole part of the lesser of y / 25.5 and y / 42 + 1.8125. The
+# exact thresholds of the levels would lose 2 % less with twice the comparisons.
 _SLOPES, _OFFSETS = (1 / 25.5, 1 / 42), (0.0, 1.8125)
-# A float32 of this size has 7 fraction bits; seven bits up, its bits end in 0x8880, so that with an index added they
+# A float32 of this size has 7 fraction bits. Shifted right by seven, its bits end in 0x8880. With an index added they
 # are the selector of PTX's prmt for that byte of eight and three zeros.
 _INDEX = 100480.0  # 2^16 * (1 + 0x444000 / 2^23)
 # Bit i of these: the sign of number i mod 32. The second as a signed number.
 _S, _D = 0x68E31DA4, 0xB5297A4D - (1 << 32)
 # A line of magnitudes below 2^-100, whose float32 bits these are, becomes zeros.
 _ZERO = 27 << 23
-_LARGEST_FP16 = 65504.0
 
 
 def _fine(line: int) -> int:
-    """Biased exponent of a line's largest number times the power of two that makes it a whole number: of 9 bits, or 8
-    in long lines, so that all the sums of an encoder are below 2^24, where float32 has every whole number."""
+    """Biased exponent of a line's largest number after it is scaled to a whole number of 9 bits, or 8 in long lines:
+    all sums of an encoder are then below 2^24, where float32 represents every whole number."""
     return 261 if line <= 64 else 260
 
 
 if triton is not None:
+    import triton.language as tl
+
     from vllm_kvtier.kernels import casts
 
     _SOFTWARE = tl.constexpr(casts.INTERPRETED)
@@ -94,7 +90,7 @@ if triton is not None:
 
     @triton.jit
     def _matrix(W: tl.constexpr, HALF: tl.constexpr, FORWARD: tl.constexpr, SECOND: tl.constexpr):
-        """int32 [W, W]: sB, Bs; dsB, Bsd if SECOND. Beyond HALF other blocks, that no number of the line meets."""
+        """int32 [W, W]: sB, Bs; dsB, Bsd if SECOND. The blocks beyond HALF meet no number of the line."""
         M: tl.constexpr = HALF & -HALF if HALF & -HALF < 32 else 32
         i = tl.arange(0, W)[:, None]
         j = tl.arange(0, W)[None, :]
@@ -141,8 +137,8 @@ if triton is not None:
         # Whole numbers, half to even.
         lo = (lo * up + 12582912.0) - 12582912.0
         hi = (hi * up + 12582912.0) - 12582912.0
-        # Says what becomes of the line; each further number of a line that went along to where the scale is made would
-        # cost two barriers. Where zero, it is.
+        # NaN marks a bad line, 0 a line of zeros: passing another number per line on to the scale would cost two
+        # barriers.
         squares = tl.where(bad, float("nan"), tl.sum(lo * lo + hi * hi, axis=1))
         lo = lo.to(tl.float16)
         hi = hi.to(tl.float16)
@@ -155,7 +151,7 @@ if triton is not None:
         most = tl.max(tl.maximum(low, high), axis=1)
         most = tl.where(most > 1.0, most, 1.0)
         r = tl.math.div_rn(tl.full(most.shape, 256.0, tl.float32), most)
-        # Of 8 bits, so that their products with whole numbers are exact.
+        # Rounded to 8 bits, so that their products with whole numbers are exact.
         one, two = _bfloat16(r * _FIRST)[:, None], _bfloat16(r * _SECOND)[:, None]
         a, level = _quantize(low, one, two)
         b, other = _quantize(high, one, two)
@@ -200,7 +196,7 @@ if triton is not None:
 
 @cache
 def _rotation(half: int) -> torch.Tensor:
-    """float32 [line, line]: a line times it is rotated; times its transpose, rotated back, 2m times as long."""
+    """float32 [line, line]: a line times it is rotated; times its transpose, rotated back and 2m times as long."""
     m = min(half & -half, 32)
     i = torch.arange(half)
     odd = i[:, None] & i[None, :] & (m - 1)
@@ -219,6 +215,7 @@ class Rotated4(Format):
     """
 
     name = "rot4.64"
+    bits, scale_size = 4, 2
     bound = (
         "as a vector, 0.4 of the line's length (square root of the sum of squares) for lines of 64 numbers or less, "
         "0.55 for longer ones, typically 0.09; so no number moves further than that. Lines of magnitudes below 2^-100 "
@@ -230,12 +227,6 @@ class Rotated4(Format):
         if count % 64 == 0:
             return 64
         return count if count % 16 == 0 and 16 <= count <= 128 else 0
-
-    def data_bytes(self, line: int) -> int:
-        return line // 2
-
-    def scale_bytes(self, line: int) -> int:
-        return 2
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         line = x.shape[1]
@@ -263,9 +254,7 @@ class Rotated4(Format):
         codes = data.reshape(-1).int()
         halves = [t.to(data.device).index_select(0, codes).view(data.shape) for t in (_LOW_NIBBLE, _HIGH_NIBBLE)]
         x = torch.cat(halves, dim=1) @ _rotation(data.shape[1]).to(data.device).T * (word << 15).view(torch.float32)
-        if dtype == torch.float16:
-            x = x.clamp(-_LARGEST_FP16, _LARGEST_FP16)  # keeps NaN
-        return x.to(dtype)
+        return base.from_float32(x, dtype)
 
     def tolerance(self, x: torch.Tensor) -> torch.Tensor:
         share = 0.4 if x.shape[1] <= 64 else 0.55

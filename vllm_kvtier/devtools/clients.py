@@ -1,4 +1,4 @@
-"""Requests to engines and proxies, and what engines count: for the demo, the tests and the benchmarks."""
+"""Requests to engines and proxies, and the engines' counters, for the demo, the tests and the benchmarks."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 TIMEOUT = httpx.Timeout(120.0, connect=5.0)
-# vLLM's own count of where prompt tokens came from, independent of what a connector says of itself.
+# vLLM's count of prompt tokens by source, independent of the connector's report.
 _SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}]*source="(\w+)"[^}]*\} ([\d.e+]+)$', re.M)
 
 
@@ -24,9 +24,7 @@ class Answer(msgspec.Struct, kw_only=True):
     seconds: float
     first_token_seconds: float | None = None  # streamed answers only
     token_ids: list[int] | None = None  # where the request had return_token_ids
-    logprobs: list[dict[str, Any]] | None = (
-        None  # a chat's, token by token, where it asked for them; not streamed
-    )
+    logprobs: list[dict[str, Any]] | None = None  # a chat's, by token, where it asked for them; not streamed
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ def prompt_tokens(base_url: str) -> PromptTokens:
 def complete(base_url: str, prompt: str | Sequence[int], *, max_tokens: int = 16, **body: Any) -> Answer:
     """A greedy completion with token ids; ``body`` adds to the request or overrides it. Not streamed.
 
-    Raises httpx.HTTPStatusError with the server's words if it refuses.
+    Raises httpx.HTTPStatusError with the server's message.
     """
     defaults = {"model": "model", "temperature": 0, "return_token_ids": True}
     return _whole(base_url, "completions", {**defaults, "prompt": prompt, "max_tokens": max_tokens, **body})
@@ -85,30 +83,7 @@ def chat(
     return _whole(base_url, "chat/completions", body, headers)
 
 
-def hand_off(
-    prefill_url: str, decode_url: str, prompt: str | Sequence[int], **body: Any
-) -> tuple[Answer, Answer]:
-    """What a proxy does for one completion, without one: P's one token first, then D with P's params.
-
-    Returns both answers. ``kvtier`` among ``body`` goes into P's params, for example ``{"sources": [...]}``.
-    """
-    kvtier = body.pop("kvtier", None)
-    asked = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-        **({"kvtier": kvtier} if kvtier else {}),
-    }
-    first = complete(prefill_url, prompt, **{**body, "max_tokens": 1, "kv_transfer_params": asked})
-    return first, complete(decode_url, prompt, **body, kv_transfer_params=first.params)
-
-
-def _whole(
-    base_url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
-) -> Answer:
+def _whole(base_url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
     started = time.monotonic()
     response = httpx.post(f"{base_url}/v1/{path}", json=body, headers=headers, timeout=TIMEOUT)
     seconds = time.monotonic() - started
@@ -155,7 +130,7 @@ def _streamed(base_url: str, path: str, body: dict[str, Any], headers: Mapping[s
 
 
 def _check(response: httpx.Response) -> None:
-    """As raise_for_status, with the server's own words: they say what was wrong."""
+    """raise_for_status with the server's message, which has the cause."""
     if response.is_error:
         raise httpx.HTTPStatusError(
             f"{response.request.url} answered {response.status_code}: {response.text[:500]}",

@@ -19,12 +19,7 @@ MIB = 1 << 20
 
 # For every engine. PYTHONHASHSEED: up to 0.28 vLLM seeds its block hashes with it, and engines whose seeds
 # differ cannot find each other's blocks.
-COMMON_ENV = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONHASHSEED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}
 CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -36,12 +31,7 @@ CPU_ENV = {
 
 def kvtier(extra: Mapping[str, Any] | None = None, role: str = "kv_both", **transfer: Any) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of an engine with our connector; ``extra``: options of KVTierConfig."""
-    return {
-        "kv_connector": CONNECTOR_NAME,
-        "kv_role": role,
-        "kv_connector_extra_config": dict(extra or {}),
-        **transfer,
-    }
+    return {"kv_connector": CONNECTOR_NAME, "kv_role": role, "kv_connector_extra_config": dict(extra or {}), **transfer}
 
 
 class Engine(Service):
@@ -50,12 +40,12 @@ class Engine(Service):
     model: directory or hub name. kv: the ``--kv-transfer-config``, for example ``kvtier({...})``, or None.
     gpus: indices of the devices to use; none means the CPU build. kv_cache_bytes: size of the KV cache; with
     num_blocks (of block_size tokens), only an upper bound of it.
-    args, env: further flags and variables, which win over the defaults.
+    args, env: more flags and variables, which override the defaults.
     tensor_parallel: ranks; by default one for each of ``gpus``, and one on the CPU.
-    worker_process: whether a CPU engine of one rank has its worker in a process of its own, vLLM's default
-    there. Without, as is vLLM's default on one GPU, it starts in two thirds of the time.
-    python: the interpreter that has vLLM (this one by default).
-    With dummy weights, engines of one model and seed have the same: our connector is told so.
+    worker_process: whether a CPU engine of one rank has a separate worker process, which is vLLM's default there.
+    Without it, as by default on one GPU, the start takes two thirds of the time.
+    python: the interpreter that has vLLM (default: this one).
+    Engines of one model and seed have the same dummy weights; the connector gets a fingerprint that says so.
     """
 
     def __init__(
@@ -104,8 +94,8 @@ class Engine(Service):
         if ranks > 1:
             flags["--tensor-parallel-size"] = ranks
         elif not gpus and not worker_process:
-            # The CPU platform insists on a worker process unless vLLM is told not to use any more processes;
-            # the server's own engine process is not affected by that.
+            # The CPU platform uses a worker process unless vLLM's multiprocessing is off. The server's engine process
+            # is not affected.
             flags["--distributed-executor-backend"] = "uni"
             device["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if num_blocks is not None:
@@ -117,19 +107,18 @@ class Engine(Service):
             if not _overridden(flag, args):
                 command += [flag] if value is None else [flag, str(value)]
         offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
-        log_dir = Path(log_dir) if log_dir else Path(tempfile.mkdtemp(prefix="kvtier-logs-"))
         super().__init__(
             name,
             [*command, *args],
             port=port,
-            log_path=log_dir / f"{name}.log",
+            log_path=_log_path(log_dir, name),
             env={**COMMON_ENV, **device, **offline, **(env or {})},
             ready_seconds=ready_seconds,
         )
 
     @property
     def kv_address(self) -> str | None:
-        """``HOST:PORT`` of the connector's endpoint where the options fix it, else None."""
+        """``HOST:PORT`` of the connector's endpoint if the options set it, else None."""
         extra = (self.kv or {}).get("kv_connector_extra_config", {})
         port = extra.get("endpoint_port")
         return f"{extra.get('advertise_host') or '127.0.0.1'}:{port}" if port else None
@@ -145,18 +134,20 @@ def proxy(
     python: str = sys.executable,
     log_dir: str | os.PathLike | None = None,
 ) -> Service:
-    """The package's own proxy in front of these engines, not started yet.
+    """The package's proxy for these engines, not started yet.
 
-    Where an engine's options fix its endpoint the proxy is told, because answers streamed by vLLM before 0.33
-    do not say it.
+    The proxy gets the endpoints that the engines' options set, because streamed answers before vLLM 0.33 lack them.
     """
     port = port or free_port()
     command = [python, "-m", "vllm_kvtier.proxy", "--host", "127.0.0.1", "--port", str(port)]
     for role, engines in (("--prefill", prefill), ("--decode", decode)):
         for engine in engines:
             command += [role, engine.base_url + (f",kv={engine.kv_address}" if engine.kv_address else "")]
-    log_dir = Path(log_dir) if log_dir else Path(tempfile.mkdtemp(prefix="kvtier-logs-"))
-    return Service(name, [*command, *args], port=port, log_path=log_dir / f"{name}.log", ready_seconds=60)
+    return Service(name, [*command, *args], port=port, log_path=_log_path(log_dir, name), ready_seconds=60)
+
+
+def _log_path(log_dir: str | os.PathLike | None, name: str) -> Path:
+    return Path(log_dir or tempfile.mkdtemp(prefix="kvtier-logs-")) / f"{name}.log"
 
 
 def _overridden(flag: str, args: Sequence[str]) -> bool:

@@ -1,8 +1,7 @@
-"""A server process with its children: started, awaited, stopped, killed, paused; nothing is left behind.
+"""Start, await, stop, kill or pause a server process with its children.
 
-Every service leads a process group of its own, so that what it spawned goes with it, and hangs on a leash: a
-small shell that waits for the end of a pipe which only this process holds, and then kills the group. So the
-group also dies when this process is killed and cannot clean up.
+Every service leads a process group, so that its children end with it. A small shell waits for the end of a pipe that
+only this process holds, and then kills the group. So the group ends even if this process is killed.
 """
 
 import errno
@@ -19,12 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-POLL_SECONDS = 0.25  # how often a starting service is asked whether it is ready; its death is noticed at once
-_LEASH = 'read -r _; kill -s KILL -- "-$1"'  # the form that every sh understands
+POLL_SECONDS = 0.25  # between health checks of a starting service; its death is noticed at once
+_LEASH = 'read -r _; kill -s KILL -- "-$1"'  # POSIX sh
 # The last line of a traceback, wherever a logger's prefix puts it.
 _ERROR = re.compile(r"(?:(?<=\s)|^)[A-Za-z_][\w.]*(?:Error|Exception|Unsupported\w+): .+$", re.MULTILINE)
 _FIRST_PORT = 10000
-_claims: list[socket.socket] = []  # one for each port given; the names go with this process
+_HOST = "127.0.0.1"
+_claims: list[socket.socket] = []  # one per port; their names vanish with this process
 
 
 class ServiceFailed(RuntimeError):
@@ -32,10 +32,10 @@ class ServiceFailed(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now and that no process of this machine has been given by this function.
+    """A free TCP port that this function has given to no other process of this machine.
 
-    It stays with this process until it ends, so that a service can be stopped and started again on it. It lies
-    below the ports that the system gives to outgoing connections: none of those can take it meanwhile.
+    It is reserved until this process ends, so that a service can be restarted on it. It is below the range of ports for
+    outgoing connections, which therefore cannot take it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     end = _first_ephemeral_port()
@@ -68,12 +68,12 @@ def _first_ephemeral_port() -> int:
 class Service:
     """One HTTP server run as ``command``, ready once ``GET /health`` answers 200.
 
-    May be started again after it ended, with the same port. ``with service:`` starts it, waits until it is
-    ready and stops it. Environment: this process's own, changed by ``env`` (a value of None removes a name).
-    Raises ServiceFailed where it does not come up.
+    It can be started again with the same port. ``with service:`` starts it, waits until it is ready and stops it.
+    Environment: that of this process, changed by ``env`` (None removes a name). Raises ServiceFailed if it does not
+    become ready.
     """
 
-    popen: Callable[..., Any] = subprocess.Popen  # for who starts the process in another way
+    popen: Callable[..., Any] = subprocess.Popen  # replaced by tests that fork engines
 
     def __init__(
         self,
@@ -83,26 +83,23 @@ class Service:
         port: int,
         log_path: Path | str,
         env: Mapping[str, str | None] | None = None,
-        host: str = "127.0.0.1",
         ready_seconds: float = 240.0,
     ):
         self.name = name
         self.command = list(command)
-        self.host, self.port = host, port
+        self.port = port
         self.log_path = Path(log_path)
         self.ready_seconds = ready_seconds
         self.started_at = 0.0  # time.monotonic() of the last start
         self.ready_after: float | None = None  # seconds from that start until it was ready
-        self._env = {**os.environ, **{k: v for k, v in (env or {}).items() if v is not None}}
-        for removed in (k for k, v in (env or {}).items() if v is None):
-            self._env.pop(removed, None)
+        self._env = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
         self._process: subprocess.Popen | None = None
         self._leash: subprocess.Popen | None = None
         self._pidfd = -1
 
     @property
     def base_url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{_HOST}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -116,7 +113,7 @@ class Service:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> "Service":
-        """Start without waiting. The log is appended to: a restart keeps the story of the first life."""
+        """Start without waiting. A restart appends to the log."""
         if self.running:
             raise ServiceFailed(f"{self.name} is running already (pid {self.pid})")
         self._release()
@@ -141,35 +138,35 @@ class Service:
         self.started_at, self.ready_after = time.monotonic(), None
         return self
 
-    def wait_ready(self, tick: Callable[["Service"], None] | None = None) -> "Service":
-        """Block until ready; ``tick`` is called at every poll. Stops the service and raises if that fails."""
-        return wait_all([self], tick and (lambda services: tick(services[0])))[0]
+    def wait_ready(self) -> "Service":
+        """Block until ready. Stops the service and raises if that fails."""
+        return wait_all([self])[0]
 
     def check_ready(self) -> bool:
         """Ask once. Raises ServiceFailed if the process has ended or its time is over."""
         waited = time.monotonic() - self.started_at
         if not self.running:
             code = self._process.returncode if self._process else None
-            raise ServiceFailed(f"{self.name} ended with code {code} after {waited:.0f} s.\n{self._story()}")
+            raise ServiceFailed(f"{self.name} ended with code {code} after {waited:.0f} s.\n{self._errors_and_tail()}")
         if self.ready_after is not None:
             return True
         if self._healthy():
             self.ready_after = time.monotonic() - self.started_at
             return True
         if waited > self.ready_seconds:
-            raise ServiceFailed(f"{self.name} was not ready within {waited:.0f} s.\n{self._story()}")
+            raise ServiceFailed(f"{self.name} was not ready within {waited:.0f} s.\n{self._errors_and_tail()}")
         return False
 
     def terminate(self, grace: float = 15.0) -> None:
-        """Ask the leader to end, and kill what is left of the group after ``grace`` seconds. Idempotent."""
+        """Send SIGTERM to the leader, and kill the rest of the group after ``grace`` seconds. Idempotent."""
         if self.running:
-            os.kill(self.pid, signal.SIGCONT)  # a paused process could not hear the next signal
+            os.kill(self.pid, signal.SIGCONT)  # a stopped process does not handle SIGTERM
             os.kill(self.pid, signal.SIGTERM)
             _wait_readable([self._pidfd], grace)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the whole group at once, as a crash of its machine would; returns when it is gone."""
+        """Kill the whole group at once, as a crash of the machine; returns when it is gone."""
         if self._process is None:
             return
         deadline = time.monotonic() + 10.0
@@ -184,7 +181,7 @@ class Service:
         self._release()
 
     def kill_leader(self) -> None:
-        """SIGKILL the leader alone: what it spawned must notice by itself."""
+        """SIGKILL the leader alone; its children must notice."""
         os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -199,13 +196,14 @@ class Service:
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines of the log, under its path."""
-        text = self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
-        return "\n".join([f"--- end of {self.log_path}", *text.splitlines()[-lines:]])
+        return "\n".join([f"--- end of {self.log_path}", *self._log().splitlines()[-lines:]])
 
-    def _story(self) -> str:
-        """The errors in the log, each once, then its tail: the cause is often far above the last line."""
-        text = self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
-        errors = dict.fromkeys(match.group() for match in _ERROR.finditer(text))
+    def _log(self) -> str:
+        return self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
+
+    def _errors_and_tail(self) -> str:
+        """The errors in the log, each once, then its tail: the cause is often long before the last line."""
+        errors = dict.fromkeys(match.group() for match in _ERROR.finditer(self._log()))
         return "\n".join([*list(errors)[:10], self.log_tail()])
 
     def cpu_seconds(self) -> float:
@@ -224,12 +222,12 @@ class Service:
         self.terminate()
 
     def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
-            return False  # nobody listens there yet, or it is still busy starting
+            return False  # it does not listen yet, or is busy starting
         finally:
             connection.close()
 
@@ -258,7 +256,7 @@ def wait_all(services: Sequence[Service], tick: Callable[[Sequence[Service]], No
 
 
 def start_all(services: Sequence[Service], tick: Callable[[Sequence[Service]], None] | None = None):
-    """Start several at the same time and wait until all are ready."""
+    """Start several at the same time and wait until all are ready; ``tick`` is called at every poll."""
     try:
         for service in services:
             service.start()
@@ -275,16 +273,13 @@ def kill_all(services: Iterable[Service]) -> None:
 
 def group_members(group: int) -> list[int]:
     """Ids of the group's processes that are alive; a zombie is not."""
-    members = []
-    for entry in os.listdir("/proc"):
-        if (
-            entry.isdigit()
-            and (fields := _stat(int(entry)))
-            and int(fields[2]) == group
-            and fields[0] not in "ZX"
-        ):
-            members.append(int(entry))
-    return members
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[2]) == group and fields[0] not in "ZX"]
+
+
+def lives(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    return (fields := _stat(pid)) != [] and fields[0] not in "ZX"
 
 
 def _stat(pid: int) -> list[str]:
@@ -299,7 +294,7 @@ def _signal(pid: int, sig: int) -> None:
     try:
         os.kill(pid, sig)
     except ProcessLookupError:
-        return  # it ended in between
+        return  # it has ended
 
 
 def _wait_readable(fds: Iterable[int], seconds: float) -> None:

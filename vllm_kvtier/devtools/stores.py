@@ -1,52 +1,36 @@
-"""A node store seen from outside: what it counts, when it is quiet, its processes. For demos, tests and benchmarks."""
+"""A node store from outside: its counters, whether it is idle, its processes. For demos, tests and benchmarks."""
 
 import os
 import select
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.lower.base import TierCounts
-from vllm_kvtier.wire.stream import read_frame, write_frame
+from vllm_kvtier.devtools.processes import lives
+from vllm_kvtier.doctor.store import request_counts
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.protocol import Counts
+from vllm_kvtier.store.tiers.base import TierCounts
 
 ANSWER_SECONDS = 10.0
-QUIET_SECONDS = 0.06  # in which nothing moves between engines, memory and what lies below
-POLL_SECONDS = 0.01  # the store tells nobody when something has ended: it has to be asked
+QUIET_SECONDS = 0.06  # without copies between engines, memory and secondary tiers
+POLL_SECONDS = 0.01  # the store does not report the end of an operation
 
 
 class StoreFailed(RuntimeError):
-    """The store does not say how it is, or not what is needed."""
+    """The store does not answer, or its answer lacks what is needed."""
 
 
-def store_counts(path: str, seconds: float = ANSWER_SECONDS) -> m.Counts:
-    """What the store at ``path`` counts. Blocks; raises StoreFailed, with its words if it refuses."""
-    fds: list[int] = []
-    deadline = time.monotonic() + seconds
+def store_counts(path: str, seconds: float = ANSWER_SECONDS) -> Counts:
+    """The counters of the store at ``path``. Blocks; raises StoreFailed with the store's reason."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(seconds)
-            sock.connect(path)
-            for message in (m.Hello("devtools", os.getpid(), "tool"), m.Stat(1)):
-                write_frame(sock, m.encode(message))
-            while True:
-                reply = m.decode_reply(read_frame(sock, deadline, fds, m.MAX_FRAME))
-                if isinstance(reply, m.Counts):
-                    return reply
-                if isinstance(reply, m.Refused):
-                    raise StoreFailed(f"the store at {path} refused: {reply.reason}")
-    except (OSError, EOFError, msgspec.DecodeError) as error:
-        raise StoreFailed(f"no store says how it is at {path}: {str(error) or repr(error)}") from error
-    finally:
-        for fd in fds:
-            os.close(fd)
+        return request_counts(path, "devtools", seconds)
+    except KVTierError as error:
+        raise StoreFailed(str(error)) from error
 
 
-def tier_of(counts: m.Counts, name: str = "disk") -> TierCounts:
+def tier_of(counts: Counts, name: str = "disk") -> TierCounts:
     """Raises StoreFailed where the store has no such tier."""
     for tier in counts.tiers:
         if tier.name == name:
@@ -54,9 +38,9 @@ def tier_of(counts: m.Counts, name: str = "disk") -> TierCounts:
     raise StoreFailed(f"the store has no tier {name!r}; there are {[tier.name for tier in counts.tiers]}")
 
 
-def open_tier(path: str, name: str = "disk", seconds: float = 30.0) -> tuple[m.Counts, float]:
-    """The store's counts as soon as that tier can be used, and the seconds that took. Raises StoreFailed if it cannot
-    be, in its words, or not in time."""
+def open_tier(path: str, name: str = "disk", seconds: float = 30.0) -> tuple[Counts, float]:
+    """The store's counts as soon as the tier is ready, and the seconds until then. Raises StoreFailed with the tier's
+    reason, or if it is not ready in time."""
     started = time.monotonic()
     while (tier := tier_of(counts := store_counts(path), name)).state == "opening":
         if time.monotonic() > started + seconds:
@@ -67,9 +51,9 @@ def open_tier(path: str, name: str = "disk", seconds: float = 30.0) -> tuple[m.C
     return counts, time.monotonic() - started
 
 
-def settled(path: str, quiet: float = QUIET_SECONDS, seconds: float = 10.0) -> m.Counts:
-    """The store's counts when for ``quiet`` seconds nothing has moved into it, up or down, and nothing waits to be
-    written; after ``seconds`` whatever they are. Raises StoreFailed."""
+def settled(path: str, quiet: float = QUIET_SECONDS, seconds: float = 10.0) -> Counts:
+    """The store's counts after ``quiet`` seconds without stores, promotions, demotions or pending writes, but at the
+    latest after ``seconds``. Raises StoreFailed."""
     deadline = time.monotonic() + seconds
     last, since = None, 0.0
     while True:
@@ -93,40 +77,23 @@ def _to_be_written(tier: TierCounts) -> float:
 
 
 def end_store(path: str, how: signal.Signals = signal.SIGTERM, seconds: float = 30.0) -> None:
-    """Send the store at ``path`` this signal, and wait until it is gone. Nothing to do where none answers: one that
-    hangs ends by itself, for want of engines."""
+    """Send the store at ``path`` this signal, and wait until it is gone. Does nothing if no store answers; a hung store
+    ends when its engines are gone."""
     with suppress(StoreFailed, ProcessLookupError):  # there is none, or it has just ended
-        end_process(store_counts(path).pid, how, seconds)
+        fd = os.pidfd_open(store_counts(path).pid)
+        try:
+            signal.pidfd_send_signal(fd, how)
+            select.select([fd], [], [], seconds)
+        finally:
+            os.close(fd)
 
 
-def end_process(pid: int, how: signal.Signals = signal.SIGKILL, seconds: float = 10.0) -> None:
-    """Raises ProcessLookupError if there is no such process."""
-    fd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(fd, how)
-        select.select([fd], [], [], seconds)
-    finally:
-        os.close(fd)
-
-
-def lives(pid: int) -> bool:
-    """Whether it does anything: one that nobody has reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def mover_of(store: int, kind: str = "disk") -> int:
-    """Process id of the store's mover of that kind; 0 if it has none at present."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):  # it ended meanwhile
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"vllm_kvtier.store.lower.runner" not in words or f"--kind={kind}".encode() not in words:
-                continue
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == store and lives(int(entry.name)):
-                return int(entry.name)
+def tier_process_of(store: int, kind: str = "disk") -> int:
+    """Process id of the store's tier process of that kind; 0 if there is none."""
+    wanted = {b"vllm_kvtier.store.tiers.process.main", f"--kind={kind}".encode()}
+    for children in Path(f"/proc/{store}/task").glob("*/children"):
+        with suppress(OSError):  # a thread or a child has ended
+            for pid in map(int, children.read_text().split()):
+                if wanted <= set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")) and lives(pid):
+                    return pid
     return 0

@@ -1,23 +1,25 @@
-"""Runs the checks that were asked for."""
+"""Runs the requested checks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvtier.doctor import compatibility, disk, engines, gpus, keys, machine, packages, ports, store
 from vllm_kvtier.doctor import prompt as prompts
-from vllm_kvtier.doctor.report import Check, fail, ok, unknown
-from vllm_kvtier.doctor.server import Prompt, Server
-from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.limits import parse_bytes
+from vllm_kvtier.doctor import store
+from vllm_kvtier.doctor.engines import checks as engines
+from vllm_kvtier.doctor.engines import compatibility
+from vllm_kvtier.doctor.engines.server import Prompt, Server
+from vllm_kvtier.doctor.machine import disk, gpus, limits, packages, ports
+from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
+from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.wire.auth import ClusterKey
 
 
 @dataclass(frozen=True)
 class Options:
-    """``servers`` and ``endpoints`` of one engine stand at the same place. ``socket``: of the node store.
-
-    ``here``: whether this machine is looked at; not where only engines elsewhere are asked.
-    """
+    """``servers[i]`` and ``endpoints[i]`` are of one engine. ``socket``: of the node store. ``here``: check this
+    machine; False if only engines on other machines are checked."""
 
     servers: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()
@@ -30,8 +32,8 @@ class Options:
     cluster_key: Path | None = None
     backends: tuple[str, ...] = ("UCX",)
     prompt: Prompt | None = None
-    like: Prompt | None = None
-    salts: tuple[str, ...] = ("",)  # the prompt's own, then others that it may have been sent with
+    compare_with: Prompt | None = None
+    salts: tuple[str, ...] = ("",)  # the prompt's own, then others that requests may have carried
     adapter: str = ""  # LoRA adapter that the prompt is for
     threshold: int = 64
     here: bool = True
@@ -39,7 +41,7 @@ class Options:
 
 
 def examine(options: Options, progress: Callable[[Check], None] = lambda check: None) -> list[Check]:
-    """All checks, each told to ``progress`` as it is done. Raises nothing that a fault could cause."""
+    """Run all checks and report each to ``progress`` when it is done. A fault becomes a check, not an exception."""
     done: list[Check] = []
 
     def add(*checks: Check) -> None:
@@ -52,13 +54,13 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
         if done[-1].state == "ok":
             add(*packages.probe())
         add(*gpus.gpus(gpus.load_driver()))
-        add(machine.memory(options.store_size), machine.shared_memory(), machine.memlock(options.store_size))
-        add(machine.open_files(), packages.nixl(options.backends))
+        add(limits.memory(options.store_size), limits.shared_memory(), limits.memlock(options.store_size))
+        add(limits.open_files(), packages.nixl(options.backends))
     if options.disk is not None:
-        add(machine.asynchronous_io(), *_disk(options))
+        add(limits.asynchronous_io(), *_disk(options))
     key = None
     if options.cluster_key is not None:
-        check, key = keys.cluster_key(options.cluster_key)
+        check, key = _cluster_key(options.cluster_key)
         add(check)
     add(*(ports.port(address, key is not None) for address in options.listen))
     known = []
@@ -78,6 +80,16 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
     return done
 
 
+def _cluster_key(file: Path) -> tuple[Check, ClusterKey | None]:
+    """The key too, for the checks that need it."""
+    try:
+        key = ClusterKey.load(str(file))
+    except ConfigError as error:
+        message, _, fix = str(error).partition("; ")
+        return fail("cluster key", message, fix or "let its owner alone read it"), None
+    return ok("cluster key", f"{file} holds a key that only its owner reads"), key
+
+
 def _disk(options: Options) -> list[Check]:
     try:
         size = parse_bytes(options.disk_size, "--disk-size")
@@ -90,44 +102,33 @@ def versions(known: list[engines.Engine]) -> list[Check]:
     found = {engine.url: engine.version for engine in known if engine.version}
     if len(set(found.values())) < 2:
         return []
-    words = ", ".join(f"{version} at {url}" for url, version in found.items())
-    return [
-        Check(
-            "vLLM versions", "warn", f"the engines run different vLLM: {words}; their caches may lie differently",
-            "the same vLLM for engines that share KV; whether they can is told below, where --endpoint is given",
-        )
-    ]  # fmt: skip
+    engines_run = ", ".join(f"{version} at {url}" for url, version in found.items())
+    message = f"the engines run different vLLM: {engines_run}; their cache layouts may differ"
+    fix = "the same vLLM for engines that share KV; with --endpoint the checks below compare the layouts"
+    return [warn("vLLM versions", message, fix)]
 
 
 def _prompt(options: Options, known: list[engines.Engine], key, counts) -> list[Check]:
     servers = [Server(url, 60.0) for url in options.servers if url]
     if not servers:
-        return [unknown("prompt", "no server was given that could tokenize it", "give --server beside --endpoint")]
+        return [unknown("prompt", "no server was given to tokenize it", "give --server beside --endpoint")]
     try:
         made = [server.tokenize(options.prompt) for server in servers]
-        like = servers[0].tokenize(options.like) if options.like is not None else None
+        other = servers[0].tokenize(options.compare_with) if options.compare_with is not None else None
     except KVTierError as error:
-        return [fail("prompt", str(error), "is this a vLLM server? Its /tokenize is what is asked")]
+        return [fail("prompt", str(error), "is this a vLLM server? doctor needs its /tokenize")]
     checks = []
     for server, tokens in zip(servers[1:], made[1:], strict=True):
         if tokens != made[0]:
             same = next((i for i, (a, b) in enumerate(zip(made[0], tokens, strict=False)) if a != b), 0)
-            checks.append(
-                fail(
-                    "prompt",
-                    f"{servers[0].url} and {server.url} make different tokens of it, from token {same} on: another "
-                    "tokenizer or chat template",
-                    "the same --tokenizer and --chat-template for engines that share KV",
-                )
-            )
-    unit = next((e.identity.block_tokens for e in known if e.identity is not None), 0)
-    if like is not None:
-        checks.append(prompts.tokens_differ("prompt and the other", made[0], like, unit))
+            message = f"{servers[0].url} and {server.url} tokenize it differently, from token {same} on: another "
+            fix = "the same --tokenizer and --chat-template for engines that share KV"
+            checks.append(fail("prompt", message + "tokenizer or chat template", fix))
+    hash_block_size = next((e.identity.block_tokens for e in known if e.identity is not None), 0)
+    if other is not None:
+        checks.append(prompts.tokens_differ("prompt and the other", made[0], other, hash_block_size))
     if not any(engine.inspection is not None for engine in known):
-        return [
-            *checks,
-            unknown("prompt", f"{len(made[0])} tokens; no endpoint answers that knows more", "give --endpoint"),
-        ]
+        return [*checks, unknown("prompt", f"{len(made[0])} tokens; no endpoint answers", "give --endpoint")]
     own, *others = options.salts
     asked = prompts.Prompt(made[0], own, tuple(others), options.threshold, options.adapter)
     return checks + (prompts.why(asked, known, key, counts) or [ok("prompt", f"{len(made[0])} tokens")])

@@ -1,4 +1,4 @@
-"""What a check found, in words."""
+"""The result of a check."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,32 +9,32 @@ State = Literal["ok", "warn", "fail", "unknown"]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """``sentence``: what was found, with the cause where something is wrong; ``remedy``: what to do, "" for ok."""
+    """``message``: the finding, with the cause of a problem; ``fix``: what to do, "" for ok."""
 
     name: str
     state: State
-    sentence: str
-    remedy: str = ""
+    message: str
+    fix: str = ""
 
 
-def ok(name: str, sentence: str) -> Check:
-    return Check(name, "ok", sentence)
+def ok(name: str, message: str) -> Check:
+    return Check(name, "ok", message)
 
 
-def warn(name: str, sentence: str, remedy: str) -> Check:
-    return Check(name, "warn", sentence, remedy)
+def warn(name: str, message: str, fix: str) -> Check:
+    return Check(name, "warn", message, fix)
 
 
-def fail(name: str, sentence: str, remedy: str) -> Check:
-    return Check(name, "fail", sentence, remedy)
+def fail(name: str, message: str, fix: str) -> Check:
+    return Check(name, "fail", message, fix)
 
 
-def unknown(name: str, sentence: str, remedy: str = "") -> Check:
-    return Check(name, "unknown", sentence, remedy)
+def unknown(name: str, message: str, fix: str = "") -> Check:
+    return Check(name, "unknown", message, fix)
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """2 if anything fails, 1 if something is to be looked at, else 0; what is not known counts as neither."""
+    """2 if a check failed, 1 if one warns, otherwise 0; unknown counts as neither."""
     states = {check.state for check in checks}
     return 2 if "fail" in states else 1 if "warn" in states else 0
 

@@ -1,1 +1,2 @@
-"""``kvtier plan``: what fits where, what of a trace would be found there, and from which length on that pays."""
+"""``kvtier plan``: what fits into each tier, the hit rates of a trace, and the prompt length from which loading pays.
+"""

@@ -40,7 +40,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Model:
-    """``dtype``: of the KV cache. ``remarks``: what its configuration has that is left out here, in words."""
+    """``dtype``: of the KV cache. ``remarks``: features of the configuration that are ignored here."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ class Footprint:
     pages: tuple[int, ...]
 
     def tokens_in_store(self, nbytes: int) -> int:
-        """How many tokens fit into so much: whole slots, none across a piece of pinned memory, page 0 unused."""
+        """Tokens that fit into ``nbytes``: whole slots, none across a piece of pinned memory, page 0 unused."""
         if len(self.pages) == 1:
             whole, rest = divmod(nbytes // PAGE, PIECE // PAGE)
             pieces = [PIECE // PAGE] * whole + [rest]
@@ -71,7 +71,7 @@ class Footprint:
         return int(max(0, nbytes - PAGE) / self.stored)
 
     def tokens_in_cache(self, nbytes: int) -> int:
-        """In one rank's cache of so many bytes."""
+        """Tokens that fit into one rank's cache of ``nbytes``."""
         return int(nbytes / self.gpu) // self.block_tokens * self.block_tokens
 
 
@@ -154,7 +154,7 @@ def _layers(text: Mapping[str, Any], kind: str, count: int, window: int | None, 
 
 
 def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: int = 16) -> Footprint:
-    """Raises KVTierError for heads that cannot be spread over so many ranks, or a codec that does not exist."""
+    """Raises KVTierError if the heads cannot be divided over the ranks, or if the codec does not exist."""
     gpu = stored = loaded = logical = 0.0
     pages = []
     for layers in model.layers:
@@ -182,7 +182,7 @@ def _spread(layers: Layers, tensor_parallel: int, name: str) -> tuple[int, int]:
 
 
 def _group(layers: Layers, heads: int, block_tokens: int, dtype: str) -> GroupView:
-    """As a worker describes it, but for addresses."""
+    """The description of a worker, without addresses."""
     cell = sum(field.count for field in layers.fields) * _DTYPES[dtype]
     regions = tuple(
         Region(

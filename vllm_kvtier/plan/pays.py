@@ -10,7 +10,7 @@ SHORTEST_LATENCY = 1e-3  # seconds from asking to the first byte, of a store on 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Seconds to compute a prompt: straight lines through what was measured, from nothing on and beyond the last."""
+    """Seconds to compute a prompt: linear interpolation of the measurements, from 0 and beyond the last."""
 
     points: tuple[tuple[int, float], ...]  # (tokens, seconds), growing
 
@@ -72,8 +72,8 @@ def load_seconds(links: Sequence[tuple[Link, float]], tokens: int) -> float:
 
 
 def break_even(links: Sequence[tuple[Link, float]], prefill: Prefill, block: int, longest: int) -> int | None:
-    """The shortest prompt, in whole blocks, from which on loading all of it is faster than computing it, up to
-    ``longest``; None: none is, or not the longest."""
+    """The shortest prompt, in whole blocks, from which loading is faster than computing up to ``longest``; None if
+    there is none."""
 
     def pays(blocks: int) -> bool:
         return load_seconds(links, blocks * block) < prefill.seconds(blocks * block)
@@ -89,7 +89,7 @@ def break_even(links: Sequence[tuple[Link, float]], prefill: Prefill, block: int
 
 
 def from_bench(figures: Mapping) -> dict[str, float]:
-    """Bytes/s by tier, of what ``kvtier bench --json`` measured: "memory", "disk" where they are in it."""
+    """Bytes/s of "memory" and "disk", as far as ``kvtier bench --json`` measured them."""
     found = {}
     for row in figures.get("rows", []):
         if row.get("name") == "load" and row.get("bench") == "copy":

@@ -1,8 +1,8 @@
-"""A recorded trace through an engine's cache, the store's memory and its disk: what would be found where.
+"""Replay a recorded trace through an engine's cache, the store's memory and its disk, to estimate hit rates.
 
-Each request looks its chain up in memory, brings up what the disk has of the rest, and stores what neither has. Index,
-policies, disk tier and demotion are the store's own; the mover answers at once, so that nothing is missed for want of
-speed. A slot holds one block of the trace. The engine's cache, if there is one, is an LRU of blocks before all that.
+Each request looks its block hashes up in memory, promotes what the disk has of the rest, and stores the others. Index,
+policies, disk tier and demotion are those of the store. The tier process answers at once, so that no hit is lost to a
+slow disk. A slot holds one block of the trace. The engine's cache, if any, is an LRU of blocks in front.
 """
 
 import heapq
@@ -12,28 +12,27 @@ from collections import deque
 from collections.abc import Callable
 
 from vllm_kvtier.plan.trace import TOKENS, Requests
-from vllm_kvtier.store.entries import Shape
-from vllm_kvtier.store.extents import SlotPool
-from vllm_kvtier.store.index import HASH, Index
-from vllm_kvtier.store.lower import moving as m
-from vllm_kvtier.store.lower.admission import Admission, admission
-from vllm_kvtier.store.lower.base import Block, Want
-from vllm_kvtier.store.lower.demotion import Demotion
-from vllm_kvtier.store.lower.disk.tier import DiskTier
-from vllm_kvtier.store.lower.mover import OPENING, READY
-from vllm_kvtier.store.messages import GroupShape
-from vllm_kvtier.store.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers.admission import Admission, admission
+from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
+from vllm_kvtier.store.tiers.disk.tier import DiskTier
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.tier_process import OPENING, READY, TierContext
 from vllm_kvtier.wire.reactor import Timer
 from vllm_kvtier.wire.slots import PAGE
 
-SPACE = bytes(HASH)
-NEVER = 1 << 60
+NAMESPACE_ID = bytes(HASH)
+NO_LIMIT = 1 << 60
 ENGINE, PROMOTION, DEMOTION = 1, 2, 3
-SHAPE = Shape(1, None, 1)
+SHAPE = GroupShape(1, 1)
 
 
 class Time:
-    """The trace's clock, and the reactor's part that waits for it."""
+    """The trace's clock, and the reactor's timers on it."""
 
     def __init__(self):
         self.now = 0.0
@@ -64,17 +63,16 @@ class Time:
         self.now = until
 
 
-class AtOnce:
-    """A mover whose disk takes no time."""
+class InstantTierProcess:
+    """A tier process whose disk takes no time."""
 
-    def __init__(self, kind, options, pool_fd, pool_bytes, reactor, on_message, on_up, on_down, **seconds):
+    def __init__(self, kind, options, context, user, open_seconds):
         self.state, self.reason, self.restarts, self.timeouts = OPENING, "", 0, 0
-        self._on_up, self._ids = on_up, itertools.count(1)
-        self._soon = reactor.call_soon
+        self._user, self._ids, self._soon = user, itertools.count(1), context.reactor.call_soon
 
     def start(self) -> None:
         self.state = READY
-        self._on_up(m.Opened(True))
+        self._user.process_up(m.Opened(True))
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -95,51 +93,51 @@ def replay(
     cache: int = 0,
     memory_policy: str = DEFAULT_POLICY,
 ) -> dict:
-    """Hit rates of an engine's cache, memory and disk of so many blocks each (0: none), and what was written.
+    """Hit rates with ``cache``, ``memory`` and ``disk`` blocks in each tier (0: no tier), and the blocks written.
 
-    ``made``: what is written to the disk; ``policy``: what it gives up. Requests with negative ids count nowhere: they
-    are a scan's.
+    ``made``: makes the disk's admission; ``policy``: its eviction policy. Requests with negative ids, which a scan
+    makes, are not counted.
     """
     clock = Time()
     index = _index(max(1, memory), memory_policy, clock)
     gpu = _index(cache, "lru", clock) if cache else None
     tier = demotion = None
     if disk:
-        tier = DiskTier(
-            {"size": (disk + 1) * PAGE}, -1, 0, clock, index.shapes, policy=POLICIES[policy], clock=clock,
-            make_mover=AtOnce,
-        )  # fmt: skip
-        demotion = Demotion(index, [tier], DEMOTION, lambda tier: made(), 1 << 40, 1 << 40, clock, clock)
-        index.watch = demotion
+        context = TierContext(-1, 0, clock, clock, make_process=InstantTierProcess)
+        tier = DiskTier(context, {"size": (disk + 1) * PAGE}, index.shapes, POLICIES[policy])
+        demotion = Demotion(index, {tier: made()}, DEMOTION, DemotionLimits(1 << 40), clock, clock)
+        index.watches.append(demotion)
         tier.start()
     clock.pass_until(0.0)
-    asked = cached = hits = below = stored = 0
+    total = cached = hits = disk_hits = stored = 0
     begun = time.process_time()
     for when, ids in requests:
         clock.pass_until(max(when, clock.now))
-        chain = b"".join((i % (1 << 63) + 1).to_bytes(HASH, "big") for i in ids)
-        here = _cached(gpu, chain) if gpu is not None else 0
+        block_hashes = b"".join((i % (1 << 63) + 1).to_bytes(HASH, "big") for i in ids)
+        here = _cached(gpu, block_hashes) if gpu is not None else 0
         if here:
-            index.touch(ENGINE, SPACE, chain[: here * HASH])
-        found = index.lookup(ENGINE, SPACE, chain, here, NEVER)
-        up = promote(index, tier, clock, chain, found.units) if tier is not None and found.units < len(ids) else 0
-        stored += _store(index, chain, found.units + up)
+            index.touch(ENGINE, NAMESPACE_ID, block_hashes[: here * HASH])
+        found = index.lookup(ENGINE, NAMESPACE_ID, block_hashes, here, NO_LIMIT)
+        promoted = 0
+        if tier is not None and found.num_hash_blocks < len(ids):
+            promoted = promote(index, tier, clock, block_hashes, found.num_hash_blocks)
+        stored += _store(index, block_hashes, found.num_hash_blocks + promoted)
         if found.lease:
             index.release(ENGINE, found.lease)
-        clock.pass_until(clock.now + 0.1)  # what was stored goes down before the next one comes
+        clock.pass_until(clock.now + 0.1)  # demotion ends before the next request
         if ids[0] >= 0:
-            asked, cached = asked + len(ids), cached + here
-            hits, below = hits + found.units - here, below + up
+            total, cached = total + len(ids), cached + here
+            hits, disk_hits = hits + found.num_hash_blocks - here, disk_hits + promoted
     counts = tier.counts() if tier is not None else None
     return {
-        "cache_hits": cached / asked,
-        "memory_hits": hits / asked,
-        "disk_hits": below / asked,
-        "hits": (cached + hits + below) / asked,
+        "cache_hits": cached / total,
+        "memory_hits": hits / total,
+        "disk_hits": disk_hits / total,
+        "hits": (cached + hits + disk_hits) / total,
         "stored_blocks": stored,
         "written_blocks": counts.written_blocks if counts else 0,
         "read_blocks": counts.read_blocks if counts else 0,
-        "us_per_block": 1e6 * (time.process_time() - begun) / asked,
+        "us_per_block": 1e6 * (time.process_time() - begun) / total,
     }
 
 
@@ -147,43 +145,43 @@ def _index(blocks: int, policy: str, clock: Time) -> Index:
     index = Index(SlotPool(blocks + 1, piece_pages=blocks + 1), POLICIES[policy], clock)
     index.grow(blocks + 1)
     for client in (ENGINE, PROMOTION):
-        index.connect(client, TOKENS, [GroupShape(units=1, slot_pages=1)])
+        index.connect(client, TOKENS, [GroupShape(hash_blocks_per_block=1, slot_pages=1)])
     return index
 
 
-def _cached(gpu: Index, chain: bytes) -> int:
-    """Blocks that the engine's own cache has; all of the chain is in it afterwards, as far as there is room."""
-    found = gpu.lookup(ENGINE, SPACE, chain, 0, NEVER)
-    _store(gpu, chain, found.units)
+def _cached(gpu: Index, block_hashes: bytes) -> int:
+    """Blocks that the engine's cache has. Enters all blocks of the prompt afterwards, as far as they fit."""
+    found = gpu.lookup(ENGINE, NAMESPACE_ID, block_hashes, 0, NO_LIMIT)
+    _store(gpu, block_hashes, found.num_hash_blocks)
     if found.lease:
         gpu.release(ENGINE, found.lease)
-    return found.units
+    return found.num_hash_blocks
 
 
-def _store(index: Index, chain: bytes, start: int) -> int:
-    """Stores the chain from block ``start`` on: blocks newly stored."""
-    rest, count = chain[start * HASH :], len(chain) // HASH - start
-    before = chain[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
-    slots = index.reserve(ENGINE, SPACE, b"", [0] * count, rest, (before + rest)[: len(rest)], NEVER)
+def _store(index: Index, block_hashes: bytes, start: int) -> int:
+    """Store the blocks from ``start``; returns the number of new ones."""
+    rest, count = block_hashes[start * HASH :], len(block_hashes) // HASH - start
+    before = block_hashes[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
+    slots = index.reserve(ENGINE, NAMESPACE_ID, b"", [0] * count, rest, (before + rest)[: len(rest)], NO_LIMIT)
     written = [slot for slot in slots if slot > 0]
     index.commit(ENGINE, written)
     return len(written)
 
 
-def promote(index: Index, tier: DiskTier, clock: Time, chain: bytes, start: int) -> int:
-    """Brings up what the disk has of the chain from block ``start`` on: number of blocks."""
+def promote(index: Index, tier: DiskTier, clock: Time, block_hashes: bytes, start: int) -> int:
+    """Promote the blocks that the disk has from ``start``; returns their number."""
     found = []
-    tier.find(Want(SPACE, TOKENS, [SHAPE], chain, start), found.append)
+    tier.find(Want(NAMESPACE_ID, TOKENS, [SHAPE], block_hashes, start), found.append)
     find = found[0]
-    count = find.units - start
+    count = find.num_hash_blocks - start
     if not count:
         return 0
-    hashes = chain[start * HASH : find.units * HASH]
-    before = chain[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
+    hashes = block_hashes[start * HASH : find.num_hash_blocks * HASH]
+    before = block_hashes[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
     parents = (before + hashes)[: len(hashes)]
-    slots = index.reserve(PROMOTION, SPACE, b"", [0] * count, hashes, parents, NEVER)
+    slots = index.reserve(PROMOTION, NAMESPACE_ID, b"", [0] * count, hashes, parents, NO_LIMIT)
     blocks = [
-        Block(SPACE, 0, hashes[i * HASH : (i + 1) * HASH], parents[i * HASH : (i + 1) * HASH], b"", slot, 1)
+        Block(NAMESPACE_ID, 0, hashes[i * HASH : (i + 1) * HASH], parents[i * HASH : (i + 1) * HASH], b"", slot, 1)
         for i, slot in enumerate(slots)
         if slot > 0
     ]

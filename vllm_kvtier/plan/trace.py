@@ -24,7 +24,7 @@ def read(path: Path) -> Requests:
         requests = [(float(row.get("timestamp", 0)) / 1000, list(map(int, row["hash_ids"]))) for row in rows]
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError) as error:
         words = f"a line has no {error}" if isinstance(error, KeyError) else error
-        raise KVTierError(f"{path} is no trace (JSON lines with hash_ids, as Mooncake's): {words}") from error
+        raise KVTierError(f"{path} is not a trace (JSON lines with hash_ids, as Mooncake's): {words}") from error
     requests = [request for request in requests if request[1]]
     if not requests:
         raise KVTierError(f"{path} holds no request with blocks")

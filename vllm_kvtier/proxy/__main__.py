@@ -1,7 +1,5 @@
 """``python -m vllm_kvtier.proxy``: run the proxy, as ``kvtier proxy`` does."""
 
-from __future__ import annotations
-
 import sys
 
 try:

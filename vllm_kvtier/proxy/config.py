@@ -1,6 +1,4 @@
-"""ProxyConfig: every option of the proxy, its default and meaning, checked when it is made."""
-
-from __future__ import annotations
+"""ProxyConfig: every option of the proxy with its default and meaning, checked on construction."""
 
 import math
 from urllib.parse import urlsplit
@@ -9,36 +7,47 @@ import msgspec
 
 from vllm_kvtier.errors import ConfigError
 
-#: What engines are for. ``pooling``: embeddings, scores and the like, of a model that generates nothing.
+#: Roles of engines. ``pooling``: embeddings, scores and the like, of a model that does not generate.
 ROLES = ("prefill", "decode", "pooling")
 
 
-class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one engine is, how much it gets, and how it is talked to.
+# {old: new}: the old names of options work for one release.
+RENAMED = {
+    "backoff_first": "backoff_initial",
+    "backoff_most": "backoff_max",
+    "retry_after_most": "retry_after_max",
+    "conversations_kept": "max_conversations",
+    "prefixes_kept": "max_prefixes",
+    "request_tokens": "request_cost_tokens",
+}
 
-    ``kv_host`` and ``kv_port``: where its connector's endpoint listens; only needed where the engine's answers do
-    not carry them (answers that vLLM before 0.33 streams), or where others must reach the endpoint under another
-    name than the engine says.
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The address, weight and credentials of one engine.
+
+    ``kv_host`` and ``kv_port``: where its connector's endpoint listens. Needed only if the engine's answers do not
+    contain them (streamed answers before vLLM 0.33), or if the endpoint must be reached at another address.
     """
 
     url: str
     kv_host: str | None = None
     kv_port: int | None = None
-    #: Its share of the requests, beside the other engines'. 0: no new ones; it is drained.
+    #: Share of the requests relative to other engines. 0: drained, no new requests.
     weight: float = 1.0
-    #: So many requests at once at most; None: ``engine_requests``.
+    #: Maximum number of concurrent requests; None: ``engine_requests``.
     max_requests: int | None = None
-    #: File with the API key that this engine wants (its ``--api-key``).
+    #: File with the API key of this engine (its ``--api-key``).
     api_key_file: str | None = None
-    #: Of an https engine: who signed its certificate (PEM; None: the system's authorities), and the proxy's own
-    #: certificate and key if the engine asks for one.
+    #: Certificate authorities (PEM) that sign the certificate of an https engine; None: those of the system.
     ca_file: str | None = None
+    #: The proxy's client certificate (PEM), if the engine requires one.
     cert_file: str | None = None
+    #: Key of the client certificate.
     key_file: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> EngineAddress:
-        """Read ``http://host:port[,kv=HOST:PORT][,weight=N]``; raises ConfigError with what is wrong."""
+    def parse(cls, text: str) -> "EngineAddress":
+        """Parse ``http://host:port[,kv=HOST:PORT][,weight=N]``. Raises ConfigError."""
         url, *extras = [part.strip() for part in text.split(",")]
         options: dict = {}
         for extra in extras:
@@ -57,15 +66,15 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(url=url.rstrip("/"), **options)
 
     def check(self) -> None:
-        """Raise ConfigError if this cannot be an engine."""
+        """Raise ConfigError if an option is invalid."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"The engine URL {self.url!r} is not one: write http://HOST:PORT.")
+            raise ConfigError(f"The engine URL {self.url!r} is invalid: write http://HOST:PORT.")
         if parts.username or parts.password:
-            # It would show up in logs and in /kvtier/state.
-            raise ConfigError(f"The engine URL for {parts.hostname} holds a password; engines take API keys instead.")
+            # It would be visible in logs and in /kvtier/state.
+            raise ConfigError(f"The engine URL for {parts.hostname} contains a password; use api_key_file instead.")
         if parts.query or parts.fragment or parts.path.rstrip("/").endswith("/v1"):
-            raise ConfigError(f"The engine URL {self.url!r} must end before /v1 and hold no query.")
+            raise ConfigError(f"The engine URL {self.url!r} must end before /v1 and contain no query.")
         if not (0 <= self.weight < math.inf):
             raise ConfigError(f"The weight of {self.url} is {self.weight}; it must be 0 (drained) or more.")
         if self.max_requests is not None and self.max_requests < 0:
@@ -73,11 +82,11 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if (self.cert_file is None) != (self.key_file is None):
             raise ConfigError(f"{self.url} has only one of cert_file and key_file; give both or none.")
         if parts.scheme == "http" and (self.ca_file or self.cert_file):
-            raise ConfigError(f"{self.url} has certificates but begins with http:; write https: or drop them.")
+            raise ConfigError(f"{self.url} has certificates but begins with http:; write https: or remove them.")
 
 
 def kv_address(value: str, text: str) -> dict[str, str | int]:
-    """``HOST:PORT`` as the fields kv_host and kv_port; raises ConfigError that shows ``text``."""
+    """``HOST:PORT`` as the fields kv_host and kv_port. Raises ConfigError, which shows ``text``."""
     host, _, port = value.rpartition(":")
     number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 0
     if not host or not 0 < number < 65536:
@@ -86,90 +95,90 @@ def kv_address(value: str, text: str) -> dict[str, str | int]:
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the proxy; times are seconds, sizes bytes. Raises ConfigError where they cannot work."""
+    """Options of the proxy; times in seconds, sizes in bytes. Raises ConfigError for invalid values."""
 
-    #: Engines that prefill. None at all: every decode engine computes alone.
+    #: Prefill engines. Without any, every decode engine computes its prompts.
     prefill: tuple[EngineAddress, ...] = ()
-    #: Engines that decode; at least one.
+    #: Decode engines; at least one.
     decode: tuple[EngineAddress, ...]
-    #: Engines for embeddings, scores and the like. None: the decode engines are asked.
+    #: Engines for embeddings, scores and the like. Without any, the decode engines get these requests.
     pooling: tuple[EngineAddress, ...] = ()
 
-    #: Tell P which D has the conversation, so that P pulls from it (needs ``bidirectional`` in the engines).
+    #: Name the decode engine that has the conversation to the prefill engine, which pulls from it (needs
+    #: ``bidirectional`` in the engines).
     bidirectional: bool = True
-    #: Prompts with fewer characters are computed by D alone (a token counts as four characters).
+    #: Prompts with fewer characters are computed by the decode engine (a token counts as four characters).
     min_prefill_chars: int = 0
 
-    #: A connection to an engine must be there within this time.
+    #: Timeout of a connection to an engine.
     connect_timeout: float = 5.0
-    #: P must have answered within this time, the engine's queue included; later D computes alone.
+    #: Timeout of a prefill, including the engine's queue. After it the decode engine computes the prompt.
     prefill_timeout: float = 600.0
-    #: A streamed answer must begin within this time; later another D is tried.
+    #: Timeout of the first byte of a streamed answer. After it another decode engine is tried.
     first_byte_timeout: float = 600.0
-    #: Longest silence within a streamed answer before it counts as broken. A stream as a whole has no limit.
+    #: Maximum time between two pieces of a streamed answer. A stream as a whole has no limit.
     stream_idle_timeout: float = 600.0
-    #: An answer that is not streamed must be complete within this time.
+    #: Timeout of an answer that is not streamed.
     answer_timeout: float = 3600.0
-    #: Longest time a client may take to send its request, or to take the next piece of its answer.
+    #: Maximum time for a client to send its request, or to receive the next piece of its answer.
     client_timeout: float = 120.0
-    #: A health probe must have answered within this time.
+    #: Timeout of a health probe.
     probe_timeout: float = 5.0
-    #: Each step of /kvtier/query (an engine tokenizes; all say what they hold) must be over within this time.
+    #: Timeout of each step of /kvtier/query (one engine tokenizes; all engines report what they hold).
     query_timeout: float = 5.0
 
-    #: So many requests are under way at one engine at most; 0: no limit. What comes beyond waits here.
+    #: Maximum number of concurrent requests at one engine; 0: no limit. More requests wait in the proxy.
     engine_requests: int = 1024
-    #: So many requests wait here at most; what comes beyond is answered 429.
+    #: Maximum number of waiting requests; more are answered with 429.
     queue_limit: int = 1024
-    #: A request that has waited here for so long is answered 429.
+    #: Maximum time that a request waits for an engine before it is answered with 429.
     queue_timeout: float = 30.0
-    #: The longest Retry-After that a 429 names; the measured rate decides below that.
-    retry_after_most: float = 60.0
+    #: Maximum Retry-After of a 429; below it, the measured rate of requests decides.
+    retry_after_max: float = 60.0
 
-    #: A failed engine is set aside this long before its first probe; the time doubles with each failure...
-    backoff_first: float = 0.5
-    #: ... up to this.
-    backoff_most: float = 30.0
-    #: So many decode engines are asked for one request at most, lest one request that kills engines kills all.
+    #: Time until the first health probe of a failed engine; it doubles with each failure.
+    backoff_initial: float = 0.5
+    #: Maximum time between two health probes of a failed engine.
+    backoff_max: float = 30.0
+    #: Maximum number of decode engines tried for one request, so that a request that crashes engines cannot crash all.
     max_decode_attempts: int = 3
-    #: So many prefill engines are asked for one request at most; then D computes alone.
+    #: Maximum number of prefill engines tried for one request. After them the decode engine computes the prompt.
     max_prefill_attempts: int = 2
 
     #: Larger requests are refused with 413.
     max_body_bytes: int = 64 << 20
-    #: A larger single event of a stream, or a larger answer of P, counts as broken. Bounds the proxy's memory.
+    #: Maximum size of one event of a stream, and of a prefill engine's answer. Bounds the proxy's memory.
     max_event_bytes: int = 32 << 20
 
-    #: So many conversations' routes are kept; the least recently used goes first.
-    conversations_kept: int = 65536
-    #: A route that was not used for so long is forgotten.
+    #: Maximum number of conversations whose route is kept; the least recently used is dropped.
+    max_conversations: int = 65536
+    #: Time after which an unused route is dropped.
     conversation_ttl: float = 3600.0
-    #: A conversation recognised by its text (not by an id) leaves its D when that one has so many more requests
-    #: under way (by weight) than the idlest: many conversations may begin alike, and P can pull from the old D anyway.
+    #: A conversation recognised by its text (not by an id) moves to another decode engine if its own has so many more
+    #: requests under way (by weight) than the least busy one. The prefill engine can still pull from the old one.
     affinity_slack: int = 16
-    #: So many pieces of prompts are remembered, with the engines that have seen them; about 250 bytes each.
-    prefixes_kept: int = 1 << 18
-    #: In the choice of an engine, a request under way there counts as so many prompt tokens yet to be computed.
-    request_tokens: int = 256
+    #: Maximum number of prompt pieces that are remembered with the engines that have seen them; about 250 bytes each.
+    max_prefixes: int = 1 << 18
+    #: Cost of a request under way in the choice of an engine, in prompt tokens to compute.
+    request_cost_tokens: int = 256
 
-    #: File of the API keys that clients may use; None: the engines check keys. See docs/proxy.md.
+    #: File with the API keys of clients; None: the engines check keys. See docs/proxy.md.
     api_keys_file: str | None = None
     #: File with the key for /kvtier/drain, /kvtier/resume and /kvtier/reload; None: only from this machine.
     admin_key_file: str | None = None
-    #: Take the tenant from the header X-Tenant. Only behind a gateway that sets it itself.
+    #: Take the tenant from the header X-Tenant. Use it only behind a gateway that sets this header.
     trust_tenant_header: bool = False
-    #: File whose bytes key the tenants' salts. Proxies that share engines need the same; default: random per start.
+    #: File with the secret for the tenants' salts. Proxies that share engines need the same secret; None: random.
     salt_secret_file: str | None = None
-    #: The cluster key of the engines' endpoints, where they have one; used to release KV that nobody will pull, and
-    #: for queries.
+    #: File with the cluster key of the engines' endpoints, if they have one; used to release exports and for queries.
     cluster_key_file: str | None = None
-    #: Further paths that are passed on to decode engines as they are, POST or GET.
+    #: More paths that are forwarded to decode engines unchanged, POST or GET.
     extra_routes: tuple[str, ...] = ()
-    #: Debugging: leave ``kv_transfer_params`` in answers. Shows clients the engines' addresses and export ids.
+    #: Debugging: keep ``kv_transfer_params`` in answers. Shows clients the engines' addresses and export ids.
     expose_params: bool = False
-    #: Honour ``X-KVTier-Report: 1``: token counts of pulls in the answer.
+    #: Answer ``X-KVTier-Report: 1`` with token counts of pulls.
     allow_report: bool = True
-    #: A line in the log for every request that is served, and for some of the others.
+    #: Log a line for every request that is served, and for some of the others.
     access_log: bool = True
 
     def __post_init__(self) -> None:
@@ -187,22 +196,21 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
-        if self.backoff_first > self.backoff_most:
+        if self.backoff_initial > self.backoff_max:
             raise ConfigError(
-                f"backoff_first ({self.backoff_first} s) is longer than backoff_most ({self.backoff_most} s); make the "
-                "first back-off the shorter one."
+                f"backoff_initial is {self.backoff_initial} s; it must be at most backoff_max ({self.backoff_max} s)."
             )
         for path in self.extra_routes:
             if not path.startswith("/") or path.startswith("/kvtier/"):
-                raise ConfigError(f"extra_routes has {path!r}; a path begins with / and is not one of the proxy's own.")
+                raise ConfigError(f"extra_routes has {path!r}; a path must begin with /, and not with /kvtier/.")
 
 
 _POSITIVE = (
     *("connect_timeout", "prefill_timeout", "first_byte_timeout", "stream_idle_timeout", "answer_timeout"),
-    *("client_timeout", "probe_timeout", "query_timeout", "queue_timeout", "retry_after_most"),
-    *("backoff_first", "backoff_most", "max_decode_attempts", "max_prefill_attempts"),
-    *("max_body_bytes", "max_event_bytes", "conversations_kept", "conversation_ttl"),
+    *("client_timeout", "probe_timeout", "query_timeout", "queue_timeout", "retry_after_max"),
+    *("backoff_initial", "backoff_max", "max_decode_attempts", "max_prefill_attempts"),
+    *("max_body_bytes", "max_event_bytes", "max_conversations", "conversation_ttl"),
 )
 _NOT_NEGATIVE = (
-    *("min_prefill_chars", "affinity_slack", "engine_requests", "queue_limit", "prefixes_kept", "request_tokens"),
+    *("min_prefill_chars", "affinity_slack", "engine_requests", "queue_limit", "max_prefixes", "request_cost_tokens"),
 )

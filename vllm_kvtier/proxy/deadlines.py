@@ -1,7 +1,5 @@
 """``async with time_limit(seconds)``: raises TimeoutError if its body takes longer."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator
@@ -17,5 +15,5 @@ else:
         try:
             async with async_timeout.timeout(seconds):
                 yield
-        except asyncio.TimeoutError as error:  # not yet Python's own TimeoutError
+        except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
             raise TimeoutError from error

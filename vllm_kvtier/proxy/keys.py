@@ -1,11 +1,9 @@
-"""API keys: who may use the proxy, and who may steer it.
+"""API keys of clients and of the operator.
 
-A file has a key a line, after its owner's name: ``alice sk-4f3a...``. Two keys of one name are one tenant, so that a
-key can be changed without losing the KV. Empty lines and lines that begin with ``#`` do not count. Keys are kept as
-keyed digests and compared in constant time; no message, log line or page holds one.
+Each line of a file has an owner's name and a key: ``alice sk-4f3a...``. Two keys of one name are one tenant, so that a
+key can be changed without losing the KV. Empty lines and lines that begin with ``#`` are skipped. Keys are kept as
+keyed digests and compared in constant time. No message, log line or page contains a key.
 """
-
-from __future__ import annotations
 
 import hashlib
 import hmac
@@ -23,7 +21,7 @@ _MIN_CHARS = 16
 
 
 class ApiKeys:
-    """The keys of one file. Without any, nobody gets in."""
+    """The keys of one file. An empty set admits no request."""
 
     def __init__(self, keys: Mapping[str, str]):
         """``keys``: key -> its owner's name."""
@@ -31,15 +29,15 @@ class ApiKeys:
         self._names = {self._digest(key): name for key, name in keys.items()}
 
     @classmethod
-    def load(cls, path: str) -> ApiKeys:
-        """Raises ConfigError with the line that is wrong, and without what it holds."""
+    def load(cls, path: str) -> "ApiKeys":
+        """Raises ConfigError with the number of the bad line, without its content."""
         file = Path(path)
         try:
             mode, text = file.stat().st_mode, file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The API keys {path} cannot be read ({error}); check the path.") from error
         if stat.S_IMODE(mode) & 0o007:
-            logger.warning("The API keys %s are open to all users of this machine; run `chmod o= %s`.", path, path)
+            logger.warning("kvtier: proxy: API keys %s are accessible to all users; run `chmod o= %s`", path, path)
         keys: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
@@ -60,11 +58,11 @@ class ApiKeys:
         return cls(keys)
 
     def owner(self, headers: Mapping[str, str]) -> str | None:
-        """The name of whose key the request carries (``Authorization: Bearer KEY``); None: of nobody."""
+        """The name of the owner of the request's key (``Authorization: Bearer KEY``); None if the key is unknown."""
         digest = self._digest(bearer(headers))
         found = None
         for known, name in self._names.items():
-            # All of them, so that the time does not tell which.
+            # All are compared, so that the time does not depend on the key.
             if hmac.compare_digest(known, digest):
                 found = name
         return found

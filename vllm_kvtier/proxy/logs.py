@@ -1,6 +1,4 @@
-"""The request's id in every line that is logged while it is worked on."""
-
-from __future__ import annotations
+"""Log lines with the id of the request that caused them."""
 
 import contextvars
 import logging
@@ -9,12 +7,12 @@ from vllm_kvtier.logs import LIMIT
 
 FORMAT = "%(asctime)s %(levelname)s [%(request_id)s] %(name)s: %(message)s"
 
-#: The id of the request that this task works on; "-": of none.
+#: The id of the request that this task serves; "-" if none.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("kvtier_request_id", default="-")
 
 
 class AddRequestId(logging.Filter):
-    """A filter for handlers: gives each record ``request_id``."""
+    """Adds ``request_id`` to each record of a handler."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
@@ -22,12 +20,12 @@ class AddRequestId(logging.Filter):
 
 
 def install(level: str) -> None:
-    """Log to stderr with request ids, all of this process's loggers. ``level``: debug, info, warning or error."""
+    """Log to stderr with request ids, for all loggers of the process. ``level``: debug, info, warning or error."""
     handler = logging.StreamHandler()
     handler.addFilter(AddRequestId())
     handler.addFilter(LIMIT)
     handler.setFormatter(logging.Formatter(FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What they say at lower levels is noise, even to somebody who looks for something.
+    # Their lower levels are noise, also when debugging.
     for noisy in ("asyncio", "watchfiles"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,6 +1,4 @@
-"""``/metrics``: what Prometheus is told. A registry of its own, so that several proxies can live in one process."""
-
-from __future__ import annotations
+"""``/metrics`` for Prometheus. Each proxy has its own registry, so that one process can run several."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,10 +9,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from vllm_kvtier.proxy.config import ROLES
 
 if TYPE_CHECKING:
-    from vllm_kvtier.proxy.admission import Admission
-    from vllm_kvtier.proxy.conversations import RouteTable
-    from vllm_kvtier.proxy.fleet import Fleet
-    from vllm_kvtier.proxy.prefixes import PrefixMemory
+    from vllm_kvtier.proxy.engines.fleet import Fleet
+    from vllm_kvtier.proxy.routing.admission import Admission
+    from vllm_kvtier.proxy.routing.conversations import RouteTable
+    from vllm_kvtier.proxy.routing.prefixes import PrefixMemory
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -23,7 +21,7 @@ PREFIX = "kvtier_proxy_"
 
 
 class Shown(NamedTuple):
-    """``sort``: prometheus_client's class; gauges are read when the page is asked for."""
+    """``sort``: prometheus_client's class; gauges are read at each scrape."""
 
     sort: type
     meaning: str
@@ -32,31 +30,33 @@ class Shown(NamedTuple):
 
 SHOWN = {
     "requests": Shown(Counter, "Requests by route and outcome.", ("route", "outcome")),
-    "request_seconds": Shown(Histogram, "From a request's body to the end of its answer.", ("route",)),
-    "first_byte_seconds": Shown(Histogram, "From a request's body to the first byte of its answer.", ("route",)),
-    "prefill_seconds": Shown(Histogram, "P's answers."),
-    "queue_seconds": Shown(Histogram, "Waits for a place at an engine.", ("role",)),
-    "retries": Shown(Counter, "Requests given to a further engine.", ("role",)),
-    "events": Shown(Counter, "What else happened, as in /kvtier/state.", ("event",)),
-    "prompt_tokens": Shown(Counter, "Estimated tokens of prompts."),
-    "prompt_tokens_known": Shown(
-        Counter, "Of these, those that the chosen P (or D alone) had seen before: more may be found, or less."
+    "request_seconds": Shown(Histogram, "From the end of a request's body to that of its answer.", ("route",)),
+    "first_byte_seconds": Shown(
+        Histogram, "From the end of a request's body to the first byte of its answer.", ("route",)
     ),
-    "engine_up": Shown(Gauge, "1: used; 0: set aside.", ("role", "engine")),
-    "engine_in_flight": Shown(Gauge, "Requests under way.", ("role", "engine")),
-    "engine_tokens": Shown(Gauge, "Prompt tokens yet to be computed.", ("role", "engine")),
-    "engine_weight": Shown(Gauge, "Its share of the choice; 0: drained.", ("role", "engine")),
-    "queue": Shown(Gauge, "Requests that wait for a place.", ("role",)),
-    "conversations": Shown(Gauge, "Conversations whose engines are known."),
-    "prefixes": Shown(Gauge, "Prefixes whose engines are known."),
+    "prefill_seconds": Shown(Histogram, "Duration of the prefill engine's answers."),
+    "queue_seconds": Shown(Histogram, "Waits for a slot at an engine.", ("role",)),
+    "retries": Shown(Counter, "Requests sent to another engine after a failure.", ("role",)),
+    "events": Shown(Counter, "Other events, as in /kvtier/state.", ("event",)),
+    "prompt_tokens": Shown(Counter, "Estimated tokens of all prompts."),
+    "prompt_tokens_known": Shown(
+        Counter, "Estimated tokens that the chosen engine had seen before; its hits may be more or fewer."
+    ),
+    "engine_up": Shown(Gauge, "1: available; 0: unavailable.", ("role", "engine")),
+    "engine_in_flight": Shown(Gauge, "Requests in flight.", ("role", "engine")),
+    "engine_tokens": Shown(Gauge, "Prompt tokens still to be computed.", ("role", "engine")),
+    "engine_weight": Shown(Gauge, "Its weight; 0: drained.", ("role", "engine")),
+    "queue": Shown(Gauge, "Requests that wait for a slot.", ("role",)),
+    "conversations": Shown(Gauge, "Conversations whose engines are kept."),
+    "prefixes": Shown(Gauge, "Prefixes whose engines are kept."),
     "ready": Shown(Gauge, "1: answers 200 to /ready."),
 }
 
 
 class Metrics:
-    """Counters, histograms and ``gauges``, which are read when the page is asked for."""
+    """Counters, histograms and ``gauges``, which are read at each scrape."""
 
-    def __init__(self, gauges: Gauges):
+    def __init__(self, gauges: "Gauges"):
         self._registry = CollectorRegistry()
 
         def make(name: str):
@@ -71,12 +71,12 @@ class Metrics:
         self._registry.register(gauges)
         # Looked up once; labels() costs more than what it finds.
         self._children: dict[tuple, object] = {}
-        for role in ROLES[:2]:  # a first one is an increase only beside a sample from before it
+        for role in ROLES[:2]:  # rate() sees the first retry only beside an earlier sample
             self._child(self._retries, role)
             self._child(self._queue_seconds, role)
 
     def request(self, route: str, outcome: str, seconds: float, first: float | None) -> None:
-        """One request is over. ``first``: seconds to its first byte, if it had any."""
+        """Count an ended request. ``first``: seconds to its first byte, if there was one."""
         self._child(self._requests, route, outcome).inc()
         self._child(self._request_seconds, route).observe(seconds)
         if first is not None:
@@ -114,10 +114,10 @@ class Gauges:
 
     def __init__(
         self,
-        fleet: Fleet,
-        admission: Admission,
-        routes: RouteTable,
-        prefixes: PrefixMemory,
+        fleet: "Fleet",
+        admission: "Admission",
+        routes: "RouteTable",
+        prefixes: "PrefixMemory",
         ready: Callable[[], bool],
     ):
         self._fleet, self._admission, self._routes, self._prefixes = fleet, admission, routes, prefixes
@@ -127,7 +127,7 @@ class Gauges:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield self._of_engines("engine_up", lambda engine: engine.well)
+        yield self._of_engines("engine_up", lambda engine: engine.healthy)
         yield self._of_engines("engine_in_flight", lambda engine: engine.outstanding)
         yield self._of_engines("engine_tokens", lambda engine: engine.tokens)
         yield self._of_engines("engine_weight", lambda engine: engine.weight if engine.open else 0)

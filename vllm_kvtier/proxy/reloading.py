@@ -1,10 +1,8 @@
-"""Going on with a changed configuration file: on SIGHUP, on POST /kvtier/reload, and when a file changes.
+"""Reload the configuration file on SIGHUP, on POST /kvtier/reload, and when a file changes.
 
-Files are watched by the package watchfiles, where it is installed (the operating system tells, nothing polls); without
-it SIGHUP remains. A configuration that cannot be used changes nothing; the log says what is wrong with it.
+The package watchfiles, if installed, watches the files without polling. An invalid configuration changes nothing and is
+logged.
 """
-
-from __future__ import annotations
 
 import asyncio
 import signal
@@ -13,16 +11,16 @@ from collections.abc import Callable
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.app import ProxyApp
-from vllm_kvtier.proxy.config_file import Settings, files_of
+from vllm_kvtier.proxy.config_file import Settings, watched_files
 
 logger = get_logger(__name__)
 
 
 class Reloader:
-    """Started and stopped on the loop that serves."""
+    """Reloads the configuration. Started and stopped on the serving event loop."""
 
     def __init__(self, app: ProxyApp, path: str, load: Callable[[], Settings], on_settings: Callable[[Settings], None]):
-        """``load`` reads the file at ``path`` and what goes with it; ``on_settings`` may raise ConfigError."""
+        """``load`` reads the file at ``path`` and the command's options; ``on_settings`` may raise ConfigError."""
         self._app = app
         self._path = path
         self._load = load
@@ -37,17 +35,19 @@ class Reloader:
         try:
             import watchfiles
         except ModuleNotFoundError:
-            logger.info("%s is read again on SIGHUP; with the package watchfiles also when it changes.", self._path)
+            logger.info(
+                "kvtier: proxy: %s is reloaded on SIGHUP only; install watchfiles to reload it on change", self._path
+            )
             return
         self._keep(self._watch(watchfiles))
 
     async def reload(self) -> None:
-        """Read the file and apply it; raises ConfigError, and then all is as before."""
+        """Read the file and apply it. Raises ConfigError, and then changes nothing."""
         async with self._lock:
             settings = await asyncio.to_thread(self._load)
             self._on_settings(settings)
             self._app.core.apply(settings.proxy)
-            logger.info("%s was read again and is in force.", self._path)
+            logger.info("kvtier: proxy: configuration %s reloaded", self._path)
 
     async def stop(self) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
@@ -56,8 +56,8 @@ class Reloader:
             await asyncio.wait(self._tasks)
 
     async def _watch(self, watchfiles) -> None:
-        files = files_of(self._path, await asyncio.to_thread(self._load))
-        # Directories: editors and Kubernetes put another file in a file's place.
+        files = watched_files(self._path, await asyncio.to_thread(self._load))
+        # Directories, because editors and Kubernetes replace the file.
         folders = {file.resolve().parent for file in files} | {file.absolute().parent for file in files}
         names = {file.name for file in files} | {"..data"}
 
@@ -65,16 +65,16 @@ class Reloader:
             return path.rpartition("/")[2] in names
 
         async for _ in watchfiles.awatch(*folders, watch_filter=matters, stop_event=self._stop, recursive=False):
-            await self._reload_or_say()
+            await self._reload_or_log()
 
-    async def _reload_or_say(self) -> None:
+    async def _reload_or_log(self) -> None:
         try:
             await self.reload()
         except ConfigError as error:
-            logger.error("The configuration was not read again, the old one stays: %s", error)
+            logger.error("kvtier: proxy: reload failed (%s); the old configuration stays in force", error)
 
     def _in_background(self) -> None:
-        self._keep(self._reload_or_say())
+        self._keep(self._reload_or_log())
 
     def _keep(self, work) -> None:
         task = asyncio.create_task(work)

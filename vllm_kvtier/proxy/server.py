@@ -1,6 +1,4 @@
-"""The process: uvicorn with TLS, reloading, and an end in which nobody loses an answer."""
-
-from __future__ import annotations
+"""The proxy's process: uvicorn with TLS, reloading, and a shutdown that completes requests under way."""
 
 import asyncio
 import signal
@@ -21,9 +19,9 @@ logger = get_logger(__name__)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which on SIGTERM or Ctrl-C first says on /ready that it is going, for ``drain_delay`` seconds.
+    """uvicorn's server. On SIGTERM or Ctrl-C, /ready answers 503 for ``drain_delay`` seconds before it shuts down.
 
-    A second signal ends that wait; a third what uvicorn does then, which is to wait for requests under way.
+    A second signal skips that delay. A third skips the wait for requests under way.
     """
 
     def __init__(self, config: uvicorn.Config, app: ProxyApp, drain_delay: float):
@@ -50,7 +48,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         core.draining = True
-        logger.info("Going in %g s; /ready says 503 from now on.", self._drain_delay)
+        logger.info("kvtier: proxy: shutdown in %g s; /ready answers 503 until then", self._drain_delay)
         loop = asyncio.get_running_loop()
         loop.call_soon_threadsafe(loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
 
@@ -70,7 +68,7 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         port=options.port,
         log_config=None,
         access_log=False,
-        # Who asks for /kvtier/drain must not be able to say where it comes from.
+        # A caller of /kvtier/drain must not choose the address that it seems to come from.
         proxy_headers=False,
         server_header=False,
         lifespan="on",
@@ -86,20 +84,23 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         raise ConfigError(f"The certificate cannot be used ({error}); check tls_cert_file and tls_key_file.") from error
     server = Server(config, app, options.drain_delay)
     if path is not None:
-        server.reloader = Reloader(app, path, load, lambda new: _take_certificate(config, options, new.server))
+        server.reloader = Reloader(app, path, load, lambda new: _reload_certificate(config, options, new.server))
     else:
-        # As daemons do; without a file there is nothing to read again, and to end would be a surprise.
+        # Without a file there is nothing to reload; the default action would end the process.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server.run()
 
 
-def _take_certificate(config: uvicorn.Config, old, new) -> None:
-    """The same files' new content, for connections from now on."""
+def _reload_certificate(config: uvicorn.Config, old, new) -> None:
+    """Use the new content of the same certificate files for new connections."""
     if new != old:
-        logger.warning("Options of the server (host, port, tls_..., drain_..., log_level) take a restart.")
+        logger.warning(
+            "kvtier: proxy: server options (host, port, tls_*, drain_*, log_level) changed; "
+            "restart the proxy to apply them"
+        )
     if config.ssl is not None:
         try:
-            # Tried out first: where the key is not the certificate's, a context keeps the one without the other.
+            # Checked first in another context: with a key that does not match, load_cert_chain keeps the certificate.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(old.tls_cert_file, old.tls_key_file)
             config.ssl.load_cert_chain(old.tls_cert_file, old.tls_key_file)
         except (OSError, ssl.SSLError) as error:

@@ -1,4 +1,4 @@
-"""What a codec costs a model: measured by ``kvtier quality``, kept in a record, read by ``codec: auto``.
+"""The loss of quality by a codec: measured by ``kvtier quality``, kept in a record, read by ``codec: auto``.
 
-``record`` needs neither torch nor transformers; everything that measures does.
+``record`` needs neither torch nor transformers; the other modules do.
 """

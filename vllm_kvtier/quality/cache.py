@@ -1,12 +1,21 @@
-"""A transformers cache that keeps what a codec would bring back."""
+"""A transformers cache that keeps K and V after a round trip through a codec."""
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from vllm_kvtier.codecs.base import Codec, Format
 from vllm_kvtier.errors import KVTierError
+
+
+class LoadedModel(NamedTuple):
+    """A model and tokenizer of transformers. ``dtype``: of the model's cache in vLLM."""
+
+    model: Any
+    tokenizer: Any
+    dtype: torch.dtype
 
 
 def round_trip(x: torch.Tensor, form: Format | None, dtype: torch.dtype) -> torch.Tensor:
@@ -22,11 +31,11 @@ def round_trip(x: torch.Tensor, form: Format | None, dtype: torch.dtype) -> torc
 
 
 class RoundTripCache(DynamicCache):
-    """Every token's K and V pass through a codec as they enter, the newest too: as if nothing were left in the GPU's
-    cache and all came from the store. That is the most a codec can cost.
+    """K and V of every token, including the newest, pass through a codec on entry.
 
-    K is what vLLM caches: after the rotary embedding. States of linear attention are left alone, as codecs leave them.
-    ``formats``: of the fields "k" and "v"; none: raw. ``widths``: (K, V) numbers a token and head, by layer, as seen.
+    This is the worst case: the GPU's cache is empty and all blocks come from the store. K is what vLLM caches, after
+    the rotary embedding. States of linear attention stay unchanged, as with codecs. ``formats``: of the fields "k" and
+    "v"; none: raw. ``widths``: (K, V) numbers per token and head, by layer, as seen.
     """
 
     def __init__(self, config: PreTrainedConfig, formats: Mapping[str, Format], dtype: torch.dtype):
@@ -43,7 +52,7 @@ class RoundTripCache(DynamicCache):
 
 
 def check(codec: Codec, widths: Mapping[int, tuple[int, int]]) -> None:
-    """KVTierError in words if ``codec`` cannot keep caches of these widths."""
+    """Raise KVTierError if ``codec`` does not support caches of these widths."""
     for layer, pair in widths.items():
         for name, width in zip(("k", "v"), pair, strict=True):
             if codec.formats and not codec.formats[name].line(width):

@@ -1,16 +1,15 @@
-"""Next-token distributions with a codec beside those without: divergence, loss, agreement."""
+"""Compare next-token distributions with and without a codec: divergence, loss, agreement."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from vllm_kvtier.codecs.base import Codec
-from vllm_kvtier.quality.cache import RoundTripCache
+from vllm_kvtier.codecs.base import Codec, Format
+from vllm_kvtier.quality.cache import LoadedModel, RoundTripCache
 
 # Rows of logits compared at once: a large vocabulary in float32 takes a megabyte a row and temporary.
-ROWS = 256
+MAX_ROWS = 256
 
 
 @dataclass
@@ -30,46 +29,44 @@ class Likelihood:
 
 
 def compare(
-    model: Any,
+    loaded: LoadedModel,
     windows: Sequence[Sequence[int]],
-    raw: Codec,
     codecs: Mapping[str, Codec],
-    dtype: torch.dtype,
     step: Callable[[], None] = lambda: None,
 ) -> tuple[float, dict[str, Likelihood]]:
-    """(loss in nats a token without a codec, by name what each codec does to it).
+    """(loss in nats per token without a codec, the changes by codec name).
 
-    ``dtype``: of the cache. ``step`` is called after every pass over a window, ``len(windows) * (1 + len(codecs))``
-    times. Every position attends only to round-tripped K and V, its own too.
+    ``step`` is called after every pass over a window: ``len(windows) * (1 + len(codecs))`` times. Every position
+    attends to K and V after a round trip, including its own.
     """
     found = {name: Likelihood() for name in codecs}
     nats = []
     with torch.inference_mode():
         for window in windows:
-            ids = torch.tensor([list(window)], device=model.device)
-            plain = _logits(model, ids, raw, dtype)
+            ids = torch.tensor([list(window)], device=loaded.model.device)
+            plain = _logits(loaded, ids, {})
             nats.append(_losses(plain, ids).mean().item())
             step()
             for name, codec in codecs.items():
-                coded = _logits(model, ids, codec, dtype)
+                logits = _logits(loaded, ids, codec.formats)
                 each = found[name]
-                each.extra_nats.append(_losses(coded, ids).mean().item() - nats[-1])
-                each.divergence.append(_mean(_divergence(p, q) for p, q in _pairs(plain, coded)))
-                each.agreement.append(_mean((p.argmax(-1) == q.argmax(-1)).double() for p, q in _pairs(plain, coded)))
+                each.extra_nats.append(_losses(logits, ids).mean().item() - nats[-1])
+                each.divergence.append(_mean(_divergence(p, q) for p, q in _pairs(plain, logits)))
+                each.agreement.append(_mean((p.argmax(-1) == q.argmax(-1)).double() for p, q in _pairs(plain, logits)))
                 step()
     return sum(nats) / len(nats), found
 
 
-def _logits(model: Any, ids: torch.Tensor, codec: Codec, dtype: torch.dtype) -> torch.Tensor:
+def _logits(loaded: LoadedModel, ids: torch.Tensor, formats: Mapping[str, Format]) -> torch.Tensor:
     """[tokens, vocabulary]."""
-    cache = RoundTripCache(model.config, codec.formats, dtype)
-    return model(ids, past_key_values=cache, use_cache=True).logits[0]
+    cache = RoundTripCache(loaded.model.config, formats, loaded.dtype)
+    return loaded.model(ids, past_key_values=cache, use_cache=True).logits[0]
 
 
 def _pairs(p: torch.Tensor, q: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The last row predicts what is not in the window, and is as good as any for this."""
-    for at in range(0, len(p), ROWS):
-        yield p[at : at + ROWS], q[at : at + ROWS]
+    """The last row predicts a token outside the window, which is fine for this comparison."""
+    for at in range(0, len(p), MAX_ROWS):
+        yield p[at : at + MAX_ROWS], q[at : at + MAX_ROWS]
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -81,9 +78,9 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Of every token but the first, float64."""
     logits, wanted = logits[:-1], ids[0, 1:]
     parts = []
-    for at in range(0, len(wanted), ROWS):
-        of_all = logits[at : at + ROWS].float().log_softmax(-1)
-        parts.append(-of_all.gather(1, wanted[at : at + ROWS, None])[:, 0].double())
+    for at in range(0, len(wanted), MAX_ROWS):
+        of_all = logits[at : at + MAX_ROWS].float().log_softmax(-1)
+        parts.append(-of_all.gather(1, wanted[at : at + MAX_ROWS, None])[:, 0].double())
     return torch.cat(parts)
 
 

@@ -1,10 +1,10 @@
 """A measurement from end to end: load a model, run it with each codec, make the record."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +24,7 @@ class Options:
 
     model: str  # directory or hub name
     codecs: Sequence[str] = ()  # none: all
-    text: Sequence[Path] = ()  # none: text.OWN
+    text: Sequence[Path] = ()  # none: text.OWN_SOURCE
     windows: int = 32
     window_tokens: int = 1024
     recall: bool = True
@@ -40,27 +40,27 @@ class Measured:
     remarks: list[str] = field(default_factory=list)  # what was not measured, and why
 
 
-# Called with what is being done now, the passes made of it so far, and how many it takes.
+# Called with the name of the current step, its passes so far, and their total.
 Progress = Callable[[str, int, int], None]
 
 
 def measure(options: Options, progress: Progress = lambda what, done, of: None) -> Measured:
-    """Raises KVTierError in words for a model, a text or a codec that cannot be measured."""
+    """Raises KVTierError for a model, a text or a codec that cannot be measured."""
     wanted = {name: codecs.get(name) for name in options.codecs or codecs.names()}
-    raw = codecs.get(Codec.RAW)
     wanted.pop(Codec.RAW, None)
-    model, tokenizer, dtype = load(options)
+    loaded = load(options)
+    model, tokenizer, dtype = loaded
     name, words = text.read(options.text)
     ids = text.token_ids(tokenizer, words)
     windows = text.windows(tokenizer, ids, options.windows, options.window_tokens)
-    widths = _widths(model, raw, dtype, windows[0][:8])
-    remarks = _drop_those_that_cannot(wanted, widths)
+    widths = _widths(loaded, windows[0][:8])
+    remarks = _drop_unsupported(wanted, widths)
 
-    step = _Steps(progress, "perplexity", len(windows) * (1 + len(wanted)))
-    nats, found = likelihood.compare(model, windows, raw, wanted, dtype, step)
+    step = _counted(progress, "perplexity", len(windows) * (1 + len(wanted)))
+    nats, found = likelihood.compare(loaded, windows, wanted, step)
     answers: dict[str, list[RecallAt]] = {name: [] for name in wanted}
     if options.recall:
-        remarks += _recall(options, model, tokenizer, ids, raw, wanted, dtype, progress, answers)
+        remarks += _recall(options, loaded, ids, wanted, progress, answers)
 
     made = fingerprint.of_files(options.model)
     if made is None:
@@ -78,8 +78,8 @@ def measure(options: Options, progress: Progress = lambda what, done, of: None) 
     return Measured(record, remarks)
 
 
-def load(options: Options) -> tuple[Any, Any, torch.dtype]:
-    """(model, tokenizer, dtype of its cache in vLLM). Raises KVTierError where transformers cannot."""
+def load(options: Options) -> cache.LoadedModel:
+    """Raises KVTierError if transformers cannot load the model."""
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +92,7 @@ def load(options: Options) -> tuple[Any, Any, torch.dtype]:
                 "measured this way"
             )
         served = getattr(inner, "dtype", None) or getattr(config, "dtype", None)
-        # vLLM serves float32 models in bfloat16 or float16 unless told otherwise.
+        # By default vLLM serves float32 models in bfloat16 or float16.
         cached = served if served in DTYPES.values() else torch.bfloat16
         # bfloat16 on a CPU is slower than float32; and the model's own rounding is noise to what is measured.
         arithmetic = {"auto": torch.float32 if device == "cpu" else cached, "float32": torch.float32, **DTYPES}
@@ -100,16 +100,17 @@ def load(options: Options) -> tuple[Any, Any, torch.dtype]:
             raise KVTierError(f"dtype {options.dtype!r} is none of {', '.join(arithmetic)}")
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=arithmetic[options.dtype])
-        return model.to(device).eval(), tokenizer, cached
+        return cache.LoadedModel(model.to(device).eval(), tokenizer, cached)
     except KVTierError:
         raise
     except Exception as error:  # of many kinds: no such model, no network, no memory, a device that is not there
         raise KVTierError(f"transformers cannot load {options.model} on {device}: {error}") from error
 
 
-def _widths(model: Any, raw: Codec, dtype: torch.dtype, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _widths(loaded: cache.LoadedModel, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Numbers of K and V a token and head, by layer that caches them."""
-    seen = cache.RoundTripCache(model.config, raw.formats, dtype)
+    model = loaded.model
+    seen = cache.RoundTripCache(model.config, {}, loaded.dtype)
     try:
         with torch.inference_mode():
             model(torch.tensor([list(tokens)], device=model.device), past_key_values=seen, use_cache=True)
@@ -120,7 +121,7 @@ def _widths(model: Any, raw: Codec, dtype: torch.dtype, tokens: Sequence[int]) -
     return seen.widths
 
 
-def _drop_those_that_cannot(wanted: dict[str, Codec], widths: dict[int, tuple[int, int]]) -> list[str]:
+def _drop_unsupported(wanted: dict[str, Codec], widths: dict[int, tuple[int, int]]) -> list[str]:
     remarks = []
     for name, codec in list(wanted.items()):
         try:
@@ -133,18 +134,19 @@ def _drop_those_that_cannot(wanted: dict[str, Codec], widths: dict[int, tuple[in
     return remarks
 
 
-def _recall(options, model, tokenizer, ids, raw, wanted, dtype, progress, answers) -> list[str]:
+def _recall(options: Options, loaded: cache.LoadedModel, ids, wanted, progress: Progress, answers) -> list[str]:
     """Fills ``answers``; remarks on what cannot be asked."""
     remarks = []
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or max(LENGTHS)
+    config = loaded.model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
     for tokens in options.lengths:
         if tokens + 64 > longest:  # room for the question
             remarks.append(f"recall at {tokens} tokens: the model takes {longest}")
             continue
-        conversations = -(-options.questions // (recall.ROUNDS * recall.CODES))
-        step = _Steps(progress, f"recall at {tokens} tokens", conversations * (1 + len(wanted)))
+        conversations = -(-options.questions // (recall.ROUNDS * recall.CODES_PER_ROUND))
+        step = _counted(progress, f"recall at {tokens} tokens", conversations * (1 + len(wanted)))
         try:
-            share, found = recall.compare(model, tokenizer, ids, tokens, options.questions, raw, wanted, dtype, step)
+            share, found = recall.compare(loaded, ids, tokens, options.questions, wanted, step)
         except KVTierError as error:
             return [f"no recall: {error}"]
         if not found:
@@ -168,13 +170,8 @@ def _quality(codec: Codec, bits: float, found: likelihood.Likelihood, answers: l
     )
 
 
-class _Steps:
-    """Counts calls, and passes the count on."""
-
-    def __init__(self, progress: Progress, what: str, of: int):
-        self._progress, self._what, self._done, self._of = progress, what, 0, of
-        progress(what, 0, of)
-
-    def __call__(self) -> None:
-        self._done += 1
-        self._progress(self._what, self._done, self._of)
+def _counted(progress: Progress, step: str, of: int) -> Callable[[], None]:
+    """A function that reports to ``progress`` how often it was called."""
+    progress(step, 0, of)
+    done = itertools.count(1)
+    return lambda: progress(step, next(done), of)

@@ -1,30 +1,30 @@
-"""Can a model still say what it was told? Codes told in a chat, long files in between, questions about each code.
+"""Recall test: codes in a chat, long files in between, then a question about each code.
 
-The form is the one that the recall models were trained on; other chat models mostly manage it too. Where the cache as
-it is gives fewer than ``WORTH`` right answers, a codec cannot be judged by this, and nothing is said.
+The form is that of the training data of the recall models; most other chat models can do it too. If the raw cache gives
+fewer than ``MIN_RIGHT_SHARE`` right answers, the test says nothing about a codec and is skipped.
 """
 
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from vllm_kvtier.codecs.base import Codec
+from vllm_kvtier.codecs.base import Codec, Format
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.quality.cache import RoundTripCache
+from vllm_kvtier.quality.cache import LoadedModel, RoundTripCache
 from vllm_kvtier.quality.record import RecallAt
 from vllm_kvtier.quality.text import token_ids
 
-WORTH = 0.9
+MIN_RIGHT_SHARE = 0.9
 SYSTEM = "You keep notes and answer from them."
 ROUNDS = 5  # a file follows each
-CODES = 2  # told in each round
-# Plain nouns, two to a name: small models recall names made of words that they know well.
+CODES_PER_ROUND = 2  # stated in each round
+# Two plain nouns for each name: small models recall names of common words.
 NOUNS = (
     "lantern cedar orchid tower river zebra willow robin bucket pine button cobalt bishop circle phoenix "
     "rabbit breeze lizard salmon ocean quartz pepper turtle sage lotus carbon hickory grape ivory gravel onyx "
@@ -36,7 +36,7 @@ NOUNS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation, and what is asked at its end, each by itself."""
+    """One conversation and the questions at its end, each asked separately."""
 
     shared: list[int]  # tokens that all questions begin with
     questions: list[tuple[list[int], int]]  # (the rest with the right answer's beginning; its last tokens: the code)
@@ -45,7 +45,7 @@ class Chat:
 def chats(tokenizer: Any, ids: Sequence[int], tokens: int, questions: int, seed: int = 0) -> Iterator[Chat]:
     """Conversations of about ``tokens`` tokens with files cut from ``ids``, until ``questions`` questions are asked.
 
-    Raises KVTierError where the tokenizer has no chat template, or none for such a conversation.
+    Raises KVTierError if the tokenizer has no chat template for such a conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise KVTierError("the model has no chat template")
@@ -53,36 +53,37 @@ def chats(tokenizer: Any, ids: Sequence[int], tokens: int, questions: int, seed:
     ids = list(ids) * (1 + tokens // len(ids))  # a short text comes again
     asked = 0
     while asked < questions:
-        chat = _chat(tokenizer, ids, tokens, rng, min(ROUNDS * CODES, questions - asked))
+        chat = _chat(tokenizer, ids, tokens, rng, min(ROUNDS * CODES_PER_ROUND, questions - asked))
         asked += len(chat.questions)
         yield chat
 
 
 def _chat(tokenizer: Any, ids: Sequence[int], tokens: int, rng: random.Random, questions: int) -> Chat:
-    nouns = rng.sample(NOUNS, 2 * ROUNDS * CODES)
+    nouns = rng.sample(NOUNS, 2 * ROUNDS * CODES_PER_ROUND)
     names = [f"{first} {second}" for first, second in zip(nouns[::2], nouns[1::2], strict=True)]
     codes = {name: f"{rng.randrange(100000):05d}" for name in names}
     start = rng.randrange(max(1, len(ids) - tokens))
 
     def messages(file_tokens: int) -> list[dict[str, str]]:
-        said = [{"role": "system", "content": SYSTEM}]
+        made = [{"role": "system", "content": SYSTEM}]
         for i in range(ROUNDS):
-            told = " ".join(f"The code for {name} is {codes[name]}." for name in names[CODES * i : CODES * (i + 1)])
-            said += [_user(told), _assistant(f"Noted {CODES} codes.")]
+            mine = names[CODES_PER_ROUND * i : CODES_PER_ROUND * (i + 1)]
+            text = " ".join(f"The code for {name} is {codes[name]}." for name in mine)
+            made += [_user(text), _assistant(f"Noted {CODES_PER_ROUND} codes.")]
             if file_tokens > 0:
                 at = start + i * file_tokens
-                said += [_user("Read this file:\n" + tokenizer.decode(ids[at : at + file_tokens]))]
-                said += [_assistant("Done reading.")]
-        return said
+                made += [_user("Read this file:\n" + tokenizer.decode(ids[at : at + file_tokens]))]
+                made += [_assistant("Done reading.")]
+        return made
 
     bare = len(token_ids(tokenizer, _render(tokenizer, messages(1), False)))
-    said = messages((tokens - bare) // ROUNDS)
+    chat = messages((tokens - bare) // ROUNDS)
     whole = []
     for name in rng.sample(names, questions):
-        opening = _render(tokenizer, [*said, _user(f"What is the code for {name}?")], True) + f"The code for {name} is"
+        opening = _render(tokenizer, [*chat, _user(f"What is the code for {name}?")], True) + f"The code for {name} is"
         full = token_ids(tokenizer, f"{opening} {codes[name]}")
         whole.append((full, len(full) - _common([token_ids(tokenizer, opening), full])))
-    shared = _common([full for full, _ in whole] + [token_ids(tokenizer, _render(tokenizer, said, False))])
+    shared = _common([full for full, _ in whole] + [token_ids(tokenizer, _render(tokenizer, chat, False))])
     return Chat(whole[0][0][:shared], [(full[shared:], code) for full, code in whole])
 
 
@@ -108,13 +109,15 @@ def _common(sequences: Sequence[Sequence[int]]) -> int:
     return next((i for i in range(shortest) if any(s[i] != first[i] for s in sequences)), shortest)
 
 
-def answers(model: Any, chat: Chat, codec: Codec, dtype: torch.dtype) -> list[bool]:
-    """Whether each code is what the model says greedily after "The code for ... is".
+def answers(loaded: LoadedModel, chat: Chat, formats: Mapping[str, Format]) -> list[bool]:
+    """Whether the model's greedy answer after "The code for ... is" is right, for each code.
 
-    The conversation is read once; K and V of it, of the question and of the answer all pass through the codec.
+    The conversation is read once. K and V of the conversation, the question and the answer pass through ``formats``, as
+    of ``RoundTripCache``.
     """
+    model = loaded.model
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    cache = RoundTripCache(model.config, codec.formats, dtype)
+    cache = RoundTripCache(model.config, formats, loaded.dtype)
     right = []
     with torch.inference_mode():
         model(torch.tensor([chat.shared], device=model.device), past_key_values=cache, use_cache=True, **last)
@@ -128,32 +131,31 @@ def answers(model: Any, chat: Chat, codec: Codec, dtype: torch.dtype) -> list[bo
 
 
 def compare(
-    model: Any,
-    tokenizer: Any,
+    loaded: LoadedModel,
     ids: Sequence[int],
     tokens: int,
     questions: int,
-    raw: Codec,
-    codecs: dict[str, Codec],
-    dtype: torch.dtype,
+    codecs: Mapping[str, Codec],
     step: Callable[[], None] = lambda: None,
 ) -> tuple[float, dict[str, RecallAt]]:
-    """(share of right answers without a codec, by name what each codec does; {} where that share is below WORTH).
+    """(share of right answers without a codec, changes by codec name; {} if that share is below MIN_RIGHT_SHARE).
 
     ``step`` is called after each conversation with each codec.
     """
-    asked = list(chats(tokenizer, ids, tokens, questions))
-    plain = []
-    for chat in asked:
-        plain += answers(model, chat, raw, dtype)
-        step()
+    asked = list(chats(loaded.tokenizer, ids, tokens, questions))
+
+    def all_answers(formats: Mapping[str, Format]) -> list[bool]:
+        right = []
+        for chat in asked:
+            right += answers(loaded, chat, formats)
+            step()
+        return right
+
+    plain = all_answers({})
     share = sum(plain) / len(plain)
     found: dict[str, RecallAt] = {}
-    for name, codec in codecs.items() if share >= WORTH else ():
-        right: list[bool] = []
-        for chat in asked:
-            right += answers(model, chat, codec, dtype)
-            step()
+    for name, codec in codecs.items() if share >= MIN_RIGHT_SHARE else ():
+        right = all_answers(codec.formats)
         lost = sum(p and not r for p, r in zip(plain, right, strict=True))
         found[name] = RecallAt(tokens, len(plain), sum(plain), sum(right), lost)
     return share, found

@@ -1,7 +1,7 @@
-"""The record of a measurement, where it lies, and what it admits.
+"""The record of a measurement, its file, and the codecs that it admits.
 
-A file of JSON a model, ``$XDG_CACHE_HOME/vllm-kvtier/quality/<fingerprint>.json`` (``~/.cache`` without that variable);
-the fingerprint is ``vllm_kvtier.fingerprint.of_files``.
+One JSON file per model, ``$XDG_CACHE_HOME/vllm-kvtier/quality/<fingerprint>.json`` (``~/.cache`` without that
+variable). The fingerprint is ``vllm_kvtier.fingerprint.of_files``.
 """
 
 import os
@@ -14,7 +14,7 @@ import msgspec
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.quality")
+logger = get_logger("vllm.kvtier.quality.record")
 
 VERSION = 1
 
@@ -43,7 +43,7 @@ class CodecQuality(msgspec.Struct, frozen=True):
 
     @property
     def lost(self) -> float | None:
-        """Share of the answers that are right with the cache as it is and wrong with this codec; None: not asked."""
+        """Share of the answers that are right with the raw cache and wrong with this codec; None: not measured."""
         asked = sum(r.raw_right for r in self.recall)
         return sum(r.lost for r in self.recall) / asked if asked else None
 
@@ -72,13 +72,12 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What ``codec: auto`` accepts.
+    """Limits of ``codec: auto``.
 
-    * ``perplexity``: its relative change *plus its standard error* stays below; a short measurement admits less.
-    * ``recall``: at most this share of the answers is lost. 0: none of those that were asked. Not looked at for a model
-      that cannot do the exercise.
-    * ``agreement``: the most likely next token stays the same at least this often. Two equally likely tokens change
-      places under any rounding, so that even 8-bit integers do not reach 1.
+    * ``perplexity``: maximum relative change *plus its standard error*; a short measurement admits less.
+    * ``recall``: maximum share of lost answers. 0: no answer may be lost. Ignored for a model that fails the test.
+    * ``agreement``: minimum share of positions with the same most likely token. Any rounding can swap two equally
+      likely tokens, so that even 8-bit integers do not reach 1.
     """
 
     perplexity: float = 0.005
@@ -90,13 +89,13 @@ DEFAULT_LIMITS = Limits()
 
 
 def directory() -> Path:
-    """Where records lie unless told otherwise."""
+    """The default directory of records."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "vllm-kvtier" / "quality"
 
 
 def load(fingerprint: str, folder: Path | None = None) -> Record | None:
-    """The record of a model; None if there is none, or none of this version (which is said in the log)."""
+    """The record of a model; None if there is none, or one of another version (which is logged)."""
     file = (folder or directory()) / f"{fingerprint}.json"
     try:
         record = msgspec.json.decode(file.read_bytes(), type=Record)
@@ -112,9 +111,9 @@ def load(fingerprint: str, folder: Path | None = None) -> Record | None:
 
 
 def save(record: Record, folder: Path | None = None) -> Path:
-    """Write a record, whole or not at all. Codecs of an earlier one on the same text that are not in this one stay.
+    """Write a record atomically. Keep the codecs of an older record on the same text that are not in this one.
 
-    Raises KVTierError if the place cannot be written.
+    Raises KVTierError if the file cannot be written.
     """
     folder = folder or directory()
     before = load(record.fingerprint, folder)
@@ -134,7 +133,7 @@ def save(record: Record, folder: Path | None = None) -> Path:
 
 
 def refusal(codec: CodecQuality, limits: Limits = DEFAULT_LIMITS) -> str | None:
-    """In words which limit a codec fails; None if it keeps them all."""
+    """The limit that a codec violates, as text; None if it meets all."""
     worst = codec.perplexity + codec.perplexity_error
     if not worst < limits.perplexity:
         return f"perplexity {worst:+.2%} with its error, limit {limits.perplexity:.2%}"
@@ -148,10 +147,10 @@ def refusal(codec: CodecQuality, limits: Limits = DEFAULT_LIMITS) -> str | None:
 def admitted(
     record: Record, limits: Limits = DEFAULT_LIMITS, formats: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[str]:
-    """Names of the codecs that keep the limits, the smallest first.
+    """Names of the codecs that meet the limits, the smallest first.
 
-    ``formats``: by codec, what its formats are called now (``present_formats`` if not given); a codec that was measured
-    with others, or that is gone, is not admitted.
+    ``formats``: the current format names by codec (default: ``present_formats``). A codec that was measured with other
+    formats or no longer exists is not admitted.
     """
     now = present_formats() if formats is None else formats
     kept = [c for c in record.codecs if now.get(c.name) == c.formats and refusal(c, limits) is None]

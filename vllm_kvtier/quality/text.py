@@ -9,16 +9,16 @@ import vllm_kvtier
 from vllm_kvtier.errors import KVTierError
 
 SUFFIXES = {".py", ".txt", ".md", ".json", ".c", ".cpp", ".h", ".go", ".rs", ".js", ".ts", ".java"}
-OWN = "vllm-kvtier's own source"
+OWN_SOURCE = "vllm-kvtier's own source"
 
 
 def read(paths: Sequence[Path]) -> tuple[str, str]:
-    """(what it is called, the text) of files and directories, in the order of their names. Without any: the source of
-    this package, Python that is on every machine and that no older model has seen.
+    """(name, text) of files and directories, in the order of their names.
 
-    Raises KVTierError for a path that is not there or that is not text.
+    Without any: the source of this package, which is present and unknown to older models. Raises KVTierError for a path
+    that does not exist or is not text.
     """
-    name = ", ".join(path.name for path in paths) if paths else OWN
+    name = ", ".join(path.name for path in paths) if paths else OWN_SOURCE
     files: list[Path] = []
     for path in paths or [Path(vllm_kvtier.__file__).parent]:
         if path.is_dir():
@@ -36,7 +36,7 @@ def digest(text: str) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text without what the tokenizer puts around it."""
+    """Tokens of a text without the special tokens that the tokenizer adds."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -1,4 +1,4 @@
-"""``python -m vllm_kvtier.store``: serve a node's store. Needs nothing but what engines need (no typer)."""
+"""``python -m vllm_kvtier.store``: serve a node's store. Requires only an engine's packages, not typer."""
 
 import argparse
 import logging
@@ -9,31 +9,30 @@ import sys
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import LIMIT, get_logger
 from vllm_kvtier.store import options as o
-from vllm_kvtier.store.launch import READY, store_path
-from vllm_kvtier.store.server import serve
+from vllm_kvtier.store.launcher import READY, store_path
+from vllm_kvtier.store.server.server import serve
 
-LOG_BYTES = 1 << 20  # of the log file; one older of the same size is kept
+LOG_BYTES = 1 << 20  # of the log file; one older file of the same size is kept
 
 
 def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
-    """Serve until told to end; returns the exit status. What keeps it from serving is said in words, to the log
-    and to ``ready_fd``."""
+    """Serve until the store ends. Returns the exit status. An error is written to the log and to ``ready_fd``."""
 
-    def tell(words: bytes) -> None:
+    def send(text: bytes) -> None:
         if ready_fd < 0:
             return
         try:
-            os.write(ready_fd, words)
+            os.write(ready_fd, text)
         except BrokenPipeError:
-            get_logger(__name__).info("kvtier: whoever started this store waits for it no longer")
+            get_logger(__name__).info("kvtier: store: the process that started it no longer waits")
         os.close(ready_fd)
 
     try:
         _log_to(options)
-        serve(path, options, on_listening=lambda: tell(READY))
+        serve(path, options, on_listening=lambda: send(READY))
     except (KVTierError, OSError) as error:
         get_logger(__name__).error("kvtier: %s", error)
-        tell(str(error).encode())
+        send(str(error).encode())
         return 1
     return 0
 
@@ -41,7 +40,7 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
 def _log_to(options: o.StoreOptions) -> None:
     handler: logging.Handler = logging.StreamHandler()
     if options.log_file:
-        # Not "delay": a file that cannot be written is noticed now.
+        # Without "delay", so that a file that cannot be written is an error now.
         handler = logging.handlers.RotatingFileHandler(options.log_file, maxBytes=LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(LIMIT)
@@ -58,11 +57,11 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
     o.add_arguments(parser)
     arguments = parser.parse_args()
-    # Before any thread exists. An engine ends its children when it ends, and the store is to outlive it.
+    # Before any thread exists. A detached store outlives the engine, which ends its children.
     if arguments.detach:
         if os.fork():
             os._exit(0)
-        # Nor is it to stay on the cores that the engine has tied this thread to; the kernel keeps to the container's.
+        # Leave the cores that the engine has bound this thread to; the kernel restricts it to the container's.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         options = o.from_namespace(arguments)

@@ -1,11 +1,10 @@
-"""A client's end of the connection to the node store: asks without waiting, and lives on without a store.
+"""The client side of the connection to the node store. It never blocks, and works without a store.
 
-Every question gives a :class:`Pending` at once, which always ends: with the store's answer, or with Failed when
-there is no store, it disconnects, or it does not answer within ``ask_timeout``.
+Every request returns a :class:`Pending` at once. Its outcome is the store's answer, or Failed: without a store, after a
+disconnect, or without an answer within ``lookup_timeout``.
 
-A store that leaves a question unanswered for so long counts as gone: the connection is closed, so that what it
-lent dies there if it ever wakes, and a new one is tried, at growing intervals. So a store that hangs costs its
-clients one ``ask_timeout``, not one a question.
+A request without an answer in that time closes the connection, which ends its leases in the store. The client then
+reconnects with a growing backoff. So a hanging store costs its clients one ``lookup_timeout``, not one per request.
 """
 
 import itertools
@@ -15,40 +14,96 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.store import messages as m
-from vllm_kvtier.store.mapping import PoolMapping
-from vllm_kvtier.store.pending import Failed, Pending
-from vllm_kvtier.store.starting import Starter
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import Starter
+from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.wire.reactor import Reactor, Timer
-from vllm_kvtier.wire.stream import Stream
+from vllm_kvtier.wire.stream import Stream, StreamLimits
 
 logger = get_logger(__name__)
 
-RETRY_SECONDS = 0.05, 5.0  # first and longest pause between two attempts to connect; doubled in between
-REFUSED_SECONDS = 15.0  # a store of another version stays one until somebody replaces it, as an upgrade does
-RESIDENT_BYTES = 64 << 10  # of keys a message
-_MASK = (1 << 48) - 1  # of question ids
+RETRY_SECONDS = 0.05, 5.0  # first and longest backoff between connection attempts
+REFUSED_SECONDS = 15.0  # backoff after a refusal, for example by a store of another version
+CACHED_BYTES = 64 << 10  # of keys per message
+_ID_MASK = (1 << 48) - 1  # of request ids
 
-__all__ = ["Failed", "Pending", "StoreClient"]
+
+@dataclass(frozen=True)
+class Failed:
+    """Outcome of a request without an answer."""
+
+    reason: str
+
+
+Outcome = m.Found | m.Reserved | m.Done | m.Counts | m.Explained | Failed
+
+
+class Pending:
+    """The answer to a request. Any thread.
+
+    ``outcome``: None until the answer arrives; then Found, Reserved, Done, Counts, Explained or Failed. ``session``:
+    number of the connection. Leases and slots of the answer are only valid on it, so pass it with them
+    (``release(lease, session)``, ``commit(slots, session)``).
+    """
+
+    __slots__ = ("outcome", "session", "deadline", "_callbacks")
+    _lock = threading.Lock()  # one for all: it is held for a few instructions
+
+    def __init__(self, session: int, deadline: float):
+        self.outcome: Outcome | None = None
+        self.session = session
+        self.deadline = deadline
+        self._callbacks: list[Callable[[Pending], None]] | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Block until the outcome is set, at most ``seconds``. Never on the reactor's thread."""
+        if self.outcome is not None:
+            return True
+        done = threading.Event()
+        self.then(lambda _: done.set())
+        return done.wait(seconds)
+
+    def then(self, callback: Callable[["Pending"], None]) -> None:
+        """Call ``callback(self)`` on the reactor's thread when the outcome is set; at once if it is set already."""
+        with self._lock:
+            if self.outcome is None:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def resolve(self, outcome: Outcome) -> None:
+        """Set the outcome; a second one is ignored. For the client only."""
+        with self._lock:
+            if self.outcome is not None:
+                return
+            self.outcome = outcome
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("kvtier: store client: unexpected error in a callback")
 
 
 class StoreClient:
-    """``on_change()`` is called on the reactor's thread when any of the attributes below changed.
+    """``on_change()`` is called on the reactor's thread when an attribute below has changed.
 
-    Attributes (any thread): ``connected``; ``reason`` (why not connected, in words; "" while connected);
-    ``instance`` ("" while not connected), ``session`` (number of this connection, grows), ``pool_pages``,
-    ``ready_pages`` (pushed by the store as memory becomes usable; both 0 while not connected), ``tiers`` (names of
-    those below its memory), ``company`` (how many others are present with this one's family; 0 until ``present``).
-    ``on_changes``, to be set before ``follow``, hears on the reactor's thread what the store tells of spaces.
+    Attributes (any thread): ``connected``; ``reason`` (why not connected, "" while connected); ``instance`` ("" while
+    not connected); ``session`` (number of this connection, grows); ``pool_pages``, ``ready_pages`` (pushed by the store
+    as memory becomes usable; 0 while not connected); ``tiers`` (names of the secondary tiers); ``peer_count`` (number
+    of other engines with this one's ``compat_id``; 0 until ``present``). ``on_changes``, to be set before ``follow``,
+    gets Changes on the reactor's thread.
 
-    ``launch`` is called on a thread of its own when nobody listens at ``path``; it returns once somebody does, or
-    raises KVTierError. Nothing here blocks. Questions without an answer (touch, release, commit, abort, discard,
-    present, resident, follow, label) do nothing while not connected, or when ``session`` is given and is not the
-    current one.
+    ``launch`` is called on a thread of its own if no store listens at ``path``; it returns once one does, or raises
+    KVTierError. No method blocks. Requests without an answer (touch, release, commit, abort, discard, present,
+    send_cached, follow, label) do nothing while not connected, or if ``session`` is given and not the current one.
     """
 
     def __init__(
@@ -58,25 +113,25 @@ class StoreClient:
         hello: m.Hello,
         *,
         launch: Callable[[], None] | None = None,
-        ask_timeout: float = 2.0,
+        lookup_timeout: float = 2.0,
         on_change: Callable[[], None] | None = None,
     ):
         self.connected, self.reason = False, "not connected yet"
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
         self.tiers: tuple[str, ...] = ()
-        self.company = 0
+        self.peer_count = 0
         self.on_changes: Callable[[m.Changes], None] = lambda changes: None
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
-        self._ask_timeout = ask_timeout
+        self._lookup_timeout = lookup_timeout
         self._on_change = on_change or (lambda: None)
-        self._lock = threading.Lock()  # guards what is above, below, and the order of questions on the stream
-        self._stream: Stream | None = None  # None until welcomed
-        self._presented = 0  # the session that knows of our resident blocks
-        self._pending: dict[int, Pending] = {}  # by question, oldest first, and so answered
-        self._patient: dict[int, Pending] = {}  # answered in any order
+        self._lock = threading.Lock()  # guards the fields up to the blank line, and the order of requests
+        self._stream: Stream | None = None  # None until Welcome
+        self._presented = 0  # the session on which Present was sent
+        self._pending: dict[int, Pending] = {}  # by request id, oldest first, answered in this order
+        self._waiting: dict[int, Pending] = {}  # with ``wait_seconds``: answered in any order
         self._next_id = random.getrandbits(32)
-        self._watched = False  # a timer looks after the oldest question
+        self._watched = False  # a timer watches the oldest request
         self._pool_fd = -1
         self._closed = False
 
@@ -84,16 +139,16 @@ class StoreClient:
         self._greeting: Stream | None = None
         self._greeting_timer: Timer | None = None
         self._retry_timer: Timer | None = None
-        self._pause = RETRY_SECONDS[0]
-        self._refused = False  # the end that comes is a refusal
+        self._backoff = RETRY_SECONDS[0]
+        self._refused = False  # the connection is being closed by a refusal
 
     def start(self) -> None:
-        """Begin to connect; before or after the reactor's start, any thread."""
+        """Start connecting; before or after the reactor's start, any thread."""
         self._reactor.on_stop(self._end)
         self._reactor.call_soon(self._connect)
 
     def close(self) -> None:
-        """Say goodbye for good; any thread; idempotent. What is pending fails. The reactor's stop does it too."""
+        """Disconnect for good; pending requests fail. Any thread; idempotent. The reactor's stop calls it too."""
         self._reactor.call_soon(self._end)
 
     def open_pool(self) -> PoolMapping | None:
@@ -107,111 +162,123 @@ class StoreClient:
             fd, nbytes, instance = os.dup(self._pool_fd), self.pool_pages * m.PAGE, self.instance
         return PoolMapping(fd, nbytes, instance)
 
-    # -- questions ----------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------
 
     def lookup(
         self,
-        space: bytes,
-        chain: bytes,
+        namespace_id: bytes,
+        block_hashes: bytes,
         start: int,
         pages_limit: int,
-        patience: float = 0.0,
+        wait_seconds: float = 0.0,
         nodes: Sequence[str] = (),
-        mix: bytes = b"",
-        stride: int = 1,
+        key_mask: bytes = b"",
+        hash_blocks_per_block: int = 1,
     ) -> Pending:
-        """Outcome: messages.Found, with a lease on what was found. Of a chain longer than messages.MAX_UNITS only
-        so much is asked for. ``patience``: seconds that the store may wait for what comes up from below. ``mix``,
-        ``stride``: which resident blocks holders are asked for, as in messages.Lookup; nobody before ``present``."""
-        chain, nodes = chain[: m.MAX_UNITS * m.HASH], list(nodes)
+        """Outcome: Found, with a lease. Hashes beyond MAX_HASH_BLOCKS are left out. ``wait_seconds``: maximum wait for
+        promotions. ``key_mask``, ``hash_blocks_per_block``: the directory query, as in Lookup; requires ``present``."""
+        block_hashes, nodes = block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], list(nodes)
         return self._ask(
-            lambda id: m.Lookup(id, space, chain, start, pages_limit, patience, nodes, mix, stride), patience
+            lambda id: m.Lookup(
+                id, namespace_id, block_hashes, start, pages_limit, wait_seconds, nodes, key_mask, hash_blocks_per_block
+            ),
+            wait_seconds,
         )
 
-    def warm(self, space: bytes, chain: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
-        self._tell(m.Warm(space, chain[: m.MAX_UNITS * m.HASH], pages_limit, list(nodes)), None)
+    def warm(self, namespace_id: bytes, block_hashes: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
+        self._send(m.Prefetch(namespace_id, block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], pages_limit, list(nodes)), None)
 
     def reserve(
-        self, space: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int
+        self, namespace_id: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int
     ) -> Pending:
-        """Outcome: messages.Reserved. At most messages.MAX_ITEMS at once."""
+        """Outcome: Reserved. At most MAX_ITEMS at once."""
         if len(groups) > m.MAX_ITEMS:
-            raise ValueError(f"{len(groups)} items in one reservation, at most {m.MAX_ITEMS} are possible")
-        return self._ask(lambda id: m.Reserve(id, space, tenant, list(groups), hashes, parents, pages_limit))
+            raise ValueError(f"{len(groups)} items in one reservation; at most {m.MAX_ITEMS} are allowed")
+        return self._ask(lambda id: m.Reserve(id, namespace_id, tenant, list(groups), hashes, parents, pages_limit))
 
     def stat(self) -> Pending:
-        """Outcome: messages.Counts."""
+        """Outcome: Counts."""
         return self._ask(m.Stat)
 
-    def inspect(self, space: bytes, chain: bytes) -> Pending:
-        """Outcome: messages.Holding."""
-        return self._ask(lambda id: m.Inspect(id, space, chain))
+    def inspect(self, namespace_id: bytes, block_hashes: bytes) -> Pending:
+        """Outcome: Explained, without spans."""
+        return self._ask(lambda id: m.Inspect(id, namespace_id, block_hashes))
 
-    def explain(self, space: bytes, chain: bytes, patience: float, mix: bytes = b"", stride: int = 1) -> Pending:
-        """Outcome: messages.Holding, with all that Inspect says of ``spans``."""
-        return self._ask(lambda id: m.Inspect(id, space, chain, True, patience, mix, stride), patience)
+    def explain(
+        self,
+        namespace_id: bytes,
+        block_hashes: bytes,
+        wait_seconds: float,
+        key_mask: bytes = b"",
+        hash_blocks_per_block: int = 1,
+    ) -> Pending:
+        """Outcome: Explained, with spans."""
+        return self._ask(
+            lambda id: m.Inspect(id, namespace_id, block_hashes, True, wait_seconds, key_mask, hash_blocks_per_block),
+            wait_seconds,
+        )
 
-    def pin(self, space: bytes, chain: bytes, pinned: bool = True) -> Pending:
-        """Outcome: messages.Done, with the number of blocks."""
-        return self._ask(lambda id: m.Pin(id, space, chain, pinned))
+    def pin(self, namespace_id: bytes, block_hashes: bytes, pinned: bool = True) -> Pending:
+        """Outcome: Done, with the number of blocks."""
+        return self._ask(lambda id: m.Pin(id, namespace_id, block_hashes, pinned))
 
-    def clear(self, space: bytes | None = None) -> Pending:
-        """Outcome: messages.Done, with the number of blocks."""
-        return self._ask(lambda id: m.Clear(id, space))
+    def clear(self, namespace_id: bytes | None = None) -> Pending:
+        """Outcome: Done, with the number of blocks."""
+        return self._ask(lambda id: m.Clear(id, namespace_id))
 
-    def touch(self, space: bytes, chain: bytes) -> None:
-        self._tell(m.Touch(space, chain), None)
+    def touch(self, namespace_id: bytes, block_hashes: bytes) -> None:
+        self._send(m.Touch(namespace_id, block_hashes), None)
 
     def release(self, lease: int, session: int | None = None) -> None:
-        self._tell(m.Release(lease), session)
+        self._send(m.Release(lease), session)
 
     def commit(self, slots: Sequence[int], session: int | None = None) -> None:
-        self._tell(m.Commit(list(slots)), session)
+        self._send(m.Commit(list(slots)), session)
 
     def abort(self, slots: Sequence[int], session: int | None = None) -> None:
-        self._tell(m.Abort(list(slots)), session)
+        self._send(m.Abort(list(slots)), session)
 
-    def discard(self, space: bytes, group: int, hash: bytes, slot: int, session: int | None = None) -> None:
-        self._tell(m.Discard(space, group, hash, slot), session)
+    def discard(self, namespace_id: bytes, group: int, hash: bytes, slot: int, session: int | None = None) -> None:
+        self._send(m.Discard(namespace_id, group, hash, slot), session)
 
-    def present(self, family: bytes, host: str, port: int, instance: str, session: int | None = None) -> None:
-        """Others of the family may ask for our resident blocks there. Anew on each connection; see messages.Present."""
+    def present(self, compat_id: bytes, host: str, port: int, instance: str, session: int | None = None) -> None:
+        """Send Present; to be repeated on each connection."""
         with self._lock:
             if self._stream is not None and session in (None, self.session):
                 self._presented = self.session
-                self._stream.send(m.encode(m.Present(family, host, port, instance)))
+                self._stream.send(m.encode(m.Present(compat_id, host, port, instance)))
 
-    def resident(self, added: bytes, gone: bytes, session: int | None = None, anew: bool = False) -> bool:
-        """These became resident, then these ceased to be: packed keys, 8 bytes each; ``anew``: nothing else is. False:
-        not told, because not connected or not ``present`` on this connection (which would cost the connection)."""
+    def send_cached(self, added: bytes, gone: bytes, session: int | None = None, anew: bool = False) -> bool:
+        """Send Cached: packed keys, 8 bytes each. False: not sent, because not connected or not ``present`` on this
+        connection (the store would close it)."""
         with self._lock:
             if self._stream is None or self._presented != self.session or session not in (None, self.session):
                 return False
             parts = [(added, gone)] if added or gone or anew else []
-            if len(added) + len(gone) > RESIDENT_BYTES:  # a few milliseconds' work each, others' questions in between
-                parts = [(added[at : at + RESIDENT_BYTES], b"") for at in range(0, len(added), RESIDENT_BYTES)]
-                parts += [(b"", gone[at : at + RESIDENT_BYTES]) for at in range(0, len(gone), RESIDENT_BYTES)]
+            if len(added) + len(gone) > CACHED_BYTES:  # parts of a few milliseconds' work, so that others are served
+                parts = [(added[at : at + CACHED_BYTES], b"") for at in range(0, len(added), CACHED_BYTES)]
+                parts += [(b"", gone[at : at + CACHED_BYTES]) for at in range(0, len(gone), CACHED_BYTES)]
             for number, part in enumerate(parts):
-                self._stream.send(m.encode(m.Resident(*part, anew and not number)))
+                self._stream.send(m.encode(m.Cached(*part, anew and not number)))
             return True
 
-    def follow(self, spaces: Sequence[bytes], session: int | None = None) -> None:
-        """See messages.Follow. Anew on each connection; ``on_changes`` hears what becomes of them."""
-        self._tell(m.Follow(list(spaces)), session)
+    def follow(self, namespaces: Sequence[bytes], session: int | None = None) -> None:
+        """Send Follow; to be repeated on each connection. ``on_changes`` gets the Changes."""
+        self._send(m.Follow(list(namespaces)), session)
 
-    def label(self, space: bytes, groups: Sequence[int], hashes: bytes, labels: Sequence[bytes]) -> None:
-        """See messages.Labels; at most messages.MAX_ITEMS at once, and less than messages.MAX_FRAME bytes."""
-        self._tell(m.Labels(space, list(groups), hashes, list(labels)), None)
+    def label(self, namespace_id: bytes, groups: Sequence[int], hashes: bytes, labels: Sequence[bytes]) -> None:
+        """Send Labels; at most MAX_ITEMS at once, and less than MAX_FRAME bytes."""
+        self._send(m.Labels(namespace_id, list(groups), hashes, list(labels)), None)
 
-    def _ask(self, make: Callable[[int], msgspec.Struct], patience: float = 0.0) -> Pending:
+    def _ask(self, make: Callable[[int], msgspec.Struct], wait_seconds: float = 0.0) -> Pending:
         with self._lock:
-            pending = Pending(self.session, time.monotonic() + self._ask_timeout + patience)
+            pending = Pending(self.session, time.monotonic() + self._lookup_timeout + wait_seconds)
             stream = self._stream
             if stream is not None:
-                self._next_id = id = (self._next_id + 1) & _MASK
+                self._next_id = id = (self._next_id + 1) & _ID_MASK
                 frame = m.encode(make(id))
-                (self._patient if patience else self._pending)[id] = pending
-                stream.send(frame)  # if it fails, the stream's end ends the question
+                (self._waiting if wait_seconds else self._pending)[id] = pending
+                stream.send(frame)  # after an error the stream closes, which ends the request
                 if not self._watched:
                     self._watched = True
                     self._reactor.call_soon(self._watch)
@@ -220,7 +287,7 @@ class StoreClient:
         pending.resolve(Failed(reason))
         return pending
 
-    def _tell(self, message: msgspec.Struct, session: int | None) -> None:
+    def _send(self, message: msgspec.Struct, session: int | None) -> None:
         with self._lock:
             if self._stream is not None and session in (None, self.session):
                 self._stream.send(m.encode(message))
@@ -236,98 +303,95 @@ class StoreClient:
             sock.connect(self._path)
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()
-            self._nobody_listens()
+            self._not_listening()
             return
-        except OSError as error:  # BlockingIOError too: its queue of connections is full
+        except OSError as error:  # includes BlockingIOError: its queue of connections is full
             sock.close()
             self._disconnected(f"no connection to the node store at {self._path}: {error.strerror or error}")
             return
         stream = Stream(
             self._reactor,
             sock,
-            lambda frame: self._hear(stream, frame),
+            lambda frame: self._on_frame(stream, frame),
             lambda reason: self._lost(stream, reason),
-            max_frame=m.MAX_FRAME,
-            max_fds=1,
+            StreamLimits(m.MAX_FRAME, max_fds=1),
         )
         self._greeting = stream
         self._greeting_timer = self._reactor.call_later(
-            self._ask_timeout, lambda: stream.close("it does not answer a greeting")
+            self._lookup_timeout, lambda: stream.close("it does not answer Hello")
         )
         stream.send(self._hello)
 
-    def _nobody_listens(self) -> None:
+    def _not_listening(self) -> None:
         if self._starter is None:
             self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
         else:
-            # Tried again meanwhile: somebody else may bring one up, and whoever is starting ours may hang.
+            # Go on trying: another process may start a store, and the start of this one may hang.
             self._disconnected(self._starter.start())
 
     def _launched(self, failure: str) -> None:
         if self._stream is not None or self._greeting is not None:
             return
         if failure:
-            self._starter.failed(failure)
+            if self._starter is not None:
+                self._starter.failed(failure)
             self._disconnected(failure)
             return
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         self._connect()
 
-    def _disconnected(self, reason: str, pause: float | None = None) -> None:
-        """State the reason and try again later."""
-        self._set_reason(reason)
-        if self._closed:
-            return
-        if pause is None:
-            pause = self._pause
-            self._pause = min(self._pause * 2, RETRY_SECONDS[1])
-        if self._retry_timer is not None:
-            self._retry_timer.cancel()
-        # Not all clients of a node at the same moment.
-        self._retry_timer = self._reactor.call_later(pause * random.uniform(0.8, 1.2), self._connect)
-
-    def _set_reason(self, reason: str) -> None:
+    def _disconnected(self, reason: str, backoff: float | None = None) -> None:
+        """Set the reason and connect again after the backoff."""
         if reason != self.reason:
             self.reason = reason
             self._changed()
+        if self._closed:
+            return
+        if backoff is None:
+            backoff = self._backoff
+            self._backoff = min(self._backoff * 2, RETRY_SECONDS[1])
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        # Random, so that the clients of a node do not reconnect at the same moment.
+        self._retry_timer = self._reactor.call_later(backoff * random.uniform(0.8, 1.2), self._connect)
 
     def _changed(self) -> None:
         if self._closed:
             return
         try:
             self._on_change()
-        except Exception:  # it must not cost the connection, or the next attempt at one
-            logger.exception("kvtier: what was to follow a change of the node store failed")
+        except Exception:  # it must not end the connection or prevent the next attempt
+            logger.exception("kvtier: store client: unexpected error in on_change")
 
     # -- the reactor's thread: connected ------------------------------------------------------------------------
 
-    def _hear(self, stream: Stream, frame: bytes) -> None:
+    def _on_frame(self, stream: Stream, frame: bytes) -> None:
         try:
             reply = m.decode_reply(frame)
         except msgspec.DecodeError as error:
-            other = "is of another version or " if stream is self._greeting else ""
-            stream.close(f"it {other}sends nonsense: {error}")
+            hint = " (another version?)" if stream is self._greeting else ""
+            stream.close(f"malformed message{hint}: {error}")
             return
         if stream is self._greeting:
             self._greeted(stream, reply)
         elif isinstance(reply, m.Ready):
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self._changed()
-        elif isinstance(reply, m.Company):
-            self.company = reply.others
+        elif isinstance(reply, m.PeerCount):
+            self.peer_count = reply.others
             self._changed()
         elif isinstance(reply, m.Changes):
             self.on_changes(reply)
-            stream.send(m.encode(m.Heard()))
+            stream.send(m.encode(m.ChangesAck()))
         elif isinstance(reply, m.Refused):
             self._refused = True
             stream.close(f"it refuses: {reply.reason}")
         elif isinstance(reply, m.Welcome):
-            stream.close("it greets twice")
+            stream.close("it sent Welcome twice")
         else:
             with self._lock:
-                pending = self._pending.pop(reply.id, None) or self._patient.pop(reply.id, None)
+                pending = self._pending.pop(reply.id, None) or self._waiting.pop(reply.id, None)
             if pending is not None:
                 pending.resolve(reply)
 
@@ -340,10 +404,10 @@ class StoreClient:
         if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            stream.close("it is of another version or sends nonsense")
+            stream.close("it has another version, or sent an invalid Welcome")
             return
         self._forget_greeting()
-        self._pause = RETRY_SECONDS[0]
+        self._backoff = RETRY_SECONDS[0]
         if self._starter is not None:
             self._starter.succeeded()
         with self._lock:
@@ -362,32 +426,32 @@ class StoreClient:
             self._greeting_timer = None
 
     def _lost(self, stream: Stream, reason: str) -> None:
-        pause = REFUSED_SECONDS if self._refused else None
+        backoff = REFUSED_SECONDS if self._refused else None
         self._refused = False
-        words = f"the node store at {self._path} is no use: {reason}"
+        text = f"the node store at {self._path} is unavailable: {reason}"
         if stream is self._greeting:
             self._forget_greeting()
-            self._disconnected(words, pause)
+            self._disconnected(text, backoff)
             return
         if stream is not self._stream:
             return
         with self._lock:
             self._stream = None
-            self.connected, self.reason, self.instance = False, words, ""
-            self.pool_pages = self.ready_pages = self.company = 0
+            self.connected, self.reason, self.instance = False, text, ""
+            self.pool_pages = self.ready_pages = self.peer_count = 0
             fd, self._pool_fd = self._pool_fd, -1
-            pending = [*self._pending.values(), *self._patient.values()]
-            self._pending, self._patient = {}, {}
+            pending = [*self._pending.values(), *self._waiting.values()]
+            self._pending, self._waiting = {}, {}
         os.close(fd)
         for one in pending:
-            one.resolve(Failed(words))
+            one.resolve(Failed(text))
         self._changed()
-        self._disconnected(words, pause)
+        self._disconnected(text, backoff)
 
     def _watch(self) -> None:
-        """One timer for all questions: of those answered in order the oldest is due first."""
+        """One timer for all requests: of those answered in order the oldest is due first."""
         with self._lock:
-            due = [pending.deadline for pending in self._patient.values()]
+            due = [pending.deadline for pending in self._waiting.values()]
             due += [pending.deadline for pending in itertools.islice(self._pending.values(), 1)]
             if not due:
                 self._watched = False
@@ -395,11 +459,11 @@ class StoreClient:
             stream = self._stream
             left = min(due) - time.monotonic()
         if left > 0:
-            # Not longer than a question that is asked meanwhile may take.
-            self._reactor.call_later(min(left, self._ask_timeout), self._watch)
+            # At most lookup_timeout, because a request that is sent meanwhile may be due earlier.
+            self._reactor.call_later(min(left, self._lookup_timeout), self._watch)
             return
         if stream is not None:
-            stream.close(f"it has not answered for {self._ask_timeout:g} s")
+            stream.close(f"it has not answered for {self._lookup_timeout:g} s")
         self._reactor.call_soon(self._watch)
 
     def _end(self) -> None:

@@ -1,86 +1,93 @@
-"""Options of the node store: one place for names, defaults, meanings and checks; the command lines follow it."""
+"""The node store's options: names, defaults, help texts and checks. The command lines are generated from them."""
 
 import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.store.limits import parse_bytes
-from vllm_kvtier.store.lower.nodes.options import NodeOptions
-from vllm_kvtier.store.lower.objects.names import check_endpoint, parse_url
+from vllm_kvtier.remote_store.options import NodeOptions
+from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
+
+T = TypeVar("T")
 
 
-def _option(default, help: str, choices: tuple[str, ...] = ()):
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _option(default: T, help: str, choices: tuple[str, ...] = ()) -> T:
+    made: T = field(default=default, metadata={"help": help, "choices": choices})
+    return made
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Raises ConfigError for a value that cannot be meant. ``size`` is checked against the machine's memory later,
-    by ``limits.pool_bytes``, and ``policy`` by ``server``: only the process that serves knows them."""
+    """Raises ConfigError for an invalid value. The store's process checks ``size`` against the machine's memory
+    (``memory_limits.pool_bytes``) and ``policy``."""
 
     size: str = _option(
         "auto",
-        "Memory for the pool: 64GiB, 64G (the same), 64GB (decimal), bytes, 10% of what this container may use, or "
-        "auto: a quarter of that, less where less is free.",
+        "Memory of the store: 64GiB, 64G (the same), 64GB (decimal), bytes, 10% of the container's memory, or auto: a "
+        "quarter of it, less if less is free.",
     )
     huge_pages: str = _option(
         "auto",
-        "2 MiB pages: auto takes them where enough are reserved (vm.nr_hugepages), else transparent ones where "
-        "the kernel allows; always fails without reserved ones; never.",
+        "2 MiB pages. auto: reserved ones (vm.nr_hugepages) if there are enough, otherwise transparent ones if the "
+        "kernel allows; always: fail without reserved ones; never.",
         ("auto", "never", "always"),
     )
     numa: str = _option(
         "local",
-        "Where the pool lies on machines with several memory nodes: local (the kernel decides) or interleave.",
+        "NUMA placement of the memory: local (the kernel decides) or interleave.",
         ("local", "interleave"),
     )
-    idle_seconds: float = _option(600.0, "End after so many seconds without an engine; 0: only when told to.")
+    idle_seconds: float = _option(600.0, "End after this time without an engine; 0: never.")
     policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
-    tenant_share: float = _option(1.0, "Share of the pool, 0 to 1, that one named tenant may hold.")
-    pin_share: float = _option(0.5, "Share of the pool, 0 to 1, that may be pinned.")
-    lease_seconds: float = _option(60.0, "A load that takes longer is no longer protected from eviction.")
-    reserve_seconds: float = _option(120.0, "A store that takes longer loses its slots.")
-    disk_path: str = _option("", "Directory for blocks that memory has no room for; empty: no disk.")
-    disk_size: str = _option("64GiB", "Most that may lie there: bytes, 500GiB, or the like.")
-    disk_preallocate: bool = _option(False, "Take all of that from the file system at once.")
+    tenant_share: float = _option(1.0, "Maximum share of the memory, 0 to 1, of one named tenant.")
+    pin_share: float = _option(0.5, "Maximum share of the memory, 0 to 1, for pinned blocks.")
+    lease_seconds: float = _option(60.0, "Duration of a lease: a longer load is no longer protected from eviction.")
+    reserve_seconds: float = _option(120.0, "Duration of a reservation: a longer write loses its slots.")
+    disk_path: str = _option("", "Directory of the disk tier; empty: no disk tier.")
+    disk_size: str = _option("64GiB", "Maximum size of the disk tier: bytes, 500GiB, or the like.")
+    disk_preallocate: bool = _option(False, "Allocate all of the disk tier at the start.")
     disk_backend: str = _option(
-        "auto", "NIXL backend that reads and writes: POSIX (auto), GDS or GDS_MT.", ("auto", "POSIX", "GDS", "GDS_MT")
+        "auto", "NIXL backend of the disk tier: POSIX (auto), GDS or GDS_MT.", ("auto", "POSIX", "GDS", "GDS_MT")
     )
     disk_direct: str = _option(
-        "auto", "Go round the page cache: where the file system can (auto), or never.", ("auto", "never")
+        "auto", "Bypass the page cache: auto (if the file system can), or never.", ("auto", "never")
     )
     disk_admission: str = _option(
         "reuse",
-        "What is written: all blocks, or reuse: those seen a second time, found in memory or stored anew after memory "
-        "had forgotten them; what is asked for once wears no disk.",
+        "Which blocks are demoted to disk. reuse: on their second use (a hit in memory, or stored again after "
+        "eviction). all: on their first.",
         ("all", "reuse"),
     )
     disk_min_tokens: int = _option(
-        0, "Prompts shorter than this are not written, to disk or as objects: computing them takes no longer."
+        0, "Prompts with fewer tokens are not demoted to disk or to the object store: computing takes no longer."
     )
     disk_queue_mib: int = _option(
-        0, "Most that may wait for a tier to write it; what comes beyond it is not written. 0: all of the memory."
+        0, "Maximum size of a tier's queue of demotions; further blocks are not demoted. 0: all of the memory."
     )
-    object_url: str = _option("", "s3://bucket/prefix that keeps blocks and shares them between nodes; empty: none.")
+    object_url: str = _option("", "s3://bucket/prefix of the object tier, shared between nodes; empty: none.")
     object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")
-    object_region: str = _option("", "Region of the bucket; empty: as AWS's own tools find it.")
+    object_region: str = _option("", "Region of the bucket; empty: AWS's default chain.")
     object_backend: str = _option(
-        "auto", "Who speaks S3: auto is NIXL's OBJ where it can be loaded, else boto3.", ("auto", "OBJ", "boto3")
+        "auto", "S3 client: auto is NIXL's OBJ if it can be loaded, otherwise boto3.", ("auto", "OBJ", "boto3")
     )
-    object_admission: str = _option("reuse", "What is written there: as disk_admission.", ("all", "reuse"))
-    nodes: str = _option("", "Stores of other nodes that are asked for what is not here: host:port,host:port.")
-    node_listen: str = _option("", "host:port where other nodes' stores may ask for what is here; empty: nowhere.")
-    cluster_key_file: str = _option("", "Key of the cluster; without one nothing listens or asks beyond loopback.")
-    metrics_port: int = _option(0, "Port of 127.0.0.1 where Prometheus finds the store's metrics; 0: none.")
-    metrics_host: str = _option("127.0.0.1", "Listen there for Prometheus instead; anybody who can connect may read.")
-    log_file: str = _option("", "Log here (at most 2 MiB are kept) instead of standard error.")
+    object_admission: str = _option(
+        "reuse", "Which blocks are demoted to the object store, as disk_admission.", ("all", "reuse")
+    )
+    nodes: str = _option("", "Other nodes' stores for lookups of what is not on this node: host:port,host:port.")
+    node_listen: str = _option("", "host:port on which this store serves other nodes' stores; empty: none.")
+    cluster_key_file: str = _option("", "Key of the cluster; without one the store uses only loopback addresses.")
+    metrics_port: int = _option(0, "Port of 127.0.0.1 for Prometheus; 0: none.")
+    metrics_host: str = _option("127.0.0.1", "Address of the metrics; every client that can connect may read them.")
+    show_hidden_metrics: bool = _option(False, "Export renamed metrics under their old names too, for one release.")
+    log_file: str = _option("", "Log file (at most 2 MiB are kept); empty: standard error.")
     log_level: str = _option(
-        "info", "How much to log: debug, info, warning or error.", ("debug", "info", "warning", "error")
+        "info", "Log level: debug, info, warning or error.", ("debug", "info", "warning", "error")
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices and value not in choices:
@@ -88,7 +95,7 @@ class StoreOptions:
         if self.disk_min_tokens < 0 or self.disk_queue_mib < 0:
             raise ConfigError("store options disk_min_tokens and disk_queue_mib: 0 or more")
         for name in ("disk_path", "cluster_key_file", "log_file"):
-            if path := getattr(self, name):  # what it names must not depend on where the processes run that use it
+            if path := getattr(self, name):  # absolute, because processes with other working directories use it
                 object.__setattr__(self, name, os.path.abspath(os.path.expanduser(path)))
         if not 0 <= self.metrics_port < 1 << 16:
             raise ConfigError(f"store option metrics_port={self.metrics_port}: 1 to 65535, or 0 for no metrics")
@@ -117,7 +124,7 @@ class StoreOptions:
 
 
 def help_of(name: str) -> str:
-    return next(option.metadata["help"] for option in fields(StoreOptions) if option.name == name)
+    return str(next(option.metadata["help"] for option in fields(StoreOptions) if option.name == name))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _truth(word: str) -> bool:
-    """For argparse, to which any word is true."""
+    """Parse true or false; argparse's bool accepts any word as true."""
     if word.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{word!r}: true or false")
     return word.lower() == "true"

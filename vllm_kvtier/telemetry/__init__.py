@@ -1,1 +1,1 @@
-"""What is counted and told: an engine's metrics, the table of all metrics, KV events."""
+"""An engine's metrics, the page of all metrics, and types of KV events."""

@@ -1,4 +1,4 @@
-"""What is said of blocks in tiers, before it is put into vLLM's words (``vllm_compat.events``)."""
+"""KV events of tiers, before their translation to vLLM's format (``vllm_compat.kv_events``)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,8 @@ import msgspec
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one block. ``tokens``: int32, little-endian; ``parent``: b"" for the first; ``extra``: what vLLM publishes
-    beside the tokens that were hashed (adapter, images, salt)."""
+    """One block. ``tokens``: int32, little-endian; ``parent``: b"" for the first; ``extra``: vLLM's extra keys of the
+    block hash (adapter, images, salt)."""
 
     hash: bytes
     parent: bytes
@@ -20,13 +20,13 @@ class Label(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class Place:
-    """In vLLM's words: ``medium`` "CPU" or "STORAGE"; ``locality``, seen from the engine, "LOCAL" or "REMOTE"."""
+    """A tier in vLLM's terms: ``medium`` "CPU" or "STORAGE"; ``locality``, from the engine, "LOCAL" or "REMOTE"."""
 
     medium: str
     locality: str
 
 
-# By bit of a block's places here. A tier that is not named here is nobody's business: other nodes publish their own.
+# By bit of a block's tiers. Other tiers are not published: other nodes publish their own blocks.
 PLACES = Place("CPU", "LOCAL"), Place("STORAGE", "LOCAL"), Place("STORAGE", "REMOTE")
 MEMORY, TIERS = 1, {"disk": 2, "object": 4}
 STORED = 6  # the bits of medium "STORAGE"
@@ -34,7 +34,7 @@ STORED = 6  # the bits of medium "STORAGE"
 
 @dataclass
 class Stored:
-    """These blocks, each the next one's parent, lie there now."""
+    """These blocks, each the parent of the next, are in the tier now."""
 
     group: int
     place: Place
@@ -43,7 +43,7 @@ class Stored:
 
 @dataclass
 class Removed:
-    """Blocks of these hashes lie there no more."""
+    """Blocks of these hashes are no longer in the tier."""
 
     group: int
     place: Place

@@ -1,127 +1,168 @@
 """What an engine counts, by name and label; drained into vLLM's stats once a step. No vLLM import here.
 
-Three sorts: counters only grow; observations are single measurements, of which Prometheus makes histograms; gauges are
-what is so now. ``docs/metrics.md`` is made of the tables below.
+Counters only grow. Observations are single measurements, which Prometheus shows as histograms. A gauge is the current
+value. ``docs/metrics.md`` is generated from the tables below.
 """
 
 import threading
 from collections import Counter
 
-# Everything that can be counted, with the meaning of its label ``kind`` (documentation of the metrics).
+# Every counter, with what it counts.
 MEANINGS = {
-    "hits": "requests whose prompt was found, if only its beginning, by who brought what vLLM lacked, or own cache",
-    "misses": "requests of whose prompt nothing was found anywhere, by the reason that the last source asked gave",
-    "prompt_tokens": "prompt tokens by where their KV came from, each request counted once",
-    "declined": "requests or sources not pulled from, by reason",
-    "pulls": "pulls that ended, by outcome",
-    "pulled_tokens": "prompt tokens pulled instead of computed, by source kind",
-    "pulled_bytes": "bytes read from other engines, all ranks, by the codec that they came in",
-    "integrity_failures": "blocks whose checksum was wrong on arrival, by source; computed instead. Of the store: bits "
-    "changed; from other engines also what was read before it was summed, or after it was reused",
-    "fetches": "copies from GPU caches of other engines of this node that ended, by outcome",
-    "fetched_tokens": "prompt tokens copied from GPU caches of other engines of this node instead of computed",
-    "fetched_bytes": "bytes copied from GPU caches of other engines of this node, all ranks; caches as they are",
-    "not_fetched": "times that an engine of this node had what a request lacked and was not asked, by reason",
-    "lent_blocks": "blocks of this engine's cache that others of this node were lent",
-    "lending_refused": "times that another engine of this node asked for blocks and was lent none, by reason",
-    "loads": "loads from the node store that ended, by outcome",
-    "synchronous_loads": "loads and fetches that the step which computes on them waited for, by outcome",
-    "loaded_tokens": "prompt tokens loaded from the node store instead of computed",
-    "loaded_bytes": "bytes loaded from the node store, all ranks, by the codec that they were kept in",
-    "loaded_logical_bytes": "bytes of KV that loads from the node store became, all ranks",
-    "planned": "offers of the node store and of GPU caches weighed against computing, by the reason of the decision",
-    "planned_seconds": "seconds that loads were expected to take, and took",
-    "weighed_seconds": "seconds that loading and computing were expected to take, over all such decisions",
-    "warmed": "queued requests whose KV the node store was asked to have ready",
-    "waits": "times a request waited, or did not, for what the node store brings up from below its memory, by reason",
-    "waited_tokens": "prompt tokens that were in the node store's memory after such a wait, and not before",
-    "awaited": "requests that waited for another one's load of the same blocks, by source",
-    "stored_blocks": "blocks copied to the node store",
-    "stored_bytes": "bytes copied to the node store, all ranks, by the codec that keeps them",
-    "stored_logical_bytes": "bytes of KV copied to the node store, before encoding, all ranks, by the codec",
-    "store_seconds": "seconds in which the workers had copies to the node store under way",
-    "not_stored": "full blocks not copied to the node store, by reason, and not offered again",
-    "store_lost": "times the node store went away",
-    "exports": "finished requests offered to others, by kind",
-    "export_refused": "finished requests not offered, by reason",
-    "internal_errors": "exceptions in this package's code on vLLM's threads, by place; their traceback is in the log",
+    "hits": "requests with a cached prefix, by the source of what vLLM's prefix cache lacked",
+    "misses": "requests with no cached prefix in any source, by the reason of the last source that was queried",
+    "prompt_tokens": "prompt tokens by the source of their KV; each request is counted once",
+    "lookups_declined": "lookups, requests or sources that gave no load, by reason",
+    "pulls": "ended pulls from prefill and decode engines, by outcome",
+    "pulled_tokens": "prompt tokens pulled instead of computed, by source",
+    "pulled_bytes": "bytes pulled from other engines, all ranks, by the codec of the transfer",
+    "integrity_failures": "blocks with a wrong checksum on arrival, by source; the engine computes them. Of the store: "
+    "changed bits; of other engines also blocks read before their checksum was made, or after their reuse",
+    "fetches": "ended peer fetches (copies from GPU caches of engines of this node), by outcome",
+    "fetched_tokens": "prompt tokens fetched from GPU caches of this node's engines instead of computed",
+    "fetched_bytes": "bytes fetched from GPU caches of this node's engines, all ranks, in the cache's own format",
+    "peer_fetches_skipped": "peers of this node that had KV a request lacked and were not queried, by reason",
+    "peer_leased_blocks": "blocks of this engine's cache leased to peers of this node",
+    "peer_leases_refused": "lease requests of peers of this node that this engine refused, by reason",
+    "loads": "ended loads from the store, by outcome",
+    "synchronous_loads": "ended loads and peer fetches for which a forward pass waited, by outcome",
+    "loaded_tokens": "prompt tokens loaded from the store instead of computed, by source",
+    "loaded_bytes": "bytes loaded from the store, all ranks, by the codec in which they were stored",
+    "loaded_logical_bytes": "bytes of KV after decoding that loads from the store wrote, all ranks",
+    "load_decisions": "decisions to load or to compute what the store or a peer's GPU has, by reason",
+    "load_decision_seconds": "duration of the loads that were decided on: expected, and actual",
+    "estimated_seconds": "expected duration of loading and of computing, over all such decisions",
+    "promotion_prefetches": "queued requests for which the store was asked to promote their KV to memory",
+    "promotion_waits": "waits of requests for a promotion, and refusals to wait, by reason",
+    "promotion_wait_tokens": "prompt tokens that reached the store's memory during such a wait",
+    "inflight_load_waits": "requests that waited for another request's load of the same blocks, by source",
+    "stored_blocks": "blocks copied to the store",
+    "stored_bytes": "bytes copied to the store, all ranks, by the codec in which they are stored",
+    "stored_logical_bytes": "bytes of KV copied to the store, before encoding, all ranks, by the codec",
+    "store_seconds": "time with at least one copy to the store in progress",
+    "stores_skipped": "full blocks that were not copied to the store and will not be offered again, by reason",
+    "store_disconnects": "connections to the store that ended",
+    "exports": "finished requests exported to other engines, by kind of lease",
+    "export_refused": "finished requests that were not exported, by reason",
+    "internal_errors": "exceptions in this package's code on vLLM's threads, by place; the log has their traceback",
 }
 
 # Seconds, with room for a load of a few blocks from GPU memory and for a pull that runs into its deadline.
-SECONDS = (
+SECONDS_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
-# Of what was expected: half as long, as long, twice as long.
-RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+# Actual over expected: 0.5 is half as long.
+RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 HISTOGRAMS = {
-    "ask_seconds": ("from asking a source for what it has of a prompt until its answer was read, by source", SECONDS),
-    "load_seconds": ("loads from the node store, from order to verified, of the slowest rank, by outcome", SECONDS),
-    "fetch_seconds": (
-        "copies from GPU caches of this node's engines, from order to verified, of the slowest rank",
-        SECONDS,
-    ),
-    "pull_seconds": ("pulls from other engines, from order to verified, of the slowest rank, by outcome", SECONDS),
-    "host_hit_seconds": (
-        "time of a hit in the node store, by stage; placing: until vLLM finds room",
-        SECONDS,
-    ),
-    "gpu_hit_seconds": ("time of a hit in another engine's GPU cache, by stage", SECONDS),
-    "waited_seconds": ("waits of requests for what the node store brings up from below its memory", SECONDS),
-    "planned_ratio": ("what loads took over what the planner expected, by source; 1 is right", RATIOS),
+    "lookup_seconds": ("from a lookup in a source to its answer, by source", SECONDS_BUCKETS),
+    "load_seconds": ("loads from the store, from job to verified, of the slowest rank, by outcome", SECONDS_BUCKETS),
+    "fetch_seconds": ("peer fetches, from job to verified, of the slowest rank, by outcome", SECONDS_BUCKETS),
+    "pull_seconds": ("pulls, from job to verified, of the slowest rank, by outcome", SECONDS_BUCKETS),
+    "host_hit_seconds": ("time of a hit in the store, by stage; allocate: until vLLM has free blocks", SECONDS_BUCKETS),
+    "peer_hit_seconds": ("time of a hit in a peer's GPU cache, by stage", SECONDS_BUCKETS),
+    "promotion_wait_seconds": ("waits of requests for a promotion to the store's memory", SECONDS_BUCKETS),
+    "load_time_ratio": ("actual over expected duration of a load, by source; 1 is right", RATIO_BUCKETS),
 }
 
-# As of the last step of the engine; an engine without requests makes none.
+# As of the engine's last step; an idle engine makes none.
 GAUGES = {
     "requests": "requests, by what they wait for",
-    "loading_bytes": "bytes of one rank that are ordered and have not arrived, by source",
-    "storing_blocks": "blocks of the cache held until they are copied to the node store, or are found there",
-    "exported_blocks": "blocks of the cache held for others, by kind",
-    "leases": "leases on blocks of GPU caches between engines, by direction",
-    "store_up": "1: the node store answers and its memory can be reached",
-    "store_usable_bytes": "memory of the node store that this engine's copies can reach by now; it grows after a start",
-    "planner_bandwidth": "bytes/s that the planner goes by, one rank, by source",
-    "planner_error": "mean of |ln(taken / expected)| lately (0.1: 10 % off), by what was expected",
+    "loading_bytes": "bytes of one rank in submitted jobs that have not arrived, by source",
+    "store_inflight_blocks": "blocks of the cache that are kept until their copy to the store is done",
+    "exported_blocks": "blocks of the cache that leases of other engines keep, by kind of lease",
+    "leases": "leases on blocks of GPU caches: granted to other engines, and held by this engine",
+    "store_up": "1: the store answers and its memory can be reached",
+    "store_registered_bytes": "memory of the store that this engine's copies can reach; it grows after a start",
+    "planner_bandwidth": "bytes/s that the planner expects of one rank, by source",
+    "planner_error": "recent mean of |ln(actual / expected)| (0.1: 10 % off), by what was expected",
+}
+
+# Old names work for one release: with vLLM's show_hidden_metrics these series exist as well.
+OLD_NAMES = {
+    "lookups_declined": "declined",
+    "peer_fetches_skipped": "not_fetched",
+    "peer_leased_blocks": "lent_blocks",
+    "peer_leases_refused": "lending_refused",
+    "load_decisions": "planned",
+    "load_decision_seconds": "planned_seconds",
+    "estimated_seconds": "weighed_seconds",
+    "promotion_prefetches": "warmed",
+    "promotion_waits": "waits",
+    "promotion_wait_tokens": "waited_tokens",
+    "inflight_load_waits": "awaited",
+    "stores_skipped": "not_stored",
+    "store_disconnects": "store_lost",
+    "lookup_seconds": "ask_seconds",
+    "peer_hit_seconds": "gpu_hit_seconds",
+    "promotion_wait_seconds": "waited_seconds",
+    "load_time_ratio": "planned_ratio",
+    "store_inflight_blocks": "storing_blocks",
+    "store_registered_bytes": "store_usable_bytes",
 }
 
 _OUTCOMES = ("ok", "failed")
-_PEERS = ("handoff", "retained")
-_STAGES = ("asking", "placing", "loading")
-# The labels that there are, where they are few and fixed; nothing here: no label, or one of many reasons or codecs.
+_LEASES = ("handoff", "retained")
+_LOADED = ("host", "peer_gpu")
+_SOURCES = (*_LOADED, *_LEASES)
+_STAGES = ("lookup", "allocate", "transfer")
+_DECLINED = (
+    "below_threshold", "less_than_one_block", "local_cache_hit", "lookup_slower_than_compute",
+    "load_slower_than_compute", "store_has_as_much", "store_unavailable", "not_in_store", "lease_held_too_long",
+    "local_prefix_evicted", "timeout", "unreachable", "idle", "malformed", "refused", "layout", "namespace_mismatch",
+    "peer_restarted", "peer_starting", "unknown_export", "digest_mismatch", "no_matching_blocks",
+    "checksums_not_ready", "peer_busy",
+)  # fmt: skip
+# All values of the label ``kind``, in snake_case. A name that is not here has no label, or a codec or a place as label.
 KINDS: dict[str, tuple[str, ...]] = {
-    "hits": ("own cache", "host", "gpu", *_PEERS),
-    "prompt_tokens": ("computed", "own cache", "host", "below memory", "gpu", *_PEERS),
+    "hits": ("local_cache_hit", *_SOURCES),
+    "misses": (
+        "no_source", "scheduled_before_answer", *_DECLINED, *(f"load_failed_{source}" for source in _SOURCES),
+    ),
+    "prompt_tokens": ("local_compute", "local_cache_hit", "host", "secondary_tier", "peer_gpu", *_LEASES),
+    "lookups_declined": _DECLINED,
     "pulls": _OUTCOMES,
-    "pulled_tokens": _PEERS,
+    "pulled_tokens": _LEASES,
     "fetches": _OUTCOMES,
     "fetched_bytes": ("raw",),
+    "peer_fetches_skipped": ("below_threshold", "no_free_blocks", "compute_within_step", "store_faster"),
+    "peer_leases_refused": ("too_many_blocks",),
     "loads": (*_OUTCOMES, "aborted"),
-    "integrity_failures": ("host", "gpu", "engine"),
+    "integrity_failures": (*_LOADED, "engine"),
     "synchronous_loads": (*_OUTCOMES, "aborted"),
     "loaded_tokens": ("host",),
-    "planned_seconds": ("expected", "taken"),
-    "weighed_seconds": ("load", "compute"),
-    "awaited": ("host", "gpu", *_PEERS),
-    "exports": _PEERS,
-    "ask_seconds": ("host", "gpu", *_PEERS),
+    "load_decisions": (
+        "faster", "not_measured", "probe", "policy_always", "slower", "queued", "compute_within_step", "empty",
+    ),
+    "load_decision_seconds": ("expected", "actual"),
+    "estimated_seconds": ("load", "compute"),
+    "promotion_waits": ("lookup", "promotion", "timeout", "load_slower_than_compute"),
+    "inflight_load_waits": _SOURCES,
+    "stores_skipped": (
+        "already_stored", "store_full", "parent_not_stored", "copy_dropped", "store_unavailable", "blocks_needed",
+        "inflight_limit", "malformed_answer", "internal_error",
+    ),
+    "exports": _LEASES,
+    "export_refused": ("budget", "nothing_computed"),
+    "lookup_seconds": _SOURCES,
     "load_seconds": (*_OUTCOMES, "aborted"),
     "fetch_seconds": _OUTCOMES,
     "pull_seconds": _OUTCOMES,
     "host_hit_seconds": _STAGES,
-    "gpu_hit_seconds": _STAGES,
-    "planned_ratio": ("host", "gpu"),
-    "requests": ("asking", "offered", "loading", "computing"),
-    "loading_bytes": ("host", "gpu"),
-    "exported_blocks": (*_PEERS, "lent"),
-    "leases": ("given", "taken"),
-    "planner_bandwidth": ("host", "gpu"),
-    "planner_error": ("step", "host", "gpu"),
-}
-# Their samples are there from the beginning, as 0: a first failure is an increase only beside a sample from before it.
+    "peer_hit_seconds": _STAGES,
+    "load_time_ratio": _LOADED,
+    "requests": ("lookup", "leased", "loading", "computing"),
+    "loading_bytes": _LOADED,
+    "exported_blocks": (*_LEASES, "peer_fetch"),
+    "leases": ("granted", "held"),
+    "planner_bandwidth": _LOADED,
+    "planner_error": ("step", *_LOADED),
+}  # fmt: skip
+# These series exist from the start, as 0: rate() sees the first failure only beside an earlier sample.
 BEFOREHAND = frozenset({
-    "hits", "prompt_tokens", "pulls", "fetches", "loads", "planned_seconds", "weighed_seconds", "integrity_failures",
-    "stored_blocks", "store_seconds", "store_lost", "lent_blocks", "warmed", "load_seconds",
-    "host_hit_seconds",
+    "hits", "prompt_tokens", "pulls", "fetches", "loads", "load_decision_seconds", "estimated_seconds",
+    "integrity_failures", "stored_blocks", "store_seconds", "store_disconnects", "peer_leased_blocks",
+    "promotion_prefetches", "load_seconds", "host_hit_seconds",
 })  # fmt: skip
 
 # "name" or "name|label" -> what was counted, the observations, or the gauge's value: as vLLM ships it.
@@ -129,7 +170,7 @@ Taken = dict[str, float | list[float]]
 
 
 class Counters:
-    """Thread-safe; ``take`` returns what was counted since the last call."""
+    """Thread-safe counts, observations and gauges since the last ``take``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,21 +185,21 @@ class Counters:
             self._counts[name, label] += amount
 
     def observe(self, name: str, label: str, value: float) -> None:
-        """One measurement of a histogram."""
+        """Add a measurement to a histogram."""
         if name not in HISTOGRAMS:
             raise KeyError(f"{name} is not a declared histogram")
         with self._lock:
             self._observed.setdefault((name, label), []).append(value)
 
     def show(self, name: str, label: str, value: float) -> None:
-        """What a gauge says from now on."""
+        """Set a gauge."""
         if name not in GAUGES:
             raise KeyError(f"{name} is not a declared gauge")
         with self._lock:
             self._gauges[name, label] = value
 
     def take(self) -> Taken:
-        """{"name" or "name|label": amount, list of observations, or gauge's value}, with plain keys."""
+        """Return and clear them: {"name" or "name|label": amount, list of observations, or gauge's value}."""
         with self._lock:
             if not (self._counts or self._observed or self._gauges):
                 return {}
@@ -170,7 +211,7 @@ class Counters:
 
 
 def merge(into: Taken, more: Taken) -> None:
-    """Add a later ``more``: amounts are summed, observations joined, and of gauges the later counts."""
+    """Merge a later ``more``: amounts are summed, observations joined; a gauge takes the later value."""
     for key, value in more.items():
         if isinstance(value, list):
             into.setdefault(key, []).extend(value)

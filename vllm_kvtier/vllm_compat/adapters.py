@@ -1,27 +1,26 @@
-"""LoRA adapters as the engine has loaded them: fingerprints of their files, or none where those are not certainly it.
+"""Fingerprints of the LoRA adapters that the engine has loaded, and whether their KV may be shared.
 
-vLLM's block hash holds an adapter's name (since 0.31 its path, too): the files must tell adapters apart. What the
-engine computes with is what the files held when its workers read them, which they do when vLLM's ``add_lora`` is called
-(the server calls it before any request), when a request comes whose adapter is not loaded, in each step of one that
-says ``load_inplace``, and again when the adapter fell out of the workers' LRU caches, which nothing here is told of.
-Hence:
+vLLM's block hash holds an adapter's name (since 0.31 its path, too), so the files must tell adapters apart. The engine
+computes with the bytes that its workers read: when vLLM's ``add_lora`` is called (the server does so before any
+request), when a request names an adapter that is not loaded, in each step of a request with ``load_inplace``, and again
+when the workers' LRU caches dropped the adapter, which no call reports. Hence:
 
-* Files count by what ``stat`` says of them, of their folder and of the links on the path to it, inode and change time
-  included: what was replaced does not look the same again when it is put back. A request is shared if a look at them
-  that begins when it has ended finds what they were when its adapter was loaded: then its workers have read nothing
-  else. What it asks other engines for goes by a look when it is admitted. If a look finds other files, the engine may
-  compute with the old weights or with the new ones: nothing is shared until it is seen to load the adapter anew.
-* vLLM's own prefix cache keeps KV of an adapter that is replaced under its name, and finds it for the new one. So a
-  replaced adapter is not shared either until the cache of each engine of this process was empty (``cache_is_empty``):
-  it would be stored as the new one's.
-* A hub's name counts only when the engine has just loaded it: which revision it loads is known afterwards. Which one
-  it would load again is looked up like a path's files.
+* Files are compared by ``stat`` of themselves, of their folder and of the links on the path, with inode and change
+  time: a file that was replaced and put back does not look the same. A request's KV is shared if a look that begins
+  when the request has ended finds the files as they were when its adapter was loaded: then its workers read nothing
+  else. Its lookups at other engines go by a look at admission. If a look finds other files, the engine may compute with
+  the old weights or the new: nothing is shared until it is seen to load the adapter again.
+* vLLM's prefix cache keeps KV of an adapter that is replaced under its name, and finds it for the new one. So a
+  replaced adapter is not shared either until the cache of each engine of this process was empty (``cache_is_empty``).
+* A hub's name is trusted only when the engine has just loaded it: the loaded revision is known only afterwards. The
+  revision that it would load again is looked up like a path's files.
 
-Files are looked at, and read, on threads of their own: a file system that hangs stops no engine. All else is the
-engine's thread's only. What fails here switches the following of adapters off: then none is shared.
+Threads of their own look at files and read them: a file system that hangs stops no engine. All else runs on vLLM's
+scheduler thread. An internal error switches this module off: then no adapter is shared.
 """
 
 import enum
+import functools
 import hashlib
 import os
 import stat
@@ -38,34 +37,37 @@ from vllm.v1.core import kv_cache_utils
 from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import model_folder, steps
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.vllm_compat.probe import Feature, granted
+from vllm_kvtier.vllm_compat.probe.features import granted
+from vllm_kvtier.vllm_compat.probe.row import Feature
 
 logger = get_logger("vllm.kvtier.adapters")
 
-READ_SECONDS = 1.0  # so long a request waits for its adapter's files to be read; then it is computed
-LOOK_SECONDS = 0.1  # so long the engine waits for a look, which takes less than 1 ms: then nothing is known
-# After a look that took longer there is none at that path for REST times as long: they share the engine's time with its
-# steps.
+READ_SECONDS = 1.0  # a request waits this long for its adapter's files to be read; then it is computed
+LOOK_SECONDS = 0.1  # the scheduler waits this long for a look, which takes less than 1 ms; then nothing is known
+# A path whose look took longer than SLOW_SECONDS is not looked at for PAUSE_FACTOR times as long, nor is any other such
+# path: the scheduler spends a hundredth of its time at most on them together.
 SLOW_SECONDS = 0.02
-REST = 100
-LOAD_SECONDS = 1.0  # so long the engine waits for a look when an adapter is loaded, which takes longer itself
-MOST = 10_000  # adapters; those beyond are not shared
-# Fields of vLLM's LoRARequest that do not change what its weights are; whatever else a release has, counts.
+PAUSE_FACTOR = 100
+LOAD_SECONDS = 1.0  # the same as LOOK_SECONDS when an adapter is loaded, which takes longer itself
+MAX_ADAPTERS = 10_000  # further adapters are not shared
+# Fields of vLLM's LoRARequest that do not change the weights; every other field of a release counts.
 _NAMING = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
 
 
 class Answer(enum.Enum):
-    AWAITED = "known in a moment"
+    AWAITED = "the adapter's files are being read"
 
 
 AWAITED = Answer.AWAITED
 
 Signature = tuple[tuple[Any, ...], ...]
 
+_WEIGHTS = ("adapter_model.", "new_embeddings.")
+
 
 def _signature(folder: Path) -> Signature | None:
-    """Of the folder and the links that lead there, named "", and of the files that vLLM reads of it; None without
-    weights, or if they cannot be looked at."""
+    """``stat`` of the folder and the links that lead there, named "", and of the files that vLLM reads in it; None if
+    there are no weights or they cannot be looked at."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(("adapter_config.json", *_WEIGHTS)))
@@ -78,20 +80,17 @@ def _signature(folder: Path) -> Signature | None:
     return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states)
 
 
-_WEIGHTS = ("adapter_model.", "new_embeddings.")
-
-
 def _local(path: str) -> Path | None:
-    """As vLLM's ``get_adapter_absolute_path``; None for a hub's name, which that would download."""
+    """As vLLM's ``get_adapter_absolute_path``; None for a hub's name, which that function would download."""
     if os.path.isabs(path):
         return Path(path)
     if path.startswith("~"):
-        return Path(os.path.expanduser(path))  # of a user that is not there: as it stands
+        return Path(os.path.expanduser(path))  # unchanged if there is no such user
     return Path(os.path.abspath(path)) if os.path.exists(path) else None
 
 
 class Found(NamedTuple):
-    """What a look at an adapter's path found. ``local``: no hub's name."""
+    """What a look at an adapter's path found. ``local``: the path is not a hub's name."""
 
     folder: Path | None
     signature: Signature | None
@@ -108,23 +107,22 @@ def _find(path: str) -> Found:
 
 
 class Looks:
-    """At adapters' files. Of a path whose file system is slow or hangs nothing is known for a while."""
+    """Looks at adapters' files, each on a thread of its own. On the scheduler thread."""
 
     def __init__(self) -> None:
-        # Engine's thread. Paths of which a look took long: its thread, and when the next one may begin.
-        self._slow: dict[str, tuple[threading.Thread, float]] = {}
+        self._slow: dict[str, threading.Thread] = {}  # the last look at each path whose last look was slow
+        self._paused_until = 0.0  # no second look at those before
 
-    def look(self, path: str, seconds: float | None = None, rests: bool = True) -> Found | None:
-        """What one that begins now finds; None: nothing in ``seconds`` (None: ``LOOK_SECONDS``), or it is not looked
-        at. ``rests``: False where what is not known now will not be known later."""
-        began = time.monotonic()
-        last, rests_until = self._slow.get(path, (None, 0.0))
-        if last is not None and (last.is_alive() or rests and began < rests_until):
+    def look(self, path: str, seconds: float | None = None, pauses: bool = True) -> Found | None:
+        """What a look that begins now finds; None if it took longer than ``seconds`` (default: ``LOOK_SECONDS``) or was
+        not made. ``pauses`` False: look even after a slow look, because a later one will not tell the same."""
+        began, last = time.monotonic(), self._slow.get(path)
+        if last is not None and (last.is_alive() or (pauses and began < self._paused_until)):
             return None
         self._slow.pop(path, None)
-        if len(self._slow) >= MOST:
-            self._slow = {p: (t, until) for p, (t, until) in self._slow.items() if t.is_alive() or began < until}
-            if len(self._slow) >= MOST:
+        if len(self._slow) >= MAX_ADAPTERS:
+            self._slow = {slow: thread for slow, thread in self._slow.items() if thread.is_alive()}
+            if len(self._slow) >= MAX_ADAPTERS:
                 return None
         seen: list[Found] = []
         thread = threading.Thread(target=_see, args=(path, seen), name="kvtier-adapter-look", daemon=True)
@@ -132,7 +130,9 @@ class Looks:
         thread.join(LOOK_SECONDS if seconds is None else seconds)
         ended, took = not thread.is_alive(), time.monotonic() - began
         if not ended or took > SLOW_SECONDS:
-            self._slow[path] = thread, began + REST * took
+            self._slow[path] = thread
+            if pauses:
+                self._paused_until = max(self._paused_until, began + PAUSE_FACTOR * took)
         return seen[0] if ended and seen else None
 
 
@@ -140,11 +140,11 @@ def _see(path: str, seen: list[Found]) -> None:
     try:
         seen.append(_find(path))
     except Exception:
-        logger.exception("kvtier: looking at the LoRA adapter in %s failed", path)
+        logger.exception("kvtier: LoRA adapters: looking at %s failed; its KV is not shared", path)
 
 
 class _Adapter:
-    """What was loaded under one name. ``signature`` None: not known."""
+    """The adapter that was loaded under one name. ``signature`` None: its files are not known."""
 
     def __init__(self, lora: Any, folder: Path | None, signature: Signature | None):
         self.number, self.path, self.folder, self.signature = lora.lora_int_id, lora.lora_path, folder, signature
@@ -152,11 +152,11 @@ class _Adapter:
         self.began, self.reading = time.monotonic(), False
         rest = {field: getattr(lora, field) for field in lora.__struct_fields__ if field not in _NAMING}
         if rest.pop("tensorizer_config_dict", None):
-            self.signature = None  # its weights are elsewhere
+            self.signature = None  # the weights are not in the folder
         if self.signature is None:
             logger.warning(
-                "kvtier: KV of LoRA adapter %s is neither shared nor stored: its files (%s) cannot be found here, or "
-                "were not read by this engine as they are", lora.lora_name, lora.lora_path,
+                "kvtier: LoRA adapters: the files of %s are unknown (%s cannot be found here, or changed since this "
+                "engine loaded it); its KV is neither shared nor stored", lora.lora_name, lora.lora_path,
             )
             return
         self.reading = True
@@ -164,11 +164,11 @@ class _Adapter:
         threading.Thread(target=self._read, args=arguments, name="kvtier-adapter", daemon=True).start()
 
     def is_loaded_for(self, lora: Any) -> bool:
-        """Whether this is what the workers have for this one, as far as they have not forgotten it."""
+        """Whether the workers have this adapter for the request, unless they dropped it."""
         return (self.number, self.path) == (lora.lora_int_id, lora.lora_path)
 
     def is_awaited(self) -> bool:
-        """Whether its digest is expected in a moment."""
+        """Whether its digest is being computed and may be waited for."""
         return self.reading and time.monotonic() - self.began < READ_SECONDS
 
     def _read(self, beginning: str, names: list[str]) -> None:
@@ -179,62 +179,74 @@ class _Adapter:
             if _signature(self.folder) == self.signature:
                 self.digest = digest.digest()
         except Exception as error:
-            logger.warning("kvtier: KV of the LoRA adapter in %s is neither shared nor stored: %s", self.folder, error)
+            logger.warning("kvtier: LoRA adapters: reading %s failed (%s); its KV is not shared", self.folder, error)
         finally:
             self.reading = False
 
 
+def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return None from the first internal error on, and if this vLLM's adapters are not supported."""
+
+    @functools.wraps(method)
+    def contained(self: "Adapters", *args: Any) -> Any:
+        if self._lost or not granted(Feature.ADAPTERS):
+            return None
+        try:
+            return method(self, *args)
+        except Exception:
+            self._lost = True  # the adapters that the workers have are not known any more
+            logger.exception("kvtier: LoRA adapters: internal error; their KV is no longer shared or stored")
+            return None
+
+    return contained
+
+
 class Adapters:
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Adapter] = {}  # by what vLLM's hashes hold of it
-        # vLLM's lora_int_id -> the path and files that the workers loaded under it; None: not known
+        self._known: dict[tuple[Any, ...], _Adapter] = {}  # by the key that vLLM's hashes hold
+        # lora_int_id -> the path and files that the workers loaded under it; None: not known
         self._numbers: dict[int, tuple[str, Signature] | None] = {}
-        self._untold = False  # whether the workers may have adapters that nothing here was told of
+        self._unknown_loads = False  # the workers may have adapters that this module did not see loaded
         self._full = False
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()  # vLLM's prefix caches in this process
-        # -> those of them that may have KV of what was loaded before
+        # adapter's key -> those caches that may have KV of the adapter that had it before
         self._replaced: dict[tuple[Any, ...], weakref.WeakSet[Any]] = {}
         self._looks = Looks()
         self._lost = False
 
+    @_contained
     def admit(self, lora: Any) -> "_Adapter | Answer | None":
-        """For a request that is to be computed now: its adapter, with its digest; AWAITED: known in a moment. None: not
-        known, and so is what its workers load for it."""
-        return self._contained(self._admit, lora)
-
-    def _admit(self, lora: Any) -> "_Adapter | Answer | None":
+        """The adapter, with its digest, of a request that is to be computed now. AWAITED: its files are being read.
+        None: its weights are not known, nor what the workers load for it."""
         known = self._loaded(lora)
         if known is not None and known.is_awaited():
             return AWAITED
-        found = self._looks.look(lora.lora_path, rests=known is not None and not lora.load_inplace)
+        found = self._looks.look(lora.lora_path, pauses=known is not None and not lora.load_inplace)
         if known is None or lora.load_inplace:
-            # Its workers load it for this request, or have done so unseen. What a hub has is known only afterwards.
+            # The workers load it for this request, or did so unseen. A hub's revision is known only afterwards.
             local = found is not None and found.local
             known = self._take(lora, *((found.folder, found.signature) if local else (None, None)))
         if known is None or not self._agrees(known, lora, found):
             return None
-        return AWAITED if known.is_awaited() else self._current(lora)
+        return AWAITED if known.is_awaited() else self.current(lora)
 
+    @_contained
     def current(self, lora: Any) -> "_Adapter | None":
-        """What the workers were last seen to load for this one, with its digest; its files are not looked at."""
-        return self._contained(self._current, lora)
-
-    def _current(self, lora: Any) -> "_Adapter | None":
+        """The adapter that the workers were last seen to load for this request, with its digest; without a look at its
+        files."""
         known = self._loaded(lora)
         good = known is not None and known.signature is not None and known.digest is not None
         return known if good and not self._replaced.get(_identity(lora)) else None
 
-    def confirm(self, lora: Any, adapter: "_Adapter | None") -> bool:
-        """A request with this one has ended, whose ``admit`` answered ``adapter``: whether its workers have read
-        nothing else until now. If they may have, nothing of it is shared that the prefix cache has."""
-        return bool(self._contained(self._confirm, lora, adapter))
-
-    def _confirm(self, lora: Any, adapter: "_Adapter | None") -> bool:
+    @_contained
+    def confirm(self, lora: Any, adapter: "_Adapter | None") -> bool | None:
+        """Whether the workers read nothing else for a request that has ended and whose ``admit`` returned ``adapter``.
+        If they may have, none of its blocks in the prefix cache is shared."""
         known = self._loaded(lora)
         if known is None or known.signature is None:
             return False
-        return self._agrees(known, lora, self._looks.look(lora.lora_path)) and known is adapter is self._current(lora)
+        return self._agrees(known, lora, self._looks.look(lora.lora_path)) and known is adapter is self.current(lora)
 
     def _loaded(self, lora: Any) -> "_Adapter | None":
         known = self._known.get(_identity(lora))
@@ -244,69 +256,59 @@ class Adapters:
         if found is None or known.signature is None:
             return False
         if found.signature != known.signature:
-            # Whatever comes back there later: a worker may have read this meanwhile.
+            # Even if the old files come back: a worker may have read these meanwhile.
             known.signature = None
             logger.warning(
-                "kvtier: KV of LoRA adapter %s is neither shared nor stored any more: its files in %s have changed, "
-                "and this engine may have the old ones or the new; load it again (load_inplace)",
+                "kvtier: LoRA adapters: the files of %s in %s changed, and this engine may have the old or the new; "
+                "its KV is neither shared nor stored until you load it again (load_inplace)",
                 lora.lora_name, known.folder,
             )
             return False
         return True
 
+    @_contained
     def unseen(self, lora: Any) -> None:
-        """A request is computed without ``admit``: what its workers load for it is not known."""
-        self._contained(self._unseen, lora)
-
-    def _unseen(self, lora: Any) -> None:
+        """A request is computed without ``admit``: what the workers load for it is not known."""
         if self._loaded(lora) is None or lora.load_inplace:
             self._take(lora, None, None)
 
     def load(self, lora: Any, work: Callable[[], Any]) -> Any:
-        """``work`` is vLLM's, and loads it into the workers, unless they have it. It runs once, and what it returns or
-        raises passes unchanged."""
-        before = self._contained(self._before, lora)
+        """Run vLLM's ``work`` once, which loads the adapter into the workers unless they have it. Returns and raises
+        what ``work`` does."""
+        before = self._before(lora)
         try:
             return work()
         finally:
             if before is not None:
-                self._contained(self._after, lora, before)
+                self._after(lora, before)
 
+    @_contained
     def _before(self, lora: Any) -> Found | None:
         known = self._loaded(lora)
         return self._look_for_load(lora) if known is None or lora.load_inplace else None
 
     def _look_for_load(self, lora: Any) -> Found:
-        return self._looks.look(lora.lora_path, LOAD_SECONDS, rests=False) or _UNSEEN
+        return self._looks.look(lora.lora_path, LOAD_SECONDS, pauses=False) or _UNSEEN
 
+    @_contained
     def _after(self, lora: Any, before: Found) -> None:
         found = self._look_for_load(lora)
-        # A hub's may just have been downloaded.
+        # A hub's files may just have been downloaded.
         self._take(lora, found.folder, found.signature if found == before or not found.local else None)
-
-    def _contained(self, work: Callable[..., Any], *args: Any) -> Any:
-        if self._lost or not granted(Feature.ADAPTERS):
-            return None
-        try:
-            return work(*args)
-        except Exception:
-            self._lost = True  # what the workers have is not known any more
-            logger.exception("kvtier: KV of LoRA adapters is neither shared nor stored any more")
-            return None
 
     def _take(self, lora: Any, folder: Path | None, signature: Signature | None) -> _Adapter | None:
         key, number = _identity(lora), lora.lora_int_id
-        if number not in self._numbers and len(self._numbers) >= MOST:
+        if number not in self._numbers and len(self._numbers) >= MAX_ADAPTERS:
             if not self._full:
                 self._full = True
                 logger.warning(
-                    "kvtier: KV of further LoRA adapters is neither shared nor stored until this engine is restarted: "
-                    "it was given %d", MOST,
+                    "kvtier: LoRA adapters: this engine had %d; KV of further ones is neither shared nor stored until "
+                    "it is restarted", MAX_ADAPTERS,
                 )  # fmt: skip
             return None
-        if number in self._numbers or self._untold:
-            # The workers go by the number, and load this only if they have forgotten what they had, or are told to.
-            # Of several engines one was.
+        if number in self._numbers or self._unknown_loads:
+            # The workers go by the number. They load this adapter only if they dropped the one they had, or with
+            # load_inplace, which only one of several engines was called with.
             trusted = lora.load_inplace and len(self.engines) < 2
             if not trusted and self._numbers.get(number) != (lora.lora_path, signature):
                 signature = None
@@ -319,35 +321,34 @@ class Adapters:
                     del self._known[other]
         if key in self._known:
             self._known[key].number, self._known[key].path = number, lora.lora_path
-        elif len(self._known) + len(self._replaced) < MOST:
+        elif len(self._known) + len(self._replaced) < MAX_ADAPTERS:
             self._known[key] = _Adapter(lora, folder, signature)
         return self._known.get(key)
 
-    def untold(self) -> None:
-        """The workers may have been given other adapters, under any number: only what is loaded in place is known."""
-        self._contained(self._untell)
-
-    def _untell(self) -> None:
-        self._untold = True
+    @_contained
+    def forget_loaded(self) -> None:
+        """The workers may have other adapters now, under any number: only those loaded in place from now on are
+        known."""
+        self._unknown_loads = True
         self._numbers = dict.fromkeys(self._numbers)
         for adapter in self._known.values():
             adapter.signature = None
         if self._known:
             logger.warning(
-                "kvtier: KV of LoRA adapters is neither shared nor stored until they are loaded again (load_inplace): "
-                "a call of collective_rpc, or sleep, may have changed them"
+                "kvtier: LoRA adapters: a call of collective_rpc, or sleep, may have changed them; their KV is neither "
+                "shared nor stored until they are loaded again (load_inplace)"
             )
 
     def cache_is_empty(self, cache: object) -> None:
-        """This one of ``caches`` holds nothing, and no request of its engine has any KV."""
+        """``cache``, one of ``caches``, is empty, and no request of its engine has any KV."""
         for key, caches in list(self._replaced.items()):
             caches.discard(cache)
             if not caches:
                 del self._replaced[key]
 
     def named(self, name: str) -> tuple[Any, bytes] | None:
-        """(what to give ``hash_prompt``, fingerprint) of the adapter of this name that was loaded last; None: none
-        was. Any thread."""
+        """(argument for ``hash_prompt``, fingerprint) of the last adapter that was loaded under this name, or None. Any
+        thread."""
         for key, adapter in reversed(list(self._known.items())):
             if _name(key) == name and adapter.digest is not None:
                 return SimpleNamespace(lora_name=name, lora_path=adapter.path), adapter.digest
@@ -355,7 +356,7 @@ class Adapters:
 
 
 def _identity(lora: Any) -> tuple[Any, ...]:
-    """What vLLM's block hashes hold of an adapter."""
+    """The part of an adapter that vLLM's block hashes hold."""
     return tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 

@@ -1,4 +1,4 @@
-"""The namespace of an engine: everything that its block hashes leave out but that its KV depends on."""
+"""The namespace of an engine: everything that its KV depends on and its block hashes leave out."""
 
 import hashlib
 import json
@@ -13,25 +13,26 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_files, model_folder, process_start
+from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_folder, process_start, weight_files
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.options import changed, engine_options
 from vllm_kvtier.vllm_compat.options import in_words as options_in_words
-from vllm_kvtier.vllm_compat.probe import Feature, granted, value
+from vllm_kvtier.vllm_compat.probe.features import granted, value
+from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.messages import Namespace
 
 logger = get_logger("vllm.kvtier.namespace")
 
-# What ``model_fingerprint`` has digested so far: by its answer, digests of the configuration and of the weights alone.
+# Of each fingerprint that ``model_fingerprint`` returned: digests of the configuration and of the weights alone.
 _parts: dict[str, tuple[str, str]] = {}
 
 
-def settle_hash_seed(vllm_config: Any) -> None:
-    """Make a random prefix-cache seed a fixed one, so that two engines agree; call before the engine core hashes.
+def fix_hash_seed(vllm_config: Any) -> None:
+    """Set a fixed prefix-cache seed, so that two engines agree; call before the engine core hashes.
 
-    Before vLLM 0.29 the seed is random per process unless PYTHONHASHSEED is set. With sha256 nothing depends on
-    its being secret, so we set one. xxhash is not collision resistant: there a random seed protects tenants from
-    each other, so we leave it and pulls between engines are refused with the remedy.
+    Before vLLM 0.29 the seed is random per process unless PYTHONHASHSEED is set. With sha256 the seed need not be
+    secret. xxhash is not collision resistant, and a random seed protects tenants from each other: the seed stays, and
+    engines refuse each other's pulls with a message that names the fix.
     """
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("sha256"):
@@ -39,7 +40,7 @@ def settle_hash_seed(vllm_config: Any) -> None:
 
 
 def hash_algorithm(vllm_config: Any) -> str:
-    """sha256 and xxhash hash a pickle, whose bytes depend on the Python version; the cbor forms do not."""
+    """vLLM's algorithm; with the Python version where it hashes a pickle, whose bytes depend on it (not in cbor)."""
     name = str(vllm_config.cache_config.prefix_caching_hash_algo)
     return name if name.endswith("cbor") else f"{name}/py{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -51,12 +52,12 @@ def hash_function(vllm_config: Any) -> Any:
 
 
 def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Namespace:
-    """Read once hashing is set up (NONE_HASH is made late in the engine core's start)."""
+    """Call when hashing is set up: vLLM makes NONE_HASH late in the engine core's start."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
     if value(cache, "CacheConfig.calculate_kv_scales"):
-        # An option of older vLLM: scales come from the engine's first batch; nobody else's bytes mean the same.
+        # An option of older vLLM: scales come from the engine's first batch, so that no other engine has the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
     return Namespace(
         model=fingerprint,
@@ -72,8 +73,8 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Nam
 
 
 def adapters(vllm_config: Any) -> str:
-    """How the engine applies LoRA adapters, as far as it is told to do otherwise than as their files say. Without
-    ``Feature.ADAPTERS`` their KV is not shared."""
+    """The engine's LoRA options that change what adapters compute; "" at the defaults. Without ``Feature.ADAPTERS`` KV
+    of adapters is not shared."""
     if not granted(Feature.ADAPTERS) or vllm_config.lora_config is None:
         return ""
     found = dict(changed(vllm_config.lora_config))
@@ -85,7 +86,7 @@ def adapters(vllm_config: Any) -> str:
 
 
 def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
-    """(what, in words) of a namespace that ``namespace`` made of these: for people who compare two engines."""
+    """(part, text) of a namespace that ``namespace`` returned, to compare two engines by eye."""
     model = vllm_config.model_config
     revision = f" at revision {model.revision}" if getattr(model, "revision", None) else ""
     parts = [("model", f"{getattr(model, 'served_model_name', None) or model.model}, from {model.model}{revision}")]
@@ -115,23 +116,19 @@ def _seed_in_words(algorithm: str) -> str:
     return "vLLM's own, the same in all engines" if fixed else "random: another one after each start"
 
 
-# Weights are read from files of the model's folder, by vLLM's own loaders and those of its plugins.
+# Load formats of vLLM's own loaders and its plugins that read weights from files of the model's folder.
 FROM_FILES = {
     "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
     "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
 }  # fmt: skip
-
-
-# Loaded although there may be safetensors beside them.
+# Formats that load these files although the folder may have safetensors too.
 _KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
-
-
-# What vLLM's processors read of the model's folder; its block hashes know a picture by the picture alone.
+# Files that vLLM's processors of media read. A block hash holds a picture's digest, not how it is processed.
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 
 
 class ModelFingerprint:
-    """The model's name among engines: as an option says, or a digest that a thread of its own makes."""
+    """The model's name among engines: the option's value, or a digest that a thread of its own computes."""
 
     def __init__(
         self,
@@ -140,8 +137,8 @@ class ModelFingerprint:
         on_ready: Callable[[], object] = lambda: None,
         before: Callable[[], object] = lambda: None,
     ):
-        """``before`` what may read the model's files, too, and ``on_ready`` after the name is known are called on that
-        thread."""
+        """That thread calls ``before`` (other work that reads the model's files), and ``on_ready`` when the name is
+        known."""
         self._config, self._name, self._on_ready, self._before = vllm_config, option, on_ready, before
         self._made = threading.Event()
         threading.Thread(target=self._make, name="kvtier-fingerprint", daemon=True).start()
@@ -152,15 +149,15 @@ class ModelFingerprint:
             self._before()
             if not self._name:
                 self._name = model_fingerprint(self._config)
-                logger.info("kvtier: the weights are known by their files, after %.1f s", time.monotonic() - began)
+                logger.info("kvtier: model fingerprint: computed from the files in %.1f s", time.monotonic() - began)
         except Exception:
-            logger.exception("kvtier: the weights cannot be told from others")
+            logger.exception("kvtier: model fingerprint: failed; this engine shares KV with no other engine")
             self._name = _own_name()
         self._made.set()
         self._on_ready()
 
     def get(self, seconds: float) -> str | None:
-        """None if it is not there in so many seconds."""
+        """The name; None if it is not known within ``seconds``."""
         return self._name if self._made.wait(seconds) else None
 
 
@@ -169,29 +166,30 @@ def _own_name() -> str:
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of the model's files: its configuration, weights and, where media or the model's own code are used, what
-    prepares media and that code. Random where the weights are not known to be those of files that are there: KV of such
-    a model is not shared until the option model_fingerprint names it."""
+    """Digest of the model's files: configuration and weights, the processors' configuration if it takes media, and its
+    own code if it has any. Random if the weights are not known to be those of files on this machine: KV of such a model
+    is not shared unless the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    folder = model_folder(model.model, model.revision, vllm_config.load_config.download_dir)
+    load = vllm_config.load_config
+    path = Path(model.model).expanduser()
+    folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
     kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
     for file in [file for kind in kinds if folder for file in sorted(folder.glob(kind))]:
         digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
     configuration = digest.hexdigest()[:16]
     weights = hashlib.blake2b(digest_size=8)
-    load = vllm_config.load_config
     files: list[Path] = []
     try:
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
-        elif files := model_files(model.model, model.revision, load.download_dir, _KINDS.get(load.load_format, KINDS)):
+        elif folder and (files := weight_files(folder, _KINDS.get(load.load_format, KINDS))):
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
-            # vLLM has loaded them since this process began. Asked last: a change after this was not read here, either.
+            # vLLM loaded them after this process began. Checked last: a later change was not read here either.
             if changed_since(process_start(), model.model, model.revision, files):
                 files, words = [], "in files, or on a path, that changed after this process had started"
         else:
@@ -204,8 +202,8 @@ def model_fingerprint(vllm_config: Any) -> str:
     else:
         name = _own_name()
         logger.warning(
-            "kvtier: this engine shares KV with no other, nor with itself after a restart: its weights are %s. If they "
-            "are the same in several engines, or after a restart, give those one name: the option model_fingerprint",
+            "kvtier: model fingerprint: unavailable (weights %s); KV is shared neither with other engines nor after a "
+            "restart. If several engines, or restarts, have the same weights, give them one model_fingerprint",
             words,
         )
     _parts[name] = configuration, words

@@ -1,7 +1,7 @@
-"""The engine's options that change what a token's K and V are, beyond rounding: a part of the namespace.
+"""The engine's options that change the K and V of a token beyond rounding: a part of the namespace.
 
-Each field of vLLM's configuration counts that is not at its default, except those listed here. So an option that the
-next release brings keeps engines apart that are given different values of it, until it is listed.
+Each field of vLLM's configuration that is not at its default counts, except those listed here. So engines with
+different values of an option of the next release share no KV until the option is listed.
 """
 
 import dataclasses
@@ -17,32 +17,32 @@ from typing import Any, NamedTuple
 import torch
 from pydantic.fields import FieldInfo
 
-MOST_LETTERS = 160  # a refusal names two engines' options, in at most 512
+MAX_LETTERS = 160  # a refusal has at most 512 letters and names the options of two engines
 
 
 class Fields(NamedTuple):
-    """All fields of a class of vLLM's configuration, of all releases. Those of ``other`` do not change KV, or the
-    namespace has them already. ``counted`` is for readers and tests: what is in neither counts too."""
+    """All fields of a class of vLLM's configuration, of all releases. Those of ``other`` do not change KV, or are in
+    the namespace already. ``counted`` is for readers and tests: a field in neither counts too."""
 
     counted: str
     other: str
 
 
-# "field.key": what a field that is a dictionary has under this key.
+# "field.key": the value of this key in a field that is a dictionary.
 TABLE = {
     "VllmConfig": Fields(
         "model_config cache_config load_config attention_config "  # by their fields
         "additional_config diffusion_config",
         # Read elsewhere: ``namespace`` (adapters), and ``model_config.quantization`` and its like.
         "lora_config quant_config "
-        # How work is spread, ordered, compiled and watched. Other kernels round otherwise.
+        # How work is distributed, scheduled, compiled and observed. Other kernels differ in rounding only.
         "parallel_config scheduler_config device_config compilation_config kernel_config mamba_config offload_config "
         "engram_config optimization_level performance_mode additional_config.gdn_prefill_backend "
         "additional_config.kda_prefill_backend additional_config.kda_decode_backend observability_config "
         "profiler_config logging_config watchdog_config instance_id shutdown_timeout "
         # A draft's KV decides how many tokens are accepted, not which.
         "speculative_config "
-        # What happens to tokens that were computed, or to KV and weights that are moved.
+        # The use of computed tokens; moves of KV and weights.
         "structured_outputs_config reasoning_config watermark_config aux_output_config kv_transfer_config "
         "kv_events_config ec_transfer_config ec_manager_config weight_transfer_config",
     ),
@@ -53,14 +53,14 @@ TABLE = {
         # Read elsewhere: the weights' and the configuration's digests, the KV cache dtype.
         "model model_weights hf_config hf_text_config hf_config_path config_format revision dtype "
         "word_embeddings_untied_by_checkpoint is_submodel_config "
-        # What comes in as tokens is hashed.
+        # The input: its tokens are hashed.
         "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds allowed_local_media_path "
         "allowed_media_domains io_processor_plugin renderer_num_workers hf_token "
-        # What is done with what was computed.
+        # The use of the model's output.
         "runner convert seed logits_processors pooler_config generation_config override_generation_config max_logprobs "
         "logprobs_mode use_fp64_gumbel enable_return_routed_experts return_sampling_mask enable_trace_replay "
         "served_model_name "
-        # How it is run. Where the longest prompt decides on KV, ``by_length`` says so.
+        # How it is run. ``by_length`` covers models whose KV depends on the longest prompt.
         "max_model_len spec_target_max_model_len enforce_eager disable_cascade_attn allow_deprecated_quantization "
         "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
         "enable_cumem_allocator enable_nccl_comm_suspend",
@@ -68,7 +68,7 @@ TABLE = {
     "MultiModalConfig": Fields(
         "mm_processor_kwargs media_io_kwargs video_pruning_rate video_pruning_method mm_encoder_attn_dtype "
         "mm_encoder_fp8_scale_path mm_device_do_normalize",
-        # What may be asked, and where and how fast it is prepared.
+        # Permitted inputs, and where and how fast they are prepared.
         "language_model_only limit_per_prompt enable_mm_embeds allow_missing_mm_embeddings mm_processor_cache_gb "
         "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
         "mm_encoder_attn_backend mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling "
@@ -82,7 +82,7 @@ TABLE = {
         "cache_dtype calculate_kv_scales prefix_caching_hash_algo hash_block_size prefix_match_unit block_size "
         "user_specified_block_size user_specified_mamba_block_size effective_attention_block_size sliding_window "
         "is_attention_free mamba_block_size mamba_page_size_padded skip_page_size_padded kv_cache_layout "
-        # How much is kept, where, and how long.
+        # How much is cached, where, and how long.
         "gpu_memory_utilization num_gpu_blocks num_gpu_blocks_override num_cpu_blocks kv_cache_memory_bytes "
         "kv_cache_size_tokens kv_cache_max_concurrency kv_offloading_size kv_offloading_backend "
         "simple_cpu_offload_num_blocks enable_prefix_caching prefix_cache_retention_interval "
@@ -112,7 +112,7 @@ TABLE = {
     ),
     "LoRAConfig": Fields(
         "lora_dtype target_modules enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
-        # How many adapters there is room for, of which rank, and how they are spread.
+        # The number of adapters, their ranks, and their distribution.
         "default_mm_loras fully_sharded_loras max_cpu_loras max_lora_cls_labels max_lora_rank max_loras "
         "specialize_active_lora",
     ),
@@ -124,9 +124,9 @@ VARIABLES = (
     "VLLM_MARLIN_INPUT_DTYPE", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_VIDEO_LOADER_BACKEND",
 )  # fmt: skip
-# Their content counts, not their path.
+# Paths of files whose content counts.
 _FILES = {"mm_encoder_fp8_scale_path"}
-# Their processors choose the size of media by the longest prompt.
+# Models whose processors choose the size of media by the longest prompt.
 _MEDIA_BY_LENGTH = {
     "Dots3NoteForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3",
@@ -134,7 +134,7 @@ _MEDIA_BY_LENGTH = {
 
 
 def engine_options(vllm_config: Any) -> str:
-    """All that counts, in words; "" where everything is at its default."""
+    """All options that count, as text; "" if all are at their defaults."""
     found = dict(changed(vllm_config)) | dict(by_length(vllm_config))
     found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return in_words(found)
@@ -175,14 +175,14 @@ def _content(path: str) -> str:
 
 
 def by_length(vllm_config: Any) -> Iterator[tuple[str, Any]]:
-    """What the engine's longest prompt decides of KV, of models where it does."""
+    """(name, value) of options by which the longest prompt changes KV, for models where it does."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     parts = list(_dictionaries(config))
-    # With -1 the model is built for the longest prompt that it knows, and what fits into memory is found afterwards.
+    # With -1 vLLM builds the model for its longest prompt and then finds the length that fits into memory.
     auto = model.original_max_model_len == -1
     if any({"longrope", "su"}.intersection((each.get("rope_type"), each.get("type"))) for each in parts):
-        # vLLM takes one or the other factors for all prompts.
+        # vLLM uses either the short or the long factors for all prompts.
         trained = [length for each in parts if (length := each.get("original_max_position_embeddings"))]
         if auto or not trained:
             yield "max_model_len", "auto" if auto else model.max_model_len
@@ -207,16 +207,16 @@ def _dictionaries(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """Equal for equal options, and never longer than ``MOST_LETTERS``. Every name is in it as long as they fit."""
+    """Text that is equal for equal options, of at most ``MAX_LETTERS``; with all names, if they fit."""
     words = []
     for name, option in sorted(found.items()):
         text = json.dumps(canonical(option), sort_keys=True).strip('"')
         words.append(f"{name}={text if len(text) <= 48 else _digest(text)}")
     whole = ", ".join(words)
-    if len(whole) <= MOST_LETTERS:
+    if len(whole) <= MAX_LETTERS:
         return whole
     digest = _digest(whole)
-    return f"{', '.join(sorted(found))[: MOST_LETTERS - len(digest) - 2]}: {digest}"
+    return f"{', '.join(sorted(found))[: MAX_LETTERS - len(digest) - 2]}: {digest}"
 
 
 def _digest(text: str) -> str:
@@ -224,7 +224,7 @@ def _digest(text: str) -> str:
 
 
 def canonical(value: Any) -> Any:
-    """In types of JSON; equal in all processes for equal values, and unlike all others where that is not known."""
+    """The value in types of JSON: equal in all processes for equal values; unique if that cannot be guaranteed."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):

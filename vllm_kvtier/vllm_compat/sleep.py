@@ -1,7 +1,7 @@
-"""Sleep mode: when vLLM takes the KV cache's memory away, and when it is there again.
+"""Sleep mode: calls the connector before vLLM takes the KV cache's memory away and after it is back.
 
-vLLM 0.33 tells its connector. Before, the methods by which a worker does it are wrapped, so that the same calls come at
-the same moments: before the memory goes, and when it is back.
+vLLM 0.33 calls its connector itself. Before, this module wraps the worker's methods, so that the same calls come at the
+same moments. On the model runner's thread.
 """
 
 import functools
@@ -15,38 +15,38 @@ _TAG = "kv_cache"  # vLLM's name for that memory
 
 
 class Follower(Protocol):
-    """As vLLM's connector from 0.33 on. Both are idempotent."""
+    """The methods of vLLM's connector from 0.33 on. Both are idempotent."""
 
     def unregister_kv_caches(self) -> None: ...
 
     def restore_kv_caches(self) -> None: ...
 
 
-# Of this process: an engine core without worker processes may have several engines' connectors.
+# All connectors of this process: without worker processes several engines may share it.
 _followers: "weakref.WeakSet[Follower]" = weakref.WeakSet()
 
 
 def possible(vllm_config: Any) -> bool:
-    """Whether the cache's memory may be taken away: it comes from the allocator that can."""
+    """Whether vLLM may take the cache's memory away: it comes from an allocator that can."""
     model = vllm_config.model_config
     return model.enable_sleep_mode or model.enable_cumem_allocator
 
 
-def untold(vllm_config: Any) -> str | None:
-    """Why this vLLM cannot be followed into sleep; None if it can."""
-    if _told_by_vllm():
+def unsupported_reason(vllm_config: Any) -> str | None:
+    """Why sleep mode of this vLLM is not supported; None if it is."""
+    if _vllm_notifies():
         return None
     worker = _worker_class(vllm_config)
     for name, parameter in (("sleep", "level"), ("wake_up", "tags")):
         method = getattr(worker, name, None)
         if method is None or parameter not in inspect.signature(method).parameters:
-            return f"sleep mode: {worker.__name__} has no {name}({parameter}), by which it would be followed"
+            return f"sleep mode is not supported: {worker.__name__} has no {name}({parameter})"
     return None
 
 
 def follow(vllm_config: Any, follower: Follower) -> None:
-    """In a worker's process, where ``untold`` gave None: ``follower`` is told from now on, as long as it lives."""
-    if _told_by_vllm():
+    """Call ``follower`` from now on, as long as it exists. In a worker's process, if ``unsupported_reason`` is None."""
+    if _vllm_notifies():
         return
     _followers.add(follower)
     worker = _worker_class(vllm_config)
@@ -77,13 +77,13 @@ def _wrapped(name: str, method: Any) -> Any:
     return wrapped
 
 
-def _told_by_vllm() -> bool:
-    """The interface has this method in the releases that call it (0.33)."""
+def _vllm_notifies() -> bool:
+    """Releases that call the connector (0.33) have this method in its interface."""
     return hasattr(KVConnectorBase_V1, "restore_kv_caches")
 
 
 def _worker_class(vllm_config: Any) -> type:
-    """The worker's, which vLLM may extend when it makes one; what is set here is found first all the same."""
+    """The worker's class. vLLM may extend it later; methods set here are still found first."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)

@@ -7,21 +7,23 @@ from prometheus_client import Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, by_name, merge
+from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, MEANINGS, OLD_NAMES, by_name, merge
+from vllm_kvtier.vllm_compat.probe.features import granted
+from vllm_kvtier.vllm_compat.probe.row import Feature
 
 logger = get_logger("vllm.kvtier.stats")
 
 PREFIX = "vllm:kvtier_"
 LABEL = "kind"
 
-# What goes wrong is in the log line whenever it did: counters, and those of their kinds that are no ordinary course.
-_WRONG = (
-    ("integrity_failures", None), ("loads", "failed"), ("fetches", "failed"), ("pulls", "failed"), ("store_lost", None),
-    ("internal_errors", None),
+# Failures that the log line always has: (counter, kind; None: all kinds).
+_ERRORS = (
+    ("integrity_failures", None), ("loads", "failed"), ("fetches", "failed"), ("pulls", "failed"),
+    ("store_disconnects", None), ("internal_errors", None),
 )  # fmt: skip
 
 
-_said_unreadable = False
+_logged_unreadable = False
 
 
 class KVTierStats(KVConnectorStats):
@@ -35,24 +37,24 @@ class KVTierStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line. It must not raise: that would end the task that reads the engines' outputs."""
+        """For the log line. Must not raise: that would end the task that reads the engines' outputs."""
         try:
             return self._essentials()
         except Exception:
-            global _said_unreadable
-            if not _said_unreadable:
-                _said_unreadable = True
-                logger.exception("kvtier: the statistics cannot be summed up for vLLM's log line (logged once)")
+            global _logged_unreadable
+            if not _logged_unreadable:
+                _logged_unreadable = True
+                logger.exception("kvtier: stats: the log line could not be computed; it stays empty (logged once)")
             return {}
 
     def _essentials(self) -> dict[str, int | float]:
-        """The essentials for the log line, of the interval since the last: prompt tokens by source, what was copied
-        and how fast, how far the planner was off, and what went wrong. What did not happen is left out."""
+        """Numbers of the interval since the last log line: prompt tokens by source, copied bytes and their rates, the
+        planner's error, and failures. Zeros are left out."""
         found = by_name(self.data)
         out: dict[str, int | float] = {}
         for source, tokens in found.get("prompt_tokens", {}).items():
             if tokens:
-                out[f"{source.replace(' ', '_')}_tokens"] = round(tokens)
+                out[f"{source}_tokens"] = round(tokens)
         for name, nbytes, seconds in (
             ("load", "loaded_bytes", "load_seconds"), ("fetch", "fetched_bytes", "fetch_seconds"),
             ("pull", "pulled_bytes", "pull_seconds"),
@@ -64,10 +66,10 @@ class KVTierStats(KVConnectorStats):
                 out[f"{name}_max_ms"] = round(1e3 * spent[-1], 1)
         if stored := sum(found.get("stored_bytes", {}).values()):
             out["stored_MB"] = round(stored / 1e6, 1)
-        ratios = sorted(each for kind in found.get("planned_ratio", {}).values() for each in kind)
+        ratios = sorted(each for kind in found.get("load_time_ratio", {}).values() for each in kind)
         if ratios:
-            out["taken/expected"] = round(ratios[(len(ratios) - 1) // 2], 2)
-        for name, kind in _WRONG:
+            out["load_time_ratio"] = round(ratios[(len(ratios) - 1) // 2], 2)
+        for name, kind in _ERRORS:
             times = sum(n for k, n in found.get(name, {}).items() if kind in (None, k))
             if times:
                 out[f"{name}_{kind}" if kind else name] = round(times)
@@ -78,19 +80,22 @@ class KVTierStats(KVConnectorStats):
 
 
 class _Logged(KVTierStats):
-    """What the log line is made of: vLLM before 0.33 writes one, with nothing in it, of whatever is not empty."""
+    """Empty if the log line would be: vLLM before 0.33 writes an empty line for stats that are not empty."""
 
     def is_empty(self) -> bool:
         return not self.reduce()
 
 
 def build(data: dict[str, Any] | None) -> KVTierStats:
-    """Of what came from the engine's process: a copy, because vLLM gives the same to its Prometheus side."""
+    """Stats from the engine process's data; a copy, because vLLM gives the same data to its Prometheus side."""
     return _Logged(data={k: list(v) if isinstance(v, list) else v for k, v in (data or {}).items()})
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvtier_<name>{kind=...}``, of three sorts."""
+    """``vllm:kvtier_<name>{kind=...}``: counters, histograms and gauges.
+
+    With vLLM's ``--show-hidden-metrics-for-version`` renamed metrics have a second series under their old names.
+    """
 
     def __init__(
         self,
@@ -101,38 +106,39 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         names = [*labelnames, LABEL]
+        show_hidden = granted(Feature.HIDDEN_METRICS) and vllm_config.observability_config.show_hidden_metrics
 
         def make(sort: type, name: str, meaning: str, **more: Any) -> Any:
             return metric_types[sort](name=PREFIX + name, documentation=meaning, labelnames=names, **more)
 
-        self._counters = {name: make(PrometheusCounter, name, meaning) for name, meaning in MEANINGS.items()}
-        self._histograms = {
-            name: make(Histogram, name, meaning, buckets=list(buckets))
-            for name, (meaning, buckets) in HISTOGRAMS.items()
-        }
-        # Of several API servers' processes, the one that heard of the engine last knows.
-        self._gauges = {
-            name: make(Gauge, name, meaning, multiprocess_mode="mostrecent") for name, meaning in GAUGES.items()
-        }
-        self._children: dict[tuple[str, int, str], Any] = {}
-        self._said: set[str] = set()
+        def series(sort: type, name: str, meaning: str, **more: Any) -> list[Any]:
+            made = [make(sort, name, meaning, **more)]
+            if show_hidden and name in OLD_NAMES:
+                made.append(make(sort, OLD_NAMES[name], f"deprecated, renamed to {PREFIX}{name}: {meaning}", **more))
+            return made
+
+        self._metrics = {name: series(PrometheusCounter, name, meaning) for name, meaning in MEANINGS.items()}
+        for name, (meaning, buckets) in HISTOGRAMS.items():
+            self._metrics[name] = series(Histogram, name, meaning, buckets=list(buckets))
+        for name, meaning in GAUGES.items():  # with several API server processes the latest value counts
+            self._metrics[name] = series(Gauge, name, meaning, multiprocess_mode="mostrecent")
+        self._children: dict[tuple[str, int, str], list[Any]] = {}
+        self._logged: set[str] = set()
         for name in BEFOREHAND:
             for engine in per_engine_labelvalues:
                 for kind in KINDS.get(name, ("",)):
-                    self._child(name, engine, kind)
+                    self._of(name, engine, kind)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, kinds in by_name(transfer_stats_data).items():
             for kind, value in kinds.items():
-                child = self._child(name, engine_idx, kind)
-                if child is None:
-                    continue  # of an engine that is younger than this server
                 try:
-                    self._show(child, name, value)
-                except Exception:  # it would end the task that reads the engines' outputs, and the server with it
-                    if name not in self._said:
-                        self._said.add(name)
-                        logger.exception("kvtier: the metric %s cannot be shown (said once)", name)
+                    for child in self._of(name, engine_idx, kind):
+                        self._show(child, name, value)
+                except Exception:  # it would end the task that reads the engines' outputs, and the server
+                    if name not in self._logged:
+                        self._logged.add(name)
+                        logger.exception("kvtier: stats: metric %s could not be updated (logged once)", name)
 
     @staticmethod
     def _show(child: Any, name: str, value: float | list[float]) -> None:
@@ -144,11 +150,10 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         else:
             child.inc(value)
 
-    def _child(self, name: str, engine: int, kind: str) -> Any | None:
-        """Looked up once: ``labels`` costs more than what it finds."""
+    def _of(self, name: str, engine: int, kind: str) -> list[Any]:
+        """The series of a metric, cached because ``labels`` is slow; none of a name that only a newer engine has."""
         key = name, engine, kind
         if key not in self._children:
-            metric = self._counters.get(name) or self._histograms.get(name) or self._gauges.get(name)
             labels = *self.per_engine_labelvalues[engine], kind
-            self._children[key] = metric.labels(*labels) if metric is not None else None
+            self._children[key] = [metric.labels(*labels) for metric in self._metrics.get(name, ())]
         return self._children[key]

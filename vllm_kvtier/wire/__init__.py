@@ -1,1 +1,1 @@
-"""Messages, sockets and authentication shared by the scheduler half, the worker half and the proxy."""
+"""Messages, sockets and authentication shared by the scheduler side, the worker side, the store and the proxy."""

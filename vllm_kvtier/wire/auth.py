@@ -1,14 +1,15 @@
-"""Who may talk to an engine's endpoint.
+"""The cluster key: authentication and encryption of connections between nodes.
 
-Without a cluster key the endpoint listens on loopback only, in plain. With one, every connection is CurveZMQ:
-the key file holds one Curve25519 secret (Z85, 40 characters, mode 0600); all engines and proxies of a cluster
-share it, use it as their own long-term key, and accept only peers that prove possession of it.
+Without a cluster key an endpoint listens on loopback only, unencrypted. With one, every connection is CurveZMQ.
+The key file holds one Curve25519 secret (Z85, 40 characters, mode 0600). All engines and proxies of a cluster share
+it, use it as their own long-term key, and accept only peers that prove possession of it.
 """
 
 import ipaddress
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -45,8 +46,7 @@ class ClusterKey:
             mode, text = file.stat().st_mode, file.read_bytes().strip()
         except OSError as error:
             raise ConfigError(
-                f"cluster_key_file {path}: {error.strerror}; make one with "
-                "`python -m vllm_kvtier.wire.auth FILE`"
+                f"cluster_key_file {path}: {error.strerror}; make one with `python -m vllm_kvtier.wire.auth FILE`"
             ) from error
         if stat.S_IMODE(mode) & 0o077:
             raise ConfigError(f"cluster_key_file {path} is readable by others; run `chmod 600 {path}`")
@@ -67,10 +67,10 @@ class ClusterKey:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secret + b"\n")
 
-    def secure_client(self, socket: zmq.Socket) -> None:
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
         socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = self._secret, self.public, self.public
 
-    def secure_server(self, socket: zmq.Socket) -> ThreadAuthenticator:
+    def secure_server(self, socket: zmq.Socket[bytes]) -> ThreadAuthenticator:
         """Accept only holders of the key. The returned authenticator must be stopped before the context ends."""
         public = self.public
 
@@ -80,7 +80,7 @@ class ClusterKey:
 
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
-        # By the socket's own domain: "*" is only the name of the domain of sockets without one.
+        # Needs the socket's own domain: "*" matches only sockets without a domain.
         authenticator.configure_curve_callback("kvtier", SameKey())
         socket.curve_secretkey, socket.curve_publickey, socket.curve_server = self._secret, self.public, True
         socket.zap_domain = b"kvtier"

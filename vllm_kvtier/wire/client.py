@@ -1,4 +1,4 @@
-"""An asynchronous client of engines' endpoints, for whoever is not an engine: the proxy, tools, tests.
+"""An asynchronous client of engines' endpoints, for processes that are no engines: the proxy, tools, tests.
 
     async with AsyncEndpointClient() as client:
         holding = await client.query("127.0.0.1", 5601, token_ids)
@@ -6,6 +6,7 @@
 
 import asyncio
 import itertools
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -14,6 +15,9 @@ import zmq.asyncio
 from vllm_kvtier.errors import PeerRefused
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+
+Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
+Answer = TypeVar("Answer", m.PrefixLengths, m.Inspection, m.PinResult, m.Explanation, m.Identity)
 
 
 class AsyncEndpointClient:
@@ -29,7 +33,7 @@ class AsyncEndpointClient:
     async def __aenter__(self) -> "AsyncEndpointClient":
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -38,37 +42,37 @@ class AsyncEndpointClient:
         self._context.term()
 
     async def release(self, host: str, port: int, export: str) -> None:
-        """Tell an engine that nobody will fetch this export. Best effort: its own time limit is the backstop.
+        """Tell an engine that no decode engine will pull this export. Best effort: the export expires anyway.
 
-        Raises TimeoutError if the message could not even be handed to a connection.
+        Raises TimeoutError if no connection accepts the message in time.
         """
         socket = self._socket((host, port))
-        await asyncio.wait_for(socket.send(m.encode(m.Drop(export))), self._timeout)
+        await asyncio.wait_for(socket.send(m.encode(m.ReleaseExport(export))), self._timeout)
 
-    async def query(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.Holding:
-        """What the engine holds for a prompt of these token ids; it computes nothing.
+    async def query(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.PrefixLengths:
+        """The prefix lengths that the engine holds for a prompt of these token ids. The engine computes nothing.
 
         Raises PeerRefused with the engine's reason, or TimeoutError if it does not answer in time.
         """
         query = m.Query(next(self._ids), tokens, cache_salt)
-        return await self._exchange((host, port), query, m.Holding)
+        return await self._exchange((host, port), query, m.PrefixLengths)
 
     async def inspect(self, host: str, port: int) -> m.Inspection:
-        """Counts of what the engine holds and lends right now. Raises as ``query`` does."""
+        """Counts of what the engine holds and leases to others now. Raises as ``query`` does."""
         return await self._exchange((host, port), m.Inspect(next(self._ids)), m.Inspection)
 
     async def keep(
         self, host: str, port: int, tokens: list[int], cache_salt: str = "", pinned: bool = True
-    ) -> m.Kept:
-        """Pin or unpin what the engine's node store has of this prompt. Raises as ``query`` does."""
-        question = m.Keep(next(self._ids), tokens, cache_salt, pinned)
-        return await self._exchange((host, port), question, m.Kept)
+    ) -> m.PinResult:
+        """Pin or unpin the blocks of this prompt in the engine's node store. Raises as ``query`` does."""
+        question = m.PinPrompt(next(self._ids), tokens, cache_salt, pinned)
+        return await self._exchange((host, port), question, m.PinResult)
 
-    async def warm(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.Kept:
-        """Have the engine's node store bring up what it has of a prompt that will come. Raises as ``query`` does."""
-        return await self._exchange((host, port), m.Warm(next(self._ids), tokens, cache_salt), m.Kept)
+    async def warm(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.PinResult:
+        """Have the engine's node store promote the blocks of a prompt that will come. Raises as ``query`` does."""
+        return await self._exchange((host, port), m.Warm(next(self._ids), tokens, cache_salt), m.PinResult)
 
-    async def _exchange(self, address: tuple[str, int], question: m.EngineMessage, kind: type):
+    async def _exchange(self, address: tuple[str, int], question: Question, kind: type[Answer]) -> Answer:
         async with self._locks.setdefault(address, asyncio.Lock()):
             try:
                 return await asyncio.wait_for(self._ask(address, question, kind), self._timeout)
@@ -76,14 +80,14 @@ class AsyncEndpointClient:
                 self._drop(address)
                 raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
 
-    async def _ask(self, address: tuple[str, int], question: m.EngineMessage, kind: type):
+    async def _ask(self, address: tuple[str, int], question: Question, kind: type[Answer]) -> Answer:
         socket = self._socket(address)
         await socket.send(m.encode(question))
         while True:
             answer = m.decode_engine(await socket.recv())
             if isinstance(answer, kind) and answer.question == question.question:
                 return answer  # others are late answers to questions that timed out
-            if isinstance(answer, m.Refused):
+            if isinstance(answer, m.LeaseRefused):
                 raise PeerRefused(f"{address[0]}:{address[1]} refused: {answer.reason}")
 
     def _socket(self, address: tuple[str, int]) -> zmq.asyncio.Socket:

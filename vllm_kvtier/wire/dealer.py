@@ -1,11 +1,12 @@
-"""A DEALER with one connection, which tells when that ends or cannot be made. On a Reactor's thread only.
+"""A DEALER socket with one connection that reports when the connection ends or fails. On a Reactor's thread only.
 
-ZMQ says it on a socket's monitor, as soon as the kernel knows: a process that ended, a port that nobody listens on, a
-name that cannot be resolved. Of a machine that is gone, or a firewall that drops what is sent, nobody says anything.
+ZMQ reports it on the socket's monitor as soon as the kernel knows: the process ended, the port is closed, the name does
+not resolve. A machine that lost power, or a firewall that drops packets, is not reported.
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
@@ -13,73 +14,76 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor, drain
 
-logger = get_logger("vllm.kvtier.peers")
+logger = get_logger("vllm.kvtier.dealer")
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# The first does not come for a connection that was never made; the second not after an error of protocol: then ZMQ
-# does not try again.
+# DISCONNECTED needs a connection that was made. CONNECT_RETRIED does not follow a protocol error, which ZMQ never
+# retries.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | _LOST
-_EVERYTHING = 1 << 16  # messages; more than ZMQ keeps for a socket
+_MAX_QUEUED = 1 << 16  # messages; more than ZMQ keeps for a socket
+
+
+@dataclass(frozen=True)
+class SocketEvents:
+    """``on_message(frames)`` gets each message. ``on_lost(why)`` is called whenever the connection ends, after all
+    earlier messages, and whenever a connection attempt fails. ``on_found()`` is called when the connection is made."""
+
+    on_message: Callable[[list[bytes]], None]
+    on_lost: Callable[[str], None]
+    on_found: Callable[[], None]
 
 
 class Dealer:
-    """``on_message(frames)`` gets each message. ``on_lost(why)`` is called, after all that came before, whenever the
-    connection ends and whenever an attempt to make it fails; ``on_found()`` when it stands.
+    """``endpoint``: "tcp://host:port", an IPv6 address in brackets.
 
-    Until ``close``, ZMQ goes on trying, under the same identity; what was sent meanwhile then goes out. ``close`` drops
-    what has not gone out. Raises zmq.ZMQError or ValueError if the address is none, or sockets have run out.
+    Until ``close``, ZMQ reconnects under the same identity and then sends the queued messages. ``close`` drops queued
+    messages. Raises zmq.ZMQError or ValueError if the endpoint is invalid or no socket is left.
     """
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        address: tuple[str, int],
-        key: ClusterKey | None,
-        max_message: int,
-        on_message: Callable[[list[bytes]], None],
-        on_lost: Callable[[str], None],
-        on_found: Callable[[], None],
-    ):
-        self._reactor, self._address = reactor, address
-        self._on_message, self._on_lost, self._on_found = on_message, on_lost, on_found
-        self._stands = False
-        self._failed = ""  # how the last handshake of ZMQ's went wrong
+    def __init__(self, reactor: Reactor, endpoint: str, key: ClusterKey | None, max_message: int, events: SocketEvents):
+        self._reactor, self._endpoint, self._events = reactor, endpoint, events
+        self._connected = False
+        self._handshake_error = ""  # of ZMQ's last handshake
         self._socket = reactor.context.socket(zmq.DEALER)
         try:
             self._socket.setsockopt(zmq.LINGER, 200)
             self._socket.setsockopt(zmq.IDENTITY, os.urandom(16))
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_message)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if key is not None:
                 key.secure_client(self._socket)
-            reactor.add_socket(self._socket, lambda: drain(self._socket, on_message))
-            reactor.add_monitor(self._socket, _EVENTS, self._heard)
-            self._socket.connect(f"tcp://{address[0]}:{address[1]}")
+            reactor.add_socket(self._socket, lambda: drain(self._socket, events.on_message))
+            reactor.add_monitor(self._socket, _EVENTS, self._on_event)
+            self._socket.connect(endpoint)
         except (zmq.ZMQError, ValueError):  # ValueError: a host that cannot be encoded
             reactor.remove_socket(self._socket)
             raise
 
     def send(self, frame: bytes) -> None:
-        """Now or when the connection stands; not at all once ZMQ keeps as many (1000) as it will."""
+        """Send now or once connected. Dropped if ZMQ's queue (1000 messages) is full."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.debug("kvtier: message to %s not sent: %s", self._address, error)
+            logger.debug("kvtier: message to %s not sent: %s", self._endpoint, error)
 
     def close(self) -> None:
         """Idempotent."""
         self._reactor.remove_socket(self._socket)
 
-    def _heard(self, event: int) -> None:
+    def _on_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._stands, self._failed = True, ""
-            self._on_found()
+            self._connected, self._handshake_error = True, ""
+            self._events.on_found()
         elif event & _FAILED:
-            self._failed = "it broke off the handshake: is an engine there, and has it the same cluster_key_file?"
+            self._handshake_error = (
+                "the handshake failed: check that an engine listens there and has the same cluster_key_file"
+            )
         elif event & _LOST:
-            why = self._failed or ("the connection was closed" if self._stands else "no connection can be made")
-            self._stands = False
-            drain(self._socket, self._on_message, _EVERYTHING)
-            if not self._socket.closed:  # by what was said last
-                self._on_lost(why)
+            ended = "the connection was closed" if self._connected else "no connection can be made"
+            why = self._handshake_error or ended
+            self._connected = False
+            drain(self._socket, self._events.on_message, _MAX_QUEUED)
+            if not self._socket.closed:  # the last message may have closed it
+                self._events.on_lost(why)

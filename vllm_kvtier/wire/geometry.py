@@ -1,16 +1,16 @@
-"""How a KV cache lies in memory, in words that two engines can compare: no vLLM, no torch here.
+"""The layout of a KV cache in memory, in a form that two engines can compare. Imports neither vLLM nor torch.
 
 A worker sends its :class:`GroupView` (addresses and strides) and :class:`CacheGeometry` (what must be equal) at
-the handshake; ``worker.views`` makes both from the engine's tensors.
+the handshake; ``worker.cache_view`` makes both from the engine's tensors.
 """
 
 import msgspec
 
 
 class Field(msgspec.Struct, frozen=True):
-    """Numbers of one meaning in the cells of a region, ``count`` of them for each token and head.
+    """Numbers of one meaning in the cells of a region: ``count`` of them for each token and head.
 
-    ``name`` is "k" or "v" (attention), "latent" or "rope" (MLA): what a codec chooses its format by.
+    ``name`` is "k" or "v" (attention), "latent" or "rope" (MLA). A codec chooses its format by it.
     """
 
     name: str
@@ -18,22 +18,21 @@ class Field(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Pages of one layer, or of a part of it; all addresses and strides are in bytes.
+    """Pages of one layer or of a part of it. All addresses and strides are in bytes.
 
     Block ``b``'s page starts at ``base + b * block_stride``. Its logical byte ``(o, t, i)`` is at
     ``o * outer_stride + t * token_stride + i`` from there, ``0 <= o < outer``, ``0 <= t < tokens``,
     ``0 <= i < inner``.
 
-    ``outer`` counts what is separate from the tokens (KV heads). ``tokens`` counts *cells*: a cell holds
-    ``cell_tokens`` tokens (1, unless the backend compresses tokens into states or packs the tokens of a
-    page in an order of its own, which is then one opaque cell). Cell ``t`` begins with the block's token
-    ``first_token + t * cell_tokens``. ``packing`` names how bytes lie within a cell; regions of two
-    engines hold the same thing only where it is equal. Strides of dimensions of size one are 0.
+    ``outer`` counts the dimension outside the tokens (KV heads). ``tokens`` counts *cells*: a cell holds
+    ``cell_tokens`` tokens. That is 1, unless the backend compresses tokens into states, or packs the tokens of a
+    page in its own order (then the page is one opaque cell). Cell ``t`` begins with the block's token
+    ``first_token + t * cell_tokens``. ``packing`` names the byte order within a cell; regions of two engines are
+    interchangeable only if it is equal. Strides of dimensions of size one are 0.
 
-    ``fields`` says what the numbers of a cell mean, in their logical order: for cells of one token, where each
-    field's numbers lie together, one field after another; for cells of several, field by field the numbers of all
-    tokens, [token, count], and ``CacheView.arrangements`` says where each of them really lies. Together they fill
-    the cell. () where the meaning is not known: such a region can only be kept byte for byte.
+    ``fields`` lists the meaning of a cell's numbers in logical order; together they fill the cell. In a cell of one
+    token the fields follow one another. In a cell of several tokens each field holds [token, count] numbers, and
+    ``CacheView.arrangements`` maps them to memory. (): the meaning is unknown, and the region is stored byte for byte.
     """
 
     layer: str
@@ -57,12 +56,12 @@ class Region(msgspec.Struct, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block that this region holds something of."""
+        """Tokens of a block that this region covers."""
         return self.tokens * self.cell_tokens
 
     @property
     def order(self) -> str:
-        """Which dimension is outermost in memory: "outer", "token", or "any" where only one exists."""
+        """Outermost dimension in memory: "outer", "token", or "any" if there is only one."""
         if self.outer == 1 or self.tokens == 1:
             return "any"
         return "outer" if self.outer_stride > self.token_stride else "token"
@@ -76,10 +75,9 @@ class Region(msgspec.Struct, frozen=True):
 class GroupView(msgspec.Struct, frozen=True):
     """One KV cache group: the layers that share a block table.
 
-    ``kind`` is "full", "sliding", "mla", "sliding_mla" or "chunked"; ``window`` is the sliding window or
-    attention chunk in tokens, None for full attention. ``regions`` are in the order in which checksums
-    and transfers count them. ``blocks`` ids of any group index the same pool (hybrid groups may alias
-    the same bytes; a block belongs to one group at a time).
+    ``kind`` is "full", "sliding", "mla", "sliding_mla" or "chunked". ``window`` is the sliding window or attention
+    chunk in tokens, None for full attention. Checksums and transfers count ``regions`` in this order. Block ids of
+    all groups index the same pool: hybrid groups may alias the same bytes, but a block belongs to one group at a time.
     """
 
     group: int
@@ -95,9 +93,9 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class RegionGeometry(msgspec.Struct, frozen=True):
-    """What two engines must share of a :class:`Region` to copy pages: everything but addresses and gaps.
+    """The properties of a :class:`Region` that must be equal to copy pages: all but addresses and gaps.
 
-    Not the fields: bytes that are copied as they lie mean the same wherever dtype, packing and shape do.
+    Fields are left out: if dtype, packing and shape are equal, copied bytes have the same meaning.
     """
 
     layer: str
@@ -119,7 +117,7 @@ class GroupGeometry(msgspec.Struct, frozen=True):
 
 
 class CacheGeometry(msgspec.Struct, frozen=True):
-    """What is sent at the handshake; compare two with :func:`geometry_mismatch`."""
+    """Sent at the handshake; :func:`geometry_mismatch` compares two."""
 
     groups: tuple[GroupGeometry, ...]
     byte_order: str
@@ -129,10 +127,10 @@ _ORDER_WORDS = {"outer": "heads before tokens", "token": "tokens before heads"}
 
 
 def geometry_mismatch(here: CacheGeometry, there: CacheGeometry) -> str | None:
-    """One sentence naming the first difference that forbids copying pages between the two; None if none.
+    """One sentence naming the first difference that forbids copying pages between the two; None if there is none.
 
-    Pages are read as they lie. Gaps between contiguous chunks may differ (descriptors step over them);
-    the order of heads and tokens within a page may not, although the logical shapes are then equal.
+    Pages are copied byte for byte. Gaps between contiguous chunks may differ, because descriptors skip them. The order
+    of heads and tokens within a page must be equal, even where the logical shapes are.
     """
     if here.byte_order != there.byte_order:
         return f"byte order {here.byte_order} here, {there.byte_order} there"
@@ -150,8 +148,8 @@ def geometry_mismatch(here: CacheGeometry, there: CacheGeometry) -> str | None:
         if layers_a != layers_b:
             if len(layers_a) != len(layers_b):
                 return f"{len(layers_a)} layers here, {len(layers_b)} there{where}"
-            x, y = next((x, y) for x, y in zip(layers_a, layers_b, strict=True) if x != y)
-            return f"layer {x} here, {y} in its place there{where}"
+            layer_a, layer_b = next((x, y) for x, y in zip(layers_a, layers_b, strict=True) if x != y)
+            return f"layer {layer_a} here, {layer_b} in its place there{where}"
         if len(a.regions) != len(b.regions):
             return (
                 f"the pages of a layer are split into {len(a.regions)} parts over all layers here, "

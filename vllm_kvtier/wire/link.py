@@ -1,8 +1,8 @@
-"""The local link between an engine's scheduler half and its workers: a Unix socket only this user can open.
+"""The link between an engine's scheduler side and its workers: a Unix socket that only this user can open.
 
-It carries what vLLM's step-bound channels cannot, because it happens between steps or while the engine sleeps:
-a worker is ready, checksums are made, peers are reading. The path follows from the engine's identity, which
-both sides know; it lives in a directory of mode 0700.
+It carries events that happen between steps or while the engine sleeps, when vLLM's own channels are silent: a worker is
+ready, checksums are computed, peers are reading. Both sides derive the path from the engine's identity. The socket's
+directory has mode 0700.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor, drain
 
 MAX_SOCKET_PATH = 107
-_PRESENT = b""  # what each end says first
+_PRESENT = b""  # the first message of each side
 
 
 def link_path(engine_id: str, instance_id: str) -> str:
-    """Raises KVTierError if the directory is not ours alone."""
+    """Raises KVTierError if other users can access the directory."""
     return private_path(f"{engine_id}|{instance_id}")
 
 
 def private_path(identity: str, suffix: str = ".sock") -> str:
-    """Of a socket that only this user can open. Raises KVTierError if the directory is not ours alone."""
+    """Path of a socket that only this user can open. Raises KVTierError if other users can access the directory."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    # Containers often name a runtime directory that nobody made.
+    # Containers often name a runtime directory that does not exist.
     folder = Path(runtime if os.path.isdir(runtime) else tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise KVTierError(f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it")
-    # Short, because a Unix socket path holds little: the identity is hashed.
+    # A Unix socket path is short: the identity is hashed.
     path = str(folder / f"{hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()}{suffix}")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise KVTierError(
@@ -47,20 +47,19 @@ def private_path(identity: str, suffix: str = ".sock") -> str:
     return path
 
 
-def _unbounded(socket: zmq.Socket) -> None:
-    """No message may be dropped, as ZMQ does with those beyond a thousand: somebody waits for each. What is under way
-    is bounded by what both ends have to do with each other."""
+def _unbounded(socket: zmq.Socket[bytes]) -> None:
+    """Remove ZMQ's limit of 1000 queued messages: a dropped message would leave its receiver waiting. The jobs in
+    flight bound the queue."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
 class LinkServer:
-    """The scheduler half's side: hears every worker, tells all of them."""
+    """The scheduler side: receives from every worker, sends to all of them."""
 
     def __init__(self, reactor: Reactor, path: str, on_message: Callable[[m.LinkMessage], None]):
         self._on_message = on_message
         self._workers: set[bytes] = set()
-        self._path = path
         Path(path).unlink(missing_ok=True)
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -69,7 +68,7 @@ class LinkServer:
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
         reactor.on_stop(lambda: Path(path).unlink(missing_ok=True))
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         frame = m.encode(message)
         for worker in self._workers:
             self._socket.send_multipart([worker, frame], zmq.NOBLOCK)
@@ -83,8 +82,8 @@ class LinkServer:
 
 
 class LinkClient:
-    """A worker's side; messages sent before the scheduler half listens are delivered when it does. ``on_met`` is
-    called when it is there."""
+    """The worker side. Messages sent before the scheduler side listens are delivered once it does; ``on_met`` is
+    called then."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class LinkClient:
         self._socket.send(_PRESENT)
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         self._socket.send(m.encode(message))
 
     def _receive(self, frames: list[bytes]) -> None:

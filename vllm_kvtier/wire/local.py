@@ -1,11 +1,11 @@
-"""Engines of one node talk over Unix sockets in this user's runtime directory, not through TCP.
+"""Unix sockets between engines of one node, in this user's runtime directory.
 
-Others' steps wait for the answer of an engine that is asked for its blocks, and that is at work: its thread launches a
-step in Python, and whoever else wants the interpreter waits for it. Over a socket of our own the answer comes in two
-thirds of the time (``benchmarks/asks.py``). And the kernel ends these connections when a process ends, however it does.
+A lease request competes for the interpreter lock of the engine that answers it, while that engine launches a step. Over
+these sockets the answer takes two thirds of the time that it takes over ZMQ and TCP (``benchmarks/asks.py``). The
+kernel closes the connection whenever either process ends.
 
-The directory is mode 0700, as for the link between an engine's halves: who can connect is this user, and could read the
-engines' memory as well. An engine in another container has another directory, and is reached over TCP.
+The directory has mode 0700: only this user can connect, and this user could read the engines' memory anyway. An engine
+in another container has another directory and is reached over TCP.
 """
 
 import contextlib
@@ -15,28 +15,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.dealer import SocketEvents
 from vllm_kvtier.wire.link import private_path
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.stream import Stream, accept
+from vllm_kvtier.wire.stream import Stream, StreamLimits, accept
 
-QUEUE = 128  # connections that may wait to be accepted
-MOST = 512  # connections: a node has fewer engines
-BACKLOG = 4  # longest messages that may wait for who does not read just now
-_SUFFIX = ".near"
+MAX_WAITING = 128  # connections that may wait to be accepted
+MAX_CONNECTIONS = 512  # a node has fewer engines
+_SUFFIX = ".peer"
+_SWEPT = (_SUFFIX, ".near")  # the second: of the release before
 
 
 def local_path(instance: str) -> str:
-    """Raises KVTierError if the directory is not ours alone."""
+    """Raises KVTierError if other users can access the directory."""
     return private_path(instance, suffix=_SUFFIX)
 
 
 def _listen(path: str) -> socket.socket:
-    """It appears there when it listens: before, an engine that sweeps would take it for one that was left."""
+    """Listen, then link the socket to ``path``: ``sweep`` of another engine would remove one that does not listen."""
     listener, new = _socket(), str(Path(path).with_suffix(".new"))
     try:
         listener.bind(new)
         try:
-            listener.listen(QUEUE)
+            listener.listen(MAX_WAITING)
             os.link(new, path)
         finally:
             os.unlink(new)
@@ -50,11 +51,15 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
-class LocalServer:
-    """Where ``instance`` listens for engines of this node. ``on_message(identity, frame)`` gets each message, and
-    ``on_gone(identity)`` is told when its connection has ended. On the Reactor's thread, or before it starts.
+def _limits(max_message: int) -> StreamLimits:
+    return StreamLimits(max_message, backlog=4 * max_message)
 
-    Raises KVTierError or OSError if nobody could be heard here.
+
+class LocalServer:
+    """The socket on which ``instance`` listens for engines of this node. ``on_message(identity, frame)`` gets each
+    message; ``on_gone(identity)`` is called when a connection has ended. On the Reactor's thread, or before it starts.
+
+    Raises KVTierError or OSError if it cannot listen.
     """
 
     def __init__(
@@ -75,17 +80,17 @@ class LocalServer:
         reactor.on_stop(self.close)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """False if that is no connection of ours."""
+        """False if there is no such connection."""
         stream = self._streams.get(identity)
         if stream is not None:
             stream.send(frame)
         return stream is not None
 
     def drop(self, identity: bytes) -> None:
-        """End that connection, if it is one of ours."""
+        """Close this connection, if it exists."""
         stream = self._streams.get(identity)
         if stream is not None:
-            stream.close("for what it sent")
+            stream.close("malformed message")
 
     def close(self) -> None:
         """Idempotent."""
@@ -103,15 +108,15 @@ class LocalServer:
             self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:
-        if len(self._streams) >= MOST:
+        if len(self._streams) >= MAX_CONNECTIONS:
             sock.close()
             return
-        identity = os.urandom(16)  # nobody who chooses one of ZMQ's can guess it
+        identity = os.urandom(16)  # random, so that no ZMQ peer can choose the same
         self._streams[identity] = Stream(
             self._reactor, sock,
             on_frame=lambda frame: self._on_message(identity, frame),
             on_close=lambda reason: self._gone(identity),
-            max_frame=self._max_message, backlog=BACKLOG * self._max_message,
+            limits=_limits(self._max_message),
         )  # fmt: skip
 
     def _gone(self, identity: bytes) -> None:
@@ -120,20 +125,13 @@ class LocalServer:
 
 
 class LocalDealer:
-    """The other end; see ``dealer.Dealer``, but for this: who is gone does not come back, so it is not tried again.
+    """The client side. As ``Dealer``, but it never reconnects: an instance that ended does not come back.
 
-    Raises KVTierError or OSError if nobody listens there.
+    Raises KVTierError or OSError if the instance does not listen.
     """
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        instance: str,
-        max_message: int,
-        on_message: Callable[[list[bytes]], None],
-        on_lost: Callable[[str], None],
-    ):
-        self._on_lost: Callable[[str], None] | None = on_lost
+    def __init__(self, reactor: Reactor, instance: str, max_message: int, events: SocketEvents):
+        self._on_lost: Callable[[str], None] | None = events.on_lost
         sock = _socket()
         try:
             sock.connect(local_path(instance))
@@ -141,9 +139,8 @@ class LocalDealer:
             sock.close()
             raise
         self._stream = Stream(
-            reactor, sock, on_frame=lambda frame: on_message([frame]), on_close=self._ended, max_frame=max_message,
-            backlog=BACKLOG * max_message,
-        )  # fmt: skip
+            reactor, sock, lambda frame: events.on_message([frame]), self._ended, _limits(max_message)
+        )
 
     def send(self, frame: bytes) -> None:
         self._stream.send(frame)
@@ -159,8 +156,8 @@ class LocalDealer:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what engines left there that were killed."""
-    for path in filter(Path.is_socket, folder.glob(f"*{_SUFFIX}")):
+    """Remove the sockets of engines that were killed."""
+    for path in [path for suffix in _SWEPT for path in folder.glob(f"*{suffix}") if path.is_socket()]:
         with _socket() as sock, contextlib.suppress(FileNotFoundError, BlockingIOError, PermissionError):
             try:
                 sock.connect(str(path))

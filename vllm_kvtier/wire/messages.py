@@ -1,29 +1,32 @@
-"""Typed messages between engines, and between an engine's scheduler half and its workers.
+"""Typed messages between engines, and between an engine's scheduler side and its workers.
 
-One msgpack message a ZMQ frame. ``decode_*`` raise ``msgspec.DecodeError`` on anything that is not one of
-these structs within these bounds; the receiver then drops the sender. No message carries an absolute time:
-clocks of two processes never agree, so every deadline travels as a number of seconds from "now".
+One msgpack message per ZMQ frame. ``decode_*`` raise ``msgspec.DecodeError`` for a message that is none of these
+structs or exceeds their bounds; the receiver then disconnects the sender. A deadline travels as seconds from "now",
+because the clocks of two processes differ.
 """
 
 from typing import Annotated
 
 import msgspec
 
+from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
-PROTOCOL = 2
-MAX_MESSAGE = 64 << 20  # bytes; a 1M-token chain of 16-token blocks is 4 MiB of hashes
+PROTOCOL = 4
+MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 take 4 MiB
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
-Chain = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
+BlockHashes = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
+Tokens = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """All that makes two engines' blocks interchangeable; compared field by field so that a refusal has a reason."""
+    """The properties that make two engines' blocks interchangeable. Compared field by field, so that a refusal names
+    the difference."""
 
     model: Name  # digest of configuration and weights
     cache_dtype: Name
@@ -32,16 +35,16 @@ class Namespace(msgspec.Struct, frozen=True):
     hash_block_tokens: Count
     tensor_parallel: Count
     pipeline_parallel: Count
-    codecs: Name = ""  # that this engine's KV may have gone through, in words; "": none that loses anything
-    adapters: Name = ""  # how it applies LoRA adapters, where that is not as their files and vLLM's defaults say
-    options: Name = ""  # of the engine, that change KV and are not at vLLM's defaults
+    codecs: Name = ""  # lossy codecs that this engine's KV may have passed, as text; "": none
+    adapters: Name = ""  # options for LoRA adapters that differ from vLLM's defaults and the adapters' files
+    options: Name = ""  # engine options that change KV and differ from vLLM's defaults
 
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
 
-        Not in how heads and layers are spread over ranks: who can read only from the same rank compares those.
+        Leaves out how heads and layers are distributed over ranks: readers that need equal ranks compare that.
         """
-        words = {
+        texts = {
             "model": "the model's configuration or weights",
             "cache_dtype": "the KV cache dtype",
             "hash_algorithm": "the prefix-cache hash algorithm",
@@ -51,21 +54,21 @@ class Namespace(msgspec.Struct, frozen=True):
             "adapters": "how LoRA adapters are applied (lora_dtype, target_modules and the like)",
             "options": "an engine option that changes KV",
         }
-        for field, text in words.items():
+        for field, text in texts.items():
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{text} differs: {mine or 'nothing'} here, {theirs or 'nothing'} there"
         return None
 
     def content(self) -> "Namespace":
-        """Without what only says how it is spread over ranks: blocks of one content have one key everywhere."""
+        """This namespace without the distribution over ranks, so that equal content has equal keys."""
         return msgspec.structs.replace(self, tensor_parallel=0, pipeline_parallel=0)
 
 
 class HeadRange(msgspec.Struct, frozen=True):
-    """Which KV heads of a group a rank holds: outer index ``o`` of its regions is head ``first + o`` of ``of``.
+    """The KV heads of a group on a rank: outer index ``o`` of its regions is head ``first + o`` of ``of``.
 
-    MLA's latent is 0 of 1 on every rank. ``of`` 0: nobody knows; then only ranks that say the same fit each other.
+    MLA's latent is 0 of 1 on every rank. ``of`` 0: unknown; then only ranks with an equal HeadRange match.
     """
 
     first: Count
@@ -73,7 +76,7 @@ class HeadRange(msgspec.Struct, frozen=True):
 
 
 class SharedSpan(msgspec.Struct, frozen=True):
-    """An allocation that others of this node may map or read. ``handle``: its CUDA IPC handle, b"" on a CPU."""
+    """An allocation that other engines of this node may map or read. ``handle``: CUDA IPC handle, b"" on a CPU."""
 
     base: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
@@ -81,10 +84,10 @@ class SharedSpan(msgspec.Struct, frozen=True):
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """Whose memory a rank's pages and its table of checksums are in, for readers on the same node.
+    """The process whose memory holds a rank's pages and checksum table, for readers on the same node.
 
-    ``node``: of this boot and this pid namespace; ``started``: the process's start time, in clock ticks since boot,
-    by which a pid that was given to another process is found. ``device``: UUID of the GPU, "" on a CPU.
+    ``node``: identifies the boot and the pid namespace. ``started``: the process's start time, in clock ticks since
+    boot, which reveals a reused pid. ``device``: UUID of the GPU, "" on a CPU.
     """
 
     node: Name
@@ -95,8 +98,8 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer's worker needs to read this worker's pages: by NIXL if ``agent`` is not "", and from another process
-    of the same node if ``shared`` is there. ``heads``: by group."""
+    """Access to a worker's pages for a peer's worker: by NIXL if ``agent`` is not "", and from another process of the
+    same node if ``shared`` is set. ``heads``: by group."""
 
     rank: Count
     agent: Name
@@ -106,7 +109,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     num_blocks: Count
     groups: tuple[GroupView, ...]
     geometry: CacheGeometry
-    sums_base: Annotated[int, msgspec.Meta(ge=0)]  # address of int64[num_blocks], in the same kind of memory
+    checksum_table_addr: Annotated[int, msgspec.Meta(ge=0)]  # address of int64[num_blocks], in the same kind of memory
     heads: tuple[HeadRange, ...] = ()
     shared: Shared | None = None  # its spans cover the pages and the table of checksums
 
@@ -128,29 +131,29 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ranks: list[RankInfo]
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Lease blocks, by export id (with the digest of the asker's own chain) or by a chain of block hashes.
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
+    """Lease blocks by export id (with the digest of the requester's own prefix) or by block hashes.
 
-    ``chain`` holds the asker's hashes at ``hash_block_tokens`` granularity from token 0; the answer covers the
-    longest prefix of it that is still exported, from token ``start`` on.
+    ``block_hashes`` holds one hash per ``hash_block_tokens`` tokens, from token 0. The lease covers their longest
+    exported prefix, from token ``start`` on.
     """
 
     ask: Count
-    instance: Name  # the source instance the asker shook hands with
-    start: Count  # first token wanted; what lies before it the asker has
-    chain: Chain
-    variant: bytes = b""  # LoRA adapter fingerprint
+    instance: Name  # the instance that answered the handshake
+    start: Count  # first token wanted
+    block_hashes: BlockHashes
+    lora_fingerprint: bytes = b""
     export: Name = ""
-    digest: bytes = b""  # chain digest of the whole export, tail included
-    reply_host: Name = ""  # the asker's own endpoint, "" if it exports nothing
+    digest: bytes = b""  # prefix digest of the whole export, including the partial block
+    reply_host: Name = ""  # the requester's own endpoint, "" if it exports nothing
     reply_port: Count = 0
-    lend: bool = False  # from the prefix cache as it is, exported or not
-    mapped: bool = False  # the asker copies from our mapped memory: NIXL is not needed
-    patience: Seconds = 86400.0  # that the asker would wait for checksums which a step has still to make
+    lend: bool = False  # from the prefix cache, exported or not
+    mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
+    wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
 
 
-class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """``blocks[g]`` are the source's block ids of group g from token ``start`` to ``tokens``; 0 where it keeps none."""
+class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
+    """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached."""
 
     ask: Count
     lease: Count
@@ -160,8 +163,8 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     expires_in: Seconds
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """``code``: namespace | instance | unknown | stale | digest | nothing | not_ready | busy | malformed."""
+class LeaseRefused(msgspec.Struct, frozen=True, tag="lease_refused"):
+    """``code``: namespace | starting | instance | malformed, or a value of ``scheduler.leases.exports.Refusal``."""
 
     ask: Count
     code: Name
@@ -169,32 +172,36 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """End a lease. ``done``: the asker needs this export no more, so a hand-off may be freed."""
+    """End a lease. ``done``: the requester no longer needs this export, so that a hand-off may be freed."""
 
     lease: Count
     done: bool = True
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """The holder of the id gives up an export nobody will ask for (a proxy whose client left)."""
+class ReleaseExport(msgspec.Struct, frozen=True, tag="release_export"):
+    """Free an export that will not be pulled, for example because the proxy's client disconnected."""
 
     export: Name
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Keeps the leases of this connection alive for another ``lease_seconds``."""
+    """Heartbeat: extends the leases of this connection by ``lease_seconds``."""
 
 
-class Query(msgspec.Struct, frozen=True, tag="query"):
-    """What does this engine hold for these prompt tokens? Answered without computing anything."""
+class PromptQuestion(msgspec.Struct, frozen=True):
+    """About the tokens of a prompt. ``question``: repeated in the answer."""
 
     question: Count
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
+    tokens: Tokens
     cache_salt: Name = ""
 
 
-class Holding(msgspec.Struct, frozen=True, tag="holding"):
-    """Answer to Query, in tokens: the longest prefix in each place."""
+class Query(PromptQuestion, frozen=True, tag="query"):
+    """Ask for the cached prefix of these prompt tokens. The engine computes nothing. Answer: PrefixLengths."""
+
+
+class PrefixLengths(msgspec.Struct, frozen=True, tag="prefix_lengths"):
+    """Answer to Query: the longest cached prefix in each tier, in tokens."""
 
     question: Count
     prompt: Count
@@ -203,25 +210,18 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     stored: Count = 0  # in the node store
 
 
-class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """Pin what the node store has of this prompt (or unpin it): pinned blocks are not evicted."""
+class PinPrompt(PromptQuestion, frozen=True, tag="pin_prompt"):
+    """Pin or unpin the blocks of this prompt in the node store; pinned blocks are not evicted. Answer: PinResult."""
 
-    question: Count
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
-    cache_salt: Name = ""
     pinned: bool = True
 
 
-class Warm(msgspec.Struct, frozen=True, tag="warm"):
-    """This prompt will come: what the node store has of it below its memory may come up. Answer: Kept."""
-
-    question: Count
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
-    cache_salt: Name = ""
+class Warm(PromptQuestion, frozen=True, tag="warm"):
+    """Promote the blocks of this prompt from the node store's secondary tiers to memory. Answer: PinResult."""
 
 
-class Kept(msgspec.Struct, frozen=True, tag="kept"):
-    """Answer to Keep: how many blocks changed; to Warm: how many are looked for. ``reason``: why nothing could."""
+class PinResult(msgspec.Struct, frozen=True, tag="pin_result"):
+    """Answer to PinPrompt (number of blocks changed) and Warm (number looked up). ``reason``: why it was impossible."""
 
     question: Count
     blocks: Count
@@ -229,62 +229,59 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
-    """What does this engine hold and lend right now?"""
+    """Ask for counts of cached, exported and leased blocks. Answer: Inspection."""
 
     question: Count
 
 
 class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
-    """Counts; all but the first two are 0 when nothing is under way and nothing is exported."""
+    """Answer to Inspect. All but the pool's counts are 0 while the engine is idle and exports nothing."""
 
     question: Count
     blocks: Count  # of the GPU pool
     free_blocks: Count
     exports: Count
-    leases: Count  # of others, on our blocks
+    leases: Count  # granted to peers
     exported_blocks: Count
-    held_leases: Count  # ours, on others' blocks
-    requests: Count  # followed by the connector
-    violations: Count  # events that the request table does not know: always 0, or a bug
-    copying_blocks: Count = 0  # held while they are copied to the node store
+    held_leases: Count  # on peers' blocks
+    requests: Count  # tracked by the connector
+    violations: Count  # events that the request lifecycle does not allow; more than 0 is a bug
+    copying_blocks: Count = 0  # held during the copy to the node store
     store: Name = ""  # instance of the node store in use, "" without one
 
 
-class Explain(msgspec.Struct, frozen=True, tag="explain"):
-    """What would this engine find of these prompt tokens, where, what would it do with it, and what became of the rest?
-    Nothing is computed, moved or leased. Answer: Explanation."""
+class Explain(PromptQuestion, frozen=True, tag="explain"):
+    """Ask which blocks of these prompt tokens are cached, in which tier, whether they would be loaded, and why the
+    others are gone. The engine computes, moves and leases nothing. Answer: Explanation."""
 
-    question: Count
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=1 << 21)]
-    cache_salt: Name = ""
     adapter: Name = ""  # name of a LoRA adapter, as in requests
 
 
-class Stretch(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a prompt, in a KV cache group: ``place`` and ``fate`` as in the store's Span."""
+class ExplainedSpan(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a prompt in a KV cache group; the other fields are as in the store's Span."""
 
     group: Count
     start: Count
     end: Count
     place: Name
-    fate: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    removal_reason: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     newest: Age = 0.0
     oldest: Age = 0.0
 
 
 class Source(msgspec.Struct, frozen=True):
-    """``tokens``: the longest prefix there; None: not known (it did not answer, or is not to be asked just now)."""
+    """``tokens``: the longest cached prefix; None: unknown (no answer, or unavailable now)."""
 
-    name: Name  # of a tier below the store's memory, or host:port of another engine of the node
+    name: Name  # of a secondary tier, or host:port of another engine of the node
     tokens: Count | None
     state: Name = ""  # of a tier
     reason: Name = ""  # for the state
 
 
-class Weighed(msgspec.Struct, frozen=True):
-    """Whether this engine would load tokens [start, end) from ``source`` ("host": the node store's memory, "gpu":
-    another engine of the node) rather than compute them, and why: a reason of ``scheduler.planner``, "always" where the
-    engine was told to, "below threshold"."""
+class LoadEstimate(msgspec.Struct, frozen=True):
+    """Whether this engine would load tokens [start, end) from ``source`` rather than compute them. ``source``: "host"
+    (the node store's memory) or "peer_gpu" (another engine of the node). ``reason``: of
+    ``scheduler.planner.load_planner``, "policy_always" (``load_policy``), or "below_threshold"."""
 
     source: Name
     start: Count
@@ -296,60 +293,78 @@ class Weighed(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
-    """Answer to Explain, in tokens. ``gpu_cache``, ``exported``, ``stored`` as in Holding. ``problem``: why the engine
-    could not look, or not everywhere; "" if it could."""
+    """Answer to Explain, in tokens. ``gpu_cache``, ``exported``, ``stored`` as in PrefixLengths. ``problem``: why the
+    engine could not check all tiers, "" if it could."""
 
     question: Count
     prompt: Count
-    unit: Count = 0  # tokens a block hash covers
+    hash_block_size: Count = 0  # tokens a block hash covers
     gpu_cache: Count = 0
     exported: Count = 0
     stored: Count = 0
     store: Name = ""  # instance of the node store in use, "" without one
     store_seconds: Age = 0.0  # since it started
-    known_seconds: Age = 0.0  # of what ended there in the last so many seconds it is remembered how
-    stretches: Annotated[list[Stretch], msgspec.Meta(max_length=1 << 12)] = []
+    known_seconds: Age = 0.0  # length of the store's removal history
+    stretches: Annotated[list[ExplainedSpan], msgspec.Meta(max_length=1 << 12)] = []
     tiers: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
     engines: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
-    weighed: Annotated[list[Weighed], msgspec.Meta(max_length=16)] = []
+    weighed: Annotated[list[LoadEstimate], msgspec.Meta(max_length=16)] = []
     pull_threshold: Count = 0
     problem: Name = ""
 
 
-class Identify(msgspec.Struct, frozen=True, tag="identify"):
-    """Who is this engine, in words? Answer: Identified."""
+class GetIdentity(msgspec.Struct, frozen=True, tag="get_identity"):
+    """Ask for the engine's identity, for people. Answer: Identity."""
 
     question: Count
 
 
-class Identified(msgspec.Struct, frozen=True, tag="identified"):
-    """``parts``: (what, in words) of all that its KV depends on beside the tokens: for people, and to say of two
-    engines in what they differ. Engines themselves compare namespaces."""
+class Identity(msgspec.Struct, frozen=True, tag="identity"):
+    """``parts``: (name, text) of each property that determines the KV besides the tokens. It lets people compare two
+    engines; engines themselves compare namespaces."""
 
     question: Count
     parts: Annotated[list[tuple[Name, Name]], msgspec.Meta(max_length=64)]
 
 
 EngineMessage = (
-    Hello | Welcome | Ask | Granted | Refused | Release | Drop | Ping
-    | Query | Holding | Inspect | Inspection | Keep | Warm | Kept | Explain | Explanation | Identify | Identified
+    Hello
+    | Welcome
+    | LeaseRequest
+    | LeaseGranted
+    | LeaseRefused
+    | Release
+    | ReleaseExport
+    | Ping
+    | Query
+    | PrefixLengths
+    | Inspect
+    | Inspection
+    | PinPrompt
+    | Warm
+    | PinResult
+    | Explain
+    | Explanation
+    | GetIdentity
+    | Identity
 )
 
 
-# -- scheduler half and its workers -------------------------------------------------------------------------
+# -- scheduler side and its workers -------------------------------------------------------------------------
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """``wire_codec``: the option as this rank understood it, without "auto"."""
+    """A rank's memory is ready for pulls. ``wire_codec``: the option, with "auto" resolved."""
 
     info: RankInfo
     wire_codec: str | dict[str, str] = "raw"
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):
-    """A rank's pages, as the node store needs to know them; comes before Register, and also where NIXL is missing.
+    """The layout of a rank's pages, for the node store. Sent before Register, also if NIXL is missing.
 
-    ``shards[g]`` names the part of a group's block that this rank holds; ranks with equal bytes name the same one.
+    ``shards[g]``: number of the part of a group's block that this rank holds. Ranks with equal bytes have equal
+    numbers.
     """
 
     rank: Count
@@ -358,9 +373,9 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 
 
 class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
-    """Where the node store is and where in a slot each rank's part lies. ``offsets[rank][g]``: bytes from the slot's
-    beginning. ``writes[rank][g]``: whether this rank writes the part (one of those that hold equal bytes does).
-    ``codecs``: by group, the name of the codec that keeps it."""
+    """The node store's socket and the layout of its slots. ``offsets[rank][g]``: bytes from the slot's beginning to the
+    rank's part. ``writes[rank][g]``: whether this rank writes the part (one of the ranks with equal bytes does).
+    ``codecs``: name of the codec, by group."""
 
     path: str
     offsets: list[list[Count]]
@@ -368,9 +383,9 @@ class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
     codecs: list[str]
 
 
-class FarSetup(msgspec.Struct, frozen=True, tag="far_setup"):
+class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
     """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
-    by group; ``host``: what arrives is to pass through host memory, also where it could go straight to the GPU."""
+    by group; ``host``: stage in host memory even if the GPU could receive directly."""
 
     offsets: list[list[Count]]
     slot_pages: list[Count]
@@ -378,8 +393,8 @@ class FarSetup(msgspec.Struct, frozen=True, tag="far_setup"):
     host: bool
 
 
-class FarLost(msgspec.Struct, frozen=True, tag="far_lost"):
-    """A rank could not read from this life of another node's store."""
+class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):
+    """A rank could not read from this instance of another node's store."""
 
     rank: Count
     instance: Name
@@ -387,8 +402,8 @@ class FarLost(msgspec.Struct, frozen=True, tag="far_lost"):
 
 
 class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
-    """A rank can copy to and from the first ``nbytes`` of the memory of this life of the node store; of "far": it has
-    so much memory of its own for what it reads from other nodes' stores, 0: it cannot (any more)."""
+    """A rank can copy to and from the first ``nbytes`` of the memory of this instance of the node store. If
+    ``instance`` is "far": the size of the rank's staging memory for reads from other nodes' stores, 0: none."""
 
     rank: Count
     instance: Name
@@ -396,7 +411,7 @@ class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
-    """Copy blocks of one group to slots, behind the forward of ``step``. Arrays are little-endian 64-bit integers."""
+    """Copy blocks of one group to slots after the forward pass of ``step``. Arrays are little-endian int64."""
 
     order: Count
     instance: Name
@@ -408,14 +423,13 @@ class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
 
 
 class CancelStores(msgspec.Struct, frozen=True, tag="cancel_stores"):
-    """Of each order copy only so many of its first blocks, unless more have been started."""
+    """Shorten store jobs: (order, number of first blocks to copy). Copies already started are finished."""
 
     orders: list[tuple[Count, Count]]
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Orders that this rank is through with. ``cut``: those that were not copied whole, and how many of their first
-    blocks were."""
+    """Store jobs that ended on this rank. ``cut``: (order, blocks copied) of those that were not copied entirely."""
 
     rank: Count
     done: list[Count]
@@ -425,54 +439,56 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
-    """A worker cannot export or pull (no NIXL backend, undescribable cache); the engine serves without pulls."""
+    """A worker cannot export or pull (no NIXL backend, unsupported layout); the engine serves without pulls."""
 
     rank: Count
     reason: str
 
 
 class Asleep(msgspec.Struct, frozen=True, tag="asleep"):
-    """vLLM takes this rank's KV cache away. When it is back the rank registers again."""
+    """vLLM frees this rank's KV cache for its sleep mode. The rank registers again after waking up."""
 
     rank: Count
 
 
-class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    """All checksums of steps up to ``step`` are in this rank's table."""
+class ChecksumsReady(msgspec.Struct, frozen=True, tag="checksums_ready"):
+    """The checksums of all steps up to ``step`` are in this rank's table."""
 
     rank: Count
     step: Count
 
 
 class Serve(msgspec.Struct, frozen=True, tag="serve"):
-    """Peers read from this engine (or stopped): the worker must drive NIXL's progress meanwhile."""
+    """Whether peers read from this engine: the worker must make NIXL progress meanwhile."""
 
     active: bool
 
 
 LinkMessage = (
-    Register | Described | Unusable | Asleep | Summed | Serve | PoolSetup | PoolReady | StoreBlocks | CancelStores
-    | Stored | FarSetup | FarLost
+    Register
+    | Described
+    | Unusable
+    | Asleep
+    | ChecksumsReady
+    | Serve
+    | PoolSetup
+    | PoolReady
+    | StoreBlocks
+    | CancelStores
+    | Stored
+    | RemoteStoreSetup
+    | RemoteStoreLost
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
-_link_decoder = msgspec.msgpack.Decoder(LinkMessage)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+encode = msgspec.msgpack.Encoder().encode
+_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_link_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 
 
 def decode_engine(frame: bytes) -> EngineMessage:
     if len(frame) > MAX_MESSAGE:
         raise msgspec.DecodeError(f"message of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE}")
-    try:
-        return _engine_decoder.decode(frame)
-    except msgspec.DecodeError:
-        raise
-    except (RecursionError, ValueError, MemoryError) as error:  # msgspec lets these through; ValueError: not UTF-8
-        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
+    return decode(_engine_decoder, frame)
 
 
 def decode_link(frame: bytes) -> LinkMessage:

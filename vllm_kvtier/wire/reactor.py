@@ -1,8 +1,9 @@
-"""One thread that owns sockets and timers, asleep in poll(2) whenever nothing is due.
+"""One thread that owns sockets and timers. It sleeps in poll(2) while nothing is due.
 
-Everything registered here runs on the reactor's thread; other threads only use ``call_soon`` (and ``stop``).
+All callbacks run on the reactor's thread; other threads only use ``call_soon`` and ``stop``.
 """
 
+import functools
 import heapq
 import itertools
 import os
@@ -20,7 +21,7 @@ from vllm_kvtier.logs import get_logger
 logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
-_EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's reader of it would import asyncio
+_EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's own parser imports asyncio
 
 
 class Timer:
@@ -42,17 +43,17 @@ class Reactor:
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()  # or what is written to could be closed, or somebody else's by then
+        self._wake_lock = threading.Lock()  # the descriptor must not be closed, or reused, during a write
         self._wake_closed = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[Any, Callable[[], None]] = {}
-        self._monitors: dict[zmq.Socket, zmq.Socket] = {}  # by the socket whose events are read there
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitored socket -> its monitor
         self._fds: dict[int, Callable[[int], None]] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
-        self.errors = 0  # events dropped because a callback raised; faults that were caught elsewhere
+        self.errors = 0  # events dropped because a callback raised, and errors that were caught elsewhere
         self._on_stop: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -65,7 +66,7 @@ class Reactor:
         """Run ``callback`` on the reactor's thread; after ``stop`` it is silently not run."""
         self._soon.append(callback)
         if threading.current_thread() is self._thread:
-            return  # it looks before it sleeps
+            return  # the loop checks the queue before it sleeps
         with self._wake_lock:
             if not self._wake_closed:
                 os.eventfd_write(self._wake, 1)
@@ -83,21 +84,21 @@ class Reactor:
 
     # -- reactor's thread (or before start) ----------------------------------------------------------------
 
-    def add_socket(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
+    def add_socket(self, socket: zmq.Socket[bytes], on_readable: Callable[[], None]) -> None:
         self._poller.register(socket, zmq.POLLIN)
         self._handlers[socket] = on_readable
 
-    def remove_socket(self, socket: zmq.Socket) -> None:
-        """Unregister and close, its monitor too."""
+    def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Unregister and close the socket and its monitor."""
         self._end_monitor(socket)
         if self._handlers.pop(socket, None) is not None:
             self._poller.unregister(socket)
         socket.close(linger=0)
 
-    def add_monitor(self, socket: zmq.Socket, events: int, on_event: Callable[[int], None]) -> None:
-        """Call ``on_event`` with each of ``events`` (zmq.EVENT_... | ...) of ``socket``, before it is connected and
-        until ``remove_socket``. What had come over a connection that an event says has ended can be received then."""
-        # pyzmq's own name for it is of a descriptor, which a new socket may have before the old one's name is free.
+    def add_monitor(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int], None]) -> None:
+        """Call ``on_event`` with each of ``events`` (zmq.EVENT_... | ...) of ``socket`` until ``remove_socket``. To be
+        called before it is connected. Messages that arrived before a disconnect event can be received in it."""
+        # pyzmq's default address contains a descriptor number, which a new socket may get while the old name is bound.
         address = f"inproc://monitor-{next(self._order)}"
         try:
             monitor = socket.get_monitor_socket(events, address)
@@ -107,26 +108,26 @@ class Reactor:
         self._monitors[socket] = monitor
         self.add_socket(monitor, lambda: drain(monitor, lambda frames: on_event(_EVENT.unpack(frames[0])[0])))
 
-    def _end_monitor(self, socket: zmq.Socket) -> None:
+    def _end_monitor(self, socket: zmq.Socket[bytes]) -> None:
         monitor = self._monitors.pop(socket, None)
         if monitor is not None:
-            socket.disable_monitor()  # before nobody reads: ZMQ's own thread would wait for that with the next event
+            socket.disable_monitor()  # before its reader goes: ZMQ's thread would block on the next event
             self.remove_socket(monitor)
 
-    def add_fd(self, fd: int, on_ready: Callable[[int], None], events: int = zmq.POLLIN) -> None:
-        """Call ``on_ready(events)`` whenever the descriptor is ready for one of ``events`` (zmq.POLLIN | POLLOUT),
-        or has failed (zmq.POLLERR). It must not block, and may come once too often."""
+    def add_fd(self, fd: int, on_ready: Callable[[int], None]) -> None:
+        """Call ``on_ready(events)`` whenever the descriptor is readable (zmq.POLLIN) or has failed (zmq.POLLERR).
+        ``on_ready`` must not block; a call may be spurious."""
         self._fds[fd] = on_ready
-        self._poller.register(fd, events)
+        self._poller.register(fd, zmq.POLLIN)
 
     def watch_fd(self, fd: int, events: int) -> None:
-        """Change what is waited for; a descriptor that is not registered is ignored."""
+        """Change the events of a descriptor (zmq.POLLIN | POLLOUT); one that is not registered is ignored."""
         if fd in self._fds:
             self._poller.register(fd, events)
 
     def remove_fd(self, fd: int) -> None:
-        """Unregister, before the descriptor is closed; the caller owns it. Idempotent."""
-        if self._fds.pop(fd, None) is not None and fd in self._poller:  # it is not while nothing is waited for
+        """Unregister, before the caller closes the descriptor. Idempotent."""
+        if self._fds.pop(fd, None) is not None and fd in self._poller:  # absent while its events are 0
             self._poller.unregister(fd)
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
@@ -159,12 +160,12 @@ class Reactor:
                 elif isinstance(source, int):
                     on_ready = self._fds.get(source)
                     if on_ready is not None:
-                        self._guard(lambda on_ready=on_ready, events=events: on_ready(events))
+                        self._guard(functools.partial(on_ready, events))
                 else:
                     handler = next((h for s, h in self._handlers.items() if s is source), None)
                     if handler is not None:
                         self._guard(handler)
-            # Only what is queued by now: a call that queues itself again must not keep sockets and timers waiting.
+            # Only the calls queued so far: a call that queues itself again must not starve sockets and timers.
             for _ in range(len(self._soon)):
                 self._guard(self._soon.popleft())
             now = time.monotonic()
@@ -179,24 +180,24 @@ class Reactor:
             self._end_monitor(socket)
         for socket in list(self._handlers):
             self._poller.unregister(socket)
-            socket.close()  # with its own linger: what was just said (leases given back) still leaves
+            socket.close()  # not at once: the last messages (released leases) are still sent
         self._handlers.clear()
         self._fds.clear()  # their owners close them, in ``on_stop``
-        self.context.destroy(linger=0)  # whatever was never registered here
+        self.context.destroy(linger=0)  # sockets that were never registered here
         with self._wake_lock:
             self._wake_closed = True
             os.close(self._wake)
 
     def _guard(self, callback: Callable[[], None]) -> None:
-        """A fault in one handler must not stop the others: the engine lives on, without this one event."""
+        """Call, and log an exception: an error in one handler must not stop the others."""
         try:
             callback()
         except Exception:
             self.errors += 1
-            logger.exception("kvtier: unexpected error on %s; the event is dropped", self._thread.name)
+            logger.exception("kvtier: %s: unexpected error; the event is dropped", self._thread.name)
 
 
-def drain(socket: zmq.Socket, on_frames: Callable[[list[bytes]], None], limit: int = 256) -> None:
+def drain(socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None], limit: int = 256) -> None:
     """Hand up to ``limit`` waiting multipart messages to ``on_frames`` without blocking; it may close the socket."""
     for _ in range(limit):
         if socket.closed:

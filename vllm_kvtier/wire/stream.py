@@ -1,10 +1,10 @@
-"""Framed messages over a Unix stream socket on a Reactor: how clients and the node store talk.
+"""Framed messages over a Unix stream socket on a Reactor, between the node store and its clients.
 
-A frame is its length (4 bytes, little-endian) and that many bytes; descriptors may ride on one (SCM_RIGHTS).
-The kernel closes the connection when either process ends, however it ends: what a connection owns dies with it.
+A frame is its length (4 bytes, little-endian) and that many bytes; descriptors may accompany it (SCM_RIGHTS). The
+kernel closes the connection whenever either process ends, so that state can be owned by a connection.
 
-``send`` may be called from any thread and tries the socket at once, because waking the reactor first would cost
-more than the message; everything else belongs to the reactor's thread.
+``send`` may be called from any thread and tries the socket at once, because waking the reactor costs more than the
+message. All other methods run on the reactor's thread.
 """
 
 import errno
@@ -16,24 +16,25 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import zmq
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.wire")
+logger = get_logger("vllm.kvtier.stream")
 
 _LENGTH = struct.Struct("<I")
-_READ = 64 << 10  # bytes a system call
-_TURN = 64  # frames handled, or connections taken, before other sockets get their turn
+_READ_BYTES = 64 << 10  # bytes a system call
+_MAX_BATCH = 64  # frames handled, or connections accepted, before other sockets are polled
 _CREDENTIALS = struct.Struct("3i")
 
 
 def accept(reactor: Reactor, listener: socket.socket) -> Iterator[socket.socket]:
-    """Whoever waits at a listener that is registered with the reactor, up to a number; to be called whenever it is
-    readable."""
-    for _ in range(_TURN):
+    """Accept up to ``_MAX_BATCH`` waiting connections of a listener that is registered with the reactor. To be called
+    whenever it is readable."""
+    for _ in range(_MAX_BATCH):
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
@@ -41,20 +42,29 @@ def accept(reactor: Reactor, listener: socket.socket) -> Iterator[socket.socket]
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 raise
-            # The next one waits in the queue; without a pause this would spin until somebody leaves.
-            logger.warning("kvtier: a client has to wait: %s", error.strerror)
+            # The connection stays in the queue: without this pause the poll would spin.
+            logger.warning("kvtier: accepting clients is paused for 1 s (%s)", error.strerror)
             reactor.watch_fd(listener.fileno(), 0)
             reactor.call_later(1.0, lambda: reactor.watch_fd(listener.fileno(), zmq.POLLIN))
             return
         yield sock
 
 
-class Stream:
-    """One connected, non-blocking socket; closed exactly once, with the reason told to ``on_close``.
+@dataclass(frozen=True)
+class StreamLimits:
+    """The connection ends after a frame of more than ``max_frame`` bytes, or with more than ``backlog`` unsent bytes
+    (the peer does not read). ``max_fds``: descriptors that come at once; 0: the kernel closes those that are sent."""
 
-    ``on_frame(frame)`` gets each frame; ``take_fds`` what descriptors came so far. A frame longer than
-    ``max_frame``, a fault in ``on_frame``, and more than ``backlog`` unsent bytes (a peer that does not read) end
-    the connection. ``max_fds`` 0: descriptors that the peer sends are closed unseen, by the kernel.
+    max_frame: int = 16 << 20
+    backlog: int = 32 << 20
+    max_fds: int = 0
+
+
+class Stream:
+    """One connected, non-blocking socket. It is closed exactly once, and ``on_close`` gets the reason.
+
+    ``on_frame(frame)`` gets each frame, and an exception in it ends the connection; ``take_fds`` returns the
+    descriptors that came so far.
     """
 
     def __init__(
@@ -63,23 +73,20 @@ class Stream:
         sock: socket.socket,
         on_frame: Callable[[bytes], None],
         on_close: Callable[[str], None],
-        *,
-        max_frame: int = 16 << 20,
-        backlog: int = 32 << 20,
-        max_fds: int = 0,
+        limits: StreamLimits,
     ):
         sock.setblocking(False)
         self._reactor, self._socket = reactor, sock
         self._on_frame, self._on_close = on_frame, on_close
-        self._max_frame, self._max_backlog, self._max_fds = max_frame, backlog, max_fds
-        self._lock = threading.Lock()  # guards the socket's life and what is below, up to the blank line
+        self._limits = limits
+        self._lock = threading.Lock()  # guards the socket's closing and the fields up to the blank line
         self._closed = False
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._write_watched = False
 
-        # Kept: a fresh buffer of this size for each call would cost more than the call.
-        self._chunk = memoryview(bytearray(_READ))
+        # Reused: allocating a buffer of this size would cost more than the system call.
+        self._chunk = memoryview(bytearray(_READ_BYTES))
         self._input = bytearray()
         self._fds: list[int] = []
         self._more_queued = False
@@ -92,12 +99,12 @@ class Stream:
         return self._closed
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send now or as soon as the peer reads; False if the connection has ended, or ends because of this.
+        """Send now or as soon as the peer reads. False if the connection has ended, or ends because of this.
 
-        ``fds`` only as long as nothing is unsent, that is at the beginning of a conversation.
+        ``fds`` require that nothing is unsent: they may accompany the first messages only.
         """
-        if len(frame) > self._max_frame:
-            raise ValueError(f"a frame of {len(frame)} bytes exceeds the limit of {self._max_frame}")
+        if len(frame) > self._limits.max_frame:
+            raise ValueError(f"a frame of {len(frame)} bytes exceeds the limit of {self._limits.max_frame}")
         data = _LENGTH.pack(len(frame)) + frame
         with self._lock:
             if self._closed:
@@ -118,7 +125,7 @@ class Stream:
                 return False
             self._unsent.append(memoryview(data)[sent:])
             self._unsent_bytes += len(data) - sent
-            if self._unsent_bytes > self._max_backlog:
+            if self._unsent_bytes > self._limits.backlog:
                 self._fail_soon(f"the peer does not read: {self._unsent_bytes} bytes are waiting")
                 return False
             if not self._write_watched:
@@ -129,18 +136,18 @@ class Stream:
     # -- the reactor's thread -----------------------------------------------------------------------------------
 
     def take_fds(self) -> list[int]:
-        """The descriptors that came so far; the caller closes them."""
+        """The descriptors received so far; the caller closes them."""
         fds, self._fds = self._fds, []
         return fds
 
     def peer(self) -> tuple[int, int]:
-        """(process id, user id) of whoever connected, as the kernel saw it then."""
+        """(process id, user id) of the peer when it connected, from the kernel."""
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         return pid, uid
 
     def close(self, reason: str = "closed here") -> None:
-        """Idempotent; what the kernel took already still arrives, what waits here does not."""
+        """Idempotent. Bytes in the kernel's buffer still arrive; unsent frames are dropped."""
         with self._lock:
             if self._closed:
                 return
@@ -156,11 +163,11 @@ class Stream:
         self._reactor.call_soon(lambda: self.close(reason))
 
     def _end_soon(self, reason: str) -> None:
-        """Of a peer that is gone: what it said before it went, why perhaps, is still to be heard."""
+        """Close after reading what the peer sent before it ended, which may contain the reason."""
 
         def end() -> None:
             if not self._closed and (self._more_queued or self._read()):
-                self._reactor.call_soon(end)  # behind what of it is handled before
+                self._reactor.call_soon(end)  # after the frames that are queued
             else:
                 self.close(reason)
 
@@ -199,12 +206,12 @@ class Stream:
     def _read(self) -> bool:
         """Whether there may be more to read."""
         if self._more_queued:
-            return True  # frames that came earlier are handled first, and what is not read holds the sender back
+            return True  # earlier frames are handled first; the full socket buffer slows the sender down
         try:
-            if self._max_fds:
-                size = _receive_into(self._socket, self._chunk, self._max_fds, self._fds)
-                if len(self._fds) > self._max_fds:
-                    self.close("the peer sends descriptors that nobody asked for")
+            if self._limits.max_fds:
+                size = _receive_into(self._socket, self._chunk, self._limits.max_fds, self._fds)
+                if len(self._fds) > self._limits.max_fds:
+                    self.close("the peer sends unexpected descriptors")
                     return False
             else:
                 size = self._socket.recv_into(self._chunk)
@@ -221,20 +228,22 @@ class Stream:
         return True
 
     def _handle(self) -> None:
-        """Hand out whole frames, a bounded number before other sockets get their turn."""
+        """Hand complete frames to ``on_frame``, at most ``_MAX_BATCH`` before other sockets are polled."""
+        if self._closed:
+            return
         self._more_queued = False
         offset, handled, buffer = 0, 0, self._input
         while len(buffer) - offset >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, offset)
-            if length > self._max_frame:
-                self.close(f"the peer sends a frame of {length} bytes, more than the {self._max_frame} allowed")
+            if length > self._limits.max_frame:
+                self.close(f"the peer sends a frame of {length} bytes, more than the {self._limits.max_frame} allowed")
                 return
             end = offset + _LENGTH.size + length
             if len(buffer) < end:
                 break
-            if handled == _TURN:
+            if handled == _MAX_BATCH:
                 self._more_queued = True
-                self._reactor.call_soon(lambda: self._closed or self._handle())
+                self._reactor.call_soon(self._handle)
                 break
             frame = bytes(memoryview(buffer)[offset + _LENGTH.size : end])
             offset, handled = end, handled + 1
@@ -249,8 +258,8 @@ class Stream:
 
 
 def _receive_into(sock: socket.socket, buffer: memoryview, max_fds: int, fds: list[int]) -> int:
-    """Bytes received; descriptors with them go to ``fds`` and are not inherited by children, as they would be from
-    socket.recv_fds (it ignores its flags)."""
+    """Receive, append descriptors to ``fds``, and return the bytes received. Sets close-on-exec on the descriptors,
+    which socket.recv_fds cannot: it ignores its flags."""
     size, ancillary, _, _ = sock.recvmsg_into([buffer], socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -268,7 +277,7 @@ def write_frame(sock: socket.socket, frame: bytes) -> None:
 
 
 def read_frame(sock: socket.socket, deadline: float, fds: list[int], max_frame: int = 16 << 20) -> bytes:
-    """One frame, by time.monotonic() ``deadline``; at most one descriptor with it is appended to ``fds``.
+    """Read one frame by time.monotonic() ``deadline``; append at most one descriptor to ``fds``.
 
     Raises OSError (TimeoutError among them) or EOFError.
     """

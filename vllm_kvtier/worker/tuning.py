@@ -1,7 +1,6 @@
-"""How copies are done on a device: which way, how many programs, how large the pieces. Each constant with its reason.
+"""How copies run on a device: the way, the number of programs, the size of the pieces. Each constant has its reason.
 
-``benchmarks/copy --tune`` measures this machine and writes :func:`cache_file`, which is then used in place of the
-defaults here.
+``benchmarks/copy --tune`` measures this machine and writes :func:`cache_file`, which replaces the defaults here.
 """
 
 import json
@@ -17,22 +16,22 @@ logger = get_logger("vllm.kvtier.tuning")
 
 Way = Literal["direct", "staged", "mixed"]
 
-# A DMA engine takes what is next of the stream it is at until that stream has nothing for it. Whatever else leaves the
-# GPU waits: the tokens of every step, 4 bytes each, waited 19 ms on an H200 while pieces of 64 MiB were stored, and for
-# as long as there were any with smaller ones. With a pause after so much they wait 0.12 ms, and stores make 46 to 51
-# GB/s instead of 54. (Event waits between two streams are no pause.)
-TURN = 8 << 20
+# Bytes after which a store pauses its DMA stream. A DMA engine stays with one stream until that stream has no work for
+# it, and everything else that leaves the GPU waits. On an H200 the tokens of a step, 4 bytes each, waited 19 ms while
+# pieces of 64 MiB were stored, and for the whole store with smaller pieces. With these pauses they wait 0.12 ms, and
+# stores run at 46 to 51 GB/s instead of 54. (Event waits between two streams are no pause.)
+PAUSE_BYTES = 8 << 20
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """How blocks of some size go in one direction.
+class Choice(msgspec.Struct, frozen=True, rename={"pause_bytes": "turn_bytes"}):  # the files' name for it
+    """How blocks of some size are copied in one direction.
 
     direct   a kernel reads or writes the slots over the link: no gap between blocks, but in packets of 128 bytes,
              which is 0.93 of what the DMA engines reach with 256
     staged   a kernel between the cache and a ring on the GPU, DMA engines between the ring and the slots: full
-             packets, and some microseconds for each copy, so for large or adjacent slots
+             packets, but some microseconds for each copy; for large or adjacent slots
     mixed    both at once, each on a share of the blocks: the kernel uses the link while the engines set up. Only
-             where slots are scattered and nothing goes the other way, else staged
+             where slots are scattered and nothing is copied in the other direction, else staged
     """
 
     way: Way = "staged"
@@ -41,11 +40,11 @@ class Choice(msgspec.Struct, frozen=True):
     piece_bytes: int = 64 << 20  # of one buffer of the ring, and about what one call should bring
     ring: int = 2
     dma_streams: int = 1
-    turn_bytes: int = TURN  # staged stores: of one DMA stream, before other streams have their turn
+    pause_bytes: int = PAUSE_BYTES  # staged stores: of one DMA stream between pauses
     direct_share: float = 0.5  # mixed: of the blocks
     direct_programs: int = 8  # mixed: of the programs
-    numbers: int = 0  # coded: of a tile of the kernel; 0: tiles and warps as its format says
-    stages: int = 1  # coded: tiles that a program has under way
+    numbers: int = 0  # encoded: of a tile of the kernel; 0: tiles and warps of the format
+    stages: int = 1  # encoded: tiles that a program has under way
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -55,55 +54,59 @@ class Rule(msgspec.Struct, frozen=True):
     choice: Choice
 
 
-# Of coded parts, on an H200 (benchmarks/codec): 16 programs keep up with the link in stores (formats that take more to
-# encode take more of them by themselves), 24 in loads, which somebody waits for: 3.51 of memcpy for int4 and 3.69 for
-# rot4 instead of 3.45 and 3.37. Half as large pieces as for raw parts, since they hold two to four
-# times as much to be coded before the first of a call can leave, and a third buffer: loads of int4 run at 0.99 of the
-# link so, and at 0.92 with 64 MiB x 2. Parts of less than 1 MiB in scattered slots lose the 0.6 us a copy that raw ones
-# lose; a kernel that wrote a share of the rows from the ring to the slots gained 0.03 with fp8 and lost with 4 bits.
-CODED = Choice(programs=16, piece_bytes=32 << 20, ring=3)
-CODED_LOAD = msgspec.structs.replace(CODED, programs=24)
+# Encoded parts, on an H200 (benchmarks/codec). In stores 16 programs keep up with the link; formats that are slower to
+# encode take more by themselves. In loads, which requests wait for, 24: 3.51 times memcpy for int4 and 3.69 for rot4,
+# instead of 3.45 and 3.37. Pieces are half as large as for raw parts, since they hold two to four times as much to
+# encode before the first piece of a call can leave; with a third buffer loads of int4 run at 0.99 of the link, and at
+# 0.92 with 64 MiB x 2. Parts of less than 1 MiB in scattered slots lose 0.6 us a copy, as raw parts do. A kernel that
+# wrote a share of the rows from the ring to the slots gained 0.03 with fp8 and lost with 4 bits.
+ENCODED = Choice(programs=16, piece_bytes=32 << 20, ring=3)
+ENCODED_LOAD = msgspec.structs.replace(ENCODED, programs=24)
 
 
-class Tuning(msgspec.Struct, frozen=True):
-    """Rules for the two directions, smallest sizes first; the last of each has ``below`` None. ``part_bytes`` of coded
-    parts are those of what is kept; they are always staged."""
+# The files' names.
+_FILE_NAMES = {"encoded_store": "coded_store", "encoded_load": "coded_load"}
+
+
+class Tuning(msgspec.Struct, frozen=True, rename=_FILE_NAMES):
+    """Rules for the two directions, smallest sizes first; the last rule of each has ``below`` None. For encoded parts
+    ``part_bytes`` is the encoded size; they are always staged."""
 
     device: str
     store: tuple[Rule, ...]
     load: tuple[Rule, ...]
-    coded_store: tuple[Rule, ...] = (Rule(None, CODED),)
-    coded_load: tuple[Rule, ...] = (Rule(None, CODED_LOAD),)
+    encoded_store: tuple[Rule, ...] = (Rule(None, ENCODED),)
+    encoded_load: tuple[Rule, ...] = (Rule(None, ENCODED_LOAD),)
 
-    def choose(self, gather: bool, part_bytes: int, coded: bool = False) -> Choice:
-        if coded:
-            rules = self.coded_store if gather else self.coded_load
+    def choose(self, gather: bool, part_bytes: int, encoded: bool = False) -> Choice:
+        if encoded:
+            rules = self.encoded_store if gather else self.encoded_load
         else:
             rules = self.store if gather else self.load
         return next(r.choice for r in rules if r.below is None or part_bytes < r.below)
 
 
 def fixed(store: Choice, load: Choice, device: str = "fixed") -> Tuning:
-    """The same choices for every size, coded or not."""
+    """The same choices for every size, encoded or not."""
     raw = [(Rule(None, choice),) for choice in (store, load)]
-    coded = [(Rule(None, msgspec.structs.replace(choice, way="staged")),) for choice in (store, load)]
-    return Tuning(device, *raw, *coded)
+    encoded = [(Rule(None, msgspec.structs.replace(choice, way="staged")),) for choice in (store, load)]
+    return Tuning(device, *raw, *encoded)
 
 
 def changed(tuning: Tuning, **values: object) -> Tuning:
-    """The same with these fields of every choice for coded parts changed (for measurements)."""
+    """The same with these fields of every choice for encoded parts changed (for measurements)."""
     rules = {
         name: tuple(Rule(r.below, msgspec.structs.replace(r.choice, **values)) for r in getattr(tuning, name))
-        for name in ("coded_store", "coded_load")
+        for name in ("encoded_store", "encoded_load")
     }
     return msgspec.structs.replace(tuning, **rules)
 
 
 DEFAULT = fixed(Choice(), Choice(), "default")
-# By the name that torch gives the device. H200 on PCIe 5 (benchmarks/copy, shares of memcpy): staged reaches 0.97 to
-# 0.99 into the GPU at any size with 16 programs (0.90 with 8: the check needs them), and out of it from 1 MiB on with
-# 8; 64 MiB pieces cost the host half of what 32 MiB cost. Scattered parts of less than 1 MiB lose some 0.6 us each on
-# the way out: 0.88 at 288 KiB, with half of the blocks by a kernel meanwhile 0.95. More DMA streams gain nothing.
+# By torch's name of the device. H200 on PCIe 5 (benchmarks/copy, shares of memcpy): into the GPU, staged copies reach
+# 0.97 to 0.99 at any size with 16 programs (0.90 with 8: the check needs them); out of it, from 1 MiB on with 8. Pieces
+# of 64 MiB cost the host half of what 32 MiB cost. Scattered parts of less than 1 MiB lose some 0.6 us each on the way
+# out: 0.88 at 288 KiB, and 0.95 if a kernel copies half of the blocks. More DMA streams gain nothing.
 _SMALL_STORES = Choice("mixed", programs=16, direct_share=0.6, direct_programs=8)
 MEASURED: dict[str, Tuning] = {
     "NVIDIA H200": Tuning(
@@ -113,30 +116,28 @@ MEASURED: dict[str, Tuning] = {
 
 
 def cache_file(device: str) -> Path:
-    """Where this user keeps what was measured for a device of this name."""
+    """The file of measurements for devices of this name, in the user's cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(c if c.isalnum() else "-" for c in device.lower()).strip("-")
     return home / "vllm-kvtier" / f"copies-{name}.json"
 
 
 def for_device(device: str) -> Tuning:
-    """Measured on this machine, else measured on such a device, else the default.
-
-    A file that cannot be used costs speed and no more: a warning says so.
-    """
+    """The tuning measured on this machine, else the one for such a device, else the default. A file that cannot be
+    used is logged and ignored."""
     file = cache_file(device)
     try:
         return _checked(msgspec.json.decode(file.read_bytes(), type=Tuning))
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
-        words = "kvtier: %s does not say how to copy (%s) and is not used: delete it, or run benchmarks/copy --tune"
+        words = "kvtier: copy: %s is not a tuning (%s) and is ignored; delete it, or run benchmarks/copy --tune"
         logger.warning(words, file, error)
     return MEASURED.get(device, DEFAULT)
 
 
 def save(tuning: Tuning) -> Path:
-    """Writes the file that :func:`for_device` prefers; returns its path."""
+    """Write the file that :func:`for_device` prefers; returns its path."""
     file = cache_file(_checked(tuning).device)
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
@@ -146,17 +147,17 @@ def save(tuning: Tuning) -> Path:
 
 
 def _checked(tuning: Tuning) -> Tuning:
-    for name in ("store", "load", "coded_store", "coded_load"):
+    for name in ("store", "load", "encoded_store", "encoded_load"):
         rules = getattr(tuning, name)
         if not rules or rules[-1].below is not None:
-            raise ValueError(f"the last {name} rule must hold for every size")
+            raise ValueError(f"the last {name} rule must have below=None")
         for choice in (r.choice for r in rules):
             counts = (
-                choice.programs, choice.warps, choice.piece_bytes, choice.ring, choice.dma_streams, choice.turn_bytes,
+                choice.programs, choice.warps, choice.piece_bytes, choice.ring, choice.dma_streams, choice.pause_bytes,
             )  # fmt: skip
             shared = 0 <= choice.direct_share <= 1 and 0 < choice.direct_programs < choice.programs
             tile = choice.numbers & (choice.numbers - 1) or choice.stages < 1
-            coded = name.startswith("coded") and choice.way != "staged"
-            if min(counts) < 1 or (choice.way == "mixed" and not shared) or tile or coded:
-                raise ValueError(f"no such way to {name}: {choice}")
+            encoded = name.startswith("encoded") and choice.way != "staged"
+            if min(counts) < 1 or (choice.way == "mixed" and not shared) or tile or encoded:
+                raise ValueError(f"an impossible choice for {name}: {choice}")
     return tuning

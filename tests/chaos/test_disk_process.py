@@ -1,0 +1,203 @@
+"""Real tier processes on a real disk: killed at random instants, and with a slow disk."""
+
+import random
+import socket
+import threading
+import time
+
+import pytest
+from disk_support import NAMESPACE_ID, SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
+
+from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.protocol import PAGE
+from vllm_kvtier.store.tiers.disk.file_ops import Files
+from vllm_kvtier.store.tiers.disk.process import DiskProcess
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.main import TierProcessMain
+from vllm_kvtier.wire.stream import read_frame, write_frame
+
+PLACES, PAGES = 40, 16
+BATCH = 8
+POOL = (3 * BATCH + PLACES + 1) * PAGES * PAGE
+
+
+class Disk:
+    """The store server's knowledge of its disk while the tier process is killed repeatedly."""
+
+    def __init__(self, pool, options, seed):
+        self.pool, self.options, self.rng = pool, options, random.Random(seed)
+        self.promised: dict[int, int] = {}  # by place, the block's number
+        self.possible: dict[int, int] = {}  # by number, its place
+        self.number = 0
+        self.kills = self.kept = 0
+
+    def life(self) -> None:
+        with DiskTierProcess(self.pool, self.options) as tier_process:
+            self.check(tier_process)
+            deadline = time.monotonic() + self.rng.expovariate(1 / 0.06)
+            kill = threading.Timer(max(0.0, deadline - time.monotonic()), tier_process.process.kill)
+            kill.start()
+            try:
+                self.work(tier_process)
+            except (OSError, EOFError):
+                self.kills += 1
+            kill.join()
+
+    def work(self, tier_process) -> None:
+        asked: list[tuple[int, list[m.Move], set[int]]] = []
+        while True:
+            banks = [bank for bank in range(3) if bank not in [a[0] % 3 for a in asked]]
+            if len(asked) == 2:
+                answer = tier_process.hear()
+                number, moves, given_up = next(a for a in asked if a[0] == answer.id)
+                asked = [a for a in asked if a[0] != answer.id]
+                assert answer.good == [True] * len(moves), answer.error
+                for move in moves:
+                    self.promised[move.position] = next(n for n, p in self.possible.items() if name_of(n) == move.hash)
+                    del self.possible[self.promised[move.position]]
+                for block in given_up:
+                    self.possible.pop(block, None)
+                continue
+            tier_process.last += 1
+            while tier_process.last % 3 not in banks:
+                tier_process.last += 1
+            moves, given_up, gone = [], set(), []
+            busy = {move.position for _, others, _ in asked for move in others}
+            for at, spot in enumerate(self.rng.sample(range(PLACES), BATCH)):
+                position = 1 + spot * PAGES
+                if position in busy:
+                    continue
+                if position in self.promised:
+                    block = self.promised.pop(position)
+                    self.possible[block] = position
+                    given_up.add(block)
+                    gone.append(position)
+                self.number += 1
+                self.possible[self.number] = position
+                slot = 1 + (tier_process.last % 3 * BATCH + at) * PAGES
+                moves.append(move_of(self.number, slot, PAGES, position))
+                fill(self.pool, moves[-1])
+            asked.append((tier_process.last, moves, given_up))
+            tier_process.send(m.Write(tier_process.last, moves, gone, [SHAPE]))
+
+    def check(self, tier_process) -> None:
+        assert isinstance(tier_process.opened, m.Opened) and tier_process.opened.writable, tier_process.opened
+        names = {move.hash: move.position for move in tier_process.kept}
+        assert len(names) == len(set(names.values())) == len(tier_process.kept)
+        known = {name_of(n): p for p, n in self.promised.items()} | {name_of(n): p for n, p in self.possible.items()}
+        assert names.items() <= known.items(), "what was never kept, or is gone, came back"
+        assert {name_of(n) for n in self.promised.values()} <= set(names), "a block that was promised is lost"
+        numbers = {name_of(n): n for n in [*self.promised.values(), *self.possible]}
+        self.promised, self.possible = {position: numbers[name] for name, position in names.items()}, {}
+        moves = [
+            m.Move(
+                x.namespace_id, x.group, x.hash, x.parent, x.tenant, 1 + (3 * BATCH + at) * PAGES, x.pages, x.position
+            )
+            for at, x in enumerate(tier_process.kept)
+        ]
+        tier_process.read(moves)
+        answer = tier_process.hear()
+        assert answer.good == [True] * len(moves), answer.error
+        assert all(holds(self.pool, move) for move in moves)
+        self.kept += len(moves)
+
+
+def run(path, lives, backend, seed):
+    options = {"path": str(path), "size": (PLACES * PAGES + 1) * PAGE, "backend": backend}
+    disk = Disk(make_pool(POOL), options, seed)
+    for _ in range(lives):
+        disk.life()
+    assert disk.kills == lives and disk.kept > lives
+
+
+def test_tier_process_killed_at_random_times_keeps_committed_blocks(tmp_path):
+    run(tmp_path, 25, "threads", 1)
+
+
+def test_tier_process_killed_on_nixl_keeps_committed_blocks(tmp_path):
+    run(tmp_path, 10, "POSIX", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["threads", "POSIX"])
+def test_tier_process_killed_hundreds_of_times_keeps_committed_blocks(tmp_path, backend):
+    run(tmp_path, 300, backend, 3)
+
+
+class SlowFiles(Files):
+    """Whose syncs wait for ``go``."""
+
+    def __init__(self):
+        self.go, self.waits = threading.Event(), threading.Semaphore(0)
+        self.go.set()
+
+    def sync(self, fd):
+        if not self.go.is_set():
+            self.waits.release()
+        self.go.wait(20)
+        super().sync(fd)
+
+
+@pytest.fixture(params=["auto", "threads"])
+def slow(request, tmp_path):
+    """(files, pool, send, receive) of a tier backend in this process."""
+    files, pool = SlowFiles(), make_pool(POOL)
+    ours, theirs = socket.socketpair()
+    host = TierProcessMain(pool, theirs, lambda host, options: DiskProcess(host, options, files=files))
+    thread = threading.Thread(target=host.serve, daemon=True)
+    thread.start()
+
+    def hear():
+        return m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
+
+    write_frame(ours, m.encode(m.Open({"path": str(tmp_path), "size": 4 << 20, "backend": request.param}, pool.nbytes)))
+    assert hear().writable
+    yield files, pool, lambda message: write_frame(ours, m.encode(message)), hear
+    files.go.set()
+    ours.close()
+    thread.join(20)
+
+
+def test_disk_reads_do_not_wait_for_fsync_of_writes(slow):
+    files, pool, send, hear = slow
+    first = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(4)]
+    for move in first:
+        fill(pool, move)
+    send(m.Write(1, first))
+    assert hear().good == [True] * 4
+    files.go.clear()
+    send(m.Write(2, [move_of(9, 1, PAGES, 1 + 9 * PAGES)]))
+    assert files.waits.acquire(timeout=20)  # its data's sync has begun
+    back = [move_of(n, 1 + (10 + n) * PAGES, PAGES, 1 + n * PAGES) for n in range(4)]
+    for number in range(20):
+        send(m.Read(10 + number, 0, back))
+        answer = hear()
+        assert (answer.id, answer.good) == (10 + number, [True] * 4)
+        assert all(holds(pool, move) for move in back)
+    files.go.set()
+    assert hear().id == 2
+
+
+def test_disk_writes_share_fsync_and_dropped_position_is_not_kept(slow):
+    files, pool, send, hear = slow
+    files.go.clear()
+    moves = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(6)]
+    for move in moves:
+        fill(pool, move)
+    for number, move in enumerate(moves[:4]):
+        send(m.Write(1 + number, [move]))
+    assert files.waits.acquire(timeout=20)
+    send(m.Drop([moves[0].position]))
+    again = m.Move(NAMESPACE_ID, 0, name_of(50), ZERO, b"", moves[5].slot, PAGES, moves[1].position)
+    pool.view[again.slot * PAGE : (again.slot + PAGES) * PAGE] = content_of(again.hash, PAGES)
+    send(m.Write(9, [again], [moves[1].position]))  # into the place of one under way: it waits for that
+    send(m.Read(19, 0, [move_of(30, 1 + 10 * PAGES, PAGES, 1 + 30 * PAGES)]))
+    assert hear().id == 19  # so all of it is heard before the first sync ends
+    files.go.set()
+    answers = {answer.id: answer for answer in (hear() for _ in range(5))}
+    assert [answers[n].good for n in (1, 2, 3, 4, 9)] == [[False], [False], [True], [True], [True]]
+    assert "removed meanwhile" in answers[1].error and answers[1].writable
+    back = m.Move(NAMESPACE_ID, 0, again.hash, ZERO, b"", moves[4].slot, PAGES, again.position)
+    send(m.Read(20, 0, [back, move_of(1, moves[0].slot, PAGES, again.position)]))
+    answer = hear()
+    assert answer.good == [True, False] and holds(pool, back)

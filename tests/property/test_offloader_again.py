@@ -1,0 +1,167 @@
+"""What the store lost, never heard of or came too late for is offered again: what is of use, and not for ever."""
+
+from types import SimpleNamespace
+
+import pytest
+from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, flush, run, stored
+
+from vllm_kvtier.scheduler.offload import offloader
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.vllm_compat import requests as vr
+
+
+def test_offloader_reoffers_after_parent_was_lost():
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(60)], 24)
+    for _ in range(6):
+        engine.step(every=1.1)
+    engine.settle_down()
+    engine.tier.forget(set(engine.tier.items))
+    assert stored(engine, r) == []
+    for _ in range(100):  # it generates on
+        engine.step(every=1.1)
+        engine.settle_down()
+    assert stored(engine, r) == list(range(15))
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+def test_offloader_restarted_store_is_offered_all_blocks(groups):
+    """With the next block that fills, as often as that happens; no refusal is needed for it."""
+    engine = Engine(GROUPS[groups], 1, 0, share=1.0)
+    r = engine.new_request([i % 7 for i in range(60 * HASH_BLOCK_SIZE)], 24)
+    align = max(size for size, _ in engine.groups)
+    for life in range(2 + offloader.MAX_REWINDS):
+        engine.tier.die(f"s{life + 2}")
+        engine.settle_down()
+        for _ in range(10):
+            engine.step(every=1.1)
+        engine.tier.live()
+        begun = r.request.num_computed_tokens
+        while r.request.num_computed_tokens < begun + 2 * align:
+            engine.step(every=1.1)
+        flush(engine, r)
+        engine.settle_down()
+        for g, (size, window) in enumerate(engine.groups):
+            full = r.request.num_computed_tokens // align * align // size
+            needed = 0 if window is None else max(0, full * size - window + 1) // size
+            assert set(range(needed, full)) <= set(stored(engine, r, g)), f"group {g}: it could not be loaded"
+    assert not any("parent_not_stored" in key for key in engine.counters.take())
+    engine.end()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_store_request_lost_in_hung_store_is_offered_again(ends):
+    """It comes back with what it had: no more than that is offered anew, also if the request ends just then."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(64)], 24)
+    for at_least in (24, 36):
+        while r.request.num_computed_tokens < at_least:
+            engine.step(every=1.1)
+        flush(engine, r)
+        if at_least == 24:
+            engine.settle_down()
+    assert engine.tier.asked
+    had = stored(engine, r)
+    engine.tier.die(engine.tier.instance)
+    engine.reactor.run()
+    engine.tier.live()
+    before = len(engine.tier.items)
+    if ends:
+        engine.step(every=1.1)
+        engine.finish(r, True)
+    else:
+        run(engine, r)
+        flush(engine, r)
+    engine.settle_down()
+    last = 9 if ends else 16
+    assert 0 < len(had) < 9 and stored(engine, r) == list(range(last))
+    assert len(engine.tier.items) - before == last - len(had)
+    assert not any("parent_not_stored" in key for key in engine.counters.take())
+
+
+def test_offloader_reoffers_to_forgetful_store_are_bounded():
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.new_request([i % 7 for i in range(40 * HASH_BLOCK_SIZE)], 4)
+    for _ in range(40 * HASH_BLOCK_SIZE + 9):
+        engine.step(every=1.1)
+        engine.settle_down()
+        engine.tier.forget(set(engine.tier.items))
+    offered = len(engine.tier.items)
+    assert offered <= 40 * (1 + offloader.MAX_REWINDS)
+
+
+def test_offloader_lost_prefix_costs_one_rewind():
+    """Several batches of a chain are under way when the first refusal comes."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = engine.new_request([i % 7 for i in range(200)], 8)
+    while r.request.num_computed_tokens < 8:
+        engine.step(every=1.1)
+    flush(engine, r)
+    engine.settle_down()
+    assert stored(engine, r) == [0, 1]
+    engine.tier.forget(set(engine.tier.items))
+    for _ in range(3 * offloader.RESERVE_AFTER_STEPS[1]):
+        engine.step(every=1.1)
+    assert len(engine.tier.asked) >= 2
+    table = engine.tables._tables[r.request.request_id]
+    engine.settle_down()
+    assert table.rewinds == 1
+
+
+@pytest.mark.parametrize("window", [6, 9])
+def test_offloader_late_store_gets_no_block_outside_the_window(window):
+    """vLLM gave these up long ago; they are another request's by now."""
+    engine = Engine([(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, window)], 3, 0)
+    engine.tier.die("s2")
+    r = engine.new_request([i % 7 for i in range(60)], 30)
+    while r.request.num_computed_tokens < 44:
+        engine.step(every=1.1)
+    other = engine.new_request([3] * 40, 39)  # takes what was given up
+    engine.step(every=1.1)
+    engine.tier.live()
+    while r.request.num_computed_tokens < len(r.plan):
+        engine.step(every=1.1)
+        flush(engine, r)
+        engine.settle_down()  # each copy compares the block with its hash
+    assert stored(engine, r, 0) == list(range(15)) and stored(engine, r, 1)[-1] == 14
+    assert engine.copies and other.request.num_computed_tokens
+
+
+def of_adapter(engine):
+    """A request of an adapter, which the offloader hears of when it ends."""
+    r = engine.new_request([i % 7 for i in range(8 * HASH_BLOCK_SIZE)], 8 * HASH_BLOCK_SIZE - 1)
+    r.request.lora_request = SimpleNamespace(lora_name="a", lora_path="")
+    setattr(r.request, vr._LORA_FINGERPRINT, b"its files")
+    begin = engine.offloader.begin_step
+    engine.offloader.begin_step = lambda step, growth: begin(step, [])
+    run(engine, r)
+    assert not engine.tier.asked
+    return r
+
+
+@pytest.mark.parametrize("why", ["store gone", "too many"])
+def test_offloader_adapter_blocks_are_offered_once(why):
+    """What vLLM's prefix cache has under their hashes later may have been computed with its new weights."""
+    engine = Engine(GROUPS["full"], 1, 0, share=0.04 if why == "too many" else 0.5)
+    r = of_adapter(engine)
+    engine.finish(r, True)
+    [(pending, items)] = engine.tier.asked
+    assert len(items) == (4 if why == "too many" else 8) - (why != "too many")
+    engine.tier.asked.clear()
+    pending.resolve(Failed("gone"))
+    for _ in range(3):
+        engine.reactor.run()
+        engine.offloader.idle()
+    assert not engine.tier.asked and engine.offloader.pinned == 0 and not engine.offloader._ended
+    assert sum(amount for name, amount in engine.counters.take().items() if name.startswith("stores_skipped")) == 7
+
+
+def test_offloader_adapter_hit_blocks_are_offered_with_computed_ones():
+    """The request that computed them may have been aborted, or still run: then nothing of them is stored."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    r = of_adapter(engine)
+    engine.tables._tables[r.request.request_id].offered = [3]
+    engine.finish(r, True)
+    [(_, items)] = engine.tier.asked
+    assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]

@@ -1,0 +1,141 @@
+"""The scheduler side's counters of what the workers report."""
+
+from types import SimpleNamespace
+
+import pytest
+from source_fakes import bare_identity, load_context, load_results
+from support import Uncontained
+
+from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.matching.request_lifecycle import State
+from vllm_kvtier.scheduler.peer_access import PeerAccess
+from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
+from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
+from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.connector_types import hit_sources
+from vllm_kvtier.wire import messages as m
+
+
+class Source:
+    """What a request's hit comes from: remembers which results failed."""
+
+    def __init__(self):
+        self.failed = []
+
+    def on_load_failed(self, request, result):
+        self.failed.append(result)
+
+
+@pytest.fixture
+def half():
+    half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+    half.counters, half._sharing = Counters(), None
+    half._contain, half._passive = Uncontained(), False
+    half.ended, half.source = [], Source()
+    half._matcher = SimpleNamespace(
+        get=lambda name: SimpleNamespace(
+            life=SimpleNamespace(state=State[name]), hit=SimpleNamespace(source=half.source)
+        ),
+        on_load_ended=lambda name, failed: half.ended.append((name, failed)),
+    )
+    half._outcomes = load_results(load_context([(16, None)], 16, counters=half.counters), half._matcher)
+    return half
+
+
+@pytest.mark.parametrize(
+    "state, corrupt, outcome",
+    [("LOADING", [], "failed"), ("ABANDONED", [], "aborted"), ("ABANDONED", [(0, 5)], "failed")],
+)
+def test_stopped_load_is_counted_as_aborted_unless_corrupt(half, state, corrupt, outcome):
+    """Unless it had found something wrong before."""
+    half.arrived([LoadResult(state, {1, 2}, "the request was aborted", 10, 0.1, 0.0, corrupt)], {state})
+    counted = half.counters.take()
+    assert [kind for kind in counted if kind.startswith("loads")] == [f"loads|{outcome}"]
+    assert counted.get("integrity_failures|host", 0) == len(corrupt) and len(half.source.failed) == 1
+    assert half.ended == [(state, True)]
+
+
+def test_load_of_finished_request_still_adds_checksums(half):
+    half._matcher.get = lambda name: None  # gone
+    half.arrived([LoadResult("r", set(), "", 10, 0.1, 0.0)], {"r"})
+    assert half.counters.take()["loads|ok"] == 1 and half.ended == [("r", False)]
+
+
+def test_failed_pull_fails_aborted_request_too(half):
+    half.arrived([PullResult("ABANDONED", {1}, True, "timeout", 0, 0.1)], {"ABANDONED"})
+    assert half.counters.take()["pulls|failed"] == 1 and half.ended == [("ABANDONED", True)]
+
+
+def test_peer_fetch_bad_blocks_are_counted_and_reported_to_source(half):
+    result = FetchResult("LOADING", {1}, True, "wrong", 5, 0.1, checksum_mismatch=True)
+    half.arrived([result], {"LOADING"})
+    assert half.counters.take()["integrity_failures|peer_gpu"] == 1 and half.source.failed == [result]
+
+
+@pytest.mark.parametrize(
+    "source, promoted_tokens, below, sources",
+    [
+        (NodeStoreSource, 0, ("disk",), {"host": 96}),
+        (NodeStoreSource, 64, ("disk",), {"host": 32, "disk": 64}),
+        (NodeStoreSource, 200, ("disk",), {"disk": 96}),
+        (NodeStoreSource, 64, ("nodes",), {"host": 32, "p2p": 64}),
+        (NodeStoreSource, 64, ("disk", "object"), {"host": 32, "external_unspecified": 64}),
+        (PeerGpuSource, 64, ("disk",), {"p2p": 96}),
+        (PrefillHandoffSource, 0, (), {"p2p": 96}),
+        (RemoteStoreSource, 64, (), {"p2p": 96}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_hit_sources_are_reported_to_vllm(half, source, promoted_tokens, below, sources):
+    """In the words of its own metrics; they add up to what was asked about."""
+    pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="vLLM asks for it since 0.32")
+    made = source.__new__(source)
+    made.client = SimpleNamespace(tiers=below)
+    half._matcher.get = lambda name: SimpleNamespace(hit=SimpleNamespace(source=made), promoted_tokens=promoted_tokens)
+    told = hit_sources(half.hit_sources("r", 96))
+    assert {each.value: count for each, count in told.items()} == sources
+    assert hit_sources(half.hit_sources("r", 0)) == {}
+    half._matcher.get = lambda name: None
+    assert [each.value for each in hit_sources(half.hit_sources("r", 96))] == ["p2p"], "it has ended"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["namespace first", "workers first"])
+@pytest.mark.parametrize("theirs", ["int8", "raw"])
+def test_pulls_are_refused_if_ranks_have_different_codecs(late, theirs):
+    """A quality record that is written while the engine starts makes "auto" mean two things."""
+    opened, closed, identity = [], [], bare_identity("engine/1")
+    server = SimpleNamespace(open=lambda *_: opened.append(1), close=closed.append)
+    access = PeerAccess(context_of(identity), server, None, None, None)
+
+    def settle():
+        identity.namespace, identity.wire_codec = object(), "int8"
+        access.open_if_ready()
+
+    registers = [m.Register(SimpleNamespace(rank=rank), codec) for rank, codec in enumerate(("int8", theirs))]
+    if not late:
+        settle()
+    for register in registers:
+        access.on_message(register)
+    if late:
+        settle()
+    assert bool(opened) == (theirs == "int8")
+    assert bool(access.refused) == bool(closed) == (theirs != "int8")
+
+
+@pytest.mark.parametrize("shared", [(True, True), (True, False)])
+def test_peer_directory_lists_only_engines_with_shared_memory(shared):
+    """With host buffers or a wire codec nobody can; then they hold nothing that others would ask for."""
+    known = []
+    sharing, server = SimpleNamespace(opened=known.append), SimpleNamespace(open=lambda *_: None)
+    access = PeerAccess(context_of(bare_identity("engine/1", object())), server, None, None, sharing)
+    for rank, can in enumerate(shared):
+        access.on_message(m.Register(SimpleNamespace(rank=rank, shared=object() if can else None), "raw"))
+    assert known == ([("here", 1)] if all(shared) else [])
+
+
+def context_of(identity):
+    reactor, info = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(world_size=2, engine_id="engine")
+    return SimpleNamespace(info=info, identity=identity, reactor=reactor)

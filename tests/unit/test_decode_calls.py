@@ -1,0 +1,292 @@
+"""Python calls of this package in one decode step, by thread and method of the connector: a guard without a clock.
+
+vLLM's own scheduler and the calls of its model runner drive both sides of the connector, with a node store and nothing
+to load. The bounds are what steps take today: lower them with each change that needs fewer calls, and raise none. Left
+out: what comes once a second, as gauges, which take two calls a request.
+
+    KVTIER_DECODE_CALLS=1 pytest -s tests/unit/test_decode_calls.py     prints the counts, and by which functions
+"""
+
+import os
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from statistics import median_low
+
+import pull_fakes
+import pytest
+import torch
+from pull_fakes import HEADS, INNER, FakeTransport, cache
+from store_process import Store
+from support import eventually
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+
+import vllm_kvtier
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.worker import connector_worker
+from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
+from vllm_kvtier.worker.context import CacheSetup
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+
+PACKAGE = str(Path(vllm_kvtier.__file__).parent) + os.sep
+LOOP = PACKAGE + os.path.join("wire", "reactor.py")
+CONNECTOR = PACKAGE + "connector.py"
+BLOCK = 16
+VERBOSE = bool(os.environ.get("KVTIER_DECODE_CALLS"))
+
+# A step in which no block fills and no copy runs, whatever the number of requests; other threads do nothing.
+NO_BLOCK_FILLS = {
+    ("engine", "other"): 6,  # SchedulerLock, around vLLM's schedule and update_from_output
+    ("engine", "build_connector_meta"): 68,
+    ("engine", "update_connector_output"): 2,
+    ("engine", "get_kv_connector_stats"): 11,
+    ("engine", "take_events"): 3,
+    ("runner", "bind_connector_metadata"): 5,
+    ("runner", "start_load_kv"): 4,
+    ("runner", "wait_for_save"): 1,
+    ("runner", "get_transfer_results"): 36,
+    ("runner", "get_finished"): 34,  # called by vLLM before 0.30, in place of get_transfer_results
+    ("runner", "get_block_ids_with_load_errors"): 3,
+    ("runner", "get_kv_connector_stats"): 3,
+    ("runner", "build_connector_worker_meta"): 2,
+}
+# Requests -> calls of build_connector_meta in a step in which each request fills a block: 67, and 35.1 a request. The
+# last few depend on whether a socket takes a message at once.
+BLOCK_FILLS = {1: 105, 64: 2330, 256: 9055}
+STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whose time is observed
+# Requests -> the same of any other step, which may have to unpin what has been stored: 2 a request.
+OTHER_STEPS = {1: 95, 64: 200, 256: 600}
+RUNNER_POLLS = 200  # get_transfer_results, in a step in which it polls copies
+# Thread -> requests -> calls while each request fills two blocks. Half is slack: how often copies are polled, and how
+# many messages are read at a time, depends on the clock.
+OTHER_THREADS = {
+    "kvtier-scheduler": {1: 60, 64: 740, 256: 2500},
+    "kvtier-worker-0": {1: 140, 64: 500, 256: 740},
+}
+
+
+class Calls:
+    """Counts calls of the package's functions by (side, the connector's method that vLLM called, or "other"). Sides are
+    "engine" for vLLM's scheduler and "runner" for its model runner. On other threads: by (the thread's name, ""),
+    without the loop that waits."""
+
+    def __init__(self):
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.functions: Counter[tuple[str, str]] = Counter()
+        self.side, self.counting, self.main = "", False, threading.get_ident()
+        self._entries = []  # of the main thread, where vLLM's code calls ours: [frame, method]
+
+    def __call__(self, frame, event, arg):
+        if event == "call":
+            if self.counting and frame.f_code.co_filename.startswith(PACKAGE):
+                self._called(frame, frame.f_code)
+        elif event == "return" and self._entries and self._entries[-1][0] is frame:
+            self._entries.pop()
+
+    def _called(self, frame, code):
+        side, method = self.side, ""
+        if threading.get_ident() != self.main:
+            if code.co_filename == LOOP:
+                return
+            side = threading.current_thread().name
+        elif not side:
+            return
+        else:
+            if not frame.f_back.f_code.co_filename.startswith(PACKAGE):
+                self._entries.append([frame, "other"])
+            entry = self._entries[-1]
+            if entry[1] == "other" and code.co_filename == CONNECTOR:
+                entry[1] = code.co_name
+                if entry[0] is not frame:  # the call of ``contained`` around it
+                    self.counts[side, "other"] -= 1
+                    self.counts[side, code.co_name] += 1
+            method = entry[1]
+        self.counts[side, method] += 1
+        self.functions[side, f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"] += 1
+
+
+class Engine:
+    """An engine whose requests all begin in the same step, so that they fill their blocks in the same steps."""
+
+    def __init__(self, calls, store, root, monkeypatch, requests):
+        self.calls, self.store, self.names = calls, store, [f"r{n}" for n in range(requests)]
+        blocks = 8 * requests + 64
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=requests, max_num_batched_tokens=8192, max_model_len=1024, is_encoder_decoder=False
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVTierConnector", kv_connector_module_path="vllm_kvtier.connector", kv_role="kv_both",
+                kv_connector_extra_config={"store": store.path, "model_fingerprint": "decode calls"},
+            ),
+        )  # fmt: skip
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=INNER // 2, dtype=torch.uint8)
+        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.core = EngineCore.__new__(EngineCore)
+        self.scheduler = self.core.scheduler = Scheduler(
+            vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
+        )  # fmt: skip
+        self.ours = self.scheduler.connector._scheduler
+        self.worker = KVTierConnector(config, KVConnectorRole.WORKER, caches)
+        monkeypatch.setattr(connector_worker, "NixlTransport", Transport)
+        side = self.worker._worker = KVTierConnectorWorker(0, "agent", self.worker._link, [], self.worker.containment)
+        monkeypatch.setattr(pull_fakes, "TOKENS", BLOCK)
+        view = cache(blocks, 1)
+        heads = (m.HeadRange(0, HEADS),)
+        side.register(CacheSetup(lambda: view, lambda v: CacheMemory(v, False), lambda v: (0,), lambda v: heads))
+        monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: self.worker)
+        monkeypatch.setattr(runner, "get_forward_context", lambda: None)
+
+    def begin(self):
+        """Prompts of almost a block, when blocks of another request have been stored."""
+        self.add("first", range(2 * BLOCK))
+        eventually(lambda: self.step() and self.store.counts().index.entries > 1, 30, "blocks are stored")
+        self.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+        self.worker._worker._store.on_device = True  # as on a GPU: the model runner polls copies
+        self.step()
+        for n, name in enumerate(self.names):
+            self.add(name, [n, *range(1, BLOCK - 1)])
+        assert set(self.step().num_scheduled_tokens.values()) == {BLOCK - 1}
+
+    def add(self, name, tokens):
+        params = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
+        params.update_from_generation_config({}, 1)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        self.core.add_request(Request(name, list(tokens), params, None, block_hasher=hasher))
+
+    def step(self):
+        calls = self.calls
+        calls.counting, calls.side = True, "engine"
+        output = self.scheduler.schedule()
+        calls.side = "runner"
+        with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as kv:
+            pass
+        calls.side = "engine"
+        names = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names), logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
+            kv_connector_output=kv,
+        )  # fmt: skip
+        self.scheduler.update_from_output(output, result)
+        calls.side = ""
+        self.quiet()
+        calls.counting = False
+        return output
+
+    def quiet(self):
+        """All that other threads were given has run."""
+        for reactor in (self.worker._worker._reactor, self.ours._reactor) * 2:
+            done = threading.Event()
+            reactor.call_soon(done.set)
+            assert done.wait(20)
+
+    def counted(self):
+        """A decode step's counts, and those by function."""
+        self.calls.counts.clear()
+        self.calls.functions.clear()
+        assert set(self.step().num_scheduled_tokens) == set(self.names)
+        return self.calls.counts.copy(), self.calls.functions.copy()
+
+    def copied(self):
+        """Wait until the worker has copied what it was told to; counts of the other threads."""
+        self.calls.counts.clear()
+        self.calls.counting = True
+        eventually(lambda: self.store.counts().index.reservations == 0, 30, "all reserved blocks are stored")
+        self.quiet()
+        self.calls.counting = False
+        return self.calls.counts.copy()
+
+    def end(self):
+        self.scheduler.connector.shutdown()
+        self.worker.shutdown()
+
+
+class Transport(FakeTransport):
+    def __init__(self, name, backends, movable):
+        super().__init__()
+        self.name = name
+
+
+@pytest.fixture
+def engine_of(root, run_dir, monkeypatch):
+    monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
+    monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    init_none_hash(sha256)
+    store, calls, made = Store(run_dir), Calls(), []
+    store.start("--size=64MiB")
+    threading.setprofile(calls)
+
+    def make(requests):
+        made.append(Engine(calls, store, root, monkeypatch, requests))
+        made[0].begin()
+        sys.setprofile(calls)
+        return made[0]
+
+    yield make
+    sys.setprofile(None)
+    threading.setprofile(None)
+    for engine in made:
+        engine.end()
+    store.kill()
+
+
+def show(requests, *steps):
+    """Print them if the environment asks for it."""
+    for name, (counts, functions) in zip(("a block of each fills", "no block fills"), steps, strict=True):
+        if VERBOSE:
+            print(f"\n{requests} requests, {name}: {sum(counts.values())} calls")
+            for (thread, method), count in sorted(counts.items()):
+                print(f"{count:6} {thread} {method}")
+            for (thread, function), count in functions.most_common(20):
+                print(f"{count:12} {thread} {function}")
+
+
+def beyond(counts, bounds):
+    """What is more than today, or has no bound."""
+    return {key: count for key, count in counts.items() if count > bounds.get(key, 0)}
+
+
+@pytest.mark.parametrize("requests", [1, 64, 256])
+def test_decode_step_calls_stay_within_bounds_for_any_number_of_requests(engine_of, requests):
+    engine = engine_of(requests)
+    steps = [engine.counted() for _ in range(2 * BLOCK + 4)]  # blocks fill in each BLOCK-th step, the first one too
+    waited = engine.copied()
+    steps += [engine.counted() for _ in range(BLOCK - 3)]
+    filling, quiet = steps[BLOCK::BLOCK], steps[2 * BLOCK + 6 : -1]
+    show(requests, filling[-1], quiet[-1])
+
+    methods = {key for counts, _ in quiet for key in counts}
+    found = {key: median_low([counts[key] for counts, _ in quiet]) for key in methods}
+    assert beyond(found, NO_BLOCK_FILLS) == {}
+
+    meta = "engine", "build_connector_meta"
+    counts = {key: min(each[key] for each, _ in filling) for key in filling[0][0] if key[0] == "engine"}
+    stats = {("engine", "get_kv_connector_stats"): STATS_OF_SAMPLED_STEP}
+    assert beyond(counts, NO_BLOCK_FILLS | stats | {meta: BLOCK_FILLS[requests]}) == {}
+    assert counts[meta] > NO_BLOCK_FILLS[meta], "no block was filled"
+    assert max(each[meta] for n, (each, _) in enumerate(steps) if n % BLOCK) <= OTHER_STEPS[requests]
+    assert max(each["runner", "get_transfer_results"] for each, _ in steps) <= RUNNER_POLLS
+
+    others = sum([counts for counts, _ in steps[BLOCK:-1]], waited)
+    others = {thread: count for (thread, method), count in others.items() if not method}
+    assert beyond(others, {thread: bounds[requests] for thread, bounds in OTHER_THREADS.items()}) == {}

@@ -1,0 +1,213 @@
+"""What an engine says when it is asked about a prompt: what it would find, what it would do, who it is."""
+
+from types import SimpleNamespace
+
+import pytest
+from doctor_fakes import ranks
+from engine_configs import engine_config
+from source_fakes import load_context
+from support import FakePool, eventually, make_request
+from tier_fakes import FakePending
+from vllm.lora.request import LoRARequest
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.admin.explain import Explainer, stretches
+from vllm_kvtier.scheduler.engine_identity import EngineIdentity
+from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
+from vllm_kvtier.store import protocol as sm
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.index.removal_history import RemovalReason
+from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import Adapters
+from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+from vllm_kvtier.wire import messages as m
+
+HASH_BLOCK_SIZE = 4
+TOKENS = list(range(42))  # 10 blocks and a bit
+
+
+class World:
+    """An Explainer over a tier whose answers the test gives, and a planner that has measured."""
+
+    def __init__(self, tier: bool = True, **options):
+        self.pool = FakePool(100, HASH_BLOCK_SIZE)
+        self.planner = LoadPlanner({"host": 1e6, "peer_gpu": 1e9}, known=0)
+        self.asked: list[tuple[list[bytes], bytes]] = []
+        self.pending = FakePending(1)
+        self.tier = SimpleNamespace(
+            explain=self._explain, instance="life", problem="", load_bytes=lambda tokens: tokens * 1000
+        )
+        make_request("r", TOKENS, HASH_BLOCK_SIZE)  # makes vLLM's seed
+        info = {"max_tokens": 1000, "hash_function": self._hash}
+        load = load_context(
+            [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, config=KVTierConfig(**options), pool=BlockPool(self.pool),
+            planner=self.planner, info=info, identity={"bytes_for": lambda tokens: tokens * 1000},
+        )  # fmt: skip
+        self.jobs = []
+        exports = SimpleNamespace(longest_prefix=lambda block_hashes, lora_fingerprint: 4)
+        self.explainer = Explainer(load, exports, self.tier if tier else None, self.jobs.append)
+
+    @staticmethod
+    def _hash():
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        return get_hash_fn_by_name("sha256_cbor")
+
+    def _explain(self, block_hashes, lora_fingerprint):
+        self.asked.append((block_hashes, lora_fingerprint))
+        return self.pending
+
+    def cache(self, blocks: int) -> None:
+        for number, name in enumerate(make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes[:blocks], 1):
+            self.pool.cached[bytes(name), 0] = number
+
+    def explain(self, outcome=None, **question) -> m.Explanation:
+        said = []
+        self.explainer.ask(m.Explain(3, TOKENS, **question), said.append)
+        if self.asked and self.pending.outcome is None:
+            assert not said and not self.jobs, "the store has not answered"
+            self.pending.resolve(outcome)
+        for job in self.jobs:
+            job()
+        return said.pop()
+
+
+def holding(num_hash_blocks: int, spans=(), **more) -> sm.Explained:
+    return sm.Explained(1, num_hash_blocks, [num_hash_blocks], [list(spans)], known=60.0, seconds=60.0, **more)
+
+
+def measured(planner: LoadPlanner, token_seconds: float) -> None:
+    for _ in range(30):
+        for tokens in (8, 32, 128):
+            planner.observe_step(0.001 + tokens * token_seconds, [(tokens, 0)], 0)
+
+
+def test_explain_reports_tiers():
+    world = World()
+    world.cache(2)
+    spans = [sm.Span(5, "memory"), sm.Span(2, "disk"), sm.Span(3, "", int(RemovalReason.EVICTED), 5.0, 9.0)]
+    tiers = [sm.TierReach("disk", "ready", "", 7), sm.TierReach("nodes", "unavailable", "no net", None)]
+    found = world.explain(holding(5, spans, tiers=tiers, holders=[sm.Holder("h", 7, "i", 6)]))
+    assert (found.question, found.prompt, found.hash_block_size) == (3, 42, HASH_BLOCK_SIZE)
+    assert (found.gpu_cache, found.exported, found.stored) == (8, 4, 20)
+    assert [(s.start, s.end, s.place, s.removal_reason) for s in found.stretches] == [
+        (0, 20, "memory", 0), (20, 28, "disk", 0), (28, 40, "", RemovalReason.EVICTED)
+    ]  # fmt: skip
+    assert found.tiers == [m.Source("disk", 28, "ready"), m.Source("nodes", None, "unavailable", "no net")]
+    assert found.engines == [m.Source("h:7", 24)] and found.store == "life" and found.problem == ""
+    assert world.asked[0][0] == [bytes(each) for each in make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes]
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "policy", "load", "reason"),
+    [(0.1, "auto", True, "faster"), (1e-6, "auto", False, "slower"), (1e-6, "always", True, "policy_always")],
+)
+def test_explain_reports_load_decision(token_seconds, policy, load, reason):
+    world = World(load_policy=policy)
+    measured(world.planner, token_seconds)
+    before = world.planner._cost("host").slow
+    (weighed,) = world.explain(holding(10)).weighed
+    assert (weighed.source, weighed.start, weighed.end, weighed.load, weighed.reason) == ("host", 0, 40, load, reason)
+    assert weighed.load_seconds == pytest.approx(0.04, rel=0.2) and weighed.compute_seconds is not None
+    assert world.planner._cost("host").slow == before, "a question is no decision"
+
+
+def test_explain_reports_peer_gpu():
+    world = World(pull_threshold=16)
+    holder = sm.Holder("h", 7, "i", 10)
+    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    assert (weighed.source, weighed.end, weighed.load, weighed.reason) == ("peer_gpu", 40, True, "not_measured")
+    world = World(pull_threshold=64)
+    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    assert not weighed.load and weighed.reason == "below_threshold"
+    world = World()
+    world.cache(10)
+    assert not world.explain(holding(10, holders=[holder])).weighed, "its own cache has it all"
+
+
+def test_explain_reports_obstacles():
+    assert "store: off" in World(tier=False).explain().problem
+    world = World()
+    found = world.explain(Failed("it hangs"))
+    assert found.problem == "it hangs" and found.stored == 0 and not found.stretches
+    world = World()
+    world.explainer._info.max_tokens = 16
+    assert "at most 16" in world.explain(holding(0)).problem and len(world.asked[0][0]) == 4
+
+
+def test_explain_uses_salt_and_adapter_in_block_hashes(monkeypatch, tmp_path):
+    """As vLLM's own requests do with them."""
+    lora = LoRARequest("style", 1, str(tmp_path))
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (tmp_path / name).write_bytes(b"{}")
+    monkeypatch.setattr(vr, "ADAPTERS", adapters := Adapters())
+    monkeypatch.setattr("vllm_kvtier.scheduler.admin.explain.ADAPTERS", adapters)
+    unknown = World()
+    assert "no request to this engine has used an adapter 'style'" in unknown.explain(adapter="style").problem
+    assert not unknown.asked, "what it does not know it cannot ask for"
+    adapters.load(lora, lambda: None)
+    lora_fingerprint = eventually(lambda: vr.lora_fingerprint(SimpleNamespace(lora_request=lora)))
+    for salt in ("", "tenant"):
+        request = make_request("r", TOKENS, HASH_BLOCK_SIZE, salt=salt or None)
+        request.lora_request = lora
+        del request.block_hashes[:]
+        request.update_block_hashes()
+        world = World()
+        world.explain(holding(0), adapter="style", cache_salt=salt)
+        assert world.asked == [([bytes(each) for each in request.block_hashes], lora_fingerprint)]
+
+
+def test_explain_reports_only_lookup_windows():
+    full, sliding = (HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 8)
+    rows = [[sm.Span(6, "memory"), sm.Span(4, "", int(RemovalReason.CLEARED))], [sm.Span(3, ""), sm.Span(7, "memory")]]
+    told = stretches(rows, [full, sliding], 40)
+    assert [(s.group, s.start, s.end, s.place) for s in told] == [
+        (0, 0, 24, "memory"), (0, 24, 40, ""), (1, 12, 40, "memory")
+    ], "what the window before token 24 does not reach is no cause of anything"  # fmt: skip
+    rows[1] = [sm.Span(5, "memory"), sm.Span(5, "")]
+    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group and not s.place] == [(20, 40)]
+    rows[1] = [sm.Span(6, "memory"), sm.Span(4, "")]
+    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group] == [(0, 24)], (
+        "nor what is behind"
+    )
+    alone = stretches([[sm.Span(7, ""), sm.Span(3, "memory")]], [sliding], 40)
+    assert [(s.start, s.end, s.place) for s in alone] == [(28, 40, "memory")]
+
+
+def test_identity_text_names_all_parts(monkeypatch, tmp_path):
+    monkeypatch.setattr(ns.kv_cache_utils, "NONE_HASH", b"seed", raising=False)
+    monkeypatch.setattr(ns, "process_start", lambda: 1 << 62)  # these weights are loaded when they are written
+    (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
+
+    def of(quantization=None, seed: str | None = "0", **options):
+        config = engine_config(
+            cache={"cache_dtype": "fp8", "prefix_caching_hash_algo": "xxhash"}, model=str(tmp_path), ranks=2,
+            quantization=quantization, served_model_name="m",
+        )  # fmt: skip
+        (monkeypatch.delenv if seed is None else monkeypatch.setenv)(
+            "PYTHONHASHSEED", *([] if seed is None else [seed])
+        )
+        options = KVTierConfig(**options)
+        info = SimpleNamespace(
+            engine_id="e", in_words=lambda namespace, print: ns.in_words(config, namespace, print)
+        )
+        name = ns.namespace(config, 16, ns.ModelFingerprint(config, options.model_fingerprint).get(60.0))
+        engine = EngineIdentity(options, info, 16, True, None)
+        assert engine.describe() == [], "while it starts"
+        engine.namespace, engine.ranks, engine.wire_codec = name, dict(enumerate(ranks(2))), {"full": "fp8"}
+        told = engine.describe()
+        assert len(dict(told)) == len(told)
+        return dict(told)
+
+    one, quantized = of(), of(quantization="awq")
+    assert {key for key in one if one[key] != quantized[key]} == {"engine options"}
+    assert quantized["engine options"] == "quantization=awq"
+    assert one["weights"].endswith(", 1 file") and "fixed by PYTHONHASHSEED" in one["hash seed"]
+    assert one["codec between engines"] == "full: fp8" and one["tensor parallel size"] == "2"
+    assert one["KV cache layout"].startswith("1 layers of full attention") and one["KV cache layout"].count("of 4") == 1
+    assert "random" in of(seed=None)["hash seed"] and "seed" not in of(seed="12345")["hash seed"].partition(",")[0]
+    assert "12345" not in of(seed="12345")["hash seed"], "a seed may be a secret"
+    assert of(model_fingerprint="mine")["model fingerprint"].startswith("mine")
+    (tmp_path / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert {key for key in one if one[key] != of()[key]} == {"weights"}

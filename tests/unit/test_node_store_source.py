@@ -1,0 +1,312 @@
+"""NodeStoreSource over a fake client: whose blocks are interchangeable, who writes what, and what is made of
+answers."""
+
+import logging
+
+import msgspec
+import pytest
+from tier_fakes import NAMESPACE, POOL, described, group_view, make_tier
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.sources.node_store import _store_options
+from vllm_kvtier.store.client import Failed
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Done
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.slots import PIECE, part_layout, slot_layout
+
+ONE = [(16, None)]
+HYBRID = [(32, None), (16, 100)]
+BLOCK_HASHES = [bytes([i]) * 32 for i in range(12)]
+
+
+def namespace_id(groups=ONE, ranks=None, namespace=NAMESPACE, lora_fingerprint=b""):
+    return make_tier(groups, ranks, hash_block_size=16, namespace=namespace).tier.namespace_id(lora_fingerprint)
+
+
+def one(groups=ONE, **view):
+    return namespace_id(groups, [described(0, groups, [0] * len(groups), **view)])
+
+
+# -- spaces --------------------------------------------------------------------------------------------------------
+
+
+def test_store_namespace_is_stable_over_restart():
+    assert len(namespace_id()) == HASH and namespace_id() == namespace_id() == one()
+
+
+@pytest.mark.parametrize("physical", [{"heads_first": False}, {"gap": 4096}, {"base": 1 << 40}], ids=str)
+def test_store_namespace_ignores_gpu_addresses(physical):
+    assert one(**physical) == one()
+
+
+@pytest.mark.parametrize("field", [f for f in NAMESPACE.__struct_fields__])
+def test_store_namespace_depends_on_every_field(field):
+    value = getattr(NAMESPACE, field)
+    other = msgspec.structs.replace(NAMESPACE, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert namespace_id(namespace=other) != namespace_id()
+
+
+@pytest.mark.parametrize("logical", [{"layers": 3}, {"heads": 4}, {"inner": 256}, {"kind": "mla"}], ids=str)
+def test_store_namespace_depends_on_meaning_of_bytes(logical):
+    assert one(**logical) != one()
+
+
+def test_store_namespace_depends_on_block_size_window_and_groups():
+    all_of_them = [[(16, None)], [(32, None)], [(16, 64)], [(16, 128)], [(16, None), (16, None)], HYBRID]
+    assert len({namespace_id(groups) for groups in all_of_them}) == len(all_of_them)
+
+
+def test_store_namespace_depends_on_division_over_ranks():
+    divisions = [[0], [0, 1], [0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]]
+    found = {namespace_id(ONE, [described(r, ONE, [shard]) for r, shard in enumerate(shards)]) for shards in divisions}
+    assert len(found) == len(divisions)
+
+
+def test_store_namespace_is_separate_per_adapter():
+    tier = make_tier(ONE, hash_block_size=16).tier
+    adapters = [i.to_bytes(16, "little") for i in range(3000)]  # more than are remembered
+    namespaces = [tier.namespace_id(a) for a in adapters]
+    assert len({*namespaces, tier.namespace_id(b"")}) == 3001 and namespaces == [tier.namespace_id(a) for a in adapters]
+
+
+def test_store_source_new_namespace_hides_stored_blocks():
+    made = make_tier(ONE, hash_block_size=16)
+    tier, before = made.tier, (made.tier.namespace_id(b""), made.tier.namespace_id(b"a" * 16))
+    ask = tier.ask(0, BLOCK_HASHES, b"")
+    assert made.client.open[0].asked.namespace_id == before[0]
+    tier.renew()
+    after = tier.namespace_id(b""), tier.namespace_id(b"a" * 16)
+    assert not set(before) & set(after)
+    made.client.answer(made.client.open[0], 1, [[1]])
+    assert ask.poll().code == "not_in_store" and not made.client.held
+    tier.renew()
+    assert tier.namespace_id(b"") not in (*before, *after), "weights may change again"
+    assert namespace_id() == before[0], "others keep what they have"
+
+
+# -- parts and writers -----------------------------------------------------------------------------------------------
+
+
+def test_store_slots_have_a_part_per_tensor_parallel_rank():
+    ranks = [described(r, ONE, [r]) for r in range(4)]
+    made = make_tier(ONE, ranks, hash_block_size=16)
+    part = part_layout(ranks[0].groups[0]).nbytes
+    assert made.setup.offsets == [[0], [part], [2 * part], [3 * part]]
+    assert made.setup.writes == [[True]] * 4 and made.tier.writers == [{0, 1, 2, 3}]
+    [shape] = made.client.hello.groups
+    assert (shape.hash_blocks_per_block, shape.window, shape.slot_pages) == (1, None, slot_layout([part] * 4).pages)
+
+
+def test_store_slots_keep_replicated_heads_once():
+    ranks = [described(r, ONE, [r // 2]) for r in range(4)]
+    made = make_tier(ONE, ranks, hash_block_size=16)
+    part = part_layout(ranks[0].groups[0]).nbytes
+    assert made.setup.offsets == [[0], [0], [part], [part]]
+    assert made.setup.writes == [[True], [False], [True], [False]] and made.tier.writers == [{0, 2}]
+    assert made.client.hello.groups[0].slot_pages == slot_layout([part] * 2).pages
+
+
+def test_store_slots_keep_mla_once_beside_divided_group():
+    groups = [(16, None), (16, None)]
+    ranks = [
+        m.Described(r, (group_view(0, 16, kind="mla", heads=1), group_view(1, 16)), (0, r)) for r in range(3)
+    ]
+    made = make_tier(groups, ranks, hash_block_size=16)
+    assert [row[0] for row in made.setup.offsets] == [0, 0, 0]
+    assert [row[0] for row in made.setup.writes] == [True, False, False]
+    assert made.tier.writers == [{0}, {0, 1, 2}]
+
+
+def test_store_slots_have_parts_per_pipeline_stage():
+    ranks = [m.Described(r, (group_view(0, 16, layers=1 + 2 * r),), (r,)) for r in range(2)]
+    made = make_tier(ONE, ranks, hash_block_size=16)
+    sizes = [part_layout(rank.groups[0]).nbytes for rank in ranks]
+    assert made.setup.offsets == [[0], [sizes[0]]]
+    ask = made.tier.ask(0, BLOCK_HASHES, b"")
+    made.client.answer(made.client.open[0], 2, [[8, 64]])
+    assert ask.poll().nbytes == 2 * max(sizes), "the rank with most bytes is through last"
+
+
+def test_store_source_sends_windows_and_block_sizes():
+    made = make_tier(HYBRID, hash_block_size=16)
+    assert [(g.hash_blocks_per_block, g.window) for g in made.client.hello.groups] == [(2, None), (1, 100)]
+    assert made.client.hello.hash_block_size == 16 and made.client.hello.kind == "engine" and made.client.started
+    assert made.setup.path == made.client.path == "/nowhere/store.sock" and made.client.launch is None
+    assert m.decode_link(m.encode(made.setup)) == made.setup
+
+
+def test_store_source_block_too_large_is_refused_with_sizes():
+    with pytest.raises(ValueError, match="block size"):
+        make_tier(ONE, [described(0, ONE, [0], layers=9, inner=PIECE // 256)])
+
+
+# -- the watermark ---------------------------------------------------------------------------------------------------
+
+
+def test_store_source_uses_tokens_that_all_ranks_reach():
+    ranks = [described(r, ONE, [r]) for r in range(2)]
+    made = make_tier(ONE, ranks, hash_block_size=16, connect=False)
+    tier, client = made.tier, made.client
+    assert tier.limit() == 0 and tier.ask(0, BLOCK_HASHES, b"") is None
+    client.connect("life 1")
+    assert tier.limit() == 0
+    tier.reached(m.PoolReady(0, "life 1", 100 * PAGE))
+    assert tier.limit() == 0, "rank 1 has not said anything"
+    tier.reached(m.PoolReady(1, "life 1", 40 * PAGE + 7))
+    assert tier.limit() == 40 and tier.instance == "life 1"
+    tier.ask(0, BLOCK_HASHES, b"")
+    assert client.open[0].asked.limit == 40
+    tier.reached(m.PoolReady(1, "life 1", 200 * PAGE))
+    assert tier.limit() == 100
+
+
+def test_store_source_forgets_state_of_old_store_instance():
+    ranks = [described(r, ONE, [r]) for r in range(2)]
+    made = make_tier(ONE, ranks, hash_block_size=16, reached=50)
+    ask = made.tier.ask(0, BLOCK_HASHES, b"")
+    made.client.lose()
+    assert made.tier.limit() == 0 and made.tier.instance == "" and made.lost == [1]
+    assert ask.poll().code == "store_unavailable"
+    made.client.connect("life 2")
+    assert made.tier.limit() == 0, "the workers still have the old memory"
+    made.tier.reached(m.PoolReady(0, "life 2", 10 * PAGE))
+    assert made.tier.limit() == 0
+    made.tier.reached(m.PoolReady(1, "life 2", 20 * PAGE))
+    assert made.tier.limit() == 10 and made.tier.instance == "life 2"
+
+
+def test_store_source_short_disconnect_is_not_logged(caplog):
+    made = make_tier(ONE, hash_block_size=16)
+    with caplog.at_level(logging.INFO, "vllm.kvtier.node_store"):
+        made.client.lose()
+        made.client.connect("life 1")
+        for callback in made.later:
+            callback()
+        assert not caplog.records
+        made.client.lose()
+        made.later[-1]()
+        assert "gone" in caplog.text
+        made.client.connect("life 1")
+        assert "there again" in caplog.text
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def asked(groups=HYBRID, start=0, **options):
+    made = make_tier(groups, hash_block_size=16, **options)
+    ask = made.tier.ask(start, BLOCK_HASHES, b"")
+    return made, ask, made.client.open[0]
+
+
+def test_store_source_hit_has_blocks_and_bytes():
+    made, ask, pending = asked(start=32)
+    assert ask.poll() is None
+    made.client.answer(pending, 6, [[16, 32], [0, 5, 6, 7]])
+    offer = ask.poll()
+    assert offer.found and ask.poll() is offer
+    assert (offer.start, offer.tokens, offer.blocks, offer.instance) == (32, 96, [[16, 32], [0, 5, 6, 7]], "life 1")
+    parts = [part_layout(group_view(g, n, w)).nbytes for g, (n, w) in enumerate(HYBRID)]
+    assert offer.nbytes == 2 * parts[0] + 3 * parts[1], "what a window leaves out is not loaded"
+    made.tier.release(offer, True)
+    assert not made.client.held
+
+
+@pytest.mark.parametrize(
+    "num_hash_blocks, slots",
+    [
+        (5, [[16, 32], [1, 2, 3, 4, 5]]),  # ends within a block of the larger group
+        (4, [[16, 32]]),
+        (4, [[16, 32], [1, 2, 3, 4], [1]]),
+        (4, [[16], [1, 2, 3, 4]]),
+        (4, [[16, 32], [1, 2, 3, 4, 5]]),
+        (4, [[16, 0], [1, 2, 3, 4]]),  # full attention needs every block
+        (4, [[16, POOL], [1, 2, 3, 4]]),
+        (4, [[16, POOL - 1], [1, 2, 3, 4]]),  # begins below the watermark and ends above it
+        (14, [[16] * 7, [1] * 14]),  # more than was asked for
+    ],
+)
+def test_store_source_malformed_hit_is_refused_and_released(num_hash_blocks, slots):
+    made, ask, pending = asked()
+    made.client.answer(pending, num_hash_blocks, slots)
+    assert ask.poll().code == "malformed"
+    assert not made.client.held
+
+
+def test_store_source_slot_ending_at_pool_end_is_accepted():
+    made, ask, pending = asked(ONE)
+    made.client.answer(pending, 1, [[POOL - made.client.hello.groups[0].slot_pages]])
+    assert ask.poll().found
+
+
+@pytest.mark.parametrize("outcome, code", [(Failed("hung"), "store_unavailable"), (Done(1, 2), "malformed")])
+def test_store_source_ignores_unexpected_answers(outcome, code):
+    made, ask, pending = asked()
+    made.client.refuse(pending, outcome)
+    assert ask.poll().code == code
+
+
+def test_store_source_miss_reports_reason():
+    made, ask, pending = asked()
+    made.client.refuse(pending)
+    assert ask.poll().code == "not_in_store"
+    made, ask, pending = asked(start=32)
+    made.client.answer(pending, 2, [[], []])  # a lease on nothing
+    assert ask.poll().code == "not_in_store" and not made.client.held
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_store_source_cancelled_lookup_keeps_no_lease(early):
+    made, ask, pending = asked()
+    if not early:
+        made.client.answer(pending, 2, [[16], [1, 2]])
+    made.tier.cancel(ask)
+    if early:
+        made.client.answer(pending, 2, [[16], [1, 2]])
+    assert not made.client.held
+    made, ask, pending = asked()
+    made.tier.cancel(ask)
+    made.client.refuse(pending, Failed("gone"))
+
+
+def test_store_source_truncates_hashes_beyond_message_limit():
+    made = make_tier(ONE, hash_block_size=16)
+    block_hashes = [b"h" * 32] * (MAX_HASH_BLOCKS + 10)
+    made.tier.touch(block_hashes, b"")
+    assert len(made.client.told[-1][2]) == MAX_HASH_BLOCKS * HASH
+    assert made.tier.ask(MAX_HASH_BLOCKS * 16, block_hashes, b"") is None
+    assert made.tier.ask((MAX_HASH_BLOCKS - 1) * 16, block_hashes, b"") is not None
+
+
+def test_store_source_sends_connection_state_on_connect():
+    made = make_tier(ONE, hash_block_size=16)
+    made.tier.commit([5], 3)
+    made.tier.abort([6], 3)
+    made.tier.discard(b"", 0, BLOCK_HASHES[0], 7, 3)
+    commit, abort, discard = made.client.told
+    assert commit == ("commit", [5], 3) and abort == ("abort", [6], 3)
+    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH], 7, 3)
+
+
+def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):
+    made = make_tier(ONE, hash_block_size=16, store_disk_path=str(tmp_path))
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.node_store"):
+        made.client.connect("another life")
+        made.client.connect("and another")
+    assert len([record for record in caplog.records if "lacks tier disk" in record.message]) == 1
+
+
+def test_store_source_started_store_has_default_pin_share():
+    """What an engine holds of its own cache while that is copied is another option."""
+    assert _store_options(KVTierConfig(store_inflight_share=0.9)).pin_share == StoreOptions().pin_share == 0.5
+
+
+def test_store_source_connection_id_is_zero_while_disconnected():
+    """What was reserved on another one is nobody's."""
+    engine = make_tier([(4, None)])
+    assert engine.tier.session == 1
+    engine.client.lose()
+    assert engine.tier.session == 0
+    engine.client.connect("life 1")
+    assert engine.tier.session == 2

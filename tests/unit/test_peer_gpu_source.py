@@ -1,0 +1,121 @@
+"""When another engine of the node is worth asking, and worth more than what the store offered."""
+
+from types import SimpleNamespace
+
+import pytest
+from source_fakes import load_context
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.jobs.results import FetchResult
+from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit
+from vllm_kvtier.scheduler.sources.peer_gpu import UNKNOWN_COST_WAIT, PeerGpuSource
+from vllm_kvtier.telemetry.stats import Counters
+
+BYTES = 100  # a token
+
+
+class Planner:
+    """Loads at fixed rates; computing costs 1 ms a token, or is not known."""
+
+    def __init__(self, gpu=1e6, host=1e5, known=True):
+        self.rates, self.known = {"peer_gpu": gpu, "host": host}, known
+
+    def load_seconds(self, source, nbytes):
+        return nbytes / self.rates[source]
+
+    def handover_seconds(self):
+        return 0.1
+
+    def compute_seconds(self, start, end, prompt):
+        return (end - start) * 1e-3 if self.known else None
+
+
+def make(planner=None, free=1 << 20, groups=((16, None),), **options):
+    counters = Counters()
+    load = load_context(
+        groups, 16, config=KVTierConfig(**{"pull_threshold": 32, **options}), counters=counters,
+        planner=planner or Planner(), pool=SimpleNamespace(free_count=lambda: free),
+        identity={"instance": "me/1", "bytes_for": lambda tokens: tokens * BYTES},
+    )  # fmt: skip
+    made = PeerGpuSource(load)
+    return made, counters
+
+
+def request(tokens=1000, held=None):
+    return SimpleNamespace(request=SimpleNamespace(num_tokens=tokens), held=held, failed=set())
+
+
+def holder(tokens, instance="other/1"):
+    return Candidate(None, ("h", 1), instance, tokens)
+
+
+def stored(tokens):
+    return LookupHit(SimpleNamespace(cost_key="host"), "life", 1, 0, tokens, [[]], session=1, nbytes=tokens * BYTES)
+
+
+def lent(tokens):
+    return LookupHit(None, "other/1", 1, 0, tokens, [[]], mapped=True, nbytes=tokens * BYTES)
+
+
+@pytest.mark.parametrize(
+    "case, expected, reason",
+    [
+        (dict(tokens=640), True, None),
+        (dict(tokens=640, computed=624), None, "below_threshold"),
+        (dict(tokens=640, free=39), None, "no_free_blocks"),
+        (dict(tokens=640, held=640), True, None),  # ten times as fast as host memory
+        (dict(tokens=320, held=640), None, "store_faster"),  # and the rest would be computed
+        (dict(tokens=640, held=640, gpu=1e4), None, "store_faster"),
+        (dict(tokens=640, instance="me/1"), None, None),
+        (dict(tokens=640, computed=8), None, None),  # inside a block
+    ],
+)
+def test_peer_gpu_candidates_are_ordered(case, expected, reason):
+    made, counters = make(Planner(gpu=case.get("gpu", 1e6), host=1e6 if case.get("tokens") == 320 else 1e5),
+                          free=case.get("free", 1 << 20))  # fmt: skip
+    t = request(held=stored(case["held"]) if "held" in case else None)
+    asked = made.is_eligible(t, holder(case["tokens"], case.get("instance", "other/1")), case.get("computed", 0))
+    assert asked is expected
+    assert counters.take() == ({f"peer_fetches_skipped|{reason}": 1} if reason else {})
+
+
+def test_peer_gpu_unmappable_engine_is_read_by_nixl_or_skipped():
+    made, _ = make()
+    for instance, same_layout in (("other/1", True), ("odd/1", False)):
+        t = request()
+        t.hit = LookupHit(made, instance, 1, 0, 640, [[]], mapped=True, same_layout=same_layout)
+        made.on_load_failed(t, FetchResult("r", {1}, True, "no", 0, 0.1, unmappable="another pid namespace"))
+    assert made.is_eligible(request(), holder(640), 0) is False
+    assert made.is_eligible(request(), holder(640, "odd/1"), 0) is None
+    t = request()
+    t.failed.add("third/1")
+    assert made.is_eligible(t, holder(640, "third/1"), 0) is None, "it failed this request before"
+
+
+def test_peer_fetch_skipped_if_computed_within_running_step():
+    made, counters = make()
+    assert made.is_eligible(request(), holder(96), 0) is True
+    assert made.is_eligible(request(), holder(96), 0, alone=False) is None, "0.096 s of a step of 0.1"
+    assert counters.take() == {"peer_fetches_skipped|compute_within_step": 1}
+    assert made.is_eligible(request(), holder(112), 0, alone=False) is True
+    always, _ = make(load_policy="always")
+    assert always.is_eligible(request(), holder(96), 0, alone=False) is True
+
+
+def test_peer_gpu_choice_depends_on_compute_cost():
+    made, _ = make(Planner(gpu=1e6, host=1e6))
+    assert made.beats(request(), lent(640), stored(640))
+    assert made.beats(request(), lent(640), stored(320)), "the rest would be computed"
+    assert not made.beats(request(), lent(320), stored(640))
+    unknown, _ = make(Planner(known=False))
+    assert unknown.beats(request(), lent(640), stored(320)) and not unknown.beats(request(), lent(320), stored(640))
+    slow, _ = make(Planner(gpu=1e3, host=1e6))
+    assert not slow.beats(request(), lent(640), stored(320)), "64 s for what takes 0.35"
+
+
+def test_peer_wait_is_bounded_by_compute_time():
+    made, _ = make()
+    assert made.wait_seconds(request(), holder(640), 0) == pytest.approx(0.64)
+    assert made.wait_seconds(request(), holder(640), 320) == pytest.approx(0.32)
+    assert made.wait_seconds(request(held=stored(600)), holder(640), 0) == pytest.approx(0.04)
+    assert make(Planner(known=False))[0].wait_seconds(request(), holder(640), 0) == UNKNOWN_COST_WAIT

@@ -1,0 +1,235 @@
+"""Tokens in and out with prefill and decode engines, and the routes that are forwarded to one engine."""
+
+import asyncio
+import json
+
+import pytest
+from proxy_fakes import Cluster, events, text_of
+
+GENERATE = "/inference/v1/generate"
+
+
+def tokens_in(**fields):
+    body = {"model": "m", "token_ids": list(range(300)), "sampling_params": {"max_tokens": 9, "temperature": 0}}
+    return body | fields
+
+
+def extra(seen):
+    """The params where vLLM 0.25 takes them, which must be those at the top, where 0.33 does."""
+    found = seen.body["sampling_params"]["extra_args"]["kv_transfer_params"]
+    assert found == seen.body["kv_transfer_params"]
+    return found
+
+
+# ---------------------------------------------------------------- tokens in, tokens out
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_generate_route_is_disaggregated(stream):
+    async with Cluster() as c:
+        body = tokens_in(stream=stream, output_mode="text", features=None)
+        body["sampling_params"] |= {"n": 2, "min_tokens": 3, "logprobs": 1, "stop_token_ids": [7], "seed": 5}
+        reply = await c.client.post(GENERATE, json=body)
+        assert reply.status_code == 200
+        text = text_of(reply.content) if stream else reply.json()["choices"][0]["text"]
+        assert text == "".join(c.d[0].text(body, i) for i in range(4 if stream else 1))
+        assert b'kv_transfer_params":{' not in reply.content
+        (to_p,), (to_d,) = c.p[0].seen, c.d[0].seen
+        assert to_p.path == to_d.path == GENERATE
+        sampling = dict(to_p.body["sampling_params"])
+        assert extra(to_p)["do_remote_decode"] is True
+        del sampling["extra_args"]
+        assert sampling == {"max_tokens": 1, "n": 1, "temperature": 0, "stop_token_ids": [7], "seed": 5}
+        assert to_p.body["stream"] is False and to_p.body["output_mode"] == "tokens"
+        assert extra(to_d)["kvtier"]["export"] == "secret-export-P0-1"
+        assert to_d.body["sampling_params"]["n"] == 2 and to_d.body["output_mode"] == "text"
+        assert to_d.body["cache_salt"] == to_p.body["cache_salt"] != ""
+        assert to_d.body["token_ids"] == body["token_ids"]
+
+
+async def test_token_conversation_is_recognised():
+    async with Cluster(d=2) as c:
+        body = tokens_in()
+        await c.client.post(GENERATE, json=body)
+        home = next(d for d in c.d if d.seen)
+        await c.client.post(GENERATE, json=body | {"token_ids": [*body["token_ids"], 5, 6]})
+        assert len(home.seen) == 2
+        assert extra(c.p[0].seen[1])["kvtier"]["sources"][0]["engine_id"] == f"id-{home.name}-1"
+
+
+@pytest.mark.parametrize("name", ["prompt_logprobs", "prompt_logprob_token_ids"])
+async def test_requests_that_need_compute_on_decode_engine(name):
+    async with Cluster() as c:
+        body = tokens_in()
+        body["sampling_params"][name] = None
+        await c.client.post(GENERATE, json=body)
+        assert len(c.p[0].seen) == 1
+        body["sampling_params"][name] = 1
+        await c.client.post(GENERATE, json=body)
+        assert len(c.p[0].seen) == 1 and len(c.d[0].seen) == 2
+
+
+async def test_client_transfer_params_in_extra_args_are_removed():
+    aim = {"do_remote_prefill": True, "remote_host": "victim"}
+    async with Cluster() as c:
+        body = tokens_in(kv_transfer_params=aim, ec_transfer_params=aim)
+        body["sampling_params"]["extra_args"] = {"kv_transfer_params": aim, "ec_transfer_params": aim, "mine": 1}
+        assert (await c.client.post(GENERATE, json=body)).status_code == 200
+        for seen in (*c.p[0].seen, *c.d[0].seen):
+            assert "victim" not in json.dumps(seen.body)
+            assert seen.body["sampling_params"]["extra_args"]["mine"] == 1
+
+
+@pytest.mark.parametrize("sampling", [5, [], "x", None])
+async def test_invalid_sampling_params_return_400(sampling):
+    async with Cluster() as c:
+        reply = await c.client.post(GENERATE, json=tokens_in(sampling_params=sampling))
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "sampling_params"
+
+
+@pytest.mark.parametrize("status", [404, 405, 429])
+async def test_prefill_engine_without_route_leaves_prompt_to_decode_engine(status):
+    """vLLM serves it with --enable-scale-out only. The prefill engine stays available for its other routes."""
+    async with Cluster() as c:
+        c.p[0].status = status
+        assert (await c.client.post(GENERATE, json=tokens_in())).status_code == 200
+        assert c.core.prefill[0].healthy and c.core.state()["counts"]["prefill_declined"] == 1
+
+
+# ---------------------------------------------------------------- passing on
+
+
+async def test_pooling_goes_to_pooling_engines_or_decode_engines():
+    async with Cluster(pooling=1) as c:
+        reply = await c.client.post("/v1/embeddings?x=1", json={"input": "a"}, headers={"X-Request-Id": "r1"})
+        assert reply.json()["engine"] == "E0" and "x=1" in reply.json()["query"]
+        (seen,) = c.pooling[0].passed
+        assert seen.headers["x-request-id"] == reply.headers["x-request-id"] == "r1"
+        assert len(seen.body.pop("cache_salt")) == 64 and seen.body == {"input": "a"}
+    async with Cluster() as c:
+        assert (await c.client.post("/v1/embeddings", json={"input": "a"})).json()["engine"] == "D0"
+
+
+async def test_passthrough_salts_requests_by_tenant():
+    aim = {"remote_host": "victim"}
+    async with Cluster() as c:
+        for who in ("ann", "bob"):
+            body = {"input": "x", "kv_transfer_params": aim, "cache_salt": "s"}
+            body["vllm_xargs"] = {"kv_transfer_params": aim}
+            await c.client.post("/v1/responses", json=body, headers={"Authorization": f"Bearer {who}"})
+        one, two = (seen.body for seen in c.d[0].passed)
+        assert one["cache_salt"] != two["cache_salt"] and "victim" not in json.dumps(one)
+        # The same tenant's salt is the same on every route, so that its KV is.
+        await c.chat("u", headers={"Authorization": "Bearer bob"}, cache_salt="s")
+        assert c.d[0].seen[0].body["cache_salt"] == two["cache_salt"]
+
+
+async def test_passthrough_non_json_body_is_unchanged():
+    async with Cluster() as c:
+        form = {"files": {"file": ("a.wav", b"\x00\xff" * 1000)}, "data": {"model": "m"}}
+        assert (await c.client.post("/v1/audio/transcriptions", **form)).status_code == 200
+        (seen,) = c.d[0].passed
+        assert b"\x00\xff" * 1000 in seen.body and seen.headers["content-type"].startswith("multipart/form-data; b")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", b"["), ("/v1/embeddings", b'{"cache_salt": 5}')])
+async def test_passthrough_invalid_body_reaches_no_engine(path, body):
+    async with Cluster() as c:
+        reply = await c.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400 and not c.d[0].passed
+
+
+async def test_passthrough_stream_is_not_buffered():
+    async with Cluster() as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        body = {"input": "x", "messages": "m", "stream": True}
+        request = c.client.build_request("POST", "/v1/messages", json=body)
+        reply = await c.client.send(request, stream=True)
+        got = []
+        async for chunk in reply.aiter_raw():
+            got.append(chunk)
+            c.d[0].gate.release()
+        await reply.aclose()
+        assert len(got) >= c.d[0].chunks and reply.headers["x-accel-buffering"] == "no"
+        assert text_of(b"".join(got)).count(";") == c.d[0].chunks
+
+
+async def test_stored_response_is_requested_from_its_engine():
+    async with Cluster(p=0, d=3) as c:
+        made = [(await c.client.post("/v1/responses", json={"input": i})).json() for i in range(6)]
+        assert len({m["engine"] for m in made}) == 3
+        for m in made * 2:
+            got = (await c.client.get(f"/v1/responses/{m['id']}")).json()
+            assert got["engine"] == m["engine"]
+            following = await c.client.post("/v1/responses", json={"input": "x", "previous_response_id": m["id"]})
+            assert following.json()["engine"] == m["engine"]
+
+
+# ---------------------------------------------------------------- what may be asked twice
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/embeddings", {}), ("/v1/responses", {"store": False})])
+async def test_passthrough_idempotent_request_is_retried(path, body):
+    async with Cluster(p=0, d=2) as c:
+        await _dies_under(c, path, body)
+        reply = await c.client.post(path, json=body)
+        assert reply.status_code == 200
+
+
+async def _dies_under(c, path, body):
+    """The first engine dies while it works on the request; the other answers it."""
+    for d in c.d:
+        d.hold = asyncio.Event()
+    asked = asyncio.create_task(c.client.post(path, json=body))
+    await c.until(lambda: any(d.passed for d in c.d))
+    first, other = c.d if c.d[0].passed else c.d[::-1]
+    other.hold = None
+    await first.kill()
+    reply = await asyncio.wait_for(asked, 5)
+    assert reply.status_code == 200 and reply.json()["engine"] == other.name
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/custom"])
+async def test_passthrough_non_idempotent_request_is_not_retried(path):
+    async with Cluster(p=0, d=2, extra_routes=("/custom",)) as c:
+        for d in c.d:
+            d.hold = asyncio.Event()
+        asked = asyncio.create_task(c.client.post(path, json={}))
+        await c.until(lambda: any(d.passed for d in c.d))
+        first, other = c.d if c.d[0].passed else c.d[::-1]
+        await first.kill()
+        reply = await asyncio.wait_for(asked, 5)
+        assert reply.status_code == 502 and "not known" in reply.json()["error"]["message"]
+        assert not other.passed
+        other.hold = None
+        # Without a connection, no engine can have executed it.
+        c.core.decode[c.d.index(first)].succeeded()
+        c.core.decode[c.d.index(other)].weighted_picks = 1e9
+        assert (await c.client.post(path, json={})).json()["engine"] == other.name
+
+
+async def test_passthrough_engine_error_tries_another_and_keeps_engine_available():
+    async with Cluster(p=0, d=2) as c:
+        c.d[0].status = 500
+        c.core.decode[1].weighted_picks = 1e9
+        assert (await c.client.post("/v1/embeddings", json={})).json()["engine"] == "D1"
+        assert c.core.decode[0].healthy
+        c.d[1].status = 500
+        assert (await c.client.post("/v1/embeddings", json={})).json()["error"]["message"].endswith("says 500")
+
+
+async def test_passthrough_broken_stream_ends_with_error():
+    async with Cluster(d=1) as c:
+        c.d[0].gate = asyncio.Semaphore(2)
+        request = c.client.build_request("POST", "/v1/messages", json={"messages": "m", "stream": True})
+        reply = await c.client.send(request, stream=True)
+        got = b""
+        async for chunk in reply.aiter_raw():
+            got += chunk
+            if got.count(b"\n\n") == 2:
+                await c.d[0].kill()
+        found = [part for part in got.split(b"\n\n") if part]
+        assert events(b"\n\n".join(found[2:]) + b"\n\n")[0]["error"]["code"] == 502
+        assert c.core.state()["counts"]["broken_streams"] == 1
+        assert c.core.decode[0].outstanding == 0

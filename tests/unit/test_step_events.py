@@ -1,0 +1,202 @@
+"""Marks on the engine's stream: what waits for them, and what of vLLM's work they stand for."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pull_fakes import Pair, batch_of, pull_of
+from support import Uncontained
+from test_connector_worker import half  # noqa: F401
+from worker_halves import contain_with
+
+from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.jobs.results import StepResults
+from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, PeerFetchJob, StepWork
+from vllm_kvtier.telemetry.stats import Counters
+from vllm_kvtier.vllm_compat.connector_types import StepMetadata
+from vllm_kvtier.worker.device import step_events
+from vllm_kvtier.worker.peer_exchange import DEVICE_PAUSE
+
+
+def test_step_events_are_reused_in_a_ring(monkeypatch):
+    class Event:
+        def __init__(self):
+            self.recorded = []
+
+        def record(self, stream):
+            self.recorded.append(stream)
+
+    streams = iter(range(1000))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, next(streams)))
+    ring = step_events.StepEvents(3)
+    marks = [ring.record() for _ in range(2 * step_events.RING)]
+    assert len(set(map(id, marks))) == step_events.RING
+    assert marks[: step_events.RING] == marks[step_events.RING :]
+    assert marks[0].recorded == [(3, 0), (3, step_events.RING)], "on the stream of the moment"
+
+
+class Device:
+    """A stream: what is launched runs, in order, when ``run`` is called."""
+
+    def __init__(self, monkeypatch):
+        self.launched, self.done = [], 0
+        device = self
+
+        class Event:
+            def record(self, stream):
+                self.place = len(device.launched)
+
+            def query(self):
+                return device.done >= self.place
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def launch(self, kernel=lambda: None):
+        self.launched.append(kernel)
+
+    def run(self, count):
+        for kernel in self.launched[self.done : self.done + count]:
+            kernel()
+        self.done += count
+
+
+class Engine:
+    """vLLM's model runner with asynchronous scheduling, as far as a connector sees it: the device is a step behind."""
+
+    def __init__(self, half, monkeypatch):  # noqa: F811
+        self.device, self.pair = Device(monkeypatch), Pair()
+        self.begun, self.later = [], []
+        half._reactor.call_later = lambda seconds, job: self.later.append((seconds, job))
+        half._device, half._exchange.pulls, half._exchange.memory = 0, self.pair.pulls, self.pair.here
+        self.half, self.connector = half, object.__new__(KVTierConnector)
+        self.connector._worker, self.connector.containment = half, Uncontained()
+        self.connector._step, self.connector._collected = StepResults(), None
+
+    def with_store_and_peers(self):
+        """They only take orders: "begun" has the names, and how much had been launched before their fence."""
+
+        def take(orders, after):
+            self.begun += [(order.request_id, after.place) for order in orders]
+
+        self.half._store = SimpleNamespace(
+            load=take, step=lambda step, fence: None, collect=lambda idle: None, launching=lambda: None
+        )
+        self.half._exchange.fetching = SimpleNamespace(
+            begin=take, add_engines=lambda sources: None, collect=lambda idle: None, poll=lambda: None, active=False
+        )
+    def step(self, work, zeroes=lambda: None, forward=lambda: None, drafts=lambda: None):
+        """Four launches; a connector is called after the first two and the third."""
+        self.device.launch(zeroes)
+        self.connector.bind_connector_metadata(StepMetadata(work))
+        self.device.launch(forward)
+        self.connector.get_finished(set())
+        self.device.launch(drafts)
+
+    def writes(self, block):
+        def kernel():
+            for region in self.pair.here.view.groups[0].regions:
+                page = self.pair.here.view.pages(region)[block]
+                ctypes.memset(page.data_ptr(), 0xEE, page.numel())
+
+        return kernel
+
+    def drive(self):
+        """The reactor, until it would wait; what has ended."""
+        due, self.later = [job for _, job in self.later], []
+        self.half.queued += due
+        while self.half.queued:
+            self.half.queued.pop(0)()
+        return self.half.collect().results
+
+
+@pytest.fixture
+def engine(half, monkeypatch):  # noqa: F811
+    return Engine(half, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["forward", "drafts"])
+@pytest.mark.parametrize("connected", [False, True])
+def test_pull_with_step_in_flight_is_posted_after_that_step(engine, kind, connected):
+    """Of a request that was aborted after the launch: its block is the pull's now, and the step writes it yet."""
+    pair, device = engine.pair, engine.device
+    pair.there.compute_checksums([batch_of([3, 4])], None)
+    if connected:
+        assert not pair.run(pair.order(pull_of([6], [4]))).failed
+    engine.step(StepWork(1), **{kind: engine.writes(5)})
+    engine.step(StepWork(2, pulls=[pair.order(pull_of([5], [3]))]))
+    for _ in range(3):
+        assert engine.drive() == [] and not pair.transport.running and pair.pulls.active
+        assert [pause for pause, _ in engine.later] == [DEVICE_PAUSE], "nothing spins meanwhile"
+    device.run(4)  # all that comes before the forward of the pull's own step
+    [result] = engine.drive()
+    assert not result.failed
+    device.run(2)
+    assert pair.equal(5, 3), "the step wrote over what had been verified"
+
+
+def test_pull_past_deadline_before_its_step_event_posts_nothing(engine, monkeypatch):
+    order = engine.pair.order(pull_of([5], [3]), timeout=0.0)
+    engine.step(StepWork(1, pulls=[order]))
+    [result] = engine.drive()
+    assert result.failed and "could not begin" in result.reason and not engine.pair.transport.running
+
+
+def test_jobs_of_each_kind_wait_for_all_work_launched_before(engine):
+    """Also behind the drafts, and what zeroes their blocks; and not behind the forward of their own step."""
+    blocks = np.array([3])
+    load = LoadJob("load", [GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)], 60.0, "life")
+    fetch = PeerFetchJob("fetch", "s/1", [pull_of([5], [3])], 60.0)
+    engine.with_store_and_peers()
+    for number in range(2):
+        engine.step(StepWork(number, loads=[load], fetches=[fetch]))
+        assert engine.begun == [("load", 3 * number + 1), ("fetch", 3 * number + 1)]
+        engine.begun.clear()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_jobs_after_begin_error_wait_for_late_step_event(
+    engine, synchronous, monkeypatch
+):
+    """Without one, a step in flight could still write what they bring."""
+    begun, mark = [], step_events.StepEvents.record
+    engine.connector.containment = Containment(Counters())
+    contain_with(engine.half, engine.connector.containment)
+    engine.with_store_and_peers()
+    for tier in (engine.half._store, engine.half._exchange.fetching):
+        tier.load = tier.begin = tier.load_now = tier.begin_now = lambda orders, after: begun.append(after)
+        tier.wait_until_done = lambda seconds: None
+    blocks = np.array([3])
+    group = GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)
+    load = LoadJob("load", [group], 60.0, "life", synchronous=synchronous)
+    fetch = PeerFetchJob("fetch", "s/1", [pull_of([5], [3])], 60.0, synchronous=synchronous)
+    pull = engine.pair.order(pull_of([5], [3]))
+    monkeypatch.setattr(step_events.StepEvents, "record", lambda ring: 1 / 0)
+    work = StepWork(1, loads=[load], fetches=[fetch], pulls=[pull])
+    engine.connector.bind_connector_metadata(StepMetadata(work))
+    monkeypatch.setattr(step_events.StepEvents, "record", mark)
+    for _ in range(2):
+        engine.device.launch()
+    engine.connector.start_load_kv(None)
+    if not synchronous:
+        engine.half.submit(work)
+        assert engine.drive() == [] and not engine.pair.transport.running, "the pull waits too"
+    assert [after.place for after in begun] == [2, 2]
+
+
+def test_sync_loads_wait_for_work_launched_before(engine):
+    begun = []
+    engine.with_store_and_peers()
+    engine.half._store.load_now = lambda orders, after: begun.append(after.place)
+    engine.half._store.wait_until_done = lambda seconds: None
+    blocks = np.array([3])
+    group = GroupLoad(0, blocks, blocks.astype(np.uint64), blocks)
+    work = StepWork(1, loads=[LoadJob("r", [group], 60.0, "life", synchronous=True)])
+    engine.device.launch()
+    engine.connector.bind_connector_metadata(StepMetadata(work))
+    engine.connector.start_load_kv(None)
+    assert begun == [1]

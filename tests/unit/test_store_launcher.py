@@ -1,0 +1,245 @@
+"""Whoever finds no store starts one, once, with a life of its own; and the commands that talk to it."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from store_support import RawClient, block_hashes_of, engine_hello, tool_hello
+from support import eventually, interruptible, stop
+from typer.testing import CliRunner
+
+from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store import launcher
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import serves, start_store, store_path
+from vllm_kvtier.store.memory.client_mapping import shake_hands
+from vllm_kvtier.store.options import StoreOptions
+
+SMALL = StoreOptions(size="1MiB", idle_seconds=30)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Of a store that is gone after the test."""
+    path = str(tmp_path / "s.sock")
+    yield path
+    pid = pid_of(path)
+    if pid:
+        assert pid != os.getpid()
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not alive(pid))
+
+
+def pid_of(path: str) -> int | None:
+    try:
+        pid = int(Path(f"{path}.lock").read_text() or 0)
+    except FileNotFoundError:
+        return None
+    return pid if pid and alive(pid) else None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_store_launched_has_no_parent(path):
+    assert not serves(path)
+    with socket.socket() as ours:
+        ours.set_inheritable(True)  # as an engine's may be
+        secret = os.readlink(f"/proc/self/fd/{ours.fileno()}")
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, [min(cores)])  # as an engine's thread may be
+        start_store(path, SMALL)
+        os.sched_setaffinity(0, cores)
+    assert serves(path)
+    pid = pid_of(path)
+    assert pid != os.getpid() and parent_of(pid) != os.getpid() and os.getsid(pid) != os.getsid(0)
+    assert os.sched_getaffinity(pid) == cores
+    start_store(path, SMALL)
+    assert pid_of(path) == pid
+    assert "serves 1 MiB" in Path(path).with_suffix(".log").read_text()
+    assert secret not in {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not alive(pid))
+    assert not Path(path).exists()
+
+
+STARTER = """
+import sys
+from vllm_kvtier.store.launcher import start_store
+from vllm_kvtier.store.options import StoreOptions
+sys.stdin.read(1)
+start_store(sys.argv[1], StoreOptions(size="1MiB", idle_seconds=30))
+"""
+
+
+def test_store_launched_by_eight_processes_starts_once(path, root):
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTER, path], stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root, text=True
+        )
+        for _ in range(8)
+    ]
+    for starter in starters:
+        starter.stdin.write("!")
+        starter.stdin.flush()
+    stories = [starter.communicate(timeout=60)[1] for starter in starters]
+    assert [starter.returncode for starter in starters] == [0] * 8, stories
+    assert Path(path).with_suffix(".log").read_text().count(" serves 1 MiB") == 1
+
+
+def test_store_launch_failure_shows_store_log(path):
+    with pytest.raises(KVTierError, match="could not be started.*does not fit"):
+        start_store(path, StoreOptions(size="1000TiB"))
+    with pytest.raises(KVTierError, match="policy='best'"):
+        start_store(path, StoreOptions(policy="best"))
+    with pytest.raises(KVTierError, match="No such file"):
+        start_store(path, StoreOptions(log_file="/no/such/folder/log"))
+    start_store(path, SMALL)
+
+
+def test_store_slow_start_does_not_block_engine(path, tmp_path, monkeypatch):
+    slow, mark = tmp_path / "python", tmp_path / "pid"
+    slow.write_text(f"#!/bin/sh\necho $$ > {mark}\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with pytest.raises(KVTierError, match="not ready within 0.2 s"):
+        start_store(path, SMALL, timeout=0.2)
+    assert not alive(int(mark.read_text())), "nor is it left behind"
+    monkeypatch.undo()
+    start_store(path, SMALL)
+
+
+def test_store_ready_late_is_used(path):
+    told, send = os.pipe()
+    os.close(told)
+    command = [sys.executable, "-m", "vllm_kvtier.store", "--socket", path, "--size=1MiB", f"--ready-fd={send}"]
+    process = subprocess.Popen(command, pass_fds=[send])
+    os.close(send)
+    eventually(lambda: serves(path))
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(10) == 0
+
+
+def test_store_hung_is_not_started_again(path, monkeypatch):
+    start_store(path, SMALL)
+    pid = pid_of(path)
+    stop(pid)
+    assert serves(path, timeout=0.2)
+    monkeypatch.setattr(launcher, "serves", lambda p: serves(p, 0.2))
+    start_store(path, SMALL)
+    os.kill(pid, signal.SIGCONT)
+    assert shake_hands(path, tool_hello(), 5.0)[0].pid == pid
+
+
+def test_store_killed_is_replaced_at_once(path):
+    start_store(path, SMALL)
+    pid = pid_of(path)
+    os.kill(pid, signal.SIGKILL)
+    assert Path(path).exists()
+    eventually(lambda: not serves(path))
+    start_store(path, SMALL)
+    assert pid_of(path) not in (None, pid)
+
+
+def test_store_unused_exits_and_is_replaced(path):
+    start_store(path, StoreOptions(size="1MiB", idle_seconds=0.5))
+    pid = pid_of(path)
+    with RawClient(path, engine_hello()):
+        time.sleep(0.8)
+        assert alive(pid)
+    eventually(lambda: not serves(path))
+    start_store(path, SMALL)
+    assert pid_of(path) not in (None, pid)
+
+
+def test_store_path_is_private_and_name_is_checked():
+    path = Path(store_path())
+    assert path.name == "store-default.sock" and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert store_path("a.b-c_1") != store_path()
+    for name in ("", "../x", "a b", "x" * 41):
+        with pytest.raises(ConfigError):
+            store_path(name)
+
+
+# -- commands --------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_store_stats_and_clear_commands(path):
+    start_store(path, SMALL)
+    with RawClient(path, engine_hello()) as client:
+        eventually(lambda: client.stat().ready_bytes == 1 << 20)
+        client.store(block_hashes_of((5, "x")))
+        shown = json.loads(run("stats", "--socket", path, "--json").output)
+        assert shown["pool_bytes"] == 1 << 20 and shown["index"]["entries"] == 5
+        assert shown["asked_bytes"] == shown["requested_bytes"] == 1 << 20, "both names for one release"
+        assert shown["index"]["spaces"] == shown["index"]["namespaces"] == 1
+        assert [c["name"] for c in shown["clients"] if c["kind"] == "engine"] == ["engine"]
+        table = run("stats", "--socket", path)
+        assert table.exit_code == 0 and "1048576 (1 MiB)" in table.output and "engine" in table.output
+        assert "0 blocks" in run("clear", "--socket", path, "--space", "00" * 16).output
+        assert "5 blocks" in run("clear", "--socket", path, "--all").output
+
+
+def test_store_commands_fail_with_cause(path):
+    for arguments in (["stats"], ["clear", "--all"]):
+        failed = run(*arguments, "--socket", path)
+        assert failed.exit_code == 1 and "no node store listens" in failed.output.replace("\n", " ")
+    assert run("clear", "--socket", path).exit_code == 2
+    assert run("clear", "--socket", path, "--space", "xyz").exit_code == 2
+    assert run("clear", "--socket", path, "--space", "00").exit_code == 2
+    assert run("clear", "--socket", path, "--all", "--space", "00" * 16).exit_code == 2
+    failed = run("store", "--socket", path, "--size", "1000TiB")
+    assert failed.exit_code == 1
+    assert run("store", "--socket", path, "--numa", "mars").exit_code == 1
+
+
+def test_store_command_serves_until_sigint(path, root):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_kvtier.cli", "store", "--socket", path, "--size", "1MiB"],
+        cwd=root,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
+    )
+    eventually(lambda: Path(path).exists() and serves(path))
+    process.send_signal(signal.SIGINT)
+    _, story = process.communicate(timeout=10)
+    assert process.returncode == 0 and "ended" in story and "Traceback" not in story
+
+
+def test_store_imports_no_vllm_torch_or_typer(root):
+    code = (
+        "import sys; import vllm_kvtier.store.__main__, vllm_kvtier.store.client, "
+        "vllm_kvtier.store.memory.client_mapping; "
+        "print([n for n in ('vllm', 'torch', 'typer', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_store_tool_with_other_protocol_is_refused(path):
+    start_store(path, SMALL)
+    with pytest.raises(KVTierError, match="refused"):
+        shake_hands(path, m.Hello("x", 1, "tool", protocol=9), 5.0)

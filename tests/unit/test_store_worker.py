@@ -1,0 +1,488 @@
+"""StoreWorker: when it looks after copies, and behind which step they are begun."""
+
+import functools
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import eventually
+from tier_fakes import group_view
+from worker_halves import worker_without_threads
+
+from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StepWork
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import part_layout
+from vllm_kvtier.worker import store_load_worker
+from vllm_kvtier.worker.context import RankContext
+from vllm_kvtier.worker.integrity.sync_load_tracker import SyncLoadTracker
+from vllm_kvtier.worker.store import copy_engine as offload
+from vllm_kvtier.worker.store import store_worker
+from vllm_kvtier.worker.store.store_worker import StoreWorker
+
+
+class FakeCopier:
+    """Copies end after ``polls`` looks."""
+
+    piece_bytes = 1 << 20
+
+    def __init__(self):
+        self.calls, self.polls, self.ended, self.held = [], 3, False, []
+
+    def end(self):
+        """All of them, now."""
+        self.ended = True
+
+    def _copy(self, way, group, blocks, keys, slots, after):
+        self.calls.append((way, blocks.tolist(), after))
+        left = [self.polls]
+
+        def done():
+            left[0] -= 1
+            return left[0] < 0 or self.ended
+
+        wait = lambda: self.held.append(blocks.tolist())  # noqa: E731
+        return SimpleNamespace(done=done, make_stream_wait=wait, bad=np.zeros(len(blocks), bool), nbytes=len(blocks))
+
+    def store(self, *args):
+        return self._copy("store", *args)
+
+    def load(self, *args):
+        return self._copy("load", *args)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    copier = FakeCopier()
+    backing = SimpleNamespace(instance="life", copier=copier, take=lambda: None, give=lambda: None)
+
+    class FakePool:
+        def __init__(self, *args, **options):
+            self.current, self.instance, self.registered_pages = backing, "life", 1000
+
+        def start(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(store_worker, "StoreMemory", FakePool)
+    reactor = Reactor("test-tiering")
+    told, finished = [], []
+    view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
+    setup = m.PoolSetup("/nowhere", [[0]], [[True]], ["raw"])
+    made = StoreWorker(RankContext(0, reactor, told.append, finished.append), view, setup)
+    reactor.start()
+    yield SimpleNamespace(
+        tier=made, reactor=reactor, copier=copier, told=told, finished=finished, pool_backing=backing
+    )
+    reactor.stop()
+
+
+def blocks(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def store(worker, order, step):
+    array = blocks(1, 2).tobytes()
+    message = m.StoreBlocks(order, "life", 0, step, array, array, array)
+    done = threading.Event()
+    worker.reactor.call_soon(lambda: (worker.tier.store(message), done.set()))
+    assert done.wait(5)
+
+
+class Before(str):
+    """An event that has passed when somebody looks."""
+
+    def query(self):
+        return True
+
+
+def load(name):
+    group = GroupLoad(0, blocks(3, 4), blocks(7, 8).astype(np.uint64), blocks(5, 6))
+    return LoadJob(name, [group], 60.0, "life")
+
+
+def test_store_job_ordered_before_its_step_is_copied_after_it(worker):
+    """The order overtakes the step that writes the blocks; nothing else comes to remind us."""
+    store(worker, 1, step=5)
+    time.sleep(0.02)
+    assert not worker.copier.calls
+    worker.tier.step(5, "fence 5")
+    eventually(lambda: worker.told, 5.0, "stored")
+    assert worker.copier.calls == [("store", [1, 2], "fence 5")]
+    assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
+
+
+def test_load_is_polled_while_a_store_waits_for_its_step(worker):
+    worker.tier.step(1, None)
+    store(worker, 1, step=9)
+    worker.tier.load([load("r")], None)
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    assert worker.finished[0].request_id == "r" and not worker.finished[0].failed
+    assert not worker.told
+
+
+def test_load_waits_for_its_own_event(worker):
+    """And not behind the fences of steps, which mark what is launched later."""
+    for number in range(20):
+        worker.tier.step(number, f"fence {number}")
+        if number % 3 == 0:
+            store(worker, number, step=number)
+        worker.tier.load([load(f"r{number}")], Before(f"before {number + 1}"))
+    eventually(lambda: len(worker.finished) == 20, 5.0)
+    loads = [after for way, _, after in worker.copier.calls if way == "load"]
+    assert loads == [f"before {number + 1}" for number in range(20)]
+
+
+def test_step_call_without_step_number_is_ignored(worker):
+    worker.tier.step(3, "fence 3")
+    worker.tier.step(-1, None)
+    store(worker, 1, step=3)
+    eventually(lambda: worker.told, 5.0)
+    assert [after for *_, after in worker.copier.calls] == ["fence 3"]
+
+
+def test_store_job_of_part_written_by_other_rank_is_skipped(worker):
+    worker.tier._writes = [False]
+    store(worker, 1, step=0)
+    worker.tier.step(0, None)
+    time.sleep(0.02)
+    assert not worker.copier.calls and not worker.told
+
+
+def test_stores_wait_while_a_forward_is_launched(worker):
+    """But loads do; and a launch that nobody ends holds stores up for a moment only."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    worker.tier.launching()
+    store(worker, 1, step=1)
+    worker.tier.load([load("r")], None)
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    if time.monotonic() < worker.tier._launched_by:
+        assert [call[0] for call in worker.copier.calls] == ["load"]
+    eventually(lambda: worker.told, 5.0, "stored after all")
+    worker.tier.launching()
+    worker.tier.step(2, "fence 2")
+    assert not worker.tier._launches()
+
+
+def test_device_copies_are_polled_without_next_step(worker):
+    """Their order came before its step was launched, and that step was the last one."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    worker.tier.collect()
+    time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])  # the reactor polls, and finds that it is too soon
+    store(worker, 1, step=2)
+    worker.tier.step(2, "fence 2")
+    worker.tier.collect()
+    eventually(lambda: worker.told, 5.0, "stored")
+    assert worker.copier.calls == [("store", [1, 2], "fence 2")]
+
+
+def test_stores_are_not_polled_in_every_step(worker, monkeypatch):
+    """A few blocks wait for company; each look would cost the step."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=1)
+    looks, drive = [], worker.tier._engine.poll
+    monkeypatch.setattr(worker.tier._engine, "poll", lambda *args: looks.append(1) or drive(*args))
+    pause = worker.tier._engine.next_poll
+    monkeypatch.setattr(worker.tier._engine, "next_poll", lambda: 60.0)
+    for number in range(2, 12):
+        worker.tier.step(number, f"fence {number}")
+        worker.tier.collect()
+    assert len(looks) == 1
+    store(worker, 2, step=1)  # something new
+    looks.clear()
+    worker.tier.collect()
+    worker.tier.collect()
+    assert len(looks) == 1
+    monkeypatch.setattr(worker.tier._engine, "next_poll", pause)
+    worker.tier._stores_at = time.monotonic()
+    eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 2, 5.0)
+    assert [call[0] for call in worker.copier.calls] == ["store"], "both in one piece"
+
+
+def test_waiting_stores_are_polled_in_next_step(worker):
+    """Their order came while the step before theirs was launched; and little waits for company then."""
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=2)
+    worker.tier.collect()
+    end = time.monotonic() + 2 * offload.STORE_BATCH_DELAY
+    for number in itertools.count(2):  # with steps all the time the reactor's thread does not look
+        worker.tier.step(number, "fence 2" if number == 2 else "a later one")
+        worker.tier.collect()
+        if time.monotonic() > end:
+            break
+        time.sleep(2e-3)
+    assert worker.copier.calls == [("store", [1, 2], "fence 2")]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_idle_collect_polls_loads(worker, on_device):
+    """The reactor's thread may not get the interpreter, and is not needed: here it sleeps all the time."""
+    worker.tier.on_device = on_device
+    worker.tier.step(1, "fence 1")
+    worker.copier.polls = 1 << 30  # longer than anybody looks
+    worker.tier.load([load("r")], None)
+    eventually(lambda: worker.copier.calls, 5.0, "begun")
+    asleep, wake = threading.Event(), threading.Event()
+    worker.reactor.call_soon(lambda: (asleep.set(), wake.wait(10)))
+    assert asleep.wait(5)
+    begun = time.monotonic()
+    worker.tier.collect(idle=True)
+    assert time.monotonic() - begun < 1.0 and not worker.finished, "it stays for a moment, not until the end"
+    worker.tier.collect()
+    assert not worker.finished, "and not where something is computed"
+    worker.copier.end()
+    worker.tier.collect(idle=True)
+    assert [result.request_id for result in worker.finished] == ["r"]
+    wake.set()
+
+
+class Link:
+    """A device's copies: one after the other at 50 GB/s, each behind its fence (the time when the forward ends)."""
+
+    piece_bytes = 64 << 20
+
+    def __init__(self):
+        self.free = 0.0
+
+    def store(self, group, blocks, keys, slots, after):
+        nbytes = len(blocks) * BLOCK_BYTES
+        self.free = max(self.free, after, time.monotonic()) + nbytes / 50e9
+        end = self.free
+        return SimpleNamespace(done=lambda: time.monotonic() >= end, bad=None, nbytes=nbytes)
+
+
+BLOCK_BYTES = part_layout(group_view(0, 16)).nbytes
+
+
+def test_stores_keep_pace_with_long_prefills(worker):
+    """The model runner sleeps in each step of a prefill: the reactor must fetch the backlog of the step before
+    meanwhile, although the first thing it sees is a copy that takes as long as a forward."""
+    link, step_seconds, nbytes = Link(), 0.15, 4 * 10**8
+    worker.tier.on_device = True
+    worker.tier._engine._backing = None
+    worker.pool_backing.copier = link
+    worker.tier._engine._storing._min_batches = store_worker.DEVICE_BATCHES[1]
+    n = nbytes // BLOCK_BYTES
+    array = np.arange(1, n + 1).tobytes()
+    ends = {}
+    for step in range(1, 5):
+        message = m.StoreBlocks(step, "life", 0, step, array, array, array)
+        worker.reactor.call_soon(lambda message=message: worker.tier.store(message))
+        ends[step] = time.monotonic() + step_seconds
+        worker.tier.step(step, ends[step])
+        worker.tier.collect()
+        time.sleep(step_seconds)
+    eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
+    assert not any(told.cut for told in worker.told)
+    late = time.monotonic() - ends[4]
+    assert late < 2 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_sync_load_starts_whole_and_stores_follow_verification(worker, on_device):
+    """All of it is begun at once, behind its fence; the step's own stores begin after its verdict."""
+    worker.tier.on_device, worker.copier.polls = on_device, 20
+    many = np.arange(100, 1100)
+    long = LoadJob("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
+    worker.tier.step(1, "fence 1")
+    worker.tier.load_now([long, load("s")], Before("fence 2"))
+    assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
+    assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
+    assert worker.copier.calls[0][2] == "fence 2"
+    store(worker, 1, step=1)
+    worker.tier.wait_until_done(10.0)
+    assert sorted(result.request_id for result in worker.finished) == ["r", "s"]
+    ways = [way for way, _, _ in worker.copier.calls]
+    assert "store" not in ways or not on_device, "the reactor may have begun it, this thread has not"
+    worker.tier.collect()
+    eventually(lambda: worker.told, 5.0, "stored")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("faulty", "at"),
+    [
+        ("_engine.submit_load", 1), ("_engine.submit_load", 2), ("_engine.loads._finish_if_done", 1),
+        ("_engine.loads._finish_if_done", 2), ("_engine.loads.next_batch", 1), ("_engine.load_now", 1),
+        ("_engine._reap", 1),
+    ],
+)  # fmt: skip
+def test_load_now_error_copies_nothing_after_reported_failure(worker, monkeypatch, faulty, at, on_device):
+    """By then the blocks may be another request's. What was begun is waited for."""
+    tier, copier, synchronous, calls = worker.tier, worker.copier, SyncLoadTracker(), []
+    tier.on_device, copier.piece_bytes, copier.polls = on_device, BLOCK_BYTES, 20 if on_device else 0
+    *path, name = faulty.split(".")
+    owner = functools.reduce(getattr, path, tier)
+    real = getattr(owner, name)
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise RuntimeError("on purpose")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    orders = [load("r"), load("s")]
+    synchronous.begin(orders, lambda orders: tier.load_now(orders, Before("fence")))
+    assert len(calls) >= at
+    monkeypatch.setattr(owner, name, real)
+    synchronous.due += orders
+    synchronous.wait_until_done(LoadJob, tier)
+    assert not tier._sync_loads and not tier.under_way(), "it waited for the end, and not for more"
+    others, verified = synchronous.split(worker.finished)
+    assert not others and all(result.bad_blocks == {3, 4} for result in verified) and len(verified) == 2
+    told = list(copier.calls)
+    for _ in range(5):
+        with tier._lock:
+            assert not tier._poll().loads
+    assert copier.calls == told and len(told) == (name == "_reap"), "only what had been begun"
+
+
+def test_load_now_wait_is_bounded_and_result_arrives_later(worker):
+    worker.copier.polls = 1 << 60
+    worker.tier.load_now([load("r")], None)
+    begun = time.monotonic()
+    worker.tier.wait_until_done(0.05)
+    assert 0.04 < time.monotonic() - begun < 5.0 and not worker.finished
+    worker.copier.end()
+    eventually(lambda: worker.finished, 5.0, "seen later")
+    worker.tier.wait_until_done(10.0)  # nothing to wait for
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_cancelled_load_ends_after_its_started_copies(worker, on_device):
+    """Only then are its blocks vLLM's again. Another request's load goes on."""
+    worker.tier.on_device, worker.copier.polls, worker.copier.piece_bytes = on_device, 1 << 60, BLOCK_BYTES
+    many = np.arange(100, 1100)
+    long = LoadJob("gone", [GroupLoad(0, many, many.astype(np.uint64), many)], 60.0, "life")
+    offload = worker.tier._engine
+    worker.tier.load([long], None)
+    eventually(lambda: worker.copier.calls)
+    worker.tier.cancel_loads(["gone", "nobody"])
+    eventually(lambda: not offload.loads.nbytes, 5.0, "nothing waits")
+    begun = [block for _, blocks, _ in worker.copier.calls for block in blocks]
+    assert 0 < len(begun) < 100 and offload.loads and not worker.finished, "copies write into its blocks"
+    worker.tier.load([load("stays")], None)
+    worker.copier.polls = 0
+    with worker.tier._lock:
+        for call in offload._loading.calls:
+            call.copy.done = lambda: True
+    eventually(lambda: len(worker.finished) == 2, 5.0, "both ended")
+    gone, stays = worker.finished
+    assert gone.request_id == "gone" and gone.failed and "aborted" in gone.reason and not gone.checksum_mismatch
+    assert gone.bad_blocks == set(many.tolist()) - set(begun)
+    assert not stays.failed and [b for _, blocks, _ in worker.copier.calls for b in blocks] == [*begun, 3, 4]
+
+
+def test_step_loads_are_submitted_before_cancellations():
+    done = []
+    half = worker_without_threads()
+    half._store = SimpleNamespace(
+        load=lambda loads, after: done.extend(loads),
+        cancel_loads=done.extend,
+        step=lambda step, fence: done.append(step),
+    )
+    order = load("r")
+    half.submit(StepWork(7, loads=[order], aborted=["aborted"]))
+    assert done == [order, "aborted", 7]
+
+
+def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
+    """Its memory is unmapped then: a copy would cost the engine its device."""
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("aborted")], None)
+    assert len(worker.copier.calls) == 1 and not worker.finished
+    ends = []
+
+    def synchronize(device):
+        ends.append(device)
+        worker.copier.polls = 0
+        for call in worker.tier._engine._loading.calls:
+            call.copy.done = lambda: True
+
+    monkeypatch.setattr(store_load_worker.torch.cuda, "synchronize", synchronize)
+    worker.tier.suspend()
+    assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
+    store(worker, 7, step=1)
+    # It was on its way to the reactor.
+    worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))
+    eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
+    assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
+    assert len(worker.copier.calls) == 1
+    worker.tier.load([load("awake")], None)
+    eventually(lambda: len(worker.finished) == 3, 5.0, "loaded")
+    assert not worker.finished[2].failed
+
+
+def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog):
+    worker.tier.on_device = True
+    worker.tier.step(1, "fence 1")
+    drive, left = worker.tier._engine.poll, [3]
+
+    def failing(stores=True):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyError("nobody thought of this")
+        return drive(stores)
+
+    monkeypatch.setattr(worker.tier._engine, "poll", failing)
+    worker.tier.load([load("r")], None)  # on the model runner's thread, as the next
+    worker.tier.collect()
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    assert not worker.finished[0].failed
+    assert caplog.text.count("polling copies failed") == 1
+    assert worker.reactor.errors == 3, "the worker side looks for what was lost by it"
+
+
+def test_collect_error_after_load_still_reports_result(worker, monkeypatch):
+    worker.tier.on_device, worker.copier.polls = True, 1 << 60
+    worker.tier.step(1, "fence 1")
+    worker.tier.load([load("r")], None)
+    worker.copier.end()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:
+        patch.setattr(worker.tier._engine, "next_poll", lambda: 1 / 0)
+        worker.tier.collect()
+    assert [result.request_id for result in worker.finished] == ["r"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_store_job_that_cannot_be_queued_is_reported_not_stored(worker, monkeypatch, late):
+    """Its blocks would be held for ever. ``late``: the fault comes when the order is queued already."""
+    submit = worker.tier._engine.submit_store
+
+    def fails(order):
+        if late:
+            submit(order)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(worker.tier._engine, "submit_store", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([], [(1, 0)])] and not worker.copier.calls
+
+
+def test_finished_stores_are_reported_again_after_error(worker, monkeypatch):
+    send, left = worker.tier._send, [RuntimeError("on purpose")]
+
+    def fails(message):
+        if left:
+            raise left.pop()
+        send(message)
+
+    monkeypatch.setattr(worker.tier, "_send", fails)
+    worker.tier.step(5, None)
+    store(worker, 1, step=5)
+    eventually(lambda: worker.told, 5.0, "told")
+    assert [(message.done, message.cut) for message in worker.told] == [([1], [])] and not left
+    assert worker.told[0].nbytes > 0, "and what was copied counts"

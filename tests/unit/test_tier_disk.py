@@ -1,0 +1,356 @@
+"""The disk tier's server side: what is found, read, written, given up and told its mover, and what failures cost."""
+
+import msgspec
+import pytest
+from support import Clock
+from tier_backend_fakes import FakeMover, FakeReactor
+
+from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.disk import tier as d
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.tier_process import OPENING, READY, TierContext
+from vllm_kvtier.store.tiers.read_time import ReadTime
+from vllm_kvtier.wire.slots import PAGE
+
+NAMESPACE_ID, OTHER = b"s" * 16, b"o" * 16
+SHAPES = [GroupShape(1, 2)]
+NAMESPACE_SHAPE = m.NamespaceShape(NAMESPACE_ID, 16, [GroupShape(1, 2)])
+
+
+def hash_of(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+def block_hashes(*numbers: int) -> bytes:
+    return b"".join(map(hash_of, numbers))
+
+
+def blocks_of(*numbers: int, after: int = 0, namespace_id=NAMESPACE_ID, tenant=b"", pages=2) -> list[Block]:
+    """A chain's blocks, below block ``after``, in slots of their own."""
+    parents = (after, *numbers)
+    return [
+        Block(namespace_id, 0, hash_of(n), hash_of(p), tenant, 100 + 2 * n, pages)
+        for n, p in zip(numbers, parents, strict=False)
+    ]
+
+
+def kept_of(*numbers: int, position: int = 1) -> list[m.Move]:
+    return [
+        m.Move(NAMESPACE_ID, 0, hash_of(n), hash_of(n - 1), b"", 0, 2, position + 2 * i) for i, n in enumerate(numbers)
+    ]
+
+
+class Bench:
+    def __init__(self, pages=41, up=True, **options):
+        self.clock = Clock()
+        self.reactor = FakeReactor(self.clock)
+        self.known = {NAMESPACE_ID: (16, SHAPES), OTHER: (16, SHAPES)}
+        self.changes = 0
+        context = TierContext(-1, 1 << 20, self.reactor, self.clock, make_process=FakeMover)
+        self.tier = d.DiskTier(context, {"path": "/x", "size": pages * PAGE, **options}, self.known.get)
+        self.tier.on_change = self.changed
+        self.tier_process: FakeMover = self.tier._tier_process
+        self.tier.start()
+        if up:
+            self.open()
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def open(self, *args, **options) -> None:
+        self.tier_process.opened(*args, **options)
+        self.reactor.run()
+
+    def find(self, *numbers, start=0, namespace_id=NAMESPACE_ID):
+        found = []
+        self.tier.find(Want(namespace_id, 16, SHAPES, block_hashes(*numbers), start), found.append)
+        assert len(found) == 1
+        return found[0]
+
+    def write(self, blocks, answer=True):
+        answers = []
+        self.tier.write(blocks, answers.append)
+        if answer:
+            self.tier_process.answer()
+        return answers
+
+    def read(self, find, blocks):
+        answers = []
+        self.tier.read(find, blocks, answers.append)
+        return answers
+
+
+def test_disk_tier_written_blocks_are_found_and_read():
+    b = Bench()
+    blocks = blocks_of(1, 2, 3)
+    answers = b.write(blocks, answer=False)
+    assert b.tier.has(NAMESPACE_ID, 0, hash_of(2)) and not answers and b.find(1, 2, 3).num_hash_blocks == 0
+    asked = b.tier_process.answer()
+    assert answers == [[True] * 3]
+    assert asked.namespaces == [NAMESPACE_SHAPE] and asked.gone == []
+    assert [(x.hash, x.slot, x.pages) for x in asked.moves] == [(x.hash, x.slot, 2) for x in blocks]
+    assert len({x.position for x in asked.moves}) == 3 and all(x.position > 0 for x in asked.moves)
+    find = b.find(1, 2, 3, 4, start=1)
+    assert find.num_hash_blocks == 3
+    read = b.read(find, blocks_of(2, 3, 9))
+    assert b.tier.reading and b.tier.seconds(0) > 0
+    told = b.tier_process.answer([True, False], error="a bad sector")
+    assert [x.position for x in told.moves] == [x.position for x in asked.moves[1:]]
+    assert read == [[True, False, False]] and not b.tier.reading
+    b.tier.release(find)
+    assert b.tier._slot_map.stats().leases == 0
+    assert b.tier_process.sent[-1] == m.Drop([asked.moves[2].position])  # what cannot be read is given up
+    again = b.write(blocks_of(3, 4, after=2))
+    assert again == [[True, True]] and b.tier_process.sent[-1].namespaces == []
+    counts = b.tier.counts()
+    assert (counts.state, counts.blocks, counts.used_bytes) == ("ready", 4, 8 * PAGE)
+    assert (counts.written_blocks, counts.written_bytes, counts.found_blocks) == (5, 10 * PAGE, 2)
+    assert (counts.read_blocks, counts.read_failures) == (1, 1)
+
+
+def test_disk_tier_restore_is_sliced_and_nothing_runs_before_open(monkeypatch):
+    monkeypatch.setattr("vllm_kvtier.store.tiers.disk.slot_map.RESTORE_STEP", 2)
+    b = Bench(up=False)
+    assert not b.tier.usable and not b.tier.writable and b.find(1).num_hash_blocks == 0
+    assert b.write(blocks_of(1), answer=False) == [[False]]
+    assert b.tier.counts().state == "opening"
+    b.tier_process.opened(kept_of(1, 2, 3, 4, 5), [NAMESPACE_SHAPE])
+    assert not b.tier.usable and b.tier.counts().state == "opening"  # the rest comes in turns of the reactor
+    b.reactor.run()
+    assert b.tier.usable and b.tier.writable and b.changes == 1
+    assert b.find(1, 2, 3, 4, 5, 6).num_hash_blocks == 5
+    written = b.write(blocks_of(6, after=5))
+    assert written == [[True]]
+    assert b.tier_process.sent[-1].moves[0].position not in range(1, 11)
+
+
+def test_disk_tier_unrestorable_blocks_are_dropped():
+    b = Bench(up=False)
+    wrong = [
+        m.Move(NAMESPACE_ID, 0, hash_of(7), ZERO, b"", 0, 2, 2),  # overlaps the first
+        m.Move(NAMESPACE_ID, 0, hash_of(8), ZERO, b"", 0, 3, 20),  # not this space's size
+        m.Move(NAMESPACE_ID, 4, hash_of(8), ZERO, b"", 0, 2, 24),  # no such group
+        m.Move(OTHER, 0, hash_of(8), ZERO, b"", 0, 2, 26),  # nobody knows the space
+        m.Move(NAMESPACE_ID, 0, hash_of(8), ZERO, b"", 0, 2, 40),  # beyond the end
+        m.Move(NAMESPACE_ID, 0, hash_of(1), ZERO, b"", 0, 2, 30),  # twice
+    ]
+    b.open([*kept_of(1, 2), *wrong], [NAMESPACE_SHAPE])
+    assert b.tier.counts().blocks == 2 and b.find(1, 2).num_hash_blocks == 2
+    assert [x.gone for x in b.tier_process.sent] == [[2, 20, 24, 26, 30, 40]]
+
+
+def test_disk_tier_eviction_is_reported_with_replacing_write():
+    b = Bench(pages=9)  # four places
+    b.write(blocks_of(1, 2))
+    b.write(blocks_of(11, 12))
+    before = {x.hash: x.position for sent in b.tier_process.sent for x in sent.moves}
+    b.tier.release(b.find(1, 2))
+    answers = b.write(blocks_of(21, 22))
+    assert answers == [[True, True]]
+    sent = b.tier_process.sent[-1]
+    assert set(sent.gone) == {before[hash_of(11)], before[hash_of(12)]} == {x.position for x in sent.moves}
+    assert b.tier.counts().evicted_blocks == 2
+
+
+def test_disk_tier_leased_positions_are_not_reused():
+    b = Bench(pages=9)
+    b.write(blocks_of(1, 2, 3, 4))
+    find = b.find(1, 2, 3, 4)
+    assert b.write(blocks_of(21), answer=False) == [[False]]
+    assert b.tier.counts().extra["refused_room"] == 1
+    b.tier.release(find)
+    assert b.write(blocks_of(21)) == [[True]]
+
+
+def test_disk_tier_writes_one_batch_at_a_time():
+    b = Bench()
+    first, second = b.write(blocks_of(1), answer=False), b.write(blocks_of(2, after=1), answer=False)
+    assert len(b.tier_process.asked) == 1
+    b.tier_process.answer()
+    assert first == [[True]] and not second and len(b.tier_process.asked) == 1
+    b.tier_process.answer()
+    assert second == [[True]]
+
+
+def test_disk_tier_block_without_parent_is_refused():
+    b = Bench()
+    assert b.write(blocks_of(5, after=4), answer=False) == [[False]]
+    assert b.tier.counts().extra["refused_parent"] == 1
+    b.known.clear()
+    assert b.write(blocks_of(1), answer=False) == [[False]]
+    assert b.tier.counts().extra["refused_namespace"] == 1
+
+
+def test_disk_tier_failed_write_backs_off_and_frees_positions(caplog):
+    caplog.set_level("INFO")
+    b = Bench()
+    answers = b.write(blocks_of(1, 2), answer=False)
+    b.tier_process.answer([True, False], error="no space left on the device")
+    assert answers == [[True, False]]
+    failed = b.tier_process.sent[-1].moves[1].position
+    assert b.tier.usable and not b.tier.writable and b.tier.counts().state == "read_only"
+    assert b.tier.counts().reason == "no space left on the device"
+    assert b.write(blocks_of(2, after=1), answer=False) == [[False]]
+    b.reactor.run(1.0)
+    assert b.tier.writable
+    b.write(blocks_of(2, after=1), answer=False)
+    assert failed in b.tier_process.asked[0][0].gone
+    b.tier_process.answer([False], error="no space left on the device")
+    b.reactor.run(1.5)
+    assert not b.tier.writable  # twice as long
+    b.reactor.run(0.5)
+    assert b.write(blocks_of(2, after=1)) == [[True]]
+    assert caplog.text.count("read only for now") == 1 and caplog.text.count("writable again") == 1
+
+
+def test_disk_tier_failed_write_stops_writes_until_reopened():
+    b = Bench()
+    b.write(blocks_of(1), answer=False)
+    b.tier_process.answer([False], error="read-only file system", writable=False)
+    assert not b.tier.writable and b.tier.usable
+    b.reactor.run(d.REOPEN_BACKOFF[0])
+    assert b.tier_process.state != READY and "opened again" in b.tier_process.reason
+    b.open()
+    assert b.tier.writable
+
+
+def test_disk_tier_discard_and_clear_are_reported_at_once():
+    b = Bench()
+    b.write(blocks_of(1, 2, 3))
+    at = {x.hash: x.position for x in b.tier_process.sent[-1].moves}
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(2))
+    assert b.tier_process.sent[-1] == m.Drop([at[hash_of(2)]])
+    assert b.find(1, 2, 3).num_hash_blocks == 1 and not b.tier.has(NAMESPACE_ID, 0, hash_of(2))
+    b.tier.clear(NAMESPACE_ID)
+    assert sorted(b.tier_process.sent[-1].gone) == sorted([at[hash_of(1)], at[hash_of(3)]])
+    assert b.tier.counts().blocks == 0 and b.tier.counts().discarded_blocks == 1
+
+
+def test_disk_tier_block_discarded_during_write_is_not_kept():
+    b = Bench()
+    answers = b.write(blocks_of(1, 2), answer=False)
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(2))
+    asked = b.tier_process.answer()
+    assert answers == [[True, False]]
+    assert b.tier_process.sent[-1] == m.Drop([asked.moves[1].position])
+    assert b.find(1, 2).num_hash_blocks == 1
+
+
+def test_disk_tier_process_death_drops_index_and_restart_restores_it():
+    b = Bench()
+    b.write(blocks_of(1, 2, 3))
+    positions = {x.hash: x.position for x in b.tier_process.sent[-1].moves}
+    find, other = b.find(1, 2, 3), b.find(1)
+    reading = b.read(find, blocks_of(1, 2))
+    writing = b.write(blocks_of(4, after=3), answer=False)
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(3))  # its Drop may not have been heard
+    b.tier_process.back_off("hung")
+    assert not b.tier.usable and b.tier.counts().state == "unavailable" and b.tier.counts().reason == "hung"
+    # it may still write to the slots
+    assert not reading and not writing and not b.tier.has(NAMESPACE_ID, 0, hash_of(1))
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(2))
+    b.tier.clear(OTHER)
+    b.tier_process.reap()
+    assert reading == [[False, False]] and writing == [[False]]
+    assert b.read(other, blocks_of(1)) == [[False]]
+    kept = [m.Move(NAMESPACE_ID, 0, hash_of(n), hash_of(n - 1), b"", 0, 2, positions[hash_of(n)]) for n in (1, 2, 3)]
+    b.tier_process.sent.clear()
+    b.open(kept, [NAMESPACE_SHAPE])
+    assert b.find(1, 2, 3).num_hash_blocks == 1
+    assert sorted(b.tier_process.sent[0].gone) == sorted([positions[hash_of(2)], positions[hash_of(3)]])
+    b.tier.release(find)
+    b.tier.release(other)  # of an earlier life
+    assert b.read(other, blocks_of(1)) == [[False]]
+
+
+def test_disk_tier_clear_while_unavailable_survives_failures():
+    b = Bench()
+    b.write(blocks_of(1, 2))
+    kept = b.tier_process.sent[-1].moves
+    for trouble in ("hung", "another store uses it", "another store uses it"):
+        b.tier_process.back_off(trouble)
+        b.tier_process.reap()
+        if trouble == "hung":
+            b.tier.clear(NAMESPACE_ID)
+        b.tier_process.state = OPENING
+    b.open([msgspec.structs.replace(move, slot=0) for move in kept], [NAMESPACE_SHAPE])
+    assert b.find(1, 2).num_hash_blocks == 0
+    assert sorted(b.tier_process.sent[-1].gone) == sorted(move.position for move in kept)
+    b.write(blocks_of(1))
+    b.tier_process.back_off("again")
+    b.tier_process.reap()
+    b.open([msgspec.structs.replace(b.tier_process.sent[-1].moves[0], slot=0)], [NAMESPACE_SHAPE])
+    assert b.find(1).num_hash_blocks == 1  # it is done once
+
+
+def test_disk_tier_opens_read_only_and_unexpected_message_ends_tier_process():
+    b = Bench(up=False)
+    b.open(kept_of(1), [NAMESPACE_SHAPE], writable=False, note="it is read only: no right to write")
+    assert b.tier.usable and not b.tier.writable and b.tier.counts().state == "read_only"
+    assert b.tier.counts().reason.endswith("no right to write")
+    b.tier_process.hear(m.Kept([]))
+    assert b.tier_process.state != READY
+    b.tier.stop()
+    b.tier.stop()
+
+
+def test_disk_tier_smaller_capacity_evicts_restored_blocks():
+    b = Bench(up=False)
+    b.open(kept_of(*range(1, 11)), [NAMESPACE_SHAPE], capacity_pages=13)
+    assert b.tier.counts().capacity_bytes == 13 * PAGE
+    assert b.find(*range(1, 11)).num_hash_blocks == 6
+    assert b.tier_process.sent[0].gone == [13, 15, 17, 19]
+
+
+def test_disk_tier_namespace_of_other_groups_is_not_found():
+    b = Bench()
+    b.write(blocks_of(1))
+    found = []
+    b.tier.find(Want(NAMESPACE_ID, 16, [GroupShape(1, 3)], block_hashes(1), 0), found.append)
+    assert found[0].num_hash_blocks == 0
+    b.known[NAMESPACE_ID] = (16, [GroupShape(1, 3)])
+    assert b.write(blocks_of(2, pages=3), answer=False) == [[False]]
+
+
+@pytest.mark.parametrize("actual", [(3e9, 0.0002), (50e6, 0.02)])
+def test_disk_tier_read_time_is_learned(actual):
+    rate, now = ReadTime(1e9, 0.001), 5.0
+    for n in range(400):
+        nbytes = 1 << (12 + n % 14)
+        begun = rate.begin(nbytes, now)
+        now += actual[1] + nbytes / actual[0]
+        rate.end(begun, nbytes, now, True)
+    for nbytes in (4096, 1 << 20, 1 << 25):
+        assert rate.seconds(nbytes) == pytest.approx(actual[1] + nbytes / actual[0], rel=0.3)
+    begun = rate.begin(1 << 25, now)
+    assert rate.seconds(1 << 25) > 1.5 * rate._parts(1 << 25)[1]  # behind what is under way
+    rate.end(begun, 1 << 25, now + 1, False)
+    assert rate.busy_seconds(now + 9) == pytest.approx(now + 1 - 5.0)
+
+
+# -- who publishes what it has ---------------------------------------------------------------------------------------
+
+
+def test_disk_tier_keeps_written_blocks_until_eviction():
+    b, told = Bench(), []
+    b.tier.on_moved = lambda *name: told.append((name[2], b.tier.keeps(*name)))
+    b.write(blocks_of(1, 2, 3), answer=False)
+    assert not b.tier.keeps(NAMESPACE_ID, 0, hash_of(1)) and not told, "it is being written"
+    b.tier_process.answer([True, True, False])
+    assert sorted(told) == [(hash_of(1), True), (hash_of(2), True)] and not b.tier.keeps(NAMESPACE_ID, 0, hash_of(3))
+    told.clear()
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(2))
+    b.tier.clear(None)
+    assert told == [(hash_of(2), False), (hash_of(1), False)]
+
+
+def test_disk_tier_unavailable_keeps_no_block():
+    b = Bench(up=False)
+    assert not b.tier.keeps(NAMESPACE_ID, 0, hash_of(1))
+    b.open(kept_of(1, 2), [NAMESPACE_SHAPE])
+    assert b.tier.keeps(NAMESPACE_ID, 0, hash_of(1)) and b.changes
+    before = b.changes
+    b.tier_process.back_off("it hangs")
+    assert not b.tier.keeps(NAMESPACE_ID, 0, hash_of(1)) and b.changes > before

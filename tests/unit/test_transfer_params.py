@@ -1,0 +1,115 @@
+"""``kv_transfer_params`` come from clients: nothing they hold may raise, and what is malformed counts as absent."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.matching.transfer_params import (
+    MAX_PEERS,
+    EarlyReadInfo,
+    Hints,
+    PrefillHandoff,
+    read,
+    report,
+    write,
+    write_report,
+)
+
+FIELDS = ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier"]
+OURS = ["export", "sources", "stores", "host", "port", "v"]
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["²", "9" * 5000, "٣", "-1", "0", "80", "65536", "127.0.0.1", "a b", "\x00", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=10)
+    | st.dictionaries(st.sampled_from(FIELDS + OURS) | st.text(max_size=3), inner, max_size=6),
+    max_leaves=20,
+)
+shaped = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(FIELDS, json_values),
+        "kvtier": json_values
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "export": json_values,
+                "sources": st.lists(st.fixed_dictionaries({}, optional={"host": json_values, "port": json_values})),
+            },
+        ),
+    },
+)
+
+
+@given(shaped | json_values)
+def test_transfer_params_any_value_does_not_raise(params):
+    hints = read(params)
+    addresses = [*hints.peers, *([hints.handoff.address] if hints.handoff else [])]
+    assert len(hints.peers) <= MAX_PEERS + 1
+    for host, port in addresses:
+        f"tcp://{host}:{port}".encode("ascii")  # what ZMQ will be given
+        assert type(port) is int and 0 < port < 65536
+        assert not set(host) & set(" ;/\x00\n*@|")
+    if hints.handoff:
+        assert 0 < len(hints.handoff.export) <= 512
+        hints.handoff.export.encode()
+
+
+@pytest.mark.parametrize("port", ["²", "9" * 5000, 0, 65536, -1, True, 80.0, None, "", " 80"])
+def test_transfer_params_invalid_port_is_absent(port):
+    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "r"}
+    assert read(params) == Hints(asked=True)
+
+
+def test_transfer_params_with_nixl_names_only_are_read():
+    params = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e", "remote_request_id": "r",
+        "remote_host": "10.1.2.3", "remote_port": "5600", "remote_block_ids": [[1]], "tp_size": 1,
+    }  # fmt: skip
+    assert read(params) == Hints(handoff=PrefillHandoff(("10.1.2.3", 5600), "r"), asked=True)
+    assert read({"do_remote_decode": True, "remote_host": None, "remote_port": None}) == Hints(
+        export_prefill=True, asked=True
+    )
+    for host in ("localhost", "node-7.cluster.local", "::1", "[fe80::1]", "fe80::1%eth0"):
+        assert read({"remote_host": host, "remote_port": 1, "do_remote_decode": True}).peers == ((host, 1),)
+
+
+def test_transfer_params_empty_export_is_no_handoff():
+    assert read({"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": ""}) == Hints(
+        asked=True
+    )
+
+
+def test_transfer_params_round_trip():
+    blocks = [GroupBlocks(16, [1, 2])]
+    export = Export("x", LeaseKind.HANDOFF, 33, [], b"\x01\x02", b"", blocks, [], ready_step=0, deadline=0.0)
+    written = write(export, "e", "e/1", ("h", 7), 30.0, 1, report(33, 0, 0, None))
+    written = json.loads(json.dumps(written))
+    assert read(written) == Hints(handoff=PrefillHandoff(("h", 7), "x"), asked=True)
+    assert read(written).handoff.early_read == EarlyReadInfo("e/1", 33, b"\x01\x02", [[1, 2]])
+    for broken in ([[1, "2"]], [[-1]], 7, None, [[True]]):
+        assert read({**written, "remote_block_ids": broken}).handoff.early_read is None
+    turned = {**written, "do_remote_prefill": False, "do_remote_decode": True}  # vLLM's multi-turn proxy does this
+    assert read(turned) == Hints(peers=(("h", 7),), export_prefill=True, asked=True)
+    assert read(write_report(report(33, 16, 16, "h:7"))) == Hints(asked=True)
+    assert write_report(report(33, 16, 16, "h:7"))["kvtier"]["computed_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "listed, taken",
+    [
+        (["10.0.0.2:7200", "node-3:7200"], ("10.0.0.2:7200", "node-3:7200")),
+        (["10.0.0.2", 5, None, "a:b", "x:0", "*:7200", ":7200"], ()),
+        ("10.0.0.2:7200", ()),
+        ([f"n{i}:7200" for i in range(20)], tuple(f"n{i}:7200" for i in range(MAX_PEERS))),
+    ],
+)
+def test_transfer_params_name_remote_stores(listed, taken):
+    assert read({"kvtier": {"stores": listed}}).stores == taken

@@ -1,0 +1,76 @@
+"""Which way copies go: rules by size, the cache of a machine's own measurements, what is refused."""
+
+import msgspec
+import pytest
+
+from vllm_kvtier.worker import tuning
+from vllm_kvtier.worker.tuning import Choice, Rule, Tuning
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+SMALL, LARGE = Choice("direct", 8), Choice("staged", 16)
+SAMPLE = Tuning("NVIDIA X/200", (Rule(1000, SMALL), Rule(None, LARGE)), (Rule(None, LARGE),))
+
+
+def test_tuning_first_matching_rule_applies():
+    assert SAMPLE.choose(True, 999) is SMALL
+    assert SAMPLE.choose(True, 1000) is LARGE
+    assert SAMPLE.choose(False, 1) is LARGE
+
+
+def test_tuning_encoded_parts_have_own_rules():
+    assert SAMPLE.choose(True, 1, encoded=True) == tuning.ENCODED
+    assert SAMPLE.choose(False, 1 << 30, encoded=True) == tuning.ENCODED_LOAD
+    both = tuning.fixed(SMALL, LARGE)
+    assert both.choose(True, 1).way == "direct" and both.choose(True, 1, encoded=True) == Choice("staged", 8)
+    more = tuning.changed(both, programs=3)
+    assert more.choose(False, 1, encoded=True).programs == 3 and more.choose(False, 1).programs == 16
+    with pytest.raises(ValueError, match="an impossible choice for encoded_load"):
+        tuning.save(msgspec.structs.replace(SAMPLE, encoded_load=(Rule(None, SMALL),)))
+
+
+def test_tuning_measured_choice_is_used(home):
+    assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
+    file = tuning.save(SAMPLE)
+    assert file.is_relative_to(home) and file.suffix == ".json"
+    assert tuning.for_device("NVIDIA X/200") == SAMPLE
+    assert tuning.for_device("NVIDIA X100") == tuning.DEFAULT
+    assert [f.name for f in file.parent.iterdir()] == [file.name]  # no draft is left
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"device": "x", "store": [], "load": []}'])
+def test_tuning_broken_file_is_logged_and_ignored(content, caplog):
+    file = tuning.save(SAMPLE)
+    file.write_bytes(content)
+    tuning.logger.addHandler(caplog.handler)  # vLLM's logger, once there is one, hands nothing up
+    assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
+    tuning.logger.removeHandler(caplog.handler)
+    assert file.name in caplog.text and "--tune" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("staged", ring=0),
+        Choice("direct", programs=0),
+        Choice("mixed", programs=8, direct_programs=8),
+        Choice("mixed", direct_share=1.5),
+    ],
+)
+def test_tuning_impossible_choice_raises(choice):
+    with pytest.raises(ValueError, match="an impossible choice"):
+        tuning.save(tuning.fixed(choice, Choice()))
+
+
+@pytest.mark.parametrize("known", [tuning.DEFAULT, *tuning.MEASURED.values()], ids=lambda t: t.device)
+def test_tuning_built_in_choices_are_valid(known):
+    """They can be kept and read back, and take at most 16 programs."""
+    tuning.save(known)
+    assert tuning.for_device(known.device) == known
+    assert all(r.choice.programs <= 16 for r in (*known.store, *known.load))
+    assert msgspec.json.decode(msgspec.json.encode(known), type=Tuning) == known

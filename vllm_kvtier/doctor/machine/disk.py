@@ -1,0 +1,93 @@
+"""The directory of a disk tier, tested with an unnamed file, which cannot be left behind."""
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+from vllm_kvtier.doctor.report import Check, fail, ok, warn
+from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
+
+_TEST_BYTES = 64 << 10
+_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
+
+
+def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Path("/proc/self/mounts")) -> list[Check]:
+    """``size``: maximum bytes of the tier. ``files``: tests pass a disk that fails."""
+    files, name = files or Files(), f"disk {folder}"
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
+    try:
+        fd = files.open(str(parent), os.O_TMPFILE | os.O_RDWR)
+    except OSError as error:
+        return [_unwritable(name, parent, error)]
+    try:
+        try:
+            files.allocate(fd, 0, _TEST_BYTES)
+            with mmap.mmap(-1, _TEST_BYTES) as page:
+                files.pwrite(fd, page, 0)
+            files.sync(fd)
+        except OSError as error:
+            return [_unwritable(name, parent, error)]
+        space = _free_space(name, parent, folder, size)
+    finally:
+        files.close(fd)
+    return [space, *_kind(name, parent, files, mounts)]
+
+
+def _unwritable(name: str, folder: Path, error: OSError) -> Check:
+    if error.errno in FULL:
+        return fail(name, f"{folder} is full: {error.strerror}", "free space on it, or choose another disk")
+    if error.errno == errno.EROFS:
+        message = f"{folder} is on a file system that is mounted read-only"
+        return fail(name, message, "mount it rw, or choose another disk")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        fix = "give the directory to the user that runs the engines"
+        return fail(name, f"this user (uid {os.getuid()}) may not write to {folder}", fix)
+    if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+        message = f"the file system of {folder} has no unnamed files, so doctor did not test writing"
+        return warn(name, message, "use a local disk with ext4 or xfs")
+    return fail(name, f"{folder} cannot be written: {error.strerror or error}", "see dmesg; choose another disk")
+
+
+def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
+    found = os.statvfs(parent)
+    free = found.f_bavail * found.f_frsize
+    if folder.is_dir():  # files of an earlier store are reused
+        free += sum(each.stat().st_blocks * 512 for each in folder.iterdir() if each.is_file())
+    if free < size:
+        message = f"{in_words(free)} are free, {in_words(size)} are configured: the tier stops when the disk is full"
+        return warn(name, message, "a smaller store_disk_size, or more free space on that disk")
+    return ok(name, f"{in_words(free)} free for {in_words(size)}")
+
+
+def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
+    kind = _file_system(parent, mounts)
+    if kind == "tmpfs":
+        return [warn(name, "it is memory (tmpfs), not a disk: it counts against the container", "choose a disk")]
+    if kind in _REMOTE:
+        return [warn(name, f"it is remote ({kind}): another node's store must not use it too", "choose a local disk")]
+    try:
+        files.close(files.open(str(parent), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        message = f"its file system ({kind or 'unknown'}) has no O_DIRECT: reads and writes go through the page cache"
+        return [warn(name, message, "a local disk with ext4 or xfs")]
+    return []
+
+
+def _file_system(path: Path, mounts: Path) -> str:
+    best, kind = -1, ""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    path = path.resolve()
+    for columns in map(str.split, lines):
+        point = Path(columns[1].replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), columns[2]
+    return kind

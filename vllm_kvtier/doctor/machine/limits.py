@@ -1,0 +1,101 @@
+"""Limits of this machine and container for engines and their store. ``root``: parent of /proc and /sys."""
+
+import os
+import resource
+from pathlib import Path
+
+from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits, pool_bytes
+
+_IPC_LOCK = 14  # linux/capability.h
+_MIN_SHM_BYTES = 1 << 30  # docker's default is 64 MiB
+_AIO_REQUESTS = 1024  # requests that the disk tier's process reserves in the kernel
+_MIN_OPEN_FILES = 4096
+
+
+def memory(size: str, root: str = "/") -> Check:
+    """Whether a store of ``size`` (as the option store_size) fits."""
+    limits = memory_limits(root)
+    if size.strip().lower() == "off":
+        return ok("memory", _free(limits))
+    try:
+        wanted = pool_bytes(size, limits)
+    except ConfigError as error:
+        fix = "a smaller store_size, or more memory for the container (docker run --memory, the pod's limits)"
+        return fail("memory", f"the node store does not fit: {error}", fix)
+    if wanted > limits.fits * 0.9:
+        message = f"a store of {in_words(wanted)} takes nearly all free memory: {_free(limits)}"
+        return warn("memory", message, "a smaller store_size: engines need host memory too")
+    return ok("memory", f"a store of {in_words(wanted)} fits: {_free(limits)}")
+
+
+def _free(limits: MemoryLimits) -> str:
+    return f"{in_words(limits.free)} free of {in_words(limits.limit)} ({limits.source})"
+
+
+def memlock(size: str, root: str = "/", limit: int | None = None) -> Check:
+    """Locked memory: memory registered with RDMA devices counts, memory pinned by CUDA does not."""
+    devices = sorted(device.name for device in Path(root).glob("sys/class/infiniband/*"))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else in_words(limit)
+    if not devices:
+        return ok("locked memory", f"limit {shown}; without an RDMA device nothing counts against it")
+    if limit == resource.RLIM_INFINITY or _may_lock(Path(root)):
+        return ok("locked memory", f"limit {shown}, which does not apply to this user")
+    try:
+        needed = pool_bytes(size, memory_limits(root))
+    except ConfigError:
+        needed = 1 << 30
+    if limit >= needed:
+        return ok("locked memory", f"limit {shown}, enough for the store's memory")
+    message = f"the limit on locked memory (memlock) is {shown}: {', '.join(devices)} cannot register the "
+    message += f"{in_words(needed)} of the node store, and transfers between nodes fail"
+    fix = "ulimit -l unlimited; in containers docker run --ulimit memlock=-1; in systemd units LimitMEMLOCK=infinity"
+    return fail("locked memory", message, fix)
+
+
+def _may_lock(root: Path) -> bool:
+    try:
+        lines = (root / "proc/self/status").read_text().splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    except (OSError, StopIteration, ValueError):
+        return False
+    return bool(mask >> _IPC_LOCK & 1)
+
+
+def shared_memory(path: str = "/dev/shm", statvfs=os.statvfs) -> Check:
+    """/dev/shm, which vLLM's workers and UCX use; the node store's memory is elsewhere."""
+    name, fix = "shared memory", "docker run --shm-size=8g (or --ipc=host); in pods an emptyDir of medium Memory"
+    try:
+        found = statvfs(path)
+    except OSError as error:
+        return fail(name, f"{path} cannot be used: {error.strerror}; vLLM's workers and UCX need it", fix)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    if free < 64 << 20:
+        message = f"{path} has {in_words(free)} left of {in_words(size)}: vLLM's workers and UCX end with SIGBUS there"
+        return fail(name, message, fix + "; or remove files of dead processes")
+    if size < _MIN_SHM_BYTES:
+        return warn(name, f"{path} is only {in_words(size)}: enough for one GPU, not for tensor parallelism", fix)
+    return ok(name, f"{path} has {in_words(free)} of {in_words(size)}")
+
+
+def asynchronous_io(root: str = "/") -> Check:
+    """The kernel's limit on asynchronous I/O requests, which the disk tier uses for reads and writes."""
+    folder = Path(root) / "proc/sys/fs"
+    try:
+        maximum, used = (int((folder / name).read_text()) for name in ("aio-max-nr", "aio-nr"))
+    except (OSError, ValueError):
+        return unknown("asynchronous I/O", "this kernel does not report its limit")
+    if maximum - used < 4 * _AIO_REQUESTS:
+        message = f"{used:,} of {maximum:,} requests of the kernel are in use, a disk tier needs {_AIO_REQUESTS:,}"
+        return warn("asynchronous I/O", message, "sysctl fs.aio-max-nr=1048576")
+    return ok("asynchronous I/O", f"{used:,} of {maximum:,} requests are in use")
+
+
+def open_files(limit: int | None = None) -> Check:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    if limit != resource.RLIM_INFINITY and limit < _MIN_OPEN_FILES:
+        message = f"a process may have {limit} files and connections open; a store of many ranks or a proxy needs more"
+        return warn("open files", message, "ulimit -n 65536")
+    return ok("open files", f"limit {'none' if limit == resource.RLIM_INFINITY else f'{limit:,}'}")

@@ -1,0 +1,241 @@
+"""One engine as the proxy sees it: its health, its load, and whether it accepts requests.
+
+An engine that fails is unavailable for a backoff time, which doubles with each failure, and then until a health probe
+succeeds. Only a successful request resets the failure count, so that an engine whose probes succeed while its requests
+fail is used less and less. Healthy engines are not probed.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp, Reply, certificates, read_key
+from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
+
+logger = get_logger(__name__)
+
+__all__ = ["Engine", "EngineFailure", "EngineSlot", "Reply"]
+
+
+class Engine:
+    """One engine in one role.
+
+    * ``index``: its number in its role, never reused.
+    * ``outstanding``: requests under way; ``tokens``: their prompt tokens still to be computed, as estimated.
+    * ``weighted_picks``: how often it was chosen, divided by its weight.
+    * ``instance``: counts failed connections; after each, a new process with an empty cache may answer.
+    * ``confirmed``: it has answered at least once.
+    * ``drained``: the operator wants no new requests there; ``leaving``: it is no longer in the list of engines.
+    * ``source``: its connector's endpoint, if known.
+    """
+
+    def __init__(self, role: str, index: int, address: EngineAddress, config: ProxyConfig):
+        """Raises ConfigError if its key or certificates cannot be read."""
+        self.role = role
+        self.index = index
+        self.url = address.url
+        self.outstanding = 0
+        self.tokens = 0
+        self.weighted_picks = 0.0
+        self.instance = 0
+        self.healthy = True
+        self.confirmed = False
+        self.drained = False
+        self.leaving = False
+        self.failures = 0
+        #: Called when its health changes, to serve waiting requests or tell them that none can be served.
+        self.on_change: Callable[[Engine], None] = lambda engine: None
+        #: Called when a request has ended here.
+        self.on_request_end: Callable[[Engine], None] = lambda engine: None
+        self.certificates = certificates(address)
+        self._http = EngineHttp(self, address, config.connect_timeout)
+        self._engine_id: str | None = None
+        self._endpoint: tuple[str, int] | None = None
+        self._prober: asyncio.Task[None] | None = None
+        self.update(address, config)
+
+    def update(self, address: EngineAddress, config: ProxyConfig) -> None:
+        """Take new options. Raises ConfigError, and changes nothing, if its key cannot be read."""
+        what = f"The API key for {address.url}"
+        key = None if address.api_key_file is None else read_key(address.api_key_file, what)
+        self.address = address
+        self.weight = address.weight
+        self.limit = config.engine_requests if address.max_requests is None else address.max_requests
+        self._authorization = None if key is None else f"Bearer {key}"
+        # Keys that the proxy checks are not forwarded to engines.
+        self._forwards_keys = config.api_keys_file is None
+        self._config = config
+
+    def __str__(self) -> str:
+        return f"The {self.role} engine {self.url}"
+
+    @property
+    def open(self) -> bool:
+        """Whether it accepts new requests, healthy or not."""
+        return not (self.drained or self.leaving) and self.weight > 0
+
+    @property
+    def usable(self) -> bool:
+        return self.healthy and self.open
+
+    @property
+    def full(self) -> bool:
+        return 0 < self.limit <= self.outstanding
+
+    @property
+    def load(self) -> float:
+        """Requests under way, divided by its weight."""
+        return self.outstanding / (self.weight or 1.0)
+
+    @property
+    def source(self) -> Source | None:
+        """The endpoint for other engines; the operator's address takes precedence over the engine's."""
+        if self.address.kv_host is not None and self.address.kv_port is not None:
+            return Source(self._engine_id or "", self.address.kv_host, self.address.kv_port)
+        if self._engine_id is None or self._endpoint is None:
+            return None
+        return Source(self._engine_id, *self._endpoint)
+
+    def learn(self, params: TransferParams) -> None:
+        """Take the endpoint from an answer of this engine."""
+        if (source := params.source) is not None:
+            self._engine_id = source.engine_id
+            self._endpoint = (source.host, source.port)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: float,
+        *,
+        repeatable: bool = True,
+    ) -> Reply:
+        """Send a request (see ``EngineHttp.ask``), with this engine's key in place of the client's if it has one."""
+        headers = dict(headers)
+        if self._authorization is not None:
+            headers["authorization"] = self._authorization
+        elif not self._forwards_keys:
+            headers.pop("authorization", None)
+        if body is not None:
+            headers.setdefault("content-type", "application/json")
+        return await self._http.ask(method, path, body, headers, timeout, repeatable)
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.confirmed = True
+        if not self.healthy:
+            self._reinstate()
+
+    def mark_unavailable(self, reason: str, *, may_have_restarted: bool = True) -> None:
+        """Do not use this engine until a probe succeeds. ``may_have_restarted``: its cache may be gone."""
+        if may_have_restarted:
+            self.instance += 1
+            self._engine_id = None
+            self._endpoint = None
+        # Many requests may fail at once; that is one failure. A leaving engine is not probed.
+        if self.healthy and not self.leaving:
+            self.healthy = False
+            self.failures += 1
+            logger.warning(
+                "kvtier: proxy: engine unavailable (%s); it gets no requests until a health probe succeeds",
+                reason.rstrip("."),
+            )
+            self._end_probing()
+            self._prober = asyncio.create_task(self._probe_until_healthy(), name=f"probe {self.role} {self.index}")
+            self.on_change(self)
+
+    def probe_in_background(self) -> None:
+        """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
+        self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
+
+    async def _first_probe(self) -> None:
+        reason = await self._probe()
+        self._prober = None
+        if reason is None:
+            self.confirmed = True
+        elif not self.confirmed:
+            self.mark_unavailable(reason)
+
+    async def _probe_until_healthy(self) -> None:
+        while True:
+            doublings = min(self.failures - 1, 30)
+            await asyncio.sleep(min(self._config.backoff_initial * 2**doublings, self._config.backoff_max))
+            reason = await self._probe()
+            if reason is None:
+                break
+            logger.debug("kvtier: proxy: health probe failed (%s)", reason)
+            self.failures += 1
+        self._prober = None
+        self.confirmed = True
+        self._reinstate()
+
+    async def _probe(self) -> str | None:
+        """None if it is healthy, else the reason."""
+        try:
+            reply = await self.ask("GET", "/health", None, {}, self._config.probe_timeout)
+            reply.close()
+        except EngineFailure as failure:
+            return str(failure)
+        return None if reply.status == 200 else f"{self} answered {reply.status} to a health probe."
+
+    def _reinstate(self) -> None:
+        self.healthy = True
+        self._end_probing()
+        logger.warning("kvtier: proxy: %s engine %s is available again", self.role, self.url)
+        self.on_change(self)
+
+    def _end_probing(self) -> None:
+        if self._prober is not None:
+            self._prober.cancel()
+            self._prober = None
+
+    async def aclose(self) -> None:
+        if (prober := self._prober) is not None:
+            self._end_probing()
+            await asyncio.wait([prober])
+        await self._http.aclose()
+
+    def state(self) -> dict[str, object]:
+        source = self.source
+        return {
+            "url": self.url,
+            "healthy": self.healthy,
+            "well": self.healthy,  # the old name, for one release
+            "confirmed": self.confirmed,
+            "drained": self.drained,
+            "leaving": self.leaving,
+            "weight": self.weight,
+            "outstanding": self.outstanding,
+            "tokens": self.tokens,
+            "failures": self.failures,
+            "kv_endpoint": None if source is None else f"{source.host}:{source.port}",
+            "engine_id": self._engine_id,
+        }
+
+
+class EngineSlot:
+    """A request's slot at an engine, counted until ``release`` (idempotent). ``tokens``: to compute there."""
+
+    def __init__(self, engine: Engine, tokens: int = 0):
+        self.engine = engine
+        self.tokens = tokens
+        self._held = True
+        engine.outstanding += 1
+        engine.tokens += tokens
+        engine.weighted_picks += 1 / (engine.weight or 1.0)
+
+    def move(self, engine: Engine, tokens: int) -> None:
+        """Change to another engine, even if that is full."""
+        if engine is not self.engine:
+            self.release()
+            self.__init__(engine, tokens)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self.engine.outstanding -= 1
+            self.engine.tokens -= self.tokens
+            self.engine.on_request_end(self.engine)

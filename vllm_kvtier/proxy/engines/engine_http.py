@@ -1,0 +1,214 @@
+"""HTTP to one engine: requests with deadlines, streamed answers, and failures as ``EngineFailure``.
+
+aiohttp takes a third of httpx's time per request, and the client is half of the proxy's overhead.
+"""
+
+import asyncio
+import io
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.proxy.config import EngineAddress
+from vllm_kvtier.proxy.deadlines import time_limit
+
+# uvicorn, hence vLLM, closes idle connections after 5 s. Closing them earlier here avoids most requests on a connection
+# that the engine has just closed.
+_KEEPALIVE_SECONDS = 2.0
+# aiohttp warns about larger bodies given as bytes.
+_MAX_PLAIN_BODY_BYTES = 1 << 20
+# The connection broke before the answer: the engine closed an idle connection, or it died.
+_BROKEN_ERRORS = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+# No connection was made, so the engine cannot have started the request.
+_UNREACHED_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
+
+class EngineFailure(KVTierError):
+    """An engine could not be reached, closed the connection, or did not answer in time.
+
+    ``unreached``: no connection was made, so that the engine cannot have started the request.
+    """
+
+    def __init__(self, message: str, *, unreached: bool = False):
+        super().__init__(message)
+        self.unreached = unreached
+
+
+class Reply:
+    """An engine's answer, after its headers and first bytes (``first``; b"" if the body is empty).
+    ``engine``: the ``proxy.engines.engine.Engine``, which imports this module.
+
+    ``close`` must be called (idempotent). It closes the connection if the body was not read to its end, and the engine
+    then aborts the request.
+    """
+
+    def __init__(self, engine: Any, response: aiohttp.ClientResponse, first: bytes):
+        self.engine = engine
+        self.status = response.status
+        self.headers = response.headers
+        self.first = first
+        self._response = response
+
+    async def chunks(self, idle_timeout: float) -> AsyncIterator[bytes]:
+        """The bytes after ``first``, as they arrive. Raises EngineFailure if they stop before the end."""
+        read = self._response.content.readany
+        while True:
+            with engine_errors(self.engine, f"sent nothing for {idle_timeout:g} s within an answer"):
+                async with time_limit(idle_timeout):
+                    data = await read()
+            if not data:
+                return
+            yield data
+
+    async def read(self, limit: int, timeout: float) -> bytes:
+        """The whole body. Raises EngineFailure if it is incomplete, late or longer than ``limit`` bytes."""
+        if self._response.content.at_eof():
+            return self.first
+        body = bytearray(self.first)
+        with engine_errors(self.engine, f"did not complete its answer within {timeout:g} s"):
+            async with time_limit(timeout):
+                while data := await self._response.content.readany():
+                    body += data
+                    if len(body) > limit:
+                        raise EngineFailure(f"{self.engine} answered more than {limit} bytes.")
+        return bytes(body)
+
+    def close(self) -> None:
+        self._response.close()
+
+
+class EngineHttp:
+    """The connections to one engine, opened on first use on the loop that uses them."""
+
+    def __init__(self, engine: Any, address: EngineAddress, connect_timeout: float):
+        """Raises ConfigError if the address's certificates or key cannot be read."""
+        self._engine = engine
+        self._url = address.url
+        self._tls = _tls(address)
+        self._connect_timeout = connect_timeout
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def ask(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float, repeatable: bool
+    ) -> Reply:
+        """Send a request; return at the first bytes of the answer.
+
+        Raises EngineFailure. Cancelling it, like closing the reply, makes the engine abort the request.
+        ``repeatable``: after a broken connection, send the request again on a new one.
+        """
+        with engine_errors(self._engine, f"did not begin to answer within {timeout:g} s"):
+            async with time_limit(timeout):
+                try:
+                    return await self._ask_once(method, path, body, headers)
+                except _UNREACHED_ERRORS:
+                    raise
+                except _BROKEN_ERRORS:
+                    if not repeatable:
+                        raise
+                    # If the engine is gone, it refuses the new connection at once.
+                    return await self._ask_once(method, path, body, headers)
+
+    async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
+        data = io.BytesIO(body) if body is not None and len(body) > _MAX_PLAIN_BODY_BYTES else body
+        response = await self._connected().request(
+            method, self._url + path, data=data, headers=headers, allow_redirects=False
+        )
+        try:
+            first = await response.content.readany()
+        except BaseException:
+            response.close()
+            raise
+        return Reply(self._engine, response, first)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._closed:
+            # The engine was chosen before it left the list.
+            raise EngineFailure(f"{self._engine} is no longer used.", unreached=True)
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=self._tls),
+                # No total timeout: answers may be large and slow, and their reads have deadlines.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # An HTTP_PROXY of the environment is not meant for engines that the operator names.
+                trust_env=False,
+                # Uncompressed, so that the bytes can be forwarded unchanged.
+                headers={"accept-encoding": "identity"},
+                auto_decompress=False,
+                skip_auto_headers=("user-agent", "accept", "content-type"),
+            )
+        return self._session
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
+    """The TLS context for an https engine; True: aiohttp's default. Raises ConfigError."""
+    if address.ca_file is None and address.cert_file is None:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=address.ca_file)
+        if address.cert_file is not None:
+            context.load_cert_chain(address.cert_file, address.key_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"The certificates for {address.url} cannot be used ({error}); check ca_file, cert_file and key_file."
+        ) from error
+    return context
+
+
+def certificates(address: EngineAddress) -> tuple:
+    """The certificate files and their times; a change requires new connections."""
+    files = (address.ca_file, address.cert_file, address.key_file)
+    # `_tls` reports a missing file.
+    return tuple((name, Path(name).stat().st_mtime_ns if Path(name).exists() else 0) for name in files if name)
+
+
+def read_key(path: str, what: str) -> str:
+    """A secret of one line. Raises ConfigError, which names the file and never the secret."""
+    try:
+        text = Path(path).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ConfigError(f"{what} {path} cannot be read ({reason}); check the path.") from error
+    if not text or len(text.split()) != 1:
+        raise ConfigError(f"{what} {path} must contain one key, without spaces, on one line.")
+    return text
+
+
+class engine_errors:
+    """A context that turns the errors of HTTP into EngineFailure."""
+
+    def __init__(self, engine: object, when_late: str):
+        self._engine = engine
+        self._when_late = when_late
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        # Some of aiohttp's errors are TimeoutErrors or OSErrors too, so the most specific are tested first.
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            raise EngineFailure(f"{self._engine} could not be reached in time.", unreached=True) from error
+        if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+            raise EngineFailure(f"{self._engine} could not be trusted ({error}).", unreached=True) from error
+        if isinstance(error, aiohttp.ClientConnectorError):
+            reason = error.os_error.strerror or error
+            raise EngineFailure(f"{self._engine} refused the connection ({reason}).", unreached=True) from error
+        if isinstance(error, aiohttp.ClientError):
+            raise EngineFailure(f"{self._engine} broke off ({type(error).__name__}: {error}).") from error
+        if isinstance(error, TimeoutError | asyncio.TimeoutError):
+            raise EngineFailure(f"{self._engine} {self._when_late}.") from error
+        if isinstance(error, OSError):
+            raise EngineFailure(f"{self._engine} broke off ({error}).") from error

@@ -1,0 +1,207 @@
+"""A client's request body, and the bodies derived from it for the prefill and the decode engine.
+
+Bodies stay raw JSON per top-level field (``msgspec.Raw``). Fields that the proxy does not read reach the engines byte
+for byte, and a prompt of a megabyte is not parsed more often than needed.
+"""
+
+import enum
+from typing import Any
+
+import msgspec
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
+
+# Only the proxy names sources of KV: a client must not make engines connect to hosts. vLLM also takes these fields from
+# ``vllm_xargs``, whose content it gives to the connector.
+_TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+# Fields that request more than the one token of the prefill engine, or output that is not used.
+_NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "best_of",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "return_token_ids",
+    "return_prompt_text",
+)
+
+# The same fields in the ``sampling_params`` of tokens-in/tokens-out.
+_NOT_FOR_PREFILL_SAMPLING = (
+    *("min_tokens", "logprobs", "logprob_token_ids", "output_kind", "prompt_logprobs", "prompt_logprob_token_ids"),
+)
+
+_NULL = msgspec.Raw(b"null")
+_MAX_ID_CHARS = 256
+
+
+class Route(enum.Enum):
+    """The generating routes whose prompt a prefill engine can compute. All streams end in ``[DONE]``."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/inference/v1/generate"
+
+
+class BadRequest(KVTierError):
+    """The client's request cannot be routed; the message is for the client."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class ClientRequest:
+    """One request as the client sent it, without the fields that the proxy consumes.
+
+    Attributes: ``route``; ``fields`` (raw JSON by name, to be forwarded); ``stream``; ``model``; ``conversation_id``
+    and ``client_salt`` (consumed, or None); ``prompt`` (messages, text or token ids; None if there is no single
+    prompt).
+    """
+
+    def __init__(self, route: Route, body: bytes, *, header_conversation_id: str | None = None):
+        """Raises BadRequest."""
+        self.route = route
+        try:
+            self.fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except UNREADABLE as error:
+            raise BadRequest(f"The request body is not a JSON object: {error}.") from error
+        remove_transfer_fields(self.fields)
+        #: Tokens-in/tokens-out has all sampling options in one object.
+        self._sampling = self._read_sampling() if route is Route.GENERATE else {}
+        conversation_id = self._take_text("conversation_id") or header_conversation_id
+        if conversation_id is not None and len(conversation_id) > _MAX_ID_CHARS:
+            raise BadRequest(
+                f"The conversation id has {len(conversation_id)} characters; at most {_MAX_ID_CHARS} are allowed.",
+                param="conversation_id",
+            )
+        self.conversation_id = conversation_id
+        self.client_salt = self._take_text("cache_salt")
+        self.stream = self.get("stream") is True
+        model = self.get("model")
+        self.model = model if isinstance(model, str) else ""
+        self.prompt = self._single_prompt()
+
+    @property
+    def prompt_chars(self) -> int:
+        """The approximate length of the prompt in characters; a token counts as four."""
+        if self.prompt is None:
+            return 0
+        if self.route is Route.CHAT:
+            return len(self.fields["messages"])
+        return len(self.prompt) if isinstance(self.prompt, str) else 4 * len(self.prompt)
+
+    @property
+    def can_prefill_elsewhere(self) -> bool:
+        """Whether the KV of a prefill engine can serve the answer.
+
+        False for several prompts in one request (one set of params names one export), for beam search, and for logprobs
+        of prompt tokens, which the decode engine must compute.
+        """
+        if self.prompt is None or self.get("use_beam_search") is True:
+            return False
+        if self.route is Route.GENERATE:
+            return all(_is_null(self._sampling, name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+        if self.get("prompt_logprobs") is not None:
+            return False
+        logprobs = self.get("logprobs")
+        # Completions take a number here; 0 requests the logprobs of the tokens themselves.
+        return not (self.get("echo") is True and logprobs is not None and logprobs is not False)
+
+    def body_for_prefill(self, salt: str, transfer: dict[str, Any]) -> bytes:
+        """The one-token request that makes the prefill engine compute the prompt and export its KV."""
+        body: dict[str, Any] = {k: v for k, v in self.fields.items() if k not in _NOT_FOR_PREFILL}
+        if self.route is Route.GENERATE:
+            sampling = {k: v for k, v in self._sampling.items() if k not in _NOT_FOR_PREFILL_SAMPLING}
+            body["sampling_params"] = _with_params(sampling | {"max_tokens": 1, "n": 1}, transfer)
+            if "output_mode" in body:
+                body["output_mode"] = "tokens"
+            return msgspec.json.encode(body | {"stream": False, "cache_salt": salt, "kv_transfer_params": transfer})
+        # A client's limit may exceed what fits beside the prompt in the prefill engine.
+        if "max_completion_tokens" in body:
+            body["max_completion_tokens"] = 1
+        body |= {"max_tokens": 1, "n": 1, "stream": False, "cache_salt": salt, "kv_transfer_params": transfer}
+        return msgspec.json.encode(body)
+
+    def body_for_decode(self, salt: str, transfer: msgspec.Raw | dict[str, Any]) -> bytes:
+        """The client's request for the decode engine, with the prefill engine's params or with the proxy's."""
+        body: dict[str, Any] = {**self.fields, "cache_salt": salt, "kv_transfer_params": transfer}
+        if self.route is Route.GENERATE:
+            body["sampling_params"] = _with_params(self._sampling, transfer)
+        return msgspec.json.encode(body)
+
+    def get(self, name: str) -> Any:
+        """A field's value; None if it is absent or null."""
+        raw = self.fields.get(name)
+        return None if raw is None else _decode(raw, name)
+
+    def _take_text(self, name: str) -> str | None:
+        value = self.get(name)
+        self.fields.pop(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value:
+            raise BadRequest(f"{name} must be a non-empty string if given.", param=name)
+        return value
+
+    def _read_sampling(self) -> dict[str, Any]:
+        raw = self.fields.get("sampling_params")
+        try:
+            sampling = {} if raw is None else msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except UNREADABLE as error:
+            raise BadRequest("sampling_params must be an object.", param="sampling_params") from error
+        remove_transfer_fields(sampling, "extra_args")
+        return sampling
+
+    def _single_prompt(self) -> Any:
+        if self.route is Route.GENERATE:
+            tokens = self.get("token_ids")
+            valid = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
+            return tokens if valid else None
+        if self.route is Route.CHAT:
+            messages = self.get("messages")
+            return messages if isinstance(messages, list) and messages else None
+        if self.get("prompt_embeds") is not None:
+            return None  # vLLM counts them as additional prompts
+        prompt = self.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+            return None
+        return prompt if isinstance(prompt, (str, list)) and prompt else None
+
+
+def remove_transfer_fields(fields: dict[str, msgspec.Raw], nested: str = "vllm_xargs") -> None:
+    """Remove the transfer params from a body and from its object ``nested``. Raises BadRequest."""
+    for name in _TRANSFER_FIELDS:
+        fields.pop(name, None)
+    raw = fields.get(nested)
+    if raw is None:
+        return
+    args = _decode(raw, nested)
+    if isinstance(args, dict) and any(name in args for name in _TRANSFER_FIELDS):
+        kept = {k: v for k, v in args.items() if k not in _TRANSFER_FIELDS}
+        fields[nested] = msgspec.Raw(msgspec.json.encode(kept))
+
+
+def _with_params(sampling: dict[str, Any], transfer: Any) -> dict[str, Any]:
+    """Put the params in ``extra_args``: before 0.33, vLLM reads those of tokens-in/tokens-out only there."""
+    given = sampling.get("extra_args")
+    args = _decode(given, "sampling_params.extra_args") if given is not None else None
+    args = args if isinstance(args, dict) else {}
+    return {**sampling, "extra_args": {**args, "kv_transfer_params": transfer}}
+
+
+def _is_null(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    return (raw := fields.get(name)) is None or raw == _NULL
+
+
+def _decode(raw: msgspec.Raw, name: str) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except UNREADABLE as error:
+        raise BadRequest(f"The field {name} is not valid JSON: {error}.", param=name) from error

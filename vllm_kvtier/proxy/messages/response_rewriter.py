@@ -1,0 +1,112 @@
+"""Rewrite an engine's answer for the client: remove ``kv_transfer_params``, add the report if requested."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from vllm_kvtier.proxy.messages import sse, transfer_params
+
+_DONE = b"[DONE]"
+_NAME = b"kv_transfer_params"
+_NULL = b'"kv_transfer_params":null'
+
+
+class AnswerRewriter:
+    """Rewrites one answer of a decode engine, whole or streamed.
+
+    ``learn`` is called with all params found. ``report``, if given, returns the client's report from the decode
+    engine's params (None if it sent none); the report is put at ``kv_transfer_params.kvtier``.
+    """
+
+    def __init__(
+        self,
+        learn: Callable[[transfer_params.TransferParams], None],
+        report: Callable[[transfer_params.TransferParams | None], dict[str, Any]] | None,
+        *,
+        expose_params: bool,
+        max_event_bytes: int,
+    ):
+        self._learn = learn
+        self._report = report
+        self._expose = expose_params
+        self._splitter = sse.EventSplitter(max_event_bytes)
+        self._reported = False
+        self._sample_chunk: bytes | None = None
+        self.done = False
+
+    def whole(self, document: bytes) -> bytes:
+        """A JSON answer. Anything else is returned unchanged."""
+        found = transfer_params.find_params(document)
+        if found is not None:
+            self._learn(found)
+        if found is None and self._report is None:
+            return document
+        try:
+            return transfer_params.replace_params(document, self._client_params(found))
+        except transfer_params.UNREADABLE:
+            return document
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a piece of a streamed answer; return the events that are complete. Raises sse.EventTooLarge."""
+        return b"".join(self._event(event) for event in self._splitter.feed(data))
+
+    def close(self) -> bytes:
+        """The rest after a regular end of the stream: bytes without a blank line."""
+        tail = self._splitter.tail
+        # A client drops an unfinished event, so that one with params can be dropped here.
+        return b"" if b"kv_transfer_params" in tail else tail
+
+    def _event(self, event: bytes) -> bytes:
+        # vLLM 0.33 sends null params with each chunk but the last; these are not parsed.
+        if self._report is None and event.count(_NAME) == event.count(_NULL) and _DONE not in event:
+            return event
+        data = sse.event_data(event)
+        if data is None:
+            return event
+        if data.strip() == _DONE:
+            self.done = True
+            return self._missing_report() + event
+        found = transfer_params.find_params(data)
+        if found is None:
+            self._sample_chunk = self._sample_chunk or data
+            return event
+        self._learn(found)
+        self._reported = True
+        try:
+            return sse.with_data(event, transfer_params.replace_params(data, self._client_params(found)))
+        except transfer_params.UNREADABLE:
+            return event
+
+    def _client_params(self, found: transfer_params.TransferParams | None) -> dict[str, Any] | None:
+        shown: dict[str, Any] = {}
+        if self._expose and found is not None:
+            shown |= found.values
+        if self._report is not None:
+            own = found.own if self._expose and found is not None else {}
+            shown["kvtier"] = {**own, **self._report(found)}
+        return shown or None
+
+    def _missing_report(self) -> bytes:
+        """The report as a separate event, for a stream whose chunks had no params."""
+        if self._report is None or self._reported:
+            return b""
+        self._reported = True
+        chunk: dict[str, Any] = {}
+        if self._sample_chunk is not None:
+            # Clients accept a chunk with the ids of an earlier one and no choices.
+            earlier = transfer_params.as_dict(self._sample_chunk)
+            chunk = {key: earlier[key] for key in ("id", "object", "created", "model") if key in earlier}
+        chunk |= {"choices": [], "kv_transfer_params": self._client_params(None)}
+        return sse.make_event(msgspec.json.encode(chunk))
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> bytes:
+    """An error in the form of vLLM and OpenAI."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return msgspec.json.encode({"error": error})
+
+
+def error_events(message: str, status: int) -> bytes:
+    """The end of a stream that failed after its first bytes, in vLLM's form."""
+    return sse.make_event(error_body(message, "upstream_error", status)) + sse.make_event(_DONE)

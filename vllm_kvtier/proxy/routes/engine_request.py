@@ -1,0 +1,38 @@
+"""What a generating and a forwarded request share: they take slots at engines, and are refused with 429 without one."""
+
+import time
+from collections.abc import Callable
+
+from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.engines.engine import EngineSlot
+from vllm_kvtier.proxy.messages.incoming_request import Incoming
+from vllm_kvtier.proxy.routes.client_answer import Answer, refusal
+from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
+
+
+class EngineRequest:
+    """One request of a tenant. ``trace`` collects fields for the access log."""
+
+    def __init__(self, core: ProxyCore, incoming: Incoming, tenant: bytes, trace: dict[str, object]):
+        self._core = core
+        self._config = core.config
+        self._incoming = incoming
+        self._tenant = tenant
+        self._trace = trace
+
+    async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
+        """A slot as of ``Admission.acquire``, until ``deadline`` (monotonic seconds). Raises QueueFull."""
+        began = time.monotonic()
+        try:
+            return await self._core.admission.acquire(role, self._tenant, choose, max(0.0, deadline - began))
+        finally:
+            waited = time.monotonic() - began
+            self._core.metrics.waited(role, waited)
+            self._trace["queued"] = self._trace.get("queued", 0.0) + waited
+
+    def _queue_full(self, error: QueueFull) -> Answer:
+        self._core.count("too_busy")
+        if error.displaced:
+            self._core.count("displaced")
+        message = f"{error} Try again in {error.retry_after} s."
+        return refusal(429, message, "rate_limit_error", {"retry-after": str(error.retry_after)})

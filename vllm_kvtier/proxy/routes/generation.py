@@ -1,0 +1,291 @@
+"""One request to generate: slots at both engines, the prefill request, the decode request, the answer to the client.
+
+Failures and their handling:
+
+* No slot is free: the request waits at most ``queue_timeout``. After that, or if the queue is full: 429 with
+  Retry-After.
+* The prefill engine fails, is late or answers 5xx: it becomes unavailable and another one is tried. After that, the
+  decode engine computes the prompt, or pulls from another decode engine that has the conversation. If the prefill
+  engine does not serve the route (404, 405) or is full (429), the decode engine computes the prompt.
+* An engine answers another 4xx: the client gets that answer.
+* The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
+  the first already pulled the export, the next one computes. The first may have started the request, but closing its
+  connection aborts that and none of its output was forwarded.
+* The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
+* The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
+* No decode engine takes the export: it is released.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.messages import response_rewriter, sse
+from vllm_kvtier.proxy.messages.incoming_request import Incoming
+from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
+from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
+from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, unavailable
+from vllm_kvtier.proxy.routes.engine_request import EngineRequest
+from vllm_kvtier.proxy.routing.admission import QueueFull
+from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, name_conversation
+
+logger = get_logger(__name__)
+
+# The prefill engine does not serve this route or is full; the decode engine may serve it.
+_PREFILL_DECLINED = (404, 405, 429)
+
+
+class Generation(EngineRequest):
+    """Runs one request. ``answer`` returns with the first bytes of the answer."""
+
+    def __init__(
+        self, core: ProxyCore, incoming: Incoming, request: ClientRequest, tenant: bytes, trace: dict[str, object]
+    ):
+        super().__init__(core, incoming, tenant, trace)
+        self._request = request
+        self._headers = incoming.for_engines()
+        self._name = name_conversation(core.tenants, tenant, request)
+        self._salt = core.tenants.salt(tenant, request.client_salt)
+        self._tokens = request.prompt_chars // CHARS_PER_TOKEN
+        self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
+        self._route: ConversationRoute | None = None
+        self._prefill_engine: Engine | None = None
+        self._prefill_params: TransferParams | None = None
+        self._decode_engine: Engine | None = None
+        self._attempts = 0
+        self._prefill_seconds: float | None = None
+
+    async def answer(self) -> Answer:
+        """Prefill, then decode. Raises only CancelledError and BadRequest; failures of engines are answers."""
+        core = self._core
+        core.count("requests")
+        self._route = core.routes.find(self._name)
+        deadline = time.monotonic() + self._config.queue_timeout
+        prefill = decode = answer = None
+        try:
+            prefill = await self._prefill_slot(deadline)
+            decode = await self._decode_slot(deadline, prefilled=prefill is not None)
+            if decode is None:
+                return unavailable("All decode engines are drained.")
+            core.metrics.prompt(self._tokens, max(0, self._tokens - (prefill or decode).tokens))
+            if prefill is not None:
+                answer = await self._prefill(prefill)
+                prefill.release()
+            answer = answer or await self._decode(decode)
+            return answer
+        except QueueFull as error:
+            return self._queue_full(error)
+        finally:
+            if prefill is not None:
+                prefill.release()
+            if decode is not None and (answer is None or answer.slot is None):
+                decode.release()
+            export = self._prefill_params.export if self._prefill_params is not None else None
+            if export is not None and self._decode_engine is None:
+                core.releaser.schedule(export)
+
+    # -- engine slots ----------------------------------------------------------------------------------------------
+
+    async def _prefill_slot(self, deadline: float) -> EngineSlot | None:
+        """A slot at a prefill engine; None if the request needs none. Raises QueueFull."""
+        request, router = self._request, self._core.router
+        if not request.can_prefill_elsewhere or request.prompt_chars < self._config.min_prefill_chars:
+            return None
+        if not any(engine.usable for engine in self._core.prefill):
+            return None
+        return await self._acquire("prefill", lambda: router.choose_prefill(self._name, self._tokens), deadline)
+
+    async def _decode_slot(self, deadline: float, *, prefilled: bool) -> EngineSlot | None:
+        """A slot at a decode engine; None if all are drained. Raises QueueFull."""
+        choose = self._core.router.choose_decode
+        return await self._acquire("decode", lambda: choose(self._name, self._route, self._tokens, prefilled), deadline)
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    async def _prefill(self, slot: EngineSlot) -> Answer | None:
+        """Have a prefill engine compute the prompt; returns its answer only if it is for the client (4xx)."""
+        sources = self._core.router.sources(self._route) if self._config.bidirectional else []
+        body = self._request.body_for_prefill(self._salt, prefill_params(sources))
+        deadline = time.monotonic() + self._config.prefill_timeout
+        tried: tuple[Engine, ...] = ()
+        while True:
+            engine = slot.engine
+            tried = (*tried, engine)
+            if engine.usable:
+                failed, answer = await self._prefill_at(engine, body, deadline)
+                if not failed:
+                    return answer
+                self._core.count("prefill_failures")
+            # Else it failed or was removed while this request waited for its decode slot.
+            if len(tried) >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
+                return None
+            choice = self._core.router.choose_prefill(self._name, self._tokens, exclude=tried)
+            if choice is None or choice.engine is None:
+                return None
+            self._core.metrics.retried("prefill")
+            slot.move(choice.engine, choice.tokens)
+
+    async def _prefill_at(self, engine: Engine, body: bytes, deadline: float) -> tuple[bool, Answer | None]:
+        """(whether it failed, the answer if it is for the client)."""
+        began = time.monotonic()
+        try:
+            reply = await engine.ask("POST", self._request.route.value, body, self._headers, deadline - began)
+            try:
+                document = await reply.read(self._config.max_event_bytes, max(0.0, deadline - time.monotonic()))
+            finally:
+                reply.close()
+        except EngineFailure as failure:
+            engine.mark_unavailable(str(failure))
+            return True, None
+        if reply.status in _PREFILL_DECLINED:
+            self._core.count("prefill_declined")
+            return False, None
+        if 400 <= reply.status < 500:
+            return False, forwarded(reply, document)
+        if reply.status != 200:
+            engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
+            return True, None
+        engine.succeeded()
+        self._prefill_engine = engine
+        self._prefill_seconds = time.monotonic() - began
+        self._core.metrics.prefilled(self._prefill_seconds)
+        self._core.prefixes.enter(self._name.pieces, engine)
+        self._trace["prefill"] = engine.url
+        self._prefill_params = find_params(document)
+        if self._prefill_params is not None:
+            engine.learn(self._prefill_params)
+            self._core.count("prefilled")
+        return False, None
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    async def _decode(self, slot: EngineSlot) -> Answer:
+        timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
+        last_error: Answer | None = None
+        for engine in self._decode_order(slot.engine)[: self._config.max_decode_attempts]:
+            self._attempts += 1
+            if self._attempts > 1:
+                self._core.count("decode_retries")
+                self._core.metrics.retried("decode")
+            slot.move(engine, 0)
+            body = self._request.body_for_decode(self._salt, self._decode_params(engine))
+            try:
+                reply = await engine.ask("POST", self._request.route.value, body, self._headers, timeout)
+                done = False
+                try:
+                    if reply.status == 200 and is_stream(reply):
+                        rewriter = self._rewriter(engine)
+                        first = await self._first_events(reply, rewriter)
+                        done = True
+                        self._note_decode(engine)
+                        answer = Answer(200, forwarded_headers(reply, stream=True), reply=reply, slot=slot)
+                        answer.pieces = self._relay(reply, rewriter, first, answer)
+                        return answer
+                    document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout)
+                finally:
+                    if not done:
+                        reply.close()
+            except EngineFailure as failure:
+                engine.mark_unavailable(str(failure))
+                continue
+            if reply.status == 429 or reply.status >= 500:
+                if reply.status >= 500:
+                    engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
+                last_error = forwarded(reply, document)
+                continue
+            if reply.status != 200:
+                return forwarded(reply, document)
+            self._note_decode(engine)
+            return Answer(200, forwarded_headers(reply), body=self._rewriter(engine).whole(document))
+        self._core.count("refused")
+        return last_error or unavailable("No decode engine could answer; the request can be sent again.")
+
+    def _decode_order(self, chosen: Engine) -> list[Engine]:
+        """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""
+        prefilled = self._prefill_params is not None
+        ranked = self._core.router.rank_decode(self._name, self._route, self._tokens, prefilled)
+        ranked.sort(key=lambda engine: (not engine.healthy, engine is not chosen, engine.full))
+        return ranked or [chosen]
+
+    def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
+        """The prefill engine's params, else the sources of the conversation. Without params, no pulls are reported."""
+        if self._prefill_params is not None:
+            return self._prefill_params.raw
+        useful = self._config.bidirectional and self._request.can_prefill_elsewhere
+        return decode_only_params(self._core.router.sources(self._route, exclude=engine) if useful else [])
+
+    def _note_decode(self, engine: Engine) -> None:
+        """Record the engine that serves the request as the conversation's latest."""
+        engine.succeeded()
+        self._decode_engine = engine
+        self._trace |= {"decode": engine.url, "attempts": self._attempts}
+        if self._prefill_params is None:
+            self._core.count("decoded_alone")
+        known = self._route or ConversationRoute(holders=())
+        self._core.routes.enter(self._name, known.moved_to(Holder(engine.index, engine.instance)))
+        self._core.prefixes.enter(self._name.pieces, engine)
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    async def _first_events(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter) -> bytes:
+        """The first whole events; before them, another decode engine can be tried. Raises EngineFailure."""
+        try:
+            if events := rewriter.feed(reply.first):
+                return events
+            async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
+                async for data in chunks:
+                    if events := rewriter.feed(data):
+                        return events
+        except sse.EventTooLarge as error:
+            raise EngineFailure(f"{reply.engine}: {error}.") from error
+        raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
+
+    async def _relay(
+        self, reply: Reply, rewriter: response_rewriter.AnswerRewriter, first: bytes, answer: Answer
+    ) -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
+                async for data in chunks:
+                    if events := rewriter.feed(data):
+                        yield events
+            if not rewriter.done:
+                raise EngineFailure(f"{reply.engine} ended a stream before its end.")
+            if rest := rewriter.close():
+                yield rest
+        except (EngineFailure, sse.EventTooLarge) as failure:
+            if isinstance(failure, EngineFailure):
+                reply.engine.mark_unavailable(str(failure))
+            if rewriter.done:
+                return  # the client has the whole answer
+            self._core.count("broken_streams")
+            answer.broken = True
+            logger.warning("kvtier: proxy: a stream ended early (%s); the client got an error event", failure)
+            yield response_rewriter.error_events("The engine that generated this answer failed.", 502)
+
+    def _rewriter(self, engine: Engine) -> response_rewriter.AnswerRewriter:
+        return response_rewriter.AnswerRewriter(
+            engine.learn,
+            self._report if self._wants_report else None,
+            expose_params=self._config.expose_params,
+            max_event_bytes=self._config.max_event_bytes,
+        )
+
+    def _report(self, decode: TransferParams | None) -> dict[str, Any]:
+        prefill = self._prefill_params
+        return {
+            "prefill": prefill.report if prefill is not None else None,
+            "decode": decode.report if decode is not None else None,
+            "proxy": {
+                "prefill_engine": self._prefill_engine.index if self._prefill_engine is not None else None,
+                "decode_engine": self._decode_engine.index if self._decode_engine is not None else None,
+                "decode_attempts": self._attempts,
+                "prefill_seconds": self._prefill_seconds,
+            },
+        }

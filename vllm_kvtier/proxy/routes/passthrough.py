@@ -1,0 +1,238 @@
+"""Routes that are forwarded unchanged: those of OpenAI and vLLM that are meant for clients.
+
+The routes are listed, because vLLM serves routes on the same port that put engines to sleep, change their weights or
+call their workers. A path that is neither listed here nor in ``extra_routes`` is 404.
+
+A request goes to one engine; streams are forwarded as they arrive. Another engine is tried only before any byte of an
+answer was forwarded, and only if the first engine cannot have started the request (no connection was made) or if the
+request is idempotent for the client. ``/v1/responses`` with storing and ``extra_routes`` are not idempotent: if their
+outcome is unknown, the client gets a 502.
+"""
+
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.messages import response_rewriter
+from vllm_kvtier.proxy.messages.incoming_request import Incoming
+from vllm_kvtier.proxy.messages.request_bodies import BadRequest, remove_transfer_fields
+from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
+from vllm_kvtier.proxy.routes.client_answer import (
+    Answer,
+    AnswerBroken,
+    forwarded,
+    forwarded_headers,
+    is_stream,
+    refusal,
+    unavailable,
+)
+from vllm_kvtier.proxy.routes.engine_request import EngineRequest
+from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
+from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, Name
+
+logger = get_logger(__name__)
+
+# Longer answers are streamed. Shorter ones are read whole first, so that another engine can be tried if one fails.
+_MAX_WHOLE_BYTES = 4 << 20
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_\-]{1,100})"')
+
+
+class PassthroughRoute(NamedTuple):
+    """How a route is forwarded.
+
+    ``role``: of the engines that serve it ("any": all do, and it computes almost nothing). ``salted``: it computes KV,
+    so its body gets the tenant's salt. ``idempotent``: it may run twice.
+    """
+
+    methods: tuple[str, ...]
+    role: str = "any"
+    salted: bool = False
+    idempotent: bool = True
+
+
+_GET, _POST = ("GET",), ("POST",)
+_LIGHT = PassthroughRoute(_POST)
+_POOLING = PassthroughRoute(_POST, "pooling", salted=True)
+_DECODE = PassthroughRoute(_POST, "decode", salted=True)
+
+_ROUTES = {
+    **dict.fromkeys(("/v1/models", "/version", "/tokenizer_info"), PassthroughRoute(_GET)),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _LIGHT),
+    **{f"/v1/{kind}/{step}": _LIGHT for kind in ("chat/completions", "completions") for step in ("render", "derender")},
+    **dict.fromkeys(("/v1/messages/render", "/v1/responses/render"), _LIGHT),
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), _POOLING),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _POOLING),
+    **dict.fromkeys(("/v1/messages", "/v1/chat/completions/batch", "/generative_scoring"), _DECODE),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), PassthroughRoute(_POST, "decode")),
+    "/v1/responses": PassthroughRoute(_POST, "decode", salted=True, idempotent=False),
+}
+_STORED = re.compile(r"/v1/responses/(resp_[A-Za-z0-9_\-]{1,100})(/cancel)?")
+_NO_CONVERSATION = Name((), None, explicit=False)
+
+
+def find_passthrough(path: str, extra: tuple[str, ...]) -> PassthroughRoute | None:
+    """How to forward ``path``; None if it is not forwarded."""
+    if (found := _ROUTES.get(path)) is not None:
+        return found
+    if stored := _STORED.fullmatch(path):
+        return PassthroughRoute(_POST if stored[2] else _GET, "decode")
+    return PassthroughRoute(("GET", "POST"), "decode", salted=True, idempotent=False) if path in extra else None
+
+
+class Passthrough(EngineRequest):
+    """Runs one forwarded request."""
+
+    def __init__(
+        self, core: ProxyCore, incoming: Incoming, rule: PassthroughRoute, tenant: bytes, trace: dict[str, object]
+    ):
+        """``rule``: what ``find_passthrough`` returned for the path."""
+        super().__init__(core, incoming, tenant, trace)
+        self._rule = rule
+        self._headers = incoming.for_engines("content-type", "accept", "anthropic-version", "anthropic-beta")
+        self._idempotent = rule.idempotent
+        self._response: str | None = stored[1] if (stored := _STORED.fullmatch(incoming.path)) else None
+
+    async def answer(self, body: bytes) -> Answer:
+        """Raises only CancelledError and BadRequest."""
+        self._core.count("passed_on")
+        sent = self._prepared(body) if self._incoming.method != "GET" else None
+        slot = answer = None
+        try:
+            slot = await self._slot(len(body) // CHARS_PER_TOKEN)
+            answer = await self._ask(slot, sent) if slot is not None else unavailable("No engine is available.")
+            return answer
+        except QueueFull as error:
+            return self._queue_full(error)
+        finally:
+            if slot is not None and (answer is None or answer.slot is None):
+                slot.release()
+
+    def _prepared(self, body: bytes) -> bytes:
+        """The body for the engine. JSON that computes KV gets a salt, and its transfer params are removed."""
+        if not self._rule.salted or not self._headers.get("content-type", "json").partition(";")[0].endswith("json"):
+            return body
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            remove_transfer_fields(fields)
+            salt = None if (raw := fields.pop("cache_salt", None)) is None else msgspec.json.decode(raw)
+            previous = fields.get("previous_response_id")
+            self._response = None if previous is None else msgspec.json.decode(previous)
+        except UNREADABLE as error:
+            raise BadRequest(f"The request body is not a JSON object: {error}.") from error
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise BadRequest("cache_salt must be a non-empty string if given.", param="cache_salt")
+        self._idempotent |= self._incoming.path == "/v1/responses" and fields.get("store") == msgspec.Raw(b"false")
+        return msgspec.json.encode(fields | {"cache_salt": self._core.tenants.salt(self._tenant, salt)})
+
+    # -- which engine ----------------------------------------------------------------------------------------------
+
+    async def _slot(self, tokens: int) -> EngineSlot | None:
+        """Raises QueueFull."""
+        if self._rule.role == "any":
+            engines = self._candidates(None)
+            return EngineSlot(engines[0]) if engines else None
+        role = "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
+
+        def choose() -> Choice | None:
+            engines = self._candidates(None)
+            healthy = [engine for engine in engines if engine.healthy] or engines
+            free = next((engine for engine in healthy if not engine.full), None)
+            return Choice(free, tokens if self._rule.salted else 0) if engines else None
+
+        return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
+
+    def _candidates(self, chosen: Engine | None) -> list[Engine]:
+        """The engines that can serve it, best first; ``chosen`` before all other healthy ones."""
+        fleet = self._core.fleet
+        if self._rule.role == "any":
+            # Decode engines first: there is always one.
+            found = sorted(fleet, key=lambda e: (e.role != "decode", not e.healthy, e.load, e.weighted_picks))
+            found = [engine for engine in found if engine.open]
+        elif self._rule.role == "pooling" and fleet.pooling:
+            found = [engine for engine in fleet.pooling if engine.open]
+            found.sort(key=lambda e: (not e.healthy, e.load, e.weighted_picks))
+        else:
+            found = self._core.router.rank_decode(self._name(), self._core.routes.find(self._name()))
+        found.sort(key=lambda engine: (not engine.healthy, engine is not chosen))
+        return found
+
+    def _name(self) -> Name:
+        """The conversation of a response that an engine has stored."""
+        if not isinstance(self._response, str):
+            return _NO_CONVERSATION
+        digest = self._core.tenants.digest(b"response", self._tenant, self._response.encode("utf-8", "surrogatepass"))
+        return Name((digest,), digest, explicit=True)
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    async def _ask(self, slot: EngineSlot, body: bytes | None) -> Answer:
+        last_error: Answer | None = None
+        for attempt, engine in enumerate(self._candidates(slot.engine)[: self._config.max_decode_attempts]):
+            if attempt:
+                self._core.metrics.retried(engine.role)
+            slot.move(engine, 0)
+            try:
+                answer = await self._ask_one(engine, slot, body)
+            except EngineFailure as failure:
+                engine.mark_unavailable(str(failure))
+                if not (self._idempotent or failure.unreached):
+                    message = "The engine failed; it is not known whether it executed the request."
+                    return refusal(502, message, "upstream_error")
+                continue
+            if answer.status < 500 or not self._idempotent:
+                self._trace |= {"engine": engine.url, "attempts": attempt + 1}
+                return answer
+            last_error = answer
+        return last_error or unavailable("No engine could answer; the request can be sent again.")
+
+    async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:
+        """Raises EngineFailure."""
+        config, method, query = self._config, self._incoming.method, self._incoming.query
+        timeout = config.probe_timeout if method == "GET" else config.answer_timeout
+        path = f"{self._incoming.path}?{query}" if query else self._incoming.path
+        reply = await engine.ask(method, path, body, self._headers, timeout, repeatable=self._idempotent)
+        answer = None
+        try:
+            if reply.status < 500:
+                engine.succeeded()
+            self._learn(reply)
+            length = reply.headers.get("content-length", "")
+            if reply.status == 200 and (is_stream(reply) or not length.isdigit() or int(length) > _MAX_WHOLE_BYTES):
+                answer = Answer(200, forwarded_headers(reply, stream=is_stream(reply)), reply=reply, slot=slot)
+                answer.pieces = self._relay(reply, answer)
+                return answer
+            return forwarded(reply, await reply.read(config.max_body_bytes, timeout))
+        finally:
+            if answer is None:
+                reply.close()
+
+    def _learn(self, reply: Reply) -> None:
+        """Record the engine that has stored a response."""
+        if self._incoming.path == "/v1/responses" and (found := _RESPONSE_ID.search(reply.first)):
+            self._response = found[1].decode()
+            holder = Holder(reply.engine.index, reply.engine.instance)
+            self._core.routes.enter(self._name(), ConversationRoute((holder,)))
+
+    async def _relay(self, reply: Reply, answer: Answer) -> AsyncIterator[bytes]:
+        try:
+            if reply.first:
+                yield reply.first
+            async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
+                async for data in chunks:
+                    yield data
+        except EngineFailure as failure:
+            reply.engine.mark_unavailable(str(failure))
+            self._core.count("broken_streams")
+            answer.broken = True
+            logger.warning("kvtier: proxy: an answer ended early (%s); the client's answer is incomplete", failure)
+            if not is_stream(reply):
+                raise AnswerBroken from failure
+            # The client may have a part of an event; a blank line ends it.
+            yield b"\n\n" + response_rewriter.error_events("The engine that generated this answer failed.", 502)

@@ -1,0 +1,42 @@
+"""Blocks that failed their checksum. They are not requested again while they are remembered, because the store that
+served them would serve the same bytes again. Another store may hold a valid copy."""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from vllm_kvtier.store.index.types import HASH
+
+MAX_REMEMBERED = 4096
+
+
+class Shape(Protocol):
+    """The blocks of a group. ``hash_blocks_per_block``: hash blocks that one covers."""
+
+    @property
+    def hash_blocks_per_block(self) -> int: ...
+
+
+class BadBlocks:
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[bytes, int, bytes], None] = {}  # oldest first
+
+    def add(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
+        self._blocks[namespace_id, group, block_hash] = None
+        if len(self._blocks) > MAX_REMEMBERED:
+            del self._blocks[next(iter(self._blocks))]
+
+    def good_hash_blocks(
+        self, namespace_id: bytes, block_hashes: bytes, shapes: Sequence[Shape], start: int, num_hash_blocks: int
+    ) -> int:
+        """End of the longest prefix of hash blocks [start, num_hash_blocks) without a bad block. A block of every group
+        ends there."""
+        if not self._blocks:
+            return num_hash_blocks
+        align = math.lcm(*(shape.hash_blocks_per_block for shape in shapes))
+        for group, shape in enumerate(shapes):
+            for end in range(start + shape.hash_blocks_per_block, num_hash_blocks + 1, shape.hash_blocks_per_block):
+                if (namespace_id, group, block_hashes[(end - 1) * HASH : end * HASH]) in self._blocks:
+                    num_hash_blocks = max(start, (end - shape.hash_blocks_per_block) // align * align)
+                    break
+        return num_hash_blocks

@@ -1,0 +1,264 @@
+"""Reads from other nodes' pools into local memory. Used by a store's tier process (into the store's pool) and by an
+engine's worker (into its staging ring).
+
+A read is split into transfers, few in flight. It is reported when none of its data can arrive any more.
+A failed or stalled read condemns the reader (``remote_store.nixl_agent`` gives the reason): no new transfer starts, the
+transfers of other sources get a grace time, then the reader is closed and replaced, and the failed reads are reported.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.remote_store.nixl_agent import Pool, Reader, runs
+
+logger = get_logger(__name__)
+
+TRANSFER_BYTES = 8 << 20  # of one transfer; 2 ms where the CPU copies it
+IN_FLIGHT = 4  # transfers of one source
+STALL_SECONDS = 4.0  # a source has stalled if none of its transfers ends within this time
+GRACE_SECONDS = 2.0  # for other sources' transfers after the reader is condemned
+MAX_READ_SECONDS = 60.0  # of one read, from its request
+
+
+class Source(Protocol):
+    """A peer whose pool is read: one object per connection, compared by identity. ``agent``: name of its NIXL agent, ""
+    if unknown yet; ``base``: address of its pool; ``generation``: unique number of ``metadata``."""
+
+    @property
+    def agent(self) -> str: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def metadata(self) -> bytes: ...
+    @property
+    def generation(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One read. ``tag``: the caller's; ``good``: which blocks have arrived."""
+
+    tag: Any
+    source: Any  # as it was given to ``start``
+    good: list[bool]
+    rows: deque[tuple[np.ndarray, list[int]]]  # transfers not started: rows (local, remote, bytes), block numbers
+    started: float
+    running: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    handle: Any
+    job: Job
+    blocks: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """The reads of one source."""
+
+    jobs: deque[Job] = field(default_factory=deque)
+    running: list[Running] = field(default_factory=list)
+    last_end: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReadEvents:
+    """``on_done(job, seconds)``: no data of the read can arrive any more. ``on_broken(source, reason)``: the connection
+    must be closed. ``on_failed(job)``: the read has failed, but data may still arrive. ``on_stuck(reason)``: the reader
+    cannot be closed, so the memory of failed reads is lost until this process ends; they are never reported, and
+    nothing may be started again."""
+
+    on_done: Callable[[Job, float], None]
+    on_broken: Callable[[Any, str], None]
+    on_stuck: Callable[[str], None]
+    on_failed: Callable[[Job], None] = lambda job: None
+
+
+class NodeReads:
+    """``transfer``: maximum bytes of a transfer, unless a block is longer."""
+
+    def __init__(
+        self, pool: Pool, make_reader: Callable[[str], Reader], events: ReadEvents, transfer: int = TRANSFER_BYTES
+    ):
+        self._pool, self._make_reader, self._events, self._transfer = pool, make_reader, events, transfer
+        self._names = itertools.count(1)
+        self._reader: Reader | None = None
+        self._condemned_until = 0.0
+        self._failed: list[Job] = []  # to be reported when their reader is closed
+        self._queues: dict[Source, Queue] = {}
+        self._disconnected: list[str] = []  # agents that the reader must forget
+        self.replaced = 0
+
+    @property
+    def active(self) -> bool:
+        return bool(self._queues or self._failed)
+
+    def open(self) -> Reader:
+        """The reader, made if there is none. Raises KVTierError."""
+        if self._reader is None:
+            self._reader = self._make_reader(f"reader {next(self._names)}")
+        return self._reader
+
+    def start(self, tag: Any, source: Source, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:
+        """Queue a read of blocks of ``sizes`` bytes from ``remote`` in the source's pool to ``local`` in this one:
+        int64[n] each, byte offsets; 0 is invalid, because the first page is unused. ``poll`` starts and ends it."""
+        usable = np.flatnonzero((remote > 0) & (local > 0) & (sizes > 0) & (local + sizes <= self._pool.nbytes))
+        rows, row_of = runs(local[usable], remote[usable], sizes[usable], self._transfer)
+        batches = _batches(rows, usable, row_of, self._transfer)
+        job = Job(tag, source, [False] * len(local), batches, time.monotonic())
+        if not len(usable):
+            job.error = "the store that leased these blocks does not have them"
+        queue = self._queues.setdefault(source, Queue(last_end=job.started))
+        if not queue.jobs:
+            queue.last_end = job.started
+        queue.jobs.append(job)
+
+    def gone(self, source: Source, reason: str) -> None:
+        """The source's connection ended: its reads fail."""
+        if source in self._queues:
+            self._break(source, reason)
+        elif source.agent:
+            self._disconnected.append(source.agent)
+
+    def poll(self) -> bool:
+        """Advance all reads. Returns whether there is more to do."""
+        now = time.monotonic()
+        while self._disconnected and self._reader is not None and not self._failed:
+            self._reader.forget(self._disconnected.pop())  # before a new connection reads from the same agent
+        for source, queue in list(self._queues.items()):
+            if source in self._queues:
+                self._advance(source, queue, now)
+        if self._failed:
+            self._replace_reader(now)
+        return self.active
+
+    # -- of one source ------------------------------------------------------------------------------------------
+
+    def _advance(self, source: Source, queue: Queue, now: float) -> None:
+        for running in list(queue.running):
+            reader = self.open()  # it exists while transfers run
+            over, error = reader.state(running.handle)
+            if not over:
+                continue
+            queue.running.remove(running)
+            queue.last_end = now
+            reader.release(running.handle)
+            job = running.job
+            job.running -= 1
+            if error:
+                self._break(source, f"a read failed: {error}", clean=False)
+                return
+            for block in running.blocks:
+                job.good[block] = True
+            self._end_if_over(source, queue, job, now)
+        if source not in self._queues:
+            return
+        if queue.running and now - queue.last_end > STALL_SECONDS:
+            self._break(source, f"a read made no progress for {STALL_SECONDS:g} s; check that its network is reachable")
+        elif any(now - job.started > MAX_READ_SECONDS for job in itertools.islice(queue.jobs, 1)):
+            self._break(source, f"a read took more than {MAX_READ_SECONDS:g} s")
+        elif not self._failed:
+            self._begin_more(source, queue, now)
+
+    def _begin_more(self, source: Source, queue: Queue, now: float) -> None:
+        for job in list(queue.jobs):
+            while job.rows and len(queue.running) < IN_FLIGHT:
+                rows, blocks = job.rows.popleft()
+                try:
+                    handle = self._begin(source, rows)
+                except KVTierError as error:
+                    self._break(source, str(error))
+                    return
+                if not queue.running:
+                    queue.last_end = now
+                queue.running.append(Running(handle, job, blocks))
+                job.running += 1
+            if not job.rows and not job.running:
+                self._end_if_over(source, queue, job, now)
+            if len(queue.running) >= IN_FLIGHT:
+                return
+
+    def _begin(self, source: Source, rows: np.ndarray) -> Any:
+        reader = self.open()
+        kind = reader.kind
+        reader.register(set(np.unique(rows[:, 0] // kind.piece).tolist()))
+        reader.add_remote_agent(source.agent, source.metadata, source.generation)
+        local, remote, sizes = rows.astype(np.uint64).T
+        to = [local + np.uint64(self._pool.address), sizes, np.full(len(rows), kind.device, np.uint64)]
+        origin = [remote + np.uint64(source.base), sizes, np.zeros(len(rows), np.uint64)]
+        return reader.begin(source.agent, np.stack(to, 1), np.stack(origin, 1))
+
+    def _end_if_over(self, source: Source, queue: Queue, job: Job, now: float) -> None:
+        if job.rows or job.running or job not in queue.jobs:
+            return
+        queue.jobs.remove(job)
+        if not queue.jobs:
+            del self._queues[source]
+        self._events.on_done(job, now - job.started)
+
+    def _break(self, source: Source, reason: str, clean: bool = True) -> None:
+        """Fail all reads of a source. They are reported at once if no data can arrive: no transfer is running, and
+        those that ended were ``clean``. Otherwise they are reported when the reader is closed."""
+        queue = self._queues.pop(source)
+        now = time.monotonic()
+        for job in queue.jobs:
+            job.error = job.error or reason
+        if clean and not queue.running:
+            self._disconnected.append(source.agent)
+            for job in queue.jobs:
+                self._events.on_done(job, now - job.started)
+        else:
+            if not self._failed:
+                self._condemned_until = now + GRACE_SECONDS
+            self._failed += queue.jobs
+            for running in queue.running:
+                self.open().release(running.handle)
+            queue.running.clear()  # a handle keeps the agent alive
+            for job in queue.jobs:
+                self._events.on_failed(job)
+        self._events.on_broken(source, reason)
+
+    # -- the reader ---------------------------------------------------------------------------------------------
+
+    def _replace_reader(self, now: float) -> None:
+        others = [source for source, queue in self._queues.items() if queue.running]
+        if others and now < self._condemned_until:
+            return
+        for source in others:
+            self._break(source, "the NIXL agent is replaced because another read failed, and this one did not end")
+        reader, self._reader = self._reader, None
+        self._disconnected.clear()
+        if reader is not None:
+            self.replaced += 1
+            if not reader.close():
+                self._events.on_stuck("NIXL cannot end a failed read")
+                return
+        failed, self._failed = self._failed, []
+        for job in failed:
+            self._events.on_done(job, now - job.started)
+        for queue in self._queues.values():
+            queue.last_end = now
+
+
+def _batches(
+    rows: np.ndarray, blocks: np.ndarray, row_of: np.ndarray, transfer: int
+) -> deque[tuple[np.ndarray, list[int]]]:
+    """Group rows into transfers of about ``transfer`` bytes, each with the numbers of its blocks."""
+    batches: deque[tuple[np.ndarray, list[int]]] = deque()
+    if not len(rows):
+        return batches
+    batch_of = (np.cumsum(rows[:, 2]) - rows[:, 2]) // transfer
+    for batch in np.unique(batch_of):
+        mine = batch_of == batch
+        batches.append((rows[mine], blocks[mine[row_of]].tolist()))
+    return batches

@@ -1,0 +1,127 @@
+"""Answers to the ``kvtier`` commands: where a prompt's KV is and why not more, pins, promotions, the identity."""
+
+from collections import deque
+from collections.abc import Callable
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.admin.explain import Explainer
+from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.leases.exports import ExportTable
+from vllm_kvtier.scheduler.leases.lease_server import Answer, Question
+from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
+from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
+from vllm_kvtier.scheduler.offload.offloader import Offloader
+from vllm_kvtier.store.client import Pending
+from vllm_kvtier.vllm_compat.requests import hash_prompt
+from vllm_kvtier.wire import messages as m
+
+logger = get_logger("vllm.kvtier.admin_requests")
+
+
+class AdminRequests:
+    def __init__(
+        self,
+        context: LoadContext,
+        exports: ExportTable,
+        matcher: RequestMatcher,
+        store: StoreAdmin | None,
+        offloader: Offloader | None,
+        wake: Callable[[], None],
+    ):
+        """``wake`` has vLLM's scheduler thread call :meth:`run` soon."""
+        self._info, self._pool, self._engine_identity = (
+            context.engine.info,
+            context.engine.pool,
+            context.engine.identity,
+        )
+        self._exports, self._peers, self._matcher = exports, context.lease_client, matcher
+        self._store, self._offloader, self._wake = store, offloader, wake
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._explainer = Explainer(context, exports, store, self._on_engine)
+
+    def run(self) -> None:
+        """Answer on the scheduler's thread."""
+        for _ in range(len(self._jobs)):  # later ones wake this thread again: steps go on in between
+            try:
+                self._jobs.popleft()()
+            except Exception:  # a question must never cost the engine
+                logger.exception("kvtier: a question could not be answered")
+
+    def ask(self, question: Question, answer: Answer) -> None:
+        """On the reactor ``kvtier-scheduler``, where hashing a prompt delays no step. Only vLLM's scheduler thread may
+        read vLLM's pool."""
+        match question:
+            case m.Inspect():
+                self._on_engine(lambda: answer(self._inspect(question)))
+                return
+            case m.GetIdentity():
+                self._on_engine(lambda: answer(m.Identity(question.question, self._engine_identity.describe())))
+                return
+            case m.Explain():
+                self._explainer.ask(question, answer)
+                return
+        hash_block_size = self._pool.hash_block_size
+        tokens = question.tokens[: self._info.max_tokens]
+        block_hashes = hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size)
+        match question:
+            case m.PinPrompt():
+                self._pin(question, block_hashes, answer)
+            case m.Warm():
+                promoted = self._store is not None and self._store.promote(block_hashes)
+                reason = "" if promoted else "this engine's node store has no secondary tier, or does not answer"
+                answer(m.PinResult(question.question, len(block_hashes) if promoted else 0, reason))
+            case _:
+                self._query(question, block_hashes, answer)
+
+    def _query(self, query: m.Query, block_hashes: list[bytes], answer: Answer) -> None:
+        def on(stored: int) -> None:
+            self._on_engine(lambda: answer(self._look_up(query, block_hashes, stored)))
+
+        pending = self._store.inspect(block_hashes) if self._store is not None and block_hashes else None
+        if pending is None:
+            on(0)
+        else:
+            pending.then(lambda p: on(getattr(p.outcome, "num_hash_blocks", 0) * self._pool.hash_block_size))
+
+    def _pin(self, question: m.PinPrompt, block_hashes: list[bytes], answer: Answer) -> None:
+        pending = self._store.pin(block_hashes, question.pinned) if self._store is not None else None
+        if pending is None:
+            answer(m.PinResult(question.question, 0, "this engine uses no node store"))
+            return
+
+        def on(p: Pending) -> None:
+            count, reason = getattr(p.outcome, "count", 0), getattr(p.outcome, "reason", "")
+            answer(m.PinResult(question.question, count, reason))
+
+        pending.then(on)
+
+    def _on_engine(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+        self._wake()
+
+    def _look_up(self, query: m.Query, block_hashes: list[bytes], stored: int) -> m.PrefixLengths:
+        hash_block_size = self._pool.hash_block_size
+        return m.PrefixLengths(
+            query.question,
+            prompt=len(query.tokens),
+            gpu_cache=self._pool.cached_tokens(block_hashes, self._info.full_groups, hash_block_size),
+            exported=self._exports.longest_prefix(block_hashes, b""),
+            stored=stored,
+        )
+
+    def _inspect(self, question: m.Inspect) -> m.Inspection:
+        counts = self._exports.counts()
+        return m.Inspection(
+            question.question,
+            blocks=self._pool.num_blocks,
+            free_blocks=self._pool.free_count(),
+            exports=counts["exports"],
+            leases=counts["leases"],
+            exported_blocks=counts["handoff_blocks"] + counts["retained_blocks"],
+            held_leases=self._peers.held_leases(),
+            requests=len(self._matcher),
+            violations=RequestLifecycle.violations,
+            copying_blocks=self._offloader.pinned if self._offloader is not None else 0,
+            store=self._store.instance if self._store is not None else "",
+        )

@@ -1,0 +1,152 @@
+"""Explains a prompt's cache misses: what this engine would find, where, and whether it would load it."""
+
+from collections.abc import Callable, Sequence
+
+from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.leases.exports import ExportTable
+from vllm_kvtier.scheduler.planner.load_planner import NOTHING
+from vllm_kvtier.scheduler.sources.remote_store import uses_remote_store
+from vllm_kvtier.store import protocol as sm
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.adapters import ADAPTERS
+from vllm_kvtier.vllm_compat.probe.features import granted, refused
+from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.wire import messages as m
+
+MAX_SPANS = 1 << 12
+
+Answer = Callable[[m.Explanation], None]
+
+
+def stretches(
+    spans: Sequence[Sequence[sm.Span]], groups: Sequence[tuple[int, int | None]], tokens: int
+) -> list[m.ExplainedSpan]:
+    """Where a prefix is, in tokens. ``spans``: by group; ``groups``: (block tokens, window); ``tokens``: of the prompt.
+
+    All of groups of full attention. Of windowed groups only what is in the window before the end of the others' run in
+    memory (or the prompt's end, without others): no lookup asks for what precedes it.
+    """
+    explained: list[m.ExplainedSpan] = []
+    end = tokens
+    rows = sorted(zip(range(len(groups)), groups, spans, strict=False), key=lambda row: row[1][1] is not None)
+    for group, (size, window), row in rows:
+        at, first = 0, 0 if window is None else max(0, end - window)
+        for span in row:
+            start, at = at, at + span.blocks * size
+            if window is None and span.place != "memory":
+                end = min(end, start)
+            if at > first and (window is None or start < end):
+                explained.append(
+                    m.ExplainedSpan(group, start, at, span.place, span.removal_reason, span.newest, span.oldest)
+                )
+                if len(explained) == MAX_SPANS:  # the engine's own thread makes these
+                    return explained
+    return explained
+
+
+class Explainer:
+    """``ask`` runs on the reactor ``kvtier-scheduler``. ``on_engine`` has vLLM's scheduler thread make the answer."""
+
+    def __init__(
+        self,
+        context: LoadContext,
+        exports: ExportTable,
+        store: StoreAdmin | None,
+        on_engine: Callable[[Callable[[], None]], None],
+    ):
+        engine = context.engine
+        self._config, self._info, self._pool, self._exports = engine.config, engine.info, engine.pool, exports
+        self._store, self._planner, self._on_engine = store, context.planner, on_engine
+        self._bytes_for = engine.identity.bytes_for
+
+    def ask(self, question: m.Explain, answer: Answer) -> None:
+        hash_block_size = self._pool.hash_block_size
+        lora, lora_fingerprint = None, b""
+        if question.adapter:
+            found = ADAPTERS.named(question.adapter)
+            if found is None:
+                reason = f"no request to this engine has used an adapter {question.adapter!r} since it started"
+                answer(m.Explanation(question.question, len(question.tokens), hash_block_size, problem=reason[:512]))
+                return
+            lora, lora_fingerprint = found
+        tokens = question.tokens[: self._info.max_tokens]
+        block_hashes = vr.hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size, lora)
+        store = self._store if block_hashes else None
+        pending = store.explain(block_hashes, lora_fingerprint) if store is not None else None
+
+        def on(outcome: object) -> None:
+            self._on_engine(lambda: answer(self._explained(question, block_hashes, lora_fingerprint, outcome)))
+
+        if pending is None:
+            on(None)
+        else:
+            pending.then(lambda p: on(p.outcome))
+
+    def _explained(
+        self, question: m.Explain, block_hashes: list[bytes], lora_fingerprint: bytes, outcome: object
+    ) -> m.Explanation:
+        hash_block_size, tokens = self._pool.hash_block_size, len(question.tokens)
+        there = outcome if isinstance(outcome, sm.Explained) else sm.Explained(0, 0, [])
+        cached = self._pool.cached_tokens(block_hashes, self._info.full_groups, hash_block_size)
+        stored = there.num_hash_blocks * hash_block_size
+        holders = [(f"{h.host}:{h.port}", h.num_hash_blocks * hash_block_size) for h in there.holders]
+        return m.Explanation(
+            question.question,
+            tokens,
+            hash_block_size,
+            cached,
+            self._exports.longest_prefix(block_hashes, lora_fingerprint),
+            stored,
+            self._store.instance if self._store is not None else "",
+            there.seconds,
+            there.known,
+            stretches(there.spans, self._info.groups, tokens),
+            [tier_source(tier, hash_block_size) for tier in there.tiers],
+            [m.Source(*holder) for holder in holders],
+            self._weighed(cached, stored, [end for _, end in holders], tokens),
+            self._config.pull_threshold,
+            self._problem(tokens, getattr(outcome, "reason", ""))[:512],
+        )
+
+    def _problem(self, tokens: int, failure: str) -> str:
+        if self._info.unsupported:
+            return self._info.unsupported
+        if not granted(Feature.PROMPTS):
+            return f"it is not known how this vLLM hashes prompts ({refused(Feature.PROMPTS)})"
+        if tokens > self._info.max_tokens:
+            return f"the prompt has {tokens} tokens, this engine takes at most {self._info.max_tokens}"
+        if self._store is None and uses_remote_store(self._config):
+            return "it has no store of its own: it reads other nodes' stores, which are not asked here"
+        if self._store is None:
+            return "it uses no node store (option store: off)"
+        return failure or self._store.problem
+
+    def _weighed(self, cached: int, stored: int, held_by_peers: Sequence[int], tokens: int) -> list[m.LoadEstimate]:
+        """The decisions for a request that is alone in the engine. ``held_by_peers``: tokens, longest first."""
+        found = []
+        if self._store is not None and stored > cached:
+            nbytes = self._store.load_bytes(stored) - self._store.load_bytes(cached)
+            found.append(self._weigh("host", cached, min(stored, tokens), nbytes, tokens))
+        for held in held_by_peers[:1]:
+            end = min(held, tokens)
+            if end <= cached:
+                continue
+            if end - cached < max(1, self._config.pull_threshold):
+                found.append(m.LoadEstimate("peer_gpu", cached, end, False, "below_threshold", 0.0))
+            else:
+                found.append(self._weigh("peer_gpu", cached, end, self._bytes_for(end - cached), tokens))
+        return [each for each in found if each.reason != NOTHING]
+
+    def _weigh(self, source: str, start: int, end: int, nbytes: int, tokens: int) -> m.LoadEstimate:
+        decision = self._planner.weigh(source, start, end, nbytes, tokens)
+        always = self._config.load_policy == "always" and not decision.should_load
+        return m.LoadEstimate(
+            source, start, end, decision.should_load or always, "policy_always" if always else decision.reason,
+            decision.load_seconds, decision.compute_seconds,
+        )  # fmt: skip
+
+
+def tier_source(tier: sm.TierReach, hash_block_size: int) -> m.Source:
+    tokens = None if tier.num_hash_blocks is None else tier.num_hash_blocks * hash_block_size
+    return m.Source(tier.name, tokens, tier.state, tier.reason[:512])

@@ -1,0 +1,63 @@
+"""Frozen objects that most parts of the scheduler side share, in place of a dozen constructor arguments.
+
+``EngineContext``: the engine. ``LoadContext``: what loading KV needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for the others
+    from vllm_kvtier.config import KVTierConfig
+    from vllm_kvtier.scheduler.engine_identity import EngineIdentity
+    from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
+    from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
+    from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
+    from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
+    from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
+    from vllm_kvtier.telemetry.stats import Counters
+    from vllm_kvtier.vllm_compat.engine_info import EngineInfo
+    from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+    from vllm_kvtier.wire.reactor import Reactor
+
+
+@dataclass(frozen=True)
+class BlockGeometry:
+    """``groups``: (block tokens, window) of each KV cache group. ``hash_block_size``: tokens that a block hash
+    covers."""
+
+    groups: list[tuple[int, int | None]]
+    hash_block_size: int
+
+    @cached_property
+    def alignment(self) -> int:
+        """Tokens in which prefixes match: every group's blocks end there."""
+        return math.lcm(self.hash_block_size, *(size for size, _ in self.groups))
+
+    @property
+    def windowed(self) -> bool:
+        return any(window is not None for _, window in self.groups)
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    config: KVTierConfig
+    info: EngineInfo
+    geometry: BlockGeometry
+    pool: BlockPool
+    counters: Counters
+    reactor: Reactor
+    identity: EngineIdentity
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    engine: EngineContext
+    planner: LoadPlanner
+    checksum_index: ChecksumIndex
+    lease_client: LeaseClient
+    sync_load: SyncLoad
+    namespace_ids: NamespaceIds  # of this engine's blocks in stores

@@ -1,0 +1,276 @@
+"""Exporting: checksums of blocks as they complete, and exports of finished requests.
+
+On vLLM's scheduler thread only. Blocks of a request that will be exported get their checksum in the step that
+completes them, so that nothing is left to do when the request finishes but the blocks filled last.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, batches
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
+from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
+from vllm_kvtier.vllm_compat import requests as vr
+
+logger = get_logger("vllm.kvtier.export_builder")
+
+# Checksums of generated blocks that only engines of this node may want are deferred until there are so many, as many
+# steps passed, or a request ended: each launch costs the engine some hundred microseconds.
+MAX_DEFERRED_BLOCKS = 32
+MAX_DEFERRED_STEPS = 64
+MIN_PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at once
+
+RESERVE_PER_REQUEST = 2  # blocks a running request may take in the steps before we look again
+
+
+class ExportBuilder:
+    def __init__(
+        self,
+        engine: EngineContext,
+        table: ExportTable,
+        checksum_index: ChecksumIndex,
+        shared: Callable[[], bool] = lambda: False,
+    ):
+        """``shared``: whether engines of this node may copy any block as long as it is in the cache."""
+        self._config, self._table, self._pool, self._checksum_index = engine.config, table, engine.pool, checksum_index
+        self._keys, self._counters, self._shared = engine.identity.content_keys, engine.counters, shared
+        # vLLM's hashes also cover tokens after the block (some speculative decoding): there are no partial tails.
+        self._lookahead = engine.info.hash_lookahead > 0
+        self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
+        self._align = engine.geometry.alignment
+        self._pending: list[ChecksumEntry] = []
+        self._deferred: list[tuple[ChecksumEntry, bytes]] = []  # with the hash of what they hold
+        self._deferred_since = 0  # step
+        self._hasten = False
+        self.urgent = False  # a peer waits for this step's checksums
+        self.step = 0
+
+    # -- as blocks fill ---------------------------------------------------------------------------------------------
+
+    def kind(self, tracked: RequestState) -> LeaseKind | None:
+        """How this request will be exported when it ends well; None if not at all."""
+        if tracked.hints.export_prefill:
+            return LeaseKind.HANDOFF
+        return LeaseKind.RETAINED if self._config.bidirectional else None
+
+    def checksums(self, tracked: RequestState) -> bool:
+        """Whether others may read this request's blocks."""
+        return self._shared() or self.kind(tracked) is not None
+
+    def begin_step(self, growth: list[Growth]) -> list[ChecksumJob]:
+        """The checksums to compute after the forward of a step, for the blocks that its requests fill."""
+        self.step += 1
+        # Without blocks that vLLM has handed out anew since their export ended.
+        entries, self._pending = [e for e in self._pending if self._checksum_index.has(e)], []
+        self.urgent = False
+        for tracked, table, computed in growth:
+            if self.kind(tracked) is not None:
+                self.urgent |= self.kind(tracked) is LeaseKind.HANDOFF
+                entries += self._completed(tracked, table, computed)
+            elif self._shared():
+                entries += self._filled(tracked, table, computed)
+        return batches(entries + self._due())
+
+    def _filled(self, t: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
+        """As ``_completed``, for a request that is not exported: at once for a prompt, else deferred."""
+        hashes = t.request.block_hashes
+        hashed = min(computed, len(hashes) * self._hash_block_size)
+        filled: list[tuple[ChecksumEntry, bytes]] = []
+        for g, (size, _) in enumerate(self._groups):
+            first, last, per = self._known(t, table, g), hashed // size, size // self._hash_block_size
+            first = max(first, self._own(t, g))
+            table.checksums_ready[g] = max(first, last)
+            new = self._entries(t, g, table.groups[g], first, last)
+            positions = [i for i in range(first, min(last, len(table.groups[g]))) if table.groups[g][i]]
+            filled += [(entry, bytes(hashes[(i + 1) * per - 1])) for entry, i in zip(new, positions, strict=True)]
+        if len(filled) >= MIN_PROMPT_BLOCKS:
+            return self._checksum_index.take_missing([entry for entry, _ in filled], self.step)
+        if filled and not self._deferred:
+            self._deferred_since = self.step
+        self._deferred += filled
+        return []
+
+    def _known(self, t: RequestState, table: Table, g: int) -> int:
+        """Blocks of group ``g`` that need no check: if the last block of a prefix hit has its checksum, so do those
+        before it."""
+        hit = min(table.offered[g], len(table.groups[g]))
+        if not table.checksums_ready[g] and hit:
+            last = self._entries(t, g, table.groups[g], hit - 1, hit)
+            if last and self._checksum_index.has(last[0]):
+                table.checksums_ready[g] = hit
+        return table.checksums_ready[g]
+
+    def _own(self, t: RequestState, g: int) -> int:
+        """Number of blocks of group ``g`` behind its window, which vLLM may have given to other requests."""
+        size, window = self._groups[g]
+        return 0 if window is None else max(0, t.request.num_computed_tokens - window + 1) // size
+
+    def _due(self) -> list[ChecksumEntry]:
+        """Deferred entries, once they are due, of blocks that have the same content still."""
+        waited = self.step - self._deferred_since >= MAX_DEFERRED_STEPS
+        if not self._deferred or not (self._hasten or waited or len(self._deferred) >= MAX_DEFERRED_BLOCKS):
+            return []
+        held, self._deferred, self._hasten = self._deferred, [], False
+        # Not in place of a checksum that an export needs.
+        new = {entry.block: (entry, key) for entry, key in held if not self._checksum_index.knows(entry.block)}
+        here = [entry for entry, block_hash in new.values() if self._pool.holds(entry.block, block_hash, entry.group)]
+        return self._checksum_index.take_missing(here, self.step)
+
+    def _completed(self, t: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
+        """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
+        request = t.request
+        hashed = min(computed, len(request.block_hashes) * self._hash_block_size)
+        if self.kind(t) is LeaseKind.HANDOFF:  # without the tokens that a prefill engine generates
+            hashed = min(hashed, request.num_prompt_tokens // self._hash_block_size * self._hash_block_size)
+        tail = None if table.tailed else self._tail_tokens(t, computed)
+        table.tailed |= tail is not None
+        if tail is None and all(
+            hashed // size <= done for (size, _), done in zip(self._groups, table.checksums_ready, strict=True)
+        ):
+            return []
+        entries = []
+        for g, (size, _) in enumerate(self._groups):
+            last = hashed // size
+            entries += self._entries(t, g, table.groups[g], max(table.checksums_ready[g], self._own(t, g)), last)
+            table.checksums_ready[g] = max(table.checksums_ready[g], last)
+            if tail is not None and tail % size and tail // size >= last:  # a block has one checksum at a time
+                entries += self._tail_entry(t, g, table.groups[g], tail)
+        return self._checksum_index.take_missing(entries, self.step)
+
+    def _tail_tokens(self, t: RequestState, computed: int) -> int | None:
+        prompt: int = t.request.num_prompt_tokens
+        if self.kind(t) is LeaseKind.HANDOFF and not self._lookahead and computed >= prompt:
+            return prompt
+        return None
+
+    def _entries(self, t: RequestState, g: int, ids: list[int], first: int, last: int) -> list[ChecksumEntry]:
+        if first >= last:
+            return []
+        size, hashes, keys = self._groups[g][0], t.request.block_hashes, self._keys()
+        lora_fingerprint = lora_fingerprint_of(t.request)
+        return [
+            ChecksumEntry(
+                g,
+                ids[i],
+                keys.key(bytes(hashes[(i + 1) * size // self._hash_block_size - 1]), g, lora_fingerprint),
+                size,
+            )
+            for i in range(first, min(last, len(ids)))
+            if ids[i]
+        ]
+
+    def _tail_entry(self, t: RequestState, g: int, ids: list[int], tokens: int) -> list[ChecksumEntry]:
+        size = self._groups[g][0]
+        position = tokens // size
+        if position >= len(ids) or not ids[position]:
+            return []
+        if tokens % self._hash_block_size:
+            block_hash = vr.tail_hash(t.request, tokens, self._hash_block_size)
+        else:
+            block_hash = bytes(t.request.block_hashes[tokens // self._hash_block_size - 1])
+        key = self._keys().key(block_hash, g, lora_fingerprint_of(t.request))
+        return [ChecksumEntry(g, ids[position], key, tokens - position * size)]
+
+    # -- finishing -------------------------------------------------------------------------------------------------
+
+    def finished(self, t: RequestState, block_ids: tuple[list[int], ...]) -> Export | None:
+        """Export a request that ended well; None if it is not to be exported or does not fit."""
+        self._hasten |= bool(self._deferred)
+        kind = self.kind(t)
+        if kind is None or not vr.ended_well(t.request):
+            return None
+        export = self._make(t, kind, block_ids)
+        if export is None:
+            return None
+        try:
+            taken = self._table.add(export)
+        except Exception:
+            self._pool.free(export.pinned)
+            raise
+        if not taken:
+            self._counters.count("export_refused", "budget")
+            return None
+        self._counters.count("exports", kind.value)
+        return export
+
+    def _make(self, t: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...]) -> Export | None:
+        request, hash_block_size = t.request, self._hash_block_size
+        written = vr.written_tokens(request)
+        hashed = min(written, len(request.block_hashes) * hash_block_size) // self._align * self._align
+        handoff = kind is LeaseKind.HANDOFF
+        tokens = min(written, request.num_prompt_tokens) if handoff and not self._lookahead else hashed
+        if not tokens:
+            self._counters.count("export_refused", "nothing_computed")
+            return None
+        entries: list[ChecksumEntry] = []
+        groups, held = [], []
+        for g, (size, window) in enumerate(self._groups):
+            ids = list(block_ids[g])[: -(-tokens // size)]
+            if window is not None:
+                self._keep_window(request, g, window, ids, tokens)
+            entries += self._entries(t, g, ids, 0, tokens // size)
+            if tokens % size:
+                entries += self._tail_entry(t, g, ids, tokens)
+            groups.append(GroupBlocks(size, ids, window))
+            held += ids
+        # The next step computes the checksums that are missing.
+        self._pending += self._checksum_index.take_missing(entries, self.step + 1)
+        ready = self._checksum_index.ready_step(entries)
+        hashes = vr.block_hashes(request, tokens, hash_block_size)
+        tail = vr.tail_hash(request, tokens, hash_block_size) if tokens % hash_block_size else b""
+        seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
+        return Export(
+            id=request.request_id,
+            kind=kind,
+            tokens=tokens,
+            block_hashes=hashes,
+            digest=vr.prefix_digest(hashes, tail),
+            lora_fingerprint=lora_fingerprint_of(request),
+            groups=groups,
+            pinned=self._pool.pin(held),
+            ready_step=ready,
+            deadline=time.monotonic() + seconds,
+        )
+
+    def _keep_window(self, request: Any, g: int, window: int, ids: list[int], tokens: int) -> None:
+        """Add blocks that vLLM has just freed behind the next token's window, if its prefix cache still has them. A
+        reader needs them that continues from the last whole block, or computes a prompt's last token again."""
+        size = self._groups[g][0]
+        for position in range(max(0, (tokens - window) // size), tokens // size):
+            if ids[position]:
+                break
+            ids[position] = self._pool.cached_block(
+                request.block_hashes[(position + 1) * size // self._hash_block_size - 1], g
+            )
+
+    # -- giving back -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Unpin blocks whose exports and leases ended."""
+        freed = self._table.take_freed()
+        try:
+            while freed:
+                self._pool.free(freed[0])
+                del freed[0]
+        finally:
+            if freed:
+                self._table.put_back(freed)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks a request needs for ``tokens`` more."""
+        return sum(-(-tokens // size) for size, _ in self._groups)
+
+    def reserve(self, running: int) -> int:
+        """Blocks to keep free for running requests, which vLLM would preempt otherwise."""
+        return RESERVE_PER_REQUEST * running * len(self._groups)
+
+    def release_for_requests(self, needed: int) -> None:
+        """End retained exports, if fewer than ``needed`` blocks are free."""
+        short = needed - self._pool.free_count()
+        if short > 0 and self._table.release_for_requests(short):
+            self.drain()

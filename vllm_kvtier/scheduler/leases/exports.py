@@ -1,0 +1,379 @@
+"""Finished requests' GPU blocks that others may pull, and the leases on them.
+
+An *export* pins the blocks of one finished request (the owner of the table pins them before ``add`` and frees what
+``take_freed`` returns, both on vLLM's scheduler thread). It ends at its deadline, when it was consumed (hand-off), when
+the budget needs its blocks, or by ``end_export``. A *lease* keeps an ended export's blocks pinned until it is released,
+its connection ends or its own deadline passes. Times are this process's monotonic clock; no deadline comes from a peer.
+
+Thread-safe: vLLM's scheduler thread adds and drains, the reactor ``kvtier-scheduler`` leases and expires.
+"""
+
+import enum
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+# Seconds that a reader may keep blocks of the prefix cache that our own requests need.
+PEER_FETCH_SECONDS = 2.0
+
+
+class LeaseKind(enum.Enum):
+    HANDOFF = "handoff"  # a prefill for another engine; ends when consumed
+    RETAINED = "retained"  # a finished conversation kept for its next turn
+    PEER_FETCH = "peer_fetch"  # blocks of the prefix cache that a peer is copying; ends with its only lease
+
+
+class Refusal(enum.Enum):
+    """Why a lease was not granted; the value is the wire code."""
+
+    UNKNOWN = "unknown_export"
+    DIGEST = "digest_mismatch"
+    NOTHING = "no_matching_blocks"
+    NOT_READY = "checksums_not_ready"
+    BUSY = "peer_busy"
+
+
+@dataclass
+class GroupBlocks:
+    """Blocks of one KV-cache group: ``ids[i]`` holds tokens ``[i*block_tokens, (i+1)*block_tokens)``; 0 is none."""
+
+    block_tokens: int
+    ids: list[int]
+    window: int | None = None  # sliding-window groups keep only what the window still reaches
+
+    def cover(self, start: int, tokens: int) -> bool:
+        """Whether every block a reader at length ``tokens`` needs from ``start`` on is here.
+
+        One token more than the window of the next token reaches: a reader of a whole prompt computes its last
+        token again.
+        """
+        first = start if self.window is None else max(start, tokens - self.window)
+        low, high = first // self.block_tokens, -(-tokens // self.block_tokens)
+        return high <= len(self.ids) and all(self.ids[low:high])
+
+    def slice(self, start: int, tokens: int) -> list[int]:
+        return self.ids[start // self.block_tokens : -(-tokens // self.block_tokens)]
+
+
+@dataclass(eq=False)
+class Export:
+    id: str
+    kind: LeaseKind
+    tokens: int  # readable tokens, a partial last block included for a hand-off
+    block_hashes: Sequence[bytes]  # block hashes at hash_block_tokens granularity, token 0 on
+    digest: bytes  # of the whole chain, tail included
+    lora_fingerprint: bytes
+    groups: list[GroupBlocks]
+    pinned: list[int]  # block ids to free when the export is gone
+    ready_step: int  # checksums are in the table once all ranks summed this step
+    deadline: float
+    leases: set[int] = field(default_factory=set)
+    ended: bool = False
+
+    def covers(self, start: int, tokens: int) -> bool:
+        """Whether all groups have what a reader at ``tokens`` needs; windows first, which refuse soonest."""
+        groups = sorted(self.groups, key=lambda group: group.window is None)
+        return all(group.cover(start, tokens) for group in groups)
+
+
+@dataclass(eq=False)
+class Lease:
+    id: int
+    export: Export
+    connection: Hashable
+    granted: float
+    deadline: float
+    start: int
+    tokens: int
+    served: bool = True  # it is read through NIXL, which has to be driven here
+
+
+class ExportTable:
+    def __init__(
+        self,
+        hash_block_tokens: int,
+        budget: dict[LeaseKind, int],
+        clock: Callable[[], float] = time.monotonic,
+        align: int = 1,
+        longest_lease: float = 600.0,
+    ):
+        """``budget``: most blocks pinned by exports of each kind (a lease on an ended one comes on top).
+
+        ``longest_lease``: seconds after which a lease is not renewed, however alive its holder is.
+        ``align``: chains match in multiples of this many hash blocks (groups with larger blocks than the hash's).
+        """
+        self._hash_block_size = hash_block_tokens
+        self._align = align
+        self._longest = longest_lease
+        self._budget = budget
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)  # a lease
+        self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
+        self._by_hash: dict[bytes, list[Export]] = {}
+        self._leases: dict[int, Lease] = {}
+        self._by_connection: dict[Hashable, set[int]] = {}
+        self._pinned = dict.fromkeys(LeaseKind, 0)
+        self._freed: list[list[int]] = []
+        self._lease_ids = itertools.count(1)
+        self._checksums_ready_step = -1
+
+    # -- vLLM's scheduler thread ------------------------------------------------------------------------------
+
+    def add(self, export: Export) -> bool:
+        """Take over ``export.pinned``. False if it alone exceeds its kind's budget; its blocks are then freed."""
+        with self._lock:
+            if export.id in self._exports:  # a request id used twice: the newer one counts
+                self._end(self._exports[export.id])
+            size = len(export.pinned)
+            if size > self._budget[export.kind]:
+                self._freed.append(export.pinned)
+                return False
+            self._make_room(export.kind, size)
+            self._exports[export.id] = export
+            self._pinned[export.kind] += size
+            for block_hash in export.block_hashes:
+                self._by_hash.setdefault(block_hash, []).append(export)
+            return True
+
+    @property
+    def checksums_ready_step(self) -> int:
+        """All checksums of steps up to this one have been made."""
+        return self._checksums_ready_step
+
+    def room(self, kind: LeaseKind) -> int:
+        """Blocks that may still be pinned for this kind, if nothing gives way."""
+        return self._budget[kind] - self._pinned[kind]
+
+    def lease_cached(self, export: Export, start: int, connection: Hashable, seconds: float, served: bool) -> Lease:
+        """Take over ``export.pinned`` (of kind PEER_FETCH) for one lease, with which it ends; no other can lease it."""
+        with self._lock:
+            export.ended = True
+            lease = self._lease(export, start, export.tokens, connection, seconds, served)
+            self._pinned[LeaseKind.PEER_FETCH] += len(export.pinned)
+            return lease
+
+    def take_freed(self) -> list[list[int]]:
+        """Block ids to unpin now, an inner list an export, in sequence order."""
+        with self._lock:
+            freed, self._freed = self._freed, []
+            return freed
+
+    def put_back(self, freed: list[list[int]]) -> None:
+        """These, taken just now, could not be unpinned yet."""
+        with self._lock:
+            self._freed = freed + self._freed
+
+    def has_freed(self) -> bool:
+        return bool(self._freed)
+
+    def release_for_requests(self, blocks: int) -> int:
+        """End the oldest retained exports until ``blocks`` more are freed; returns how many are. Hand-offs, which live
+        for seconds, stay."""
+        with self._lock:
+            got = 0
+            for export in list(self._exports.values()):
+                if got >= blocks:
+                    break
+                if export.kind is LeaseKind.RETAINED and not export.leases:
+                    got += len(export.pinned)
+                    self._end(export)
+            # Peer fetches take milliseconds. A reader that takes longer may find its blocks changed.
+            late = self._clock() - PEER_FETCH_SECONDS
+            for lease in [lease for lease in self._leases.values() if lease.export.kind is LeaseKind.PEER_FETCH]:
+                if got < blocks and lease.granted < late:
+                    got += len(lease.export.pinned)
+                    self._release(lease)
+            return got
+
+    def clear(self) -> None:
+        """End every export; leased ones are freed when their leases end."""
+        with self._lock:
+            for export in list(self._exports.values()):
+                self._end(export)
+
+    def revoke(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for leases on ended exports, then free the blocks of those that are left. Their
+        readers notice by the checksums, which cover the content keys."""
+        with self._returned:
+            self._returned.wait_for(lambda: not any(lease.export.pinned for lease in self._leases.values()), seconds)
+            for lease in self._leases.values():
+                if lease.export.ended:
+                    self._free(lease.export)
+
+    # -- the reactor kvtier-scheduler -------------------------------------------------------------------------
+
+    def mark_checksums_ready(self, step: int) -> None:
+        with self._lock:
+            self._checksums_ready_step = max(self._checksums_ready_step, step)
+
+    def lease_export(
+        self, export_id: str, digest: bytes, lora_fingerprint: bytes, start: int, connection: Hashable, seconds: float
+    ) -> Lease | Refusal:
+        """Lease a whole export by id; ``digest`` proves that the peer's prompt is the export's."""
+        with self._lock:
+            export = self._exports.get(export_id)
+            if export is None:
+                return Refusal.UNKNOWN
+            if export.digest != digest or export.lora_fingerprint != lora_fingerprint:
+                return Refusal.DIGEST
+            return self._grant(export, start, export.tokens, connection, seconds)
+
+    def lease_by_hashes(
+        self, block_hashes: Sequence[bytes], lora_fingerprint: bytes, start: int, connection: Hashable, seconds: float
+    ) -> Lease | Refusal:
+        """Lease the longest prefix of ``block_hashes`` that one export still has, from token ``start`` on."""
+        with self._lock:
+            refusal = Refusal.NOTHING
+            longest = len(block_hashes) - len(block_hashes) % self._align
+            for i in range(longest - 1, start // self._hash_block_size - 1, -self._align):
+                for export in self._holders(block_hashes, i, lora_fingerprint):
+                    granted = self._grant(export, start, (i + 1) * self._hash_block_size, connection, seconds)
+                    if isinstance(granted, Lease):
+                        return granted
+                    if granted is Refusal.NOT_READY:
+                        refusal = granted
+            return refusal
+
+    def longest_prefix(self, block_hashes: Sequence[bytes], lora_fingerprint: bytes) -> int:
+        """Exported tokens of ``block_hashes`` that ``lease_by_hashes`` from token 0 would lease."""
+        with self._lock:
+            for i in range(len(block_hashes) - len(block_hashes) % self._align - 1, -1, -self._align):
+                tokens = (i + 1) * self._hash_block_size
+                if any(export.covers(0, tokens) for export in self._holders(block_hashes, i, lora_fingerprint)):
+                    return tokens
+            return 0
+
+    def release(self, lease_id: int, connection: Hashable, done: bool) -> bool:
+        """End a lease of this connection. ``done`` consumes a hand-off. False if there is no such lease."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.connection != connection:
+                return False
+            self._release(lease)
+            if done and lease.export.kind is LeaseKind.HANDOFF:
+                self._end(lease.export)
+            return True
+
+    def end_export(self, export_id: str) -> bool:
+        with self._lock:
+            export = self._exports.get(export_id)
+            if export is None:
+                return False
+            self._end(export)
+            return True
+
+    def renew(self, connection: Hashable, seconds: float) -> int:
+        """Extend the leases of a connection to ``seconds`` from now; returns how many there are."""
+        with self._lock:
+            leases = self._by_connection.get(connection, ())
+            for lease_id in leases:
+                lease = self._leases[lease_id]
+                lease.deadline = max(lease.deadline, min(self._clock() + seconds, lease.granted + self._longest))
+            return len(leases)
+
+    def disconnect(self, connection: Hashable) -> int:
+        """All leases of a dead connection end; hand-offs stay until their own deadline. Returns how many ended."""
+        with self._lock:
+            leases = list(self._by_connection.get(connection, ()))
+            for lease_id in leases:
+                self._release(self._leases[lease_id])
+            return len(leases)
+
+    def expire(self) -> float | None:
+        """End what is overdue; returns the seconds until the next deadline, or None if there is none."""
+        with self._lock:
+            now = self._clock()
+            for lease in [lease for lease in self._leases.values() if lease.deadline <= now]:
+                self._release(lease)
+            for export in [export for export in self._exports.values() if export.deadline <= now]:
+                self._end(export)
+            deadlines = [lease.deadline for lease in self._leases.values()]
+            deadlines += [export.deadline for export in self._exports.values()]
+            return min(deadlines) - now if deadlines else None
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """exports, leases, pinned blocks by kind (for metrics and tests)."""
+        with self._lock:
+            return {
+                "exports": len(self._exports),
+                "leases": len(self._leases),
+                "served": sum(lease.served for lease in self._leases.values()),
+                "handoff_blocks": self._pinned[LeaseKind.HANDOFF],
+                "retained_blocks": self._pinned[LeaseKind.RETAINED],
+                "peer_fetch_blocks": self._pinned[LeaseKind.PEER_FETCH],
+            }
+
+    # -- under the lock ----------------------------------------------------------------------------------------
+
+    def _holders(self, block_hashes: Sequence[bytes], i: int, lora_fingerprint: bytes) -> list[Export]:
+        """Exports whose block ``i`` is ``block_hashes[i]``, newest first."""
+        return [
+            export
+            for export in reversed(self._by_hash.get(block_hashes[i], ()))
+            if export.lora_fingerprint == lora_fingerprint and export.block_hashes[i : i + 1] == [block_hashes[i]]
+        ]
+
+    def _make_room(self, kind: LeaseKind, size: int) -> None:
+        for export in list(self._exports.values()):
+            if self._pinned[kind] + size <= self._budget[kind]:
+                return
+            if export.kind is kind:
+                self._end(export)
+
+    def _grant(self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float) -> Lease | Refusal:
+        if export.ready_step > self._checksums_ready_step:
+            return Refusal.NOT_READY
+        if start >= tokens or not export.covers(start, tokens):
+            return Refusal.NOTHING
+        return self._lease(export, start, tokens, connection, seconds, True)
+
+    def _lease(
+        self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool
+    ) -> Lease:
+        now = self._clock()
+        lease = Lease(next(self._lease_ids), export, connection, now, now + seconds, start, tokens, served)
+        self._leases[lease.id] = lease
+        self._by_connection.setdefault(connection, set()).add(lease.id)
+        export.leases.add(lease.id)
+        return lease
+
+    def _release(self, lease: Lease) -> None:
+        export = lease.export
+        if export.ended and export.leases == {lease.id}:
+            self._free(export)  # first: if it raises, nothing has changed
+        del self._leases[lease.id]
+        ids = self._by_connection[lease.connection]
+        ids.discard(lease.id)
+        if not ids:
+            del self._by_connection[lease.connection]
+        export.leases.discard(lease.id)
+        self._returned.notify_all()
+
+    def _end(self, export: Export) -> None:
+        """No new leases; blocks are freed now or with the last lease. Idempotent."""
+        if export.ended:
+            return
+        size = len(export.pinned)
+        if not export.leases:
+            self._free(export)  # first: if it raises, nothing has changed
+        export.ended = True
+        del self._exports[export.id]
+        self._pinned[export.kind] -= size
+        for block_hash in export.block_hashes:
+            holders = self._by_hash[block_hash]
+            holders.remove(export)
+            if not holders:
+                del self._by_hash[block_hash]
+
+    def _free(self, export: Export) -> None:
+        if export.kind is LeaseKind.PEER_FETCH:
+            self._pinned[LeaseKind.PEER_FETCH] -= len(export.pinned)
+        if export.pinned:
+            self._freed.append(export.pinned)
+            export.pinned = []

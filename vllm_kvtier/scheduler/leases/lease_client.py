@@ -1,0 +1,397 @@
+"""Leases of other engines' blocks: requests them, keeps them alive and releases them.
+
+Runs on the reactor's thread; the scheduler's thread calls ``ask``, ``cancel`` and ``release``, which only queue, and
+reads ``PendingLease.outcome``. Engines of this node are reached over their Unix socket (``wire.local``), others over
+TCP. After a handshake that failed or was refused the address is not asked for a while, so that each request does not
+wait for it.
+
+The requests on a connection that ends or cannot be made end at once, as "unreachable". Time limits find a peer that
+stops answering without that (its machine is gone, or it hangs).
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.leases.exports import Refusal
+from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import Dealer
+from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
+from vllm_kvtier.wire.local import LocalDealer
+from vllm_kvtier.wire.reactor import Reactor, Timer
+
+logger = get_logger("vllm.kvtier.lease_client")
+
+SAME_NODE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
+REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
+DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
+IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
+MAX_CONNECTIONS = 512
+
+# Codes of refusals. They become labels of metrics, and a process at an address that a client named may send any.
+REFUSAL_CODES = frozenset(
+    {"namespace_mismatch", "peer_restarted", "peer_starting", "malformed", *(each.value for each in Refusal)}
+)
+# {old: new}: engines of the release before refuse a handshake in these words.
+RENAMED_CODES = {"namespace": "namespace_mismatch", "starting": "peer_starting"}
+# Causes that the user can remove; the others are normal.
+LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreachable")
+
+
+@dataclass(frozen=True)
+class LeasedBlocks:
+    """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
+    copy. ``same_layout``: rank for rank, its pages are as ours."""
+
+    address: Address
+    instance: str
+    lease: int
+    start: int
+    tokens: int
+    blocks: list[list[int]]
+    ranks: list[m.RankInfo]
+    same_layout: bool = True
+    nbytes: int = 0
+
+
+@dataclass
+class PendingLease:
+    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
+
+    address: Address
+    ask: m.LeaseRequest
+    deadline: float
+    same_node_instance: str = ""  # the instance, if it should be on this node
+    outcome: LeasedBlocks | LookupMiss | None = None
+    cancelled: bool = False
+    again: bool = False  # asked a second time, of the instance that took the first one's place
+    timer: Timer | None = field(default=None, repr=False)
+    settled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is an outcome, at most so long."""
+        self.settled.wait(seconds)
+
+
+@dataclass(eq=False)
+class _Connection(ClientConnection):
+    welcome: m.Welcome | None = None
+    unlike: str | None = None  # why its pages cannot be read as they lie; mapped, they can be rearranged
+    waiting: list[PendingLease] = field(default_factory=list)  # for the handshake
+    asked: dict[int, PendingLease] = field(default_factory=dict)
+    unanswered: int = 0  # asks in a row that timed out
+    lost: LookupMiss | None = None  # its connection ended, and leases wait for ZMQ to make it anew
+
+
+class LeaseClient(LeaseConnections[_Connection]):
+    def __init__(
+        self,
+        reactor: Reactor,
+        config: KVTierConfig,
+        key: ClusterKey | None,
+        hello: Callable[[], m.Hello | None],
+        check_ranks: Callable[[list[m.RankInfo]], str | None],
+        world: int = 1,
+    ):
+        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why
+        a peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
+        super().__init__(reactor, m.decode_engine, _Connection)
+        self._config, self._key = config, key
+        self._hello, self._check_ranks, self._world = hello, check_ranks, world
+        self._ask_ids = itertools.count(1)
+        reactor.on_stop(self._release_all)
+
+    # -- scheduler's thread ------------------------------------------------------------------------------------
+
+    def ask(
+        self, address: Address, timeout: float = math.inf, same_node_instance: str = "", **fields: Any
+    ) -> PendingLease:
+        """Queue a request; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, if fewer
+        than the option's. ``same_node_instance``: the instance, if it should be on this node."""
+        ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", **fields)
+        deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
+        pending = PendingLease(address, ask, deadline, same_node_instance)
+        self._reactor.call_soon(lambda: self._begin(pending))
+        return pending
+
+    def cancel(self, pending: PendingLease) -> None:
+        def cancel() -> None:
+            pending.cancelled = True
+            if isinstance(pending.outcome, LeasedBlocks):
+                self._release(pending.outcome, done=False)
+
+        self._reactor.call_soon(cancel)
+
+    def release(self, leased: LeasedBlocks | LookupHit, done: bool) -> None:
+        self._reactor.call_soon(lambda: self._release(leased, done))
+
+    def drop(self, address: Address, export: str) -> None:
+        """Tell the engine at ``address`` that ``export`` will not be pulled. If the message is lost, it expires."""
+
+        def drop() -> None:
+            connection = self._connections.get(address)
+            if connection is None:
+                paused = self._pause_reason(address)
+                if paused is None or paused.code != "unreachable":
+                    connection = self._connect(address)
+            if connection is not None:
+                self._send(connection, m.ReleaseExport(export))
+
+        self._reactor.call_soon(drop)
+
+    def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
+        """The ranks of an engine that we shook hands with, if it is still that instance."""
+        connection = self._connections.get(address)
+        if self._hello() is None or connection is None:
+            return None
+        welcome = connection.welcome  # read first: the reactor sets ``unlike`` before it
+        if welcome is None or welcome.instance != instance or connection.unlike or connection.lost is not None:
+            return None
+        return welcome.ranks
+
+    def held_leases(self) -> int:
+        return sum(len(c.leases) for c in list(self._connections.values()))
+
+    # -- reactor's thread --------------------------------------------------------------------------------------
+
+    def _begin(self, pending: PendingLease) -> None:
+        if self._hello() is None:
+            self._settle(pending, LookupMiss("unreachable", "this engine is still starting, or sleeps"))
+            return
+        here, connection = (pending.same_node_instance, SAME_NODE), None
+        paused = self._pause_reason(here) or self._pause_reason(pending.address)
+        if paused is not None:
+            self._settle(pending, paused)
+            return
+        if pending.same_node_instance:
+            connection = self._connections.get(here) or self._connect(here)
+        if connection is None:
+            connection = self._connections.get(pending.address) or self._connect(pending.address)
+        if connection is None:
+            self._settle(pending, LookupMiss("unreachable", "no connection can be made to this address"))
+            return
+        if connection.lost is not None:
+            self._settle(pending, connection.lost)
+            return
+        connection.last_used = time.monotonic()
+        pending.timer = self._reactor.call_later(
+            max(0.0, pending.deadline - time.monotonic()), lambda: self._timed_out(connection, pending)
+        )
+        if connection.welcome is None:
+            connection.waiting.append(pending)
+        else:
+            self._send_ask(connection, pending)
+
+    def _connect(self, address: Address) -> _Connection | None:
+        hello = self._hello()
+        if hello is None:
+            return None
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._log_once(address, f"{MAX_CONNECTIONS} connections are open already")
+            return None
+        host, port = address
+        try:
+            connect: Callable[..., LocalDealer | Dealer]
+            if port == SAME_NODE:
+                connect = partial(LocalDealer, self._reactor, host, m.MAX_MESSAGE)
+            else:
+                connect = partial(Dealer, self._reactor, f"tcp://{host}:{port}", self._key, m.MAX_MESSAGE)
+            connection = self._open(address, hello, connect)
+        except (KVTierError, OSError, zmq.ZMQError, ValueError) as error:
+            if port != SAME_NODE:
+                self._log_once(address, f"cannot connect: {error}")
+            return None
+        late = LookupMiss("unreachable", "the handshake was not answered")
+        self._after(
+            connection, "hello", self._config.handshake_timeout, lambda: self._close(connection, late, DOWN_PAUSE)
+        )
+        self._watch_idle(connection)
+        return connection
+
+    def _lost(self, connection: _Connection, why: str) -> None:
+        """The connection ended, or could not be made: its requests will not be answered."""
+        outcome = LookupMiss("unreachable", why)
+        known = connection.welcome is not None
+        if known:  # the silent peer is gone; the next request finds out at once whether another listens
+            self._paused.pop(connection.address, None)
+        if not connection.leases or isinstance(connection.dealer, LocalDealer):  # that process has ended
+            self._close(connection, outcome, 0.0 if known else DOWN_PAUSE)
+            return
+        # Perhaps only the connection broke: heartbeats and releases that wait in the socket go out when ZMQ has made it
+        # anew. A request among them is granted, and released at once.
+        connection.lost = outcome
+        self._end_asks(connection, outcome)
+        if "lost" not in connection.timers:
+            self._after(connection, "lost", self._config.lease_seconds, lambda: self._close(connection, outcome, 0.0))
+
+    def _found(self, connection: _Connection) -> None:
+        connection.lost = None
+        connection.cancel("lost")
+
+    def _malformed(self, connection: _Connection, reason: str) -> None:
+        self._close(connection, LookupMiss("malformed", reason), REFUSED_PAUSE)
+
+    def _handle(self, connection: _Connection, message: m.EngineMessage) -> None:
+        if connection.unanswered:  # slow, but alive
+            connection.unanswered = 0
+            self._paused.pop(connection.address, None)
+        match message:
+            case m.Welcome():
+                self._welcomed(connection, message)
+            case m.LeaseGranted():
+                self._granted(connection, message)
+            case m.LeaseRefused(ask=0):
+                pause = DOWN_PAUSE if message.code == "peer_starting" else REFUSED_PAUSE
+                self._close(connection, _refusal(message), pause)
+            case m.LeaseRefused(code="peer_restarted"):
+                self._restarted(connection, _refusal(message))
+            case m.LeaseRefused() if message.ask in connection.asked:
+                self._settle(connection.asked.pop(message.ask), _refusal(message))
+            case m.LeaseRefused():
+                pass  # its request has timed out
+            case _:
+                raise msgspec.DecodeError(f"unexpected {type(message).__name__}")
+
+    def _restarted(self, connection: _Connection, outcome: LookupMiss) -> None:
+        """Another instance answers at this address: greet it, and send the requests once more: they may be for it."""
+        again = [p for p in connection.asked.values() if not (p.again or p.cancelled) and p.outcome is None]
+        for pending in again:
+            del connection.asked[pending.ask.ask]
+            if pending.timer is not None:
+                pending.timer.cancel()
+            pending.again = True
+        self._close(connection, outcome, 0.0)
+        for pending in again:
+            self._begin(pending)
+
+    def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
+        connection.unlike = self._check_ranks(welcome.ranks)
+        connection.cancel("hello")
+        connection.welcome = welcome
+        waiting, connection.waiting = connection.waiting, []
+        for pending in waiting:
+            if pending.outcome is None and not pending.cancelled:
+                self._send_ask(connection, pending)
+
+    def _send_ask(self, connection: _Connection, pending: PendingLease) -> None:
+        assert connection.welcome is not None, "requests wait for the handshake"
+        if connection.unlike and not pending.ask.mapped:
+            self._settle(pending, LookupMiss("layout", connection.unlike))
+            return
+        connection.asked[pending.ask.ask] = pending
+        self._send(connection, msgspec.structs.replace(pending.ask, instance=connection.welcome.instance))
+
+    def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
+        pending = connection.asked.pop(granted.ask, None)
+        leased = self._leased(connection, granted, pending)
+        connection.leases.add(granted.lease)
+        self._keep_alive(connection, self._config.lease_seconds / 3)
+        if pending is None or pending.cancelled or pending.outcome is not None:
+            self._release(leased, done=False)  # too late: no request waits for it
+            if pending is not None and pending.timer is not None:
+                pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
+        else:
+            self._settle(pending, leased)
+
+    def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
+        welcome = connection.welcome
+        ranks = welcome.ranks if welcome is not None else []
+        groups = ranks[0].groups if ranks else ()
+        nbytes = sum(len(ids) * group.block_bytes for ids, group in zip(granted.blocks, groups, strict=False))
+        return LeasedBlocks(
+            connection.address if pending is None else pending.address,
+            welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
+            granted.blocks, ranks, connection.unlike is None, int(nbytes * len(ranks) / max(1, self._world)),
+        )  # fmt: skip
+
+    def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:
+        # A grant that still comes is released on arrival.
+        sent = connection.asked.pop(pending.ask.ask, None) is not None
+        if pending in connection.waiting:
+            connection.waiting.remove(pending)
+        if pending.outcome is None:
+            outcome = LookupMiss("timeout", "no answer in time")
+            if sent and self._connections.get(connection.address) is connection:
+                # It may have died since the handshake: not every request should have to wait.
+                connection.unanswered += 1
+                pause = min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE)
+                self._pause(connection.address, pause, outcome)
+            self._settle(pending, outcome)
+
+    def _settle(self, pending: PendingLease, outcome: LeasedBlocks | LookupMiss) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if isinstance(outcome, LookupMiss) and outcome.code in LOGGED_CODES:
+            self._log_once(pending.address, f"{outcome.reason}; prompts are computed instead")
+        pending.outcome = outcome
+        pending.settled.set()
+
+    def _heartbeat(self, connection: _Connection) -> bool:
+        if connection.leases:
+            self._send(connection, m.Ping())
+        return bool(connection.leases)
+
+    def _watch_idle(self, connection: _Connection) -> None:
+        """Close a connection that was not used for long: its peer may be gone for good."""
+        left = connection.last_used + IDLE_CLOSE_SECONDS - time.monotonic()
+        if left <= 0 and not (connection.leases or connection.asked):
+            self._close(connection, LookupMiss("idle", "idle"), 0.0)
+        else:
+            self._after(connection, "idle", max(left, 1.0), lambda: self._watch_idle(connection))
+
+    def _release(self, leased: LeasedBlocks | LookupHit, done: bool) -> None:
+        for address in ((leased.instance, SAME_NODE), leased.address):
+            connection = self._connections.get(address)
+            if connection is None or leased.lease not in connection.leases:
+                continue  # the connection is gone and the lease with it
+            if connection.welcome is None or connection.welcome.instance != leased.instance:
+                continue  # the engine was restarted: that number is another request's lease there
+            connection.leases.discard(leased.lease)
+            self._send(connection, m.Release(leased.lease, done))
+            return
+
+    def _release_all(self) -> None:
+        for connection in self._connections.values():
+            for lease in connection.leases:
+                self._send(connection, m.Release(lease, done=False))
+            if isinstance(connection.dealer, LocalDealer):  # ZMQ's go with their context, when this has left
+                connection.dealer.close()
+
+    def _close(self, connection: _Connection, outcome: LookupMiss, pause: float) -> None:
+        """End the connection; every ask on it ends with ``outcome``."""
+        if self._end(connection):
+            if pause:
+                self._pause(connection.address, pause, outcome)
+            self._end_asks(connection, outcome)
+
+    def _end_asks(self, connection: _Connection, outcome: LookupMiss) -> None:
+        asks = [*connection.waiting, *connection.asked.values()]
+        connection.waiting, connection.asked = [], {}
+        for pending in asks:
+            if pending.outcome is None:
+                self._settle(pending, outcome)
+
+    def _log_once(self, address: Address, text: str) -> None:
+        if self._is_new(address, text):
+            # A host comes with a request: whatever is in it, it does not begin a line of the log or break it.
+            words = ascii(f"{address[0]}:{address[1]}: {text}")[1:-1]
+            logger.warning("kvtier: no pull from %s", words)
+
+
+def _refusal(message: m.LeaseRefused) -> LookupMiss:
+    code = RENAMED_CODES.get(message.code, message.code)
+    return LookupMiss(code if code in REFUSAL_CODES else "refused", message.reason)

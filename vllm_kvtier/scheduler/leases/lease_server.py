@@ -1,0 +1,282 @@
+"""The engine's endpoint: answers messages of other engines and of the proxy from the export table.
+
+Runs on the reactor's thread. A ROUTER socket, and a Unix socket for engines of this node. A peer that misses its
+heartbeats for longer than a lease loses its leases, not its connection.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import zmq
+
+from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, Refusal
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.lease_connections import LeaseListener, ServerConnection
+from vllm_kvtier.wire.local import LocalServer
+from vllm_kvtier.wire.reactor import Timer
+
+logger = get_logger("vllm.kvtier.lease_server")
+
+_REASONS = {
+    Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",
+    Refusal.DIGEST: "the requester's tokens are not the export's",
+    Refusal.NOTHING: "no block of these tokens beyond the start is exported",
+    Refusal.NOT_READY: "checksums were not computed in time",
+    Refusal.BUSY: "too many blocks are leased already, or too few are free",
+}
+MAX_SILENT_CONNECTIONS = 4096
+
+Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
+Answer = Callable[[m.PrefixLengths | m.Inspection | m.PinResult | m.Explanation | m.Identity], None]
+# (request, connection, seconds of the lease, callback for the outcome)
+LeaseCached = Callable[[m.LeaseRequest, bytes, float, Callable[[Lease | Refusal], None]], None]
+# A request is parked for this share of ``lookup_timeout``, so that the refusal arrives before its sender gives up.
+PARK_SHARE = 0.75
+# Reads are served for these seconds after a refused request: its sender may read early (``EarlyReadInfo``), and
+# learns from the checksums that the blocks are gone. Such a read would hang until its time limit, and end its agent.
+SERVE_AFTER_REFUSAL_SECONDS = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class Connection(ServerConnection):
+    greeted: bool = False
+
+
+@dataclass
+class Parked:
+    """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline."""
+
+    identity: bytes
+    ask: m.LeaseRequest
+    deadline: float
+
+
+@dataclass(frozen=True)
+class LeaseServerEvents:
+    """What the server tells its engine, on the reactor's thread.
+
+    ``on_freed``: blocks wait in ``exports.take_freed``. ``on_question``: answer on vLLM's scheduler thread.
+    ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too leased
+    this prefix.
+    ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
+    """
+
+    on_freed: Callable[[], object]
+    on_question: Callable[[Question, Answer], object]
+    on_serving: Callable[[bool], object]
+    on_puller: Callable[[m.LeaseRequest], object]
+    lease_cached: LeaseCached | None = None
+
+
+class LeaseServer(LeaseListener[Connection]):
+    def __init__(self, engine: EngineContext, exports: ExportTable, key: ClusterKey | None, events: LeaseServerEvents):
+        """Engines of this node find our socket by ``engine.identity.instance``; if that is "", they come over TCP.
+        Raises ConfigError if the port is not free."""
+        super().__init__(engine.reactor, m.decode_engine, Connection, MAX_SILENT_CONNECTIONS)
+        config, instance = engine.config, engine.identity.instance
+        self._config, self._exports, self._events = config, exports, events
+        self._parked: list[Parked] = []
+        self._timer: Timer | None = None
+        self._serving = False
+        self._serve_until = 0.0
+        self._welcome: tuple[m.Namespace, m.Welcome] | None = None
+        self.unusable: str | None = "the engine is still starting"
+        port = config.endpoint_port + engine.info.data_parallel_rank if config.endpoint_port else "*"
+        try:
+            self.port = self._listen(f"tcp://{config.endpoint_host}:{port}", key, m.MAX_MESSAGE)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); "
+                "set endpoint_port to a free port or to 0"
+            ) from error
+        self.host = config.advertise_host or config.endpoint_host
+        self._instance = instance
+        self._local = self._listen_locally(instance) if instance else None
+
+    def _listen_locally(self, instance: str) -> LocalServer | None:
+        def on_message(identity: bytes, frame: bytes) -> None:
+            self._receive([identity, frame])
+
+        try:
+            return LocalServer(self._reactor, instance, m.MAX_MESSAGE, on_message, self._forget)
+        except (KVTierError, OSError) as error:
+            logger.warning("kvtier: engines of this node reach this one over TCP, which takes longer: %s", error)
+            return None
+
+    # -- any thread --------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """An export was added: its deadline is watched from now on."""
+        self._reactor.call_soon(self.settle)
+
+    # -- called on the reactor's thread ----------------------------------------------------------------------
+
+    def open(self, namespace: m.Namespace, welcome: m.Welcome) -> None:
+        """Answer from now on; before, and if the workers cannot serve, every Hello is refused with the reason.
+        ``welcome`` may have another instance than before."""
+        self._welcome, self.unusable = (namespace, welcome), None
+        if self._local is not None and welcome.instance != self._instance:
+            self._local.close()
+            self._local = self._listen_locally(welcome.instance)
+        self._instance = welcome.instance
+
+    def close(self, reason: str) -> None:
+        """Lease nothing until ``open`` is called again; a peer that sends Hello gets ``reason``."""
+        self._welcome, self.unusable = None, reason
+        self._ask_parked()
+
+    def checksums_ready(self, step: int) -> None:
+        self._exports.mark_checksums_ready(step)
+        self._ask_parked()
+        self.settle()
+
+    def _ask_parked(self) -> None:
+        parked, self._parked = self._parked, []
+        for p in parked:
+            self._ask(p.identity, p.ask, p.deadline)
+
+    def settle(self) -> None:
+        """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
+        now = time.monotonic()
+        silent = now - self._config.lease_seconds
+        for identity, connection in list(self._connections.items()):
+            if connection.last_seen < silent and self._exports.disconnect(identity):
+                logger.warning(
+                    "kvtier: lease server: a peer missed its heartbeat for %.0f s; its leases expired",
+                    self._config.lease_seconds,
+                )
+        for p in [p for p in self._parked if p.deadline <= now]:
+            self._parked.remove(p)
+            self._refuse(p.identity, p.ask.ask, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
+        until = self._exports.expire()
+        if self._exports.has_freed():
+            self._events.on_freed()
+        serving = self._exports.counts()["served"] > 0 or now < self._serve_until
+        if serving != self._serving:
+            self._serving = serving
+            self._events.on_serving(serving)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waits = [p.deadline - now for p in self._parked] + ([until] if until is not None else [])
+        if now < self._serve_until:
+            waits.append(self._serve_until - now)
+        if waits:
+            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.settle)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _malformed(self, identity: bytes, reason: str) -> None:
+        self._refuse(identity, 0, "malformed", reason[:200])
+
+    def _handle(self, connection: Connection, message: m.EngineMessage) -> None:
+        identity = connection.identity
+        match message:
+            case m.Hello():
+                self._hello(connection, message)
+            case m.LeaseRequest() if connection.greeted:
+                wait_seconds = min(PARK_SHARE * self._config.lookup_timeout, message.wait_seconds)
+                self._ask(identity, message, time.monotonic() + wait_seconds)
+            case m.LeaseRequest():
+                self._refuse(identity, message.ask, "peer_restarted", "no handshake on this connection")
+            case m.Release():
+                self._exports.release(message.lease, identity, message.done)
+            case m.ReleaseExport():
+                self._exports.end_export(message.export)
+            case m.Ping():
+                self._exports.renew(identity, self._config.lease_seconds)
+            case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
+                self._events.on_question(message, partial(self._answer, identity))
+            case _:
+                raise msgspec.DecodeError(f"{type(message).__name__} is only sent as an answer")
+        self.settle()
+
+    def _hello(self, connection: Connection, hello: m.Hello) -> None:
+        # The peer logs the reason: "here" is the peer.
+        reason: str | None
+        if hello.protocol != m.PROTOCOL:
+            reason = f"kvtier protocol {hello.protocol} here, {m.PROTOCOL} there: run the same vllm-kvtier on both"
+        elif self._welcome is None:
+            reason = self.unusable
+        else:
+            reason = hello.namespace.mismatch(self._welcome[0])
+        if reason or self._welcome is None:
+            code = "namespace_mismatch" if self._welcome else "peer_starting"
+            self._refuse(connection.identity, 0, code, reason or "")
+            return
+        connection.greeted = True
+        self._send(connection.identity, self._welcome[1])
+
+    def _answer(self, identity: bytes, answer: msgspec.Struct) -> None:
+        """Any thread."""
+        self._reactor.call_soon(lambda: self._send(identity, answer))
+
+    def _ask(self, identity: bytes, ask: m.LeaseRequest, deadline: float) -> None:
+        if self._welcome is None or ask.instance != self._welcome[1].instance:
+            self._refuse(identity, ask.ask, "peer_restarted", "this engine was restarted since the handshake")
+            return
+        seconds = self._config.lease_seconds
+        if ask.lend:
+            if self._events.lease_cached is None:
+                self._settled(identity, ask, deadline, Refusal.NOTHING)
+                return
+            self._events.lease_cached(
+                ask, identity, seconds,
+                lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, ask, deadline, found)),
+            )
+            return
+        if ask.export:
+            found = self._exports.lease_export(
+                ask.export, ask.digest, ask.lora_fingerprint, ask.start, identity, seconds
+            )
+        else:
+            found = self._exports.lease_by_hashes(ask.block_hashes, ask.lora_fingerprint, ask.start, identity, seconds)
+        if isinstance(found, Refusal):
+            self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
+        self._settled(identity, ask, deadline, found)
+
+    def _on_cache_lease(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+        if identity not in self._connections:
+            self._exports.disconnect(identity)  # it went meanwhile
+        else:
+            self._settled(identity, ask, deadline, found)
+        self.settle()
+
+    def _settled(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+        if found is Refusal.NOT_READY and time.monotonic() < deadline:
+            self._parked.append(Parked(identity, ask, deadline))
+        elif isinstance(found, Lease):
+            self._grant(identity, ask, found)
+        else:
+            self._refuse(identity, ask.ask, found.value, _REASONS[found])
+
+    def _grant(self, identity: bytes, ask: m.LeaseRequest, lease: Lease) -> None:
+        if ask.reply_port and not ask.lend:
+            self._events.on_puller(ask)
+        seconds = self._config.lease_seconds
+        blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
+        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds))
+
+    def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
+        self._send(identity, m.LeaseRefused(ask, code, reason[:500]))
+
+    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        if self._local is None or not self._local.send(identity, m.encode(message)):
+            super()._send(identity, message)
+
+    def _forget(self, identity: bytes) -> None:
+        super()._forget(identity)
+        if self._local is not None:
+            self._local.drop(identity)
+
+    def _left(self, connection: Connection) -> None:
+        self._parked = [p for p in self._parked if p.identity != connection.identity]
+        self._exports.disconnect(connection.identity)
+        self.settle()

@@ -1,0 +1,152 @@
+"""Leases on blocks of this engine's prefix cache, for another engine of the node that copies them from our memory.
+
+The blocks are pinned between two calls of vLLM's scheduler (``vllm_compat.hooks.scheduler_lock``) until the copy ended,
+the reader's connection ends or the lease expires. Only blocks with a checksum are leased. A reader waits for checksums
+that a step still has to compute, rather than compute the blocks itself.
+"""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
+from vllm_kvtier.wire import messages as m
+
+logger = get_logger("vllm.kvtier.prefix_cache_leases")
+
+MIN_READY_SHARE = 0.9  # of the wanted tokens: with so many the reader does not wait for more checksums
+FREE_BLOCK_SHARE = 0.02  # of all blocks: they stay free for our own requests
+
+
+class PrefixCacheLeases:
+    def __init__(
+        self, engine: EngineContext, scheduler_lock: SchedulerLock, checksum_index: ChecksumIndex, exports: ExportTable
+    ):
+        self._scheduler_lock, self._pool = scheduler_lock, engine.pool
+        self._checksum_index, self._exports = checksum_index, exports
+        self._keys, self._counters = engine.identity.content_keys, engine.counters
+        self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
+        self._align = engine.geometry.alignment // self._hash_block_size  # in hash blocks
+
+    def ask(
+        self, ask: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
+    ) -> None:
+        """Any thread that does not hold the lock; ``answer`` is called once, by the thread that holds it then."""
+        if not self._scheduler_lock.known:
+            answer(Refusal.NOTHING)
+            return
+
+        def lease() -> None:
+            try:
+                found = self._lease(ask, connection, seconds)
+            except Exception:
+                logger.exception("kvtier: prefix cache leases: a lease failed; it is refused")
+                found = Refusal.NOTHING
+            answer(found)
+
+        self._scheduler_lock.run_when_free(lease)
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _lease(self, ask: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
+        if ask.start >= len(ask.block_hashes) * self._hash_block_size:
+            return Refusal.NOTHING
+        tokens, groups, ready = self._longest(ask.block_hashes, ask.lora_fingerprint, ask.start)
+        if tokens <= ask.start:
+            return Refusal.NOTHING
+        checksums_ready = self._exports.checksums_ready_step
+        if ready > checksums_ready:
+            most = tokens - ask.start
+            tokens, groups, ready = self._longest(ask.block_hashes, ask.lora_fingerprint, ask.start, checksums_ready)
+            if tokens - ask.start < MIN_READY_SHARE * most:
+                return Refusal.NOT_READY
+        first = [ask.start // group.block_tokens for group in groups]
+        wanted = [i for group, at in zip(groups, first, strict=True) for i in group.ids[at:] if i]
+        free = self._pool.free_count() - self._pool.unheld(wanted)
+        # A lease that is the only one may exceed the limit: it ends in milliseconds.
+        crowded = (
+            len(wanted) > self._exports.room(LeaseKind.PEER_FETCH) and self._exports.counts()["peer_fetch_blocks"] > 0
+        )
+        if crowded or free < FREE_BLOCK_SHARE * self._pool.num_blocks:
+            self._counters.count("peer_leases_refused", "too_many_blocks")
+            return Refusal.BUSY
+        export = Export(
+            id="",
+            kind=LeaseKind.PEER_FETCH,
+            tokens=tokens,
+            block_hashes=(),
+            digest=b"",
+            lora_fingerprint=ask.lora_fingerprint,
+            groups=groups,
+            pinned=self._pool.pin(wanted),
+            ready_step=ready,
+            deadline=time.monotonic(),
+        )
+        try:
+            lease = self._exports.lease_cached(export, ask.start, connection, seconds, served=not ask.mapped)
+        except Exception:
+            self._pool.free(export.pinned)
+            raise
+        self._counters.count("peer_leased_blocks", amount=len(wanted))
+        return lease
+
+    def _longest(
+        self, block_hashes: Sequence[bytes], lora_fingerprint: bytes, start: int, checksums_ready: float = math.inf
+    ) -> tuple[int, list[GroupBlocks], int]:
+        """(tokens, blocks by group, step that makes the last of their checksums) of the longest prefix of
+        ``block_hashes`` of which all that a reader needs from token ``start`` on is here, with checksums made until
+        step ``checksums_ready``."""
+        rows: dict[int, tuple[GroupBlocks, list[int]]] = {}
+        longest = len(block_hashes) - len(block_hashes) % self._align
+        # Groups of full attention first: a window is needed only where the prefix ends.
+        for g in sorted(range(len(self._groups)), key=lambda g: self._groups[g][1] is not None):
+            size, window = self._groups[g]
+            ids, made = self._row(block_hashes[:longest], lora_fingerprint, start, g, window is None, checksums_ready)
+            rows[g] = GroupBlocks(size, ids, window), made
+            if window is None:
+                longest = min(longest, len(ids) * size // self._hash_block_size)
+                longest -= longest % self._align
+        first = start // self._hash_block_size
+        groups, steps = [rows[g][0] for g in range(len(rows))], [rows[g][1] for g in range(len(rows))]
+        windows = [group for group in groups if group.window is not None]  # the others are there up to ``longest``
+        while longest > first and not all(group.cover(start, longest * self._hash_block_size) for group in windows):
+            longest -= self._align
+        tokens = max(longest, 0) * self._hash_block_size
+        for group, made in zip(groups, steps, strict=True):
+            last = tokens // group.block_tokens
+            del group.ids[last:], made[last:]
+            if group.window is not None:  # not needed behind the window
+                behind = max(0, tokens - group.window) // group.block_tokens
+                group.ids[:behind] = [0] * min(behind, len(group.ids))
+                made[:behind] = [-1] * min(behind, len(made))
+        return tokens, groups, max((step for made in steps for step in made), default=-1)
+
+    def _row(
+        self,
+        block_hashes: Sequence[bytes],
+        lora_fingerprint: bytes,
+        start: int,
+        g: int,
+        whole: bool,
+        checksums_ready: float,
+    ) -> tuple[list[int], list[int]]:
+        """Block ids of group ``g`` by place, 0 where there is none (and before ``start``), and the steps that make
+        their checksums. ``whole``: it ends where the first is missing."""
+        size = self._groups[g][0]
+        per, first, keys = size // self._hash_block_size, start // size, self._keys()
+        ids, steps = [0] * first, [-1] * first
+        for position in range(first, len(block_hashes) // per):
+            block_hash = block_hashes[(position + 1) * per - 1]
+            found = self._checksum_index.find(keys.key(block_hash, g, lora_fingerprint))
+            # The index has a part of the hash, and keeps evicted blocks until vLLM hands them out.
+            if found is None or found[1] > checksums_ready or not self._pool.holds(found[0], block_hash, g):
+                if whole:
+                    break
+                found = 0, -1
+            ids.append(found[0])
+            steps.append(found[1])
+        return ids, steps

@@ -1,0 +1,94 @@
+"""Lookups for queued requests, so that the answers are there when vLLM matches the requests.
+
+Without it each request of a burst is looked up when vLLM comes to it, and all others wait for its answer. A prefetched
+hit is leased for its request. Therefore few lookups are ahead at a time, and not for long: when one expires, vLLM is
+not about to come to the queue, and none is sent until it does. On vLLM's scheduler thread only.
+"""
+
+import time
+from typing import Any, Protocol
+
+from vllm_kvtier.scheduler.sources.base import PendingLookup
+from vllm_kvtier.vllm_compat import requests as vr
+
+MAX_PREFETCHES = 16
+PREFETCHES_PER_MATCH = 2  # sent when vLLM matches a request in time: the queue moves
+MAX_PREFETCH_SECONDS = 0.25
+
+
+class PrefetchSource(Protocol):
+    """What is used of a ``StoreSource``."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def lookup_queued(self, request: Any, lora_fingerprint: bytes) -> PendingLookup | None: ...
+
+    def cancel(self, pending: PendingLookup) -> None: ...
+
+
+class LookupPrefetcher:
+    def __init__(self, source: PrefetchSource, hash_block_size: int):
+        self._source, self._hash_block_size = source, hash_block_size
+        self._queue: dict[str, Any] = {}  # requests without a lookup, oldest first
+        self._expired: set[str] = set()  # requests whose lookup was sent too early
+        self._lookups: dict[
+            str, tuple[PendingLookup, float, bytes]
+        ] = {}  # oldest first, with time and LoRA fingerprint
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def add(self, request: Any) -> None:
+        """vLLM will match the request, after those that came before."""
+        first = not self._queue and not self._expired
+        self._queue[request.request_id] = request
+        if first:
+            self._send(1)
+
+    def on_matched(self, request_id: str) -> None:
+        """vLLM came to the request for the first time; ``take`` or ``cancel`` may follow."""
+        self._queue.pop(request_id, None)
+        self._expired.discard(request_id)
+        if request_id in self._lookups:
+            self._send(PREFETCHES_PER_MATCH)
+
+    def take(self, request: Any, block_hashes: list[bytes], computed: int) -> PendingLookup | None:
+        """The lookup that was sent for the request, if it is the one to be sent now; else it is cancelled."""
+        lookup, _, lora_fingerprint = self._lookups.get(request.request_id, (None, 0.0, b""))
+        if lookup is None:
+            return None
+        same = lookup.epoch == self._source.epoch and lora_fingerprint == vr.lora_fingerprint(request)
+        if same and lookup.start <= computed and lookup.max_tokens == len(block_hashes) * self._hash_block_size:
+            del self._lookups[request.request_id]
+            return lookup
+        self.cancel(request.request_id)
+        return None
+
+    def cancel(self, request_id: str) -> None:
+        """The request ended, or was matched without a prefetched lookup. Idempotent."""
+        self._queue.pop(request_id, None)
+        self._expired.discard(request_id)
+        if request_id in self._lookups:
+            self._source.cancel(self._lookups[request_id][0])
+            del self._lookups[request_id]
+
+    def expire(self) -> None:
+        """Cancel the lookups of requests that vLLM did not come to in time."""
+        while self._lookups:
+            request_id, (_, since, _) = next(iter(self._lookups.items()))
+            if time.monotonic() - since < MAX_PREFETCH_SECONDS:
+                return
+            self.cancel(request_id)
+            self._expired.add(request_id)
+
+    def _send(self, most: int) -> None:
+        while self._queue and len(self._lookups) < MAX_PREFETCHES and most > 0:
+            request = self._queue.pop(next(iter(self._queue)))
+            lora_fingerprint = vr.lora_fingerprint(request)
+            if lora_fingerprint is None:
+                continue
+            lookup = self._source.lookup_queued(request, lora_fingerprint)
+            if lookup is not None:
+                self._lookups[request.request_id] = lookup, time.monotonic(), lora_fingerprint
+                most -= 1

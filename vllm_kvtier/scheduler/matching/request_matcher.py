@@ -1,0 +1,382 @@
+"""Matching and loading: the answers to vLLM for each request, and the end of its load.
+
+On vLLM's scheduler thread only. ``source_selector`` decides which source is asked and which answer is taken. A request
+waits for blocks that another request is loading, so that no block is loaded twice.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+from vllm_kvtier.jobs.transfer_jobs import FailedJob
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
+from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
+from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
+from vllm_kvtier.scheduler.matching.transfer_params import read
+from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.wire.messages import RankInfo
+
+# A request whose transfers from more peers failed is computed.
+MAX_FAILED_PEERS = 4
+
+
+class RequestMatcher:
+    def __init__(self, context: LoadContext, sources: Sequence[KVSource]):
+        """``sources``: in the order in which they are asked."""
+        self._config, self._counters, self._geometry = (
+            context.engine.config,
+            context.engine.counters,
+            context.engine.geometry,
+        )
+        self._planner, self._sync_load, self._checksum_index = (
+            context.planner,
+            context.sync_load,
+            context.checksum_index,
+        )
+        self._sources = sources
+        self._load_or_recompute = LoadOrRecompute(context)
+        self._source_selector = SourceSelector(context, sources)
+        self._tracked: dict[str, RequestState] = {}
+        self._jobs: list[Job | FailedJob] = []
+        self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
+        self._known_peers: set[str] = set()
+        self._new_peers: dict[str, list[RankInfo]] = {}
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._tracked.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def states(self) -> Iterator[State]:
+        return (t.life.state for t in self._tracked.values())
+
+    def release_all(self, request: Any) -> None:
+        """The request is computed here: cancel its lookups and release its hits."""
+        t = self.track(request)
+        self._release_unused(t)
+        if t.life.state in (State.NEW, State.LOOKUP, State.HIT):
+            self._source_selector.advance(t, Event.DECLINE)
+
+    def track(self, request: Any) -> RequestState:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(request.request_id))
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _release_unused(self, t: RequestState) -> None:
+        """The request ended, or is computed here."""
+        if t.life.state is State.NEW and t.candidates is None:  # else its sources were asked, and release the export
+            self._source_selector.release_export(t)
+        self._source_selector.release_held(t)
+        self._source_selector.cancel_prefetch(t)
+
+    def prefetch_promotion(self, request: Any) -> None:
+        """Have sources promote what a queued request will look up."""
+        if any([source.prefetch_promotion(request) for source in self._sources]):
+            self._counters.count("promotion_prefetches")
+
+    def prefetch_lookup(self, request: Any) -> None:
+        """Have sources look up a queued request before vLLM matches it."""
+        self._planner.will_compute(request.request_id, 0, request.num_tokens)
+        for source in self._sources:
+            source.prefetch_lookup(request)
+
+    def expire_prefetches(self) -> None:
+        """Once a step."""
+        for source in self._sources:
+            source.expire_prefetches()
+
+    # -- matching ------------------------------------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that a hit covers; None: ask again."""
+        self._planner.forget(request.request_id)
+        tokens, asynchronous = self._match(request, computed)
+        self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
+        return tokens, asynchronous
+
+    def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        t = self.track(request)
+        if self._sync_load.verification_pending:
+            return None, False
+        self._notice_preemption(t)
+        self._notice_eviction(t, computed)
+        t.num_computed_tokens = computed
+        while True:
+            match t.life.state:
+                case State.NEW:
+                    for source in self._sources:
+                        source.on_matched(request.request_id)
+                    if self._waits_for_load(t, computed):
+                        return None, False
+                    if not self._source_selector.ask_next(t, computed, len(self._tracked) == 1):
+                        t.life.fire(Event.DECLINE)
+                        return 0, False
+                case State.LOOKUP:
+                    if t.waits_since:
+                        self._source_selector.wait_briefly(t, len(self._tracked) == 1)
+                    if not self._source_selector.answered(t):
+                        return None, False
+                case State.HIT:
+                    if t.taken_hit.source.cost_key and self._waits_for_load(t, computed):
+                        return None, False
+                    alone = len(self._tracked) == 1
+                    synchronous = self._sync_load.is_eligible(t, computed, len(self._tracked))
+                    gain = self._load_or_recompute.usable_tokens(t, computed, time.monotonic(), alone or synchronous)
+                    t.synchronous, t.others_running = bool(gain and synchronous), not alone
+                    if t.synchronous:  # of the whole prompt, vLLM computes the last token in the same step
+                        return min(gain, request.num_tokens - 1 - computed), False
+                    if gain:
+                        return gain, True
+                    self._source_selector.decline(t)
+                    return 0, False
+                case _:
+                    return 0, False
+
+    def _notice_preemption(self, t: RequestState) -> None:
+        """Match a request that lost its blocks like a new one: a store may have them."""
+        preemptions = getattr(t.request, "num_preemptions", 0)
+        if t.life.state is State.LOADED or (t.life.state is State.LOCAL and preemptions > t.preemptions):
+            t.life.fire(Event.PREEMPT)
+            t.num_external_tokens, t.hit, t.plan = 0, None, None
+            t.candidates = self._source_selector.candidates_after_loss()
+            t.begun_at, t.promoted_tokens = time.monotonic(), 0
+        t.preemptions = preemptions
+
+    def _notice_eviction(self, t: RequestState, computed: int) -> None:
+        """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
+
+        A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
+        held for longer than ``max_hold_seconds``.
+        """
+        candidates = self._source_selector.candidates_after_loss()
+        if not candidates or self._source_selector.is_excluded(t):
+            return
+        hit = t.hit
+        old = hit is not None and time.monotonic() - t.hit_at > hit.source.max_hold_seconds
+        if t.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
+            t.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
+            self._source_selector.advance(t, Event.DECLINE)
+        elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
+            return
+        t.life.fire(Event.PREEMPT)
+        t.hit, t.plan, t.candidates = None, None, candidates
+
+    def _waits_for_load(self, t: RequestState, computed: int) -> bool:
+        """Whether another request loads the block that this one needs next, and half of that load is of use here.
+
+        vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
+        it shares only the beginning of.
+        """
+        if not self._loading_hashes or t.request.skip_reading_prefix_cache:
+            return False
+        block_hashes, first = t.request.block_hashes, computed // self._geometry.hash_block_size
+        other = self._loading_hashes.get(bytes(block_hashes[first])) if first < len(block_hashes) else None
+        loading = self._tracked.get(other) if other else None
+        if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
+            return False  # an aborted load does not enter vLLM's cache
+        if time.monotonic() > loading.allocated_at + self._config.transfer_timeout:
+            return False  # it hangs: its time limit is over
+        if t.waits_for != other:
+            mine = {bytes(h) for h in block_hashes[first:]}
+            shared = sum(h in mine for h in loading.loading_hashes)
+            if 2 * shared < len(loading.loading_hashes):
+                return False
+            t.waits_for = loading.request.request_id
+            self._counters.count("inflight_load_waits", loading.source_name)
+        return True
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: BlockIds, external: int) -> None:
+        """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
+        t = self.track(request)
+        self._source_selector.cancel_prefetch(t)
+        if t.life.state in (State.NEW, State.LOOKUP):
+            self._source_selector.release_held(t)
+        if t.life.state is State.LOOKUP:  # vLLM went on without an answer (a request that reads no prefix cache)
+            t.miss_reason = t.miss_reason or "scheduled_before_answer"
+            self._source_selector.advance(t, Event.DECLINE)
+        elif t.life.state is State.HIT and external <= 0:
+            self._source_selector.decline(t)
+        if t.life.state is not State.HIT:
+            self._account(t)
+            return
+        t.life.fire(Event.ALLOCATE_SYNC if t.synchronous else Event.ALLOCATE)
+        t.allocated_at, hit = time.monotonic(), t.taken_hit
+        tokens = t.num_computed_tokens + external
+        job = self._build_job(t, block_ids, tokens)
+        if hit.source.cost_key:
+            self._planner.started(hit.source.cost_key, hit.nbytes)
+            t.planned_for = hit
+        t.num_external_tokens = external
+        self._jobs.append(job)
+        # vLLM goes on computing in this block, or computes a prompt's last token in it again: the source's checksum is
+        # not that of its content then.
+        first = min(tokens, request.num_tokens - 1)
+        pairs = zip(block_ids, self._geometry.groups, strict=True)
+        again = {ids[first // size] for ids, (size, _) in pairs if first // size < len(ids)}
+        t.entries = [entry for entry in t.entries if entry.block not in again]
+        if t.synchronous:
+            self._sync_load.begin(t, cast(SyncJob, job))  # as ``supports_sync_load`` says
+            return
+        hash_block_size = self._geometry.hash_block_size
+        t.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[t.num_computed_tokens // hash_block_size :]
+        self._loading_hashes.update(dict.fromkeys(t.loading_hashes, request.request_id))
+
+    def _build_job(self, t: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        """The job for ``t.hit``; its blocks get new content."""
+        hit = t.taken_hit
+        job = t.job = hit.source.build_job(t, block_ids, tokens)
+        t.can_cancel_load = hit.source.can_cancel_load
+        for group in job.groups:
+            self._checksum_index.forget(group.blocks.tolist())
+        if hit.ranks is not None and hit.instance not in self._known_peers:
+            self._known_peers.add(hit.instance)
+            self._new_peers[hit.instance] = hit.ranks
+        return job
+
+    def fail_load(self, request: Any, block_ids: BlockIds, external: int) -> None:
+        """``allocated`` raised at any point. In place of its job the workers report a failed load of these blocks,
+        which ends like any load that fails."""
+        t = self._tracked[request.request_id]
+        self._jobs = [job for job in self._jobs if job.request_id != request.request_id]
+        if t.life.state is State.HIT:
+            t.life.fire(Event.ALLOCATE_SYNC if t.synchronous else Event.ALLOCATE)
+        t.allocated_at, t.num_external_tokens, t.entries = time.monotonic(), external, []
+        job = t.job = job_builder.failed_job(t, self._geometry, block_ids, t.num_computed_tokens + external)
+        t.can_cancel_load = False
+        self._jobs.append(job)
+        if t.synchronous:
+            self._sync_load.begin(t, job)
+
+    def release_steps(self, request_id: str, gone: bool = False, ended: bool = False) -> list[Callable[[], object]]:
+        """Our code raised while it dealt with the request, which is computed now. Returns a step for each thing to
+        release; the caller runs every step, even if another one raises.
+
+        The fields decide, not the state. A load goes on until the workers report its end. ``gone``: the request has
+        ended; ``ended``: its load has.
+        """
+        if gone:
+            self._planner.forget(request_id)
+        t = self._tracked.get(request_id)
+        if t is None:
+            return self._source_selector.release_steps(request_id, None)
+        state = t.life.state
+        if state in (State.LOADING, State.VERIFYING, State.ABANDONED) and not ended:
+            t.life.state = State.ABANDONED if gone else state
+            return []
+        steps: list[Callable[[], object]] = []
+        if ended or state in (State.NEW, State.LOOKUP, State.HIT):
+            steps = self._source_selector.release_steps(request_id, t)
+            if t.planned_for is not None:
+                steps.append(partial(self._planner.ended, t.planned_for.source.cost_key, t.planned_for.nbytes))
+            self._loading_hashes = {h: loading for h, loading in self._loading_hashes.items() if loading != request_id}
+            t.num_external_tokens, t.plan, t.planned_for, t.job, t.synchronous = 0, None, None, None, False
+            t.candidates, t.loading_hashes, t.entries, t.positions = deque(), [], [], {}
+            t.life.state = State.LOCAL
+        if gone or state in (State.ABANDONED, State.GONE):
+            t.life.state = State.GONE
+            self._tracked.pop(request_id, None)
+        return steps
+
+    def request_ids(self) -> list[str]:
+        return list(self._tracked)
+
+    def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
+        """Jobs for the workers to start in this step, and the ranks of peers that they name for the first time."""
+        taken, self._jobs = self._jobs, []
+        new_peers, self._new_peers = self._new_peers, {}
+        return taken, new_peers
+
+    def take_aborted(self) -> list[str]:
+        """Aborted requests whose loads have not ended."""
+        taken, self._source_selector.aborted = self._source_selector.aborted, []
+        return taken
+
+    def put_back(self, taken: list[Job | FailedJob], new_peers: dict[str, list[RankInfo]], aborted: list[str]) -> None:
+        """After an exception: these did not get to the workers."""
+        self._jobs, self._new_peers = taken + self._jobs, {**new_peers, **self._new_peers}
+        self._source_selector.aborted = aborted + self._source_selector.aborted
+
+    def on_load_ended(self, request_id: str, failed: bool) -> None:
+        """All ranks ended the request's load, peer fetch or pull, and its lease goes back.
+
+        ``failed``: at least one rank failed. The request is then computed, or matched again if other peers may have its
+        blocks.
+        """
+        t = self._tracked.get(request_id)
+        if t is None:
+            return
+        abandoned = t.life.state is State.ABANDONED
+        for block_hash in t.loading_hashes:
+            if self._loading_hashes.get(block_hash) == request_id:
+                del self._loading_hashes[block_hash]
+        t.loading_hashes = []
+        if t.planned_for is not None:
+            self._planner.ended(t.planned_for.source.cost_key, t.planned_for.nbytes)
+            t.planned_for = None
+        self._source_selector.advance(t, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
+        if failed:
+            t.num_external_tokens, t.miss_reason = 0, f"load_failed_{t.source_name}"
+            self._try_other_peers(t)
+            if t.synchronous:  # else vLLM gives it blocks anew
+                self._account(t)
+        elif t.hit is not None and t.hit.same_layout and not abandoned:
+            for entry in t.entries:  # in the workers' tables
+                self._checksum_index.mark(entry)
+        if not failed and (not abandoned or vr.ended_well(t.request)):  # it may end in the step that loads it
+            self._account(t)
+        t.entries, t.job, t.positions = [], None, {}
+        if abandoned:
+            self._tracked.pop(request_id, None)
+
+    def _account(self, t: RequestState) -> None:
+        """Count, once a request, the sources of its prompt's KV."""
+        if t.counted:
+            return
+        t.counted, count, prompt = True, self._counters.count, t.request.num_prompt_tokens
+        local = min(t.num_computed_tokens, prompt)
+        brought = min(t.num_external_tokens, prompt - local)
+        parts = {"local_cache_hit": local, "local_compute": prompt - local - brought}
+        if brought:
+            count("hits", t.source_name)
+            parts |= t.taken_hit.source.tokens_by_source(t, brought)
+        elif local:
+            count("hits", "local_cache_hit")
+        else:
+            count("misses", t.miss_reason or "no_source")
+        for kind, tokens in parts.items():
+            if tokens:
+                count("prompt_tokens", kind, tokens)
+
+    def _try_other_peers(self, t: RequestState) -> None:
+        """A peer fetch failed: other peers may have the blocks, if vLLM asks again."""
+        if t.hit is None or not t.hit.source.others_may_have_it or t.life.state is not State.LOCAL:
+            return
+        t.failed.add(t.hit.instance)
+        if t.candidate is not None and t.candidate.instance:
+            t.failed.add(t.candidate.instance)  # the store may know the peer at this address by another name
+        if len(t.failed) > MAX_FAILED_PEERS:
+            return
+        t.life.fire(Event.PREEMPT)
+        t.hit, t.plan, t.synchronous, t.candidates = None, None, False, None
+
+    def finished(self, request: Any) -> RequestState:
+        """The request ended: release what it holds, unless the workers still read."""
+        t = self.track(request)
+        self._release_unused(t)
+        self._planner.forget(request.request_id)
+        self._source_selector.advance(t, Event.FINISH)
+        if t.life.state is State.GONE:
+            self._tracked.pop(request.request_id, None)
+        return t

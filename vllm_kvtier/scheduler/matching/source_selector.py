@@ -1,0 +1,201 @@
+"""Which candidates of a request's sources are asked, in which order, and which answer is taken.
+
+Candidates are asked one after the other, in the order of the sources. A hit of a source with ``holds_hit`` is kept
+while the others are asked for more. On the scheduler's thread only; ``sources.base`` says what a source does.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.matching.request_lifecycle import Action, Event
+from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.sources.base import Candidate, KVSource, LookupHit, LookupMiss, Need
+
+logger = get_logger("vllm.kvtier.source_selector")
+
+# A source that answers soon takes a fraction of a millisecond. Without other requests this wait is shorter than the
+# empty step that vLLM makes without an answer.
+SHORT_WAIT = 3e-3  # seconds
+# Without an answer a request waits for a whole step of the others. They can spare this, up to such a share of the time.
+# A peer engine that launches a step meanwhile answers in 1 to 3 ms (``benchmarks/asks.py``).
+BUSY_WAIT = 3e-3
+BUSY_SHARE = 0.01
+MAX_WAIT_BUDGET = 20e-3  # seconds of it that may be saved up
+MAX_WAITS = 2  # times that one request may have that: for the store, and for a peer that the store names
+
+
+class SourceSelector:
+    def __init__(self, context: LoadContext, sources: Sequence[KVSource]):
+        """``sources``: in the order in which they are asked."""
+        self.sources = sources
+        self._config, self._counters = context.engine.config, context.engine.counters
+        self._resumes = context.engine.info.supports_partial_prefix
+        self._wait_budget, self._budget_at = MAX_WAIT_BUDGET, time.monotonic()  # waiting among others, and as of when
+        self.aborted: list[str] = []  # requests whose loads the workers need not continue
+
+    def is_excluded(self, t: RequestState) -> bool:
+        """Whether no source is of use to this request."""
+        return not self._resumes or t.request.skip_reading_prefix_cache
+
+    def candidates_after_loss(self) -> deque[Candidate]:
+        return deque(candidate for source in self.sources for candidate in source.candidates_after_loss())
+
+    # -- lookup ------------------------------------------------------------------------------------------------------
+
+    def ask_next(self, t: RequestState, computed: int, alone: bool) -> bool:
+        """Ask the next candidate that is worth it; False if none is left. ``alone``: no other request is here."""
+        request = t.request
+        if t.candidates is None:
+            candidates = [candidate for source in self.sources for candidate in source.candidates(t)]
+            t.candidates, t.begun_at = deque(candidates), time.monotonic()
+        lacking = request.num_tokens - 1 - computed  # at least the last token is computed here
+        if request.skip_reading_prefix_cache:
+            lacking = 0  # prompt log-probabilities need every token computed; vLLM asks anyway
+        left = lacking if t.held is None else request.num_tokens - 1 - t.held.tokens
+        need = Need(computed, lacking, left, alone)
+        while t.candidates:
+            candidate = t.candidates.popleft()
+            t.pending = candidate.source.lookup(t, candidate, need)
+            if t.pending is None:
+                continue
+            t.candidate, t.waits_since, t.asked_at = candidate, 0.0, time.monotonic()
+            t.life.fire(Event.LOOKUP)
+            self.wait_briefly(t, alone)
+            early = candidate.source.early_hit(t)
+            if early is not None:  # the lookup stays under way
+                self._take(t, early)
+            return True
+        if t.held is not None:
+            t.hit, t.hit_at, t.held = t.held, time.monotonic(), None
+            t.life.fire(Event.TAKE_HELD_HIT)
+            return True
+        return False
+
+    def _take(self, t: RequestState, hit: LookupHit) -> None:
+        t.hit, t.hit_at = hit, time.monotonic()
+        t.life.fire(Event.HIT)
+
+    def wait_briefly(self, t: RequestState, alone: bool) -> None:
+        """Wait for an answer, if one is expected soon."""
+        if t.pending is None or not t.pending.source.answers_soon:
+            return
+        if alone:
+            t.pending.wait(SHORT_WAIT)
+            return
+        now = time.monotonic()
+        self._wait_budget = min(MAX_WAIT_BUDGET, self._wait_budget + BUSY_SHARE * (now - self._budget_at))
+        self._budget_at = now
+        if self._wait_budget >= BUSY_WAIT and t.num_waits < MAX_WAITS:
+            t.num_waits += 1
+            t.pending.wait(BUSY_WAIT)
+            self._wait_budget -= time.monotonic() - now
+
+    def answered(self, t: RequestState) -> bool:
+        """Apply the answer to ``t.pending``; False while there is none."""
+        pending, candidate = t.pending, t.candidate
+        assert pending is not None and candidate is not None
+        result, source = pending.poll(), pending.source
+        if result is None:
+            # Every lookup ends by its deadline, unless the thread died that ends it.
+            if time.monotonic() < pending.deadline + 1.0:
+                return False
+            t.decline_lookup(self._counters, "timeout")
+            self.advance(t, Event.TIMEOUT)
+        elif again := source.retry_lookup(t, result):
+            self.release_held(t)
+            t.pending = again
+            if result.found:
+                t.held = result  # leased meanwhile
+            return False
+        elif not result.found:
+            self._add_candidates(t, result)
+            logger.debug("kvtier: %s: %s", t.request.request_id, result.reason)
+            self._miss(t, result.code)
+            if result.code in ("timeout", "checksums_not_ready", "unreachable"):
+                candidate.source.release_export(t)  # the prompt is computed here
+        elif source.holds_hit:
+            source.on_held(t, result)
+            self.release_held(t)
+            t.pending, t.held = None, result
+            self._add_candidates(t, result)
+            t.life.fire(Event.HOLD_HIT)
+        elif not source.fits(t, result):
+            self._miss(t, "malformed")
+            source.release(result, True)
+        elif t.held is not None and not source.beats(t, result, t.held):
+            self._miss(t, "store_has_as_much")
+            source.release(result, False)
+        else:
+            self.release_held(t)
+            self._take(t, result)
+        if not t.waits_since:  # else the wait for a promotion took most of the time
+            self._counters.observe("lookup_seconds", candidate.source.name, time.monotonic() - t.asked_at)
+        elif result is None or not result.found:  # ``on_held`` counts other waits
+            self._counters.observe("promotion_wait_seconds", "", time.monotonic() - t.waits_since)
+        return True
+
+    @staticmethod
+    def _add_candidates(t: RequestState, result: LookupHit | LookupMiss) -> None:
+        assert t.candidates is not None
+        t.candidates.extendleft(reversed(result.candidates))
+
+    def _miss(self, t: RequestState, reason: str) -> None:
+        t.decline_lookup(self._counters, reason)
+        t.life.fire(Event.MISS)
+        t.pending = None
+
+    def decline(self, t: RequestState) -> None:
+        hit = t.taken_hit
+        if hit.source.cost_key and hit.tokens > t.num_computed_tokens:
+            reason = "load_slower_than_compute"
+        else:
+            reason = "local_cache_hit" if hit.tokens <= t.num_computed_tokens else "below_threshold"
+        t.decline_lookup(self._counters, reason)
+        self.advance(t, Event.DECLINE)
+
+    # -- release -----------------------------------------------------------------------------------------------------
+
+    def advance(self, t: RequestState, event: Event) -> None:
+        """Fire ``event``, after its action: if that raises, the state is unchanged."""
+        action = t.life.action(event)
+        if action is Action.CANCEL_LOOKUP and t.pending is not None:
+            source = t.pending.source
+            source.cancel(t.pending)
+            t.pending = None
+            source.release_export(t)
+        elif action is Action.RELEASE and t.hit is not None:
+            t.hit.source.release_hit(t)
+        elif action is Action.CANCEL_LOAD and t.can_cancel_load:
+            self.aborted.append(t.request.request_id)
+        t.life.fire(event)
+
+    def release_held(self, t: RequestState) -> None:
+        if t.held is not None:
+            t.held.source.release(t.held, False)
+            t.held = None
+
+    def cancel_prefetch(self, t: RequestState) -> None:
+        for source in self.sources:
+            source.cancel_prefetch(t.request.request_id)
+
+    def release_export(self, t: RequestState) -> None:
+        for source in self.sources:
+            source.release_export(t)
+
+    def release_steps(self, request_id: str, t: RequestState | None) -> list[Callable[[], object]]:
+        """As ``RequestMatcher.release_steps``."""
+        steps: list[Callable[[], object]] = [partial(source.cancel_prefetch, request_id) for source in self.sources]
+        if t is None:
+            return steps
+        held, hit, pending = t.held, t.hit, t.pending
+        t.held = t.hit = t.pending = None
+        if pending is not None:  # also releases its hit, if that was taken
+            steps.append(partial(pending.source.cancel, pending))
+        for each in (held, hit):
+            if each is not None and each.lease and (pending is None or pending.outcome is not each):
+                steps.append(partial(each.source.release, each, False))
+        return steps + [partial(source.release_export, t) for source in self.sources]

@@ -1,0 +1,157 @@
+"""``kv_transfer_params``: reading what a router sent, writing what it should carry on.
+
+vLLM's NixlConnector names are at the top level and are what we trust for addresses (routers rewrite
+``remote_host``); everything of ours is in one nested dict, ``kvtier``. Values come from clients: nothing here
+raises, what is malformed is as good as absent.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier.scheduler.leases.exports import Export, LeaseKind
+
+Address = tuple[str, int]  # host, port
+
+# Names and addresses only: ZMQ gives "*", ";" and "/" in an address meanings of their own.
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
+_PORT = re.compile(r"[0-9]{1,5}")
+VERSION = 1
+MAX_PEERS = 8
+
+
+@dataclass(frozen=True)
+class EarlyReadInfo:
+    """Where the prefill engine's blocks are: enough to read them before the lease is granted."""
+
+    instance: str
+    tokens: int
+    digest: bytes
+    blocks: list[list[int]]  # block ids a group, from token 0 on
+
+
+@dataclass(frozen=True)
+class PrefillHandoff:
+    """A finished prefill promised to us."""
+
+    address: Address
+    export: str
+    early_read: EarlyReadInfo | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Hints:
+    handoff: PrefillHandoff | None = None
+    peers: tuple[Address, ...] = ()  # engines that may hold the prompt's blocks, to be asked by hash
+    stores: tuple[str, ...] = ()  # host:port of other nodes' stores that may
+    export_prefill: bool = False  # another engine will fetch this request's prefill
+    asked: bool = False  # whether the answer should carry params at all
+
+
+def _address(host: Any, port: Any) -> Address | None:
+    if isinstance(port, str) and _PORT.fullmatch(port):
+        port = int(port)
+    if isinstance(host, str) and _HOST.fullmatch(host) and type(port) is int and 0 < port < 65536:
+        return host, port
+    return None
+
+
+def _is_text(value: str) -> bool:
+    """JSON may hold halves of surrogate pairs, which cannot be sent."""
+    return not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def read(params: Any) -> Hints:
+    """What a request's params say; ``Hints()`` for anything that is not ours or NixlConnector's."""
+    if not isinstance(params, dict):
+        return Hints()
+    ours = params.get("kvtier")
+    ours = ours if isinstance(ours, dict) else {}
+    remote = _address(params.get("remote_host"), params.get("remote_port"))
+    stores = _stores(ours.get("stores"))
+    if params.get("do_remote_prefill"):
+        export = ours.get("export") or params.get("remote_request_id")
+        if remote and isinstance(export, str) and 0 < len(export) <= 512 and _is_text(export):
+            return Hints(
+                handoff=PrefillHandoff(remote, export, _early_read_info(params, ours)), stores=stores, asked=True
+            )
+        return Hints(stores=stores, asked=True)
+    peers = [remote] if remote else []
+    listed = ours.get("sources")
+    for peer in listed[:MAX_PEERS] if isinstance(listed, list) else ():
+        address = _address(peer.get("host"), peer.get("port")) if isinstance(peer, dict) else None
+        if address and address not in peers:
+            peers.append(address)
+    return Hints(peers=tuple(peers), stores=stores, export_prefill=bool(params.get("do_remote_decode")), asked=True)
+
+
+def _stores(listed: Any) -> tuple[str, ...]:
+    named = [str(each).rpartition(":") for each in listed[:MAX_PEERS]] if isinstance(listed, list) else []
+    addresses = [_address(host, port) for host, _, port in named]
+    return tuple(f"{address[0]}:{address[1]}" for address in addresses if address)
+
+
+def _early_read_info(params: dict[str, Any], ours: dict[str, Any]) -> EarlyReadInfo | None:
+    instance, tokens, digest = ours.get("instance"), ours.get("num_tokens"), ours.get("digest")
+    blocks = params.get("remote_block_ids")
+    if not (isinstance(instance, str) and type(tokens) is int and isinstance(digest, str) and isinstance(blocks, list)):
+        return None
+    if not all(isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids) for ids in blocks):
+        return None
+    try:
+        return EarlyReadInfo(instance, tokens, bytes.fromhex(digest), blocks)
+    except ValueError:
+        return None
+
+
+def report(prompt: int, local: int, pulled: int, pulled_from: str | None) -> dict[str, Any]:
+    """Where a request's prompt KV came from, in tokens, for its params."""
+    return {
+        "prompt_tokens": prompt,
+        "local_tokens": local,
+        "pulled_tokens": pulled,
+        "pulled_from": pulled_from,
+        "computed_tokens": max(0, prompt - local - pulled),
+    }
+
+
+def write(
+    export: Export,
+    engine_id: str,
+    instance: str,
+    address: Address,
+    seconds: float,
+    tensor_parallel: int,
+    report: dict[str, Any],
+) -> dict[str, Any]:
+    """Params for the answer of a request whose blocks are exported: a hand-off for a decode engine, or blocks retained
+    for the next turn. ``seconds``: how long the export lives (a duration, because clocks differ)."""
+    prefill = export.kind is LeaseKind.HANDOFF
+    return {
+        "do_remote_prefill": prefill,
+        "do_remote_decode": not prefill,
+        "remote_engine_id": engine_id,
+        "remote_request_id": export.id,
+        "remote_host": address[0],
+        "remote_port": address[1],
+        "remote_block_ids": [group.ids for group in export.groups],
+        "remote_num_tokens": export.tokens,
+        "remote_blocks_expiry_time": None,
+        "tp_size": tensor_parallel,
+        "transfer_mode": "pull",
+        "kvtier": {
+            "v": VERSION,
+            "engine_id": engine_id,
+            "instance": instance,
+            "export": export.id,
+            "num_tokens": export.tokens,
+            "digest": export.digest.hex(),
+            "expires_in": seconds,
+            **report,
+        },
+    }
+
+
+def write_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Params for the answer of a request that exports nothing: only where its KV came from."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "kvtier": {"v": VERSION, **report}}

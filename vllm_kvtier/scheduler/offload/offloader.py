@@ -1,0 +1,437 @@
+"""Offloading: full blocks go to the node store as requests fill them.
+
+A block is *collected* in the step that fills it, and pinned, so that vLLM does not reuse its memory. It is *reserved*
+when the store lacks it, *copied* by the workers behind the forward that writes it, then committed and unpinned. A block
+that the store has, or has no space for, is unpinned when the store answers. The number of pins is bounded: beyond it,
+and when vLLM is short of blocks, the newest blocks are *taken back*, from the end of their prefixes. They are offered
+again with the next block that their request fills, and after it ended well, while vLLM's prefix cache has them.
+
+Blocks of a LoRA adapter are offered once, when their request has ended (see ``provenance``): vLLM's prefix cache may
+have the KV of other weights under their hashes later.
+
+A stored prefix has no gap: a block is committed after its parent, or not at all. Jobs of a group are copied in their
+order; if one is cut short, so is all that depends on its missing blocks.
+
+Collecting and unpinning happen here, on the scheduler's thread (the pool has no lock); the rest on the reactor's, see
+``store_jobs``.
+"""
+
+import functools
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
+from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.scheduler.offload.store_jobs import (
+    BLOCKS_NEEDED,
+    INFLIGHT_LIMIT,
+    PARENT_NOT_STORED,
+    STORE_UNAVAILABLE,
+    STORED,
+    STORED_ALREADY,
+    Batch,
+    Item,
+    StoreJobs,
+)
+from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.store.client import Pending
+from vllm_kvtier.store.protocol import HASH, MAX_ITEMS, NO_PARENT
+from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.wire import messages as m
+
+# Blocks are reserved together: a request that only generates fills one in 16 steps, and every thread that handles a
+# message takes the interpreter from the engine's. A long prompt reserves at once, so that its copy begins behind its
+# forward; a short one soon, because other requests may begin with it; generated blocks when the request has ended.
+RESERVE_AT_BLOCKS = 32, 64  # of a batch with blocks of prompts, and without
+RESERVE_AFTER_STEPS = 8, 32  # the same
+MAX_REWINDS = 2
+# Without room, each step checks so many ended requests (and this part of them) with blocks to offer again, and drops
+# those that vLLM has evicted.
+MIN_PRUNED_TABLES, PRUNED_TABLE_SHARE = 8, 64
+MAX_ENDED_TABLES = 1024  # each keeps its whole request
+# Steps between counts of the pinned blocks that no request holds, after a count that was too low: a count takes a
+# millisecond with tens of thousands of pins, and vLLM may be short of blocks in every step.
+RECOUNT_AFTER_STEPS = 8
+
+
+class Offloader:
+    def __init__(
+        self,
+        engine: EngineContext,
+        store: NodeStoreSource,
+        send: Callable[[m.StoreBlocks | m.CancelStores], None],
+        on_free: Callable[[], None],
+        verified: Callable[[], bool],
+        events: Events | None = None,
+    ):
+        """``send``: to all workers. ``on_free`` is called (reactor's thread) when blocks wait to be unpinned.
+        ``verified``: whether all KV in vLLM's prefix cache is verified."""
+        config, pool, groups, step_tokens = engine.config, engine.pool, engine.geometry.groups, engine.info.step_tokens
+        self._config, self._store, self._pool, self._keys = config, store, pool, engine.identity.content_keys
+        self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
+        self._verified, self.events = verified, events
+        self._hash_block_size = engine.geometry.hash_block_size
+        self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
+        self._step_tokens = step_tokens
+        # Free blocks that are left for a step when blocks of ended requests are pinned again.
+        self._spare = min(sum(-(-step_tokens // size) for size, _ in groups), pool.num_blocks // 4)
+        self.pinned = 0  # blocks held for copies
+        # Pinned blocks that no request held at the last count, and the step from which on they are counted again.
+        self._alone, self._recount_at = 0, 0
+        self._held: Counter[int] = Counter()  # the blocks of these pins
+        self._open: dict[tuple[bytes, bytes], Batch] = {}
+        # Of requests that ended well and have blocks to offer again: one for each content, by namespace id and the hash
+        # of the last full block; the one checked longest ago first.
+        self._ended: dict[tuple[bytes, bytes], Table] = {}
+        self._step = 0
+        self.jobs = StoreJobs(store, groups, engine.counters, engine.reactor, send, on_free)
+
+    def wanted(self) -> bool:
+        return self._config.store_write != "off"
+
+    # -- scheduler's thread ----------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, growth: list[Growth]) -> None:
+        self._step = step
+        self.drain()
+        if self.wanted():  # tables may be followed for other engines' sake
+            self._offer_ended()  # first: what running requests hold is not evicted meanwhile
+            if self._store.limit():
+                for tracked, table, computed in growth:
+                    self._collect(table, self._full(tracked.request, computed))
+        self._ask(False)
+        self._leave_room(growth)
+
+    def idle(self) -> None:
+        """The engine has no requests: go on with blocks of ended ones."""
+        self.drain()
+        self._offer_ended()
+        self._ask(True)
+
+    def _leave_room(self, growth: list[Growth]) -> None:
+        """Free blocks for the next part of prompts: vLLM preempts a request that gets none."""
+        prompts = [(t.request.num_prompt_tokens, computed) for t, _, computed in growth]
+        left = min(self._step_tokens, sum(max(0, tokens - computed) for tokens, computed in prompts))
+        short = sum(-(-left // size) for size, _ in self._groups) - self._pool.free_count()
+        if short > 0:
+            self.cancel_for_requests(short)
+
+    def finished(self, t: RequestState, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
+        """The request ended: collect its last blocks, if it ended well."""
+        request = t.request
+        self._recount_at = 0  # no other request may hold its blocks now
+        if table is not None:
+            table.running, table.groups = False, block_ids
+            if self.wanted() and vr.ended_well(request):
+                table.ended = self._full(request, vr.written_tokens(request))
+                table.namespace_id = self._store.namespace_id(lora_fingerprint_of(request))
+                if self._store.limit():
+                    self._collect(table, table.ended, leaving=True)
+                if request.lora_request is None:
+                    self._keep_ended(table)
+                elif self._left(table):
+                    self._give_up_ended(table)
+        self._ask(True)
+
+    def _full(self, request: Any, tokens: int) -> int:
+        """The first of these tokens whose full blocks are to be stored."""
+        full = min(tokens, len(request.block_hashes) * self._hash_block_size)
+        return min(full, request.num_prompt_tokens) if self._config.store_write == "prompt" else full
+
+    def _left(self, table: Table) -> bool:
+        return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
+
+    def _last(self, table: Table, g: int, full: int) -> int:
+        return min(full // self._groups[g][0], len(table.groups[g]))
+
+    def _offer_ended(self) -> None:
+        """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
+        if not self._verified():
+            return
+        most = MIN_PRUNED_TABLES + len(self._ended) // PRUNED_TABLE_SHARE
+        for checked in range(len(self._ended)):
+            if checked >= most and not self._room(ended=True):
+                return
+            table = self._ended.pop(next(iter(self._ended)))
+            if self._store.namespace_id(lora_fingerprint_of(table.request)) != table.namespace_id:
+                self._give_up_ended(table)  # a new namespace was started
+                continue
+            self._collect(table, table.ended)
+            self._keep_ended(table)
+
+    def _keep_ended(self, table: Table) -> None:
+        """Keep the table if blocks are left to offer again, in place of one of the same content."""
+        if not self._left(table):
+            return
+        key = table.namespace_id, bytes(table.request.block_hashes[table.ended // self._hash_block_size - 1])
+        same = self._ended.pop(key, None)
+        if same is not None:
+            if same.instance == table.instance:
+                table.offered = [min(pair) for pair in zip(table.offered, same.offered, strict=True)]
+            else:
+                table.offered = [0] * len(self._groups)  # they were offered to different stores
+            table.rewinds, table.why = max(table.rewinds, same.rewinds), table.why or same.why
+        self._ended[key] = table
+        if len(self._ended) > MAX_ENDED_TABLES:
+            self._give_up_ended(self._ended.pop(next(iter(self._ended))))
+
+    def _give_up_ended(self, table: Table) -> None:
+        why = table.why or self._no_room()
+        for g, done in enumerate(table.offered):
+            self._counters.count("stores_skipped", why, max(0, self._last(table, g, table.ended) - done))
+
+    def _no_room(self) -> str:
+        return INFLIGHT_LIMIT if self._store.limit() else STORE_UNAVAILABLE
+
+    def _room(self, ended: bool = False) -> int:
+        """Blocks that may be pinned now. ``ended``: of an ended request, so that vLLM has fewer free blocks then."""
+        room = self._max_pinned - self.pinned if self._store.limit() else 0
+        return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
+
+    def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
+        """Pin blocks of the first ``full`` tokens that were not offered yet, as far as there is room. ``leaving``: the
+        request ends, and its table has exactly the blocks that it still holds."""
+        if leaving and table.request.lora_request is not None:  # nor may the request that computed a hit have done so
+            table.offered = [0] * len(self._groups)
+        self._follow_store(table, leaving)
+        if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
+            return
+        request = table.request
+        lora_fingerprint, hashes = vr.lora_fingerprint(request), request.block_hashes
+        assert lora_fingerprint is not None, "the request is private"
+        batch, keys = self._batch(request, lora_fingerprint), self._keys()
+        for g, (size, _) in enumerate(self._groups):
+            positions = self._positions(table, g, full, leaving)
+            if not positions:
+                continue
+            # All that may raise comes first, so that no block is pinned that is in no batch.
+            per, items, raws = size // self._hash_block_size, [], []
+            whole = [bytes(hashes[(i + 1) * per - 1]) for i, _ in positions]
+            for (i, block), key, h in zip(positions, keys.of(whole, g, lora_fingerprint), whole, strict=True):
+                parent = bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT
+                item = Item(table, g, i, block, key, batch.namespace_id, h[:HASH], parent, table.begun)
+                if self.events is not None:
+                    item.label = self.events.label_of(batch.namespace_id, g, h)
+                items.append(item)
+            if self.events is not None:
+                raws = self.events.describe(batch.namespace_id, request, g, [i for i, _ in positions])
+            blocks = self._pool.pin([block for _, block in positions])
+            self.pinned += len(blocks)
+            self._held.update(blocks)
+            batch.items += items
+            batch.raws += raws
+            batch.prompts |= positions[0][0] * size < request.num_prompt_tokens
+            batch.step = max(batch.step, self._step)
+
+    def _positions(self, table: Table, g: int, full: int, leaving: bool) -> list[tuple[int, int]]:
+        """(index, block) of a group's blocks to pin next; they count as offered.
+
+        While the request runs, and at its end, its own; later, and behind a window, those in which vLLM's prefix cache
+        has the content. Without it neither a block is stored, nor (but for windows) those after it.
+        """
+        (size, window), hashes = self._groups[g], table.request.block_hashes
+        ended = not table.running and not leaving
+        per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
+        own, last = len(ids) if ended else 0, self._last(table, g, full)
+        if window is not None and not ended and not leaving:
+            own = self._still_held(table.request.num_computed_tokens, size, window)
+        for i in range(table.offered[g], last):
+            block = ids[i] if i >= own else 0
+            if not block and self._verified() and table.request.lora_request is None:
+                block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
+            if block and not room:
+                table.why = self._no_room()
+                break
+            if block:
+                found.append((i, block))
+                room -= 1
+            elif window is None:
+                self._counters.count("stores_skipped", table.why or INFLIGHT_LIMIT, last - i)
+                table.offered[g] = last
+                break
+            elif table.why:
+                self._counters.count("stores_skipped", table.why)
+            table.offered[g] = i + 1
+        return found
+
+    def _follow_store(self, table: Table, leaving: bool) -> None:
+        """If another store serves now, offer all blocks again, but for those behind a window."""
+        instance = self._store.instance
+        if not instance or instance == table.instance:
+            return
+        if table.instance:
+            table.offered, table.rewinds = [0] * len(self._groups), 0
+        table.instance = instance
+        for g, (size, window) in enumerate(self._groups):
+            if window is None:
+                continue
+            if leaving:
+                own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
+            else:
+                own = self._still_held(table.request.num_computed_tokens, size, window)
+            table.offered[g] = max(table.offered[g], own)
+
+    @staticmethod
+    def _still_held(before: int, size: int, window: int) -> int:
+        """A windowed group's first block that certainly belongs to the request in a step that begins at token
+        ``before``: vLLM has freed those behind the window, and another request may have them."""
+        return min(before // size, max(0, before - window + 1) // size + 1)
+
+    def _batch(self, request: Any, lora_fingerprint: bytes) -> Batch:
+        salt = getattr(request, "cache_salt", None)
+        tenant = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
+        key = self._store.namespace_id(lora_fingerprint), tenant
+        batch = self._open.get(key)
+        if batch is None:
+            batch = self._open[key] = Batch(*key, since=self._step)
+            if self.events is not None:
+                self.events.join(batch.namespace_id)  # even if nothing was looked up there
+        return batch
+
+    def _ask(self, now: bool) -> None:
+        """Reserve the collected blocks, once that is worth a message."""
+        for key, batch in list(self._open.items()):
+            at, after = (limits[0 if batch.prompts else 1] for limits in (RESERVE_AT_BLOCKS, RESERVE_AFTER_STEPS))
+            if not (now or len(batch.items) >= at or self._step - batch.since >= after):
+                continue
+            while batch.items:
+                self._reserve(batch, batch.items[:MAX_ITEMS])
+            del self._open[key]
+            if self.events is not None:
+                self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
+
+    def _reserve(self, batch: Batch, items: list[Item]) -> None:
+        instance = self._store.instance
+        groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
+        parents = b"".join([item.parent for item in items])
+        self.jobs.asked()
+        try:
+            pending = self._store.reserve(batch.namespace_id, batch.tenant, groups, hashes, parents)
+        except Exception:
+            self._reactor.call_soon(self.jobs.count_answer)
+            raise
+        del batch.items[: len(items)]
+        answered = functools.partial(self._on_answer, batch, items, instance)
+        try:
+            pending.then(answered)
+        except Exception:  # else the blocks would stay pinned for ever
+            pending.then(answered)
+            raise
+
+    def _on_answer(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
+        self._reactor.call_soon(lambda: self.jobs.reserved(batch, items, pending, instance, self.events))
+
+    def drain(self) -> None:
+        """Unpin what was copied or refused, and offer again what is to be stored nevertheless."""
+        returned = self.jobs.returned
+        while returned:
+            items, why = returned[0]
+            ids = [item.block for item in items]
+            self._pool.free(ids)
+            returned.popleft()
+            self.pinned -= len(ids)
+            self._held.subtract(ids)
+            for i in ids:
+                if not self._held[i]:
+                    del self._held[i]
+            if why == STORED_ALREADY:
+                self._counters.count("stores_skipped", why, len(items))
+            elif why != STORED:
+                self._take_back(items, why)
+
+    def _take_back(self, items: list[Item], why: str) -> None:
+        by_table: defaultdict[Table, list[Item]] = defaultdict(list)
+        for item in items:
+            by_table[item.table].append(item)
+        for table, mine in by_table.items():
+            again = table.begun != mine[0].begun  # since these were collected, they were offered again
+            if not again and not self._again(table, why):
+                self._counters.count("stores_skipped", why, len(mine))
+                continue
+            table.why = why
+            for item in mine:
+                table.offered[item.group] = min(table.offered[item.group], item.index)
+            if not again:
+                table.begun += 1
+                if why == PARENT_NOT_STORED:
+                    self._rewind(table)
+            if table.ended:
+                self._keep_ended(table)
+
+    def _again(self, table: Table, why: str) -> bool:
+        """Whether blocks are to be offered again: a few times only, unless the reason is temporary. A store that keeps
+        losing or refusing them is too small."""
+        if table.request.lora_request is not None or not (table.running or table.ended):
+            return False
+        if why in (STORE_UNAVAILABLE, BLOCKS_NEEDED):
+            return True
+        table.rewinds += 1
+        return table.rewinds <= MAX_REWINDS
+
+    def _rewind(self, table: Table) -> None:
+        """Offer the prefix from its beginning, which the store lost."""
+        for g, (_, window) in enumerate(self._groups):
+            if window is None:
+                table.offered[g] = 0
+        table.due = 0
+
+    def has_frees(self) -> bool:
+        return bool(self.jobs.returned)
+
+    def cancel_for_requests(self, short: int) -> None:
+        """vLLM lacks ``short`` blocks: cancel copies that have not begun, newest first, if that frees enough.
+
+        It mostly does not, because requests still use the blocks. And an engine under load always has a request that
+        waits for more than all copies hold: nothing would be stored there.
+        """
+        if short <= self.pinned and (short <= self._alone or self._step >= self._recount_at):
+            self._alone = self._pool.held_once(self._held, short)
+            if short <= self._alone:
+                short -= self._cut_batches(short)
+                self.jobs.cut_flights(short, self._pool.held_once)
+            else:
+                self._recount_at = self._step + RECOUNT_AFTER_STEPS
+        self.drain()
+
+    def _cut_batches(self, short: int) -> int:
+        """Take back up to ``short`` blocks that no request uses and that are not reserved yet; returns their number."""
+        cut = 0
+        for key, batch in reversed(list(self._open.items())):
+            names: set[tuple[bytes, int, bytes]] = set()
+            for item in reversed(batch.items):
+                if cut >= short:
+                    break
+                if self._pool.held_once([item.block]):
+                    names.add(item.name)
+                    cut += 1
+            if not names:
+                continue
+            kept, gone = [], []
+            for item in batch.items:  # parents come first
+                if item.name in names or (item.namespace_id, item.group, item.parent) in names:
+                    names.add(item.name)
+                    gone.append(item)
+                else:
+                    kept.append(item)
+            self.jobs.returned.append((gone, BLOCKS_NEEDED))
+            batch.items = kept
+            batch.raws = [raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH]) not in names]
+            if not kept:
+                del self._open[key]
+        return cut
+
+    def cancel_all(self, seconds: float) -> None:
+        """Cancel copies, and wait at most ``seconds`` (usually milliseconds) for those that have begun: vLLM is about
+        to reset its prefix cache, which fails while a block is held."""
+        for batch in self._open.values():
+            self.jobs.returned.append((batch.items, BLOCKS_NEEDED))
+        self._open.clear()
+        self._reactor.call_soon(lambda: self.jobs.cancel(BLOCKS_NEEDED))
+        self.jobs.wait_quiet(seconds)
+        self.drain()
+        while self._ended:
+            self._give_up_ended(self._ended.popitem()[1])

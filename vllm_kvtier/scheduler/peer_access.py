@@ -1,0 +1,104 @@
+"""Opens this engine to other engines and to the store, and closes it, by the messages of its workers.
+
+On the reactor's thread; any thread may call ``refuse`` and ``hello``.
+"""
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
+from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
+from vllm_kvtier.scheduler.offload.offloader import Offloader
+from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.wire import messages as m
+
+logger = get_logger("vllm.kvtier.peer_access")
+
+
+class PeerAccess:
+    """Open: the namespace and all ranks are known. Closed: the engine starts or sleeps, or its caches cannot be read.
+    Refused, for good: the namespace does not name this engine's KV; its requests go on."""
+
+    def __init__(
+        self,
+        engine: EngineContext,
+        server: LeaseServer,
+        store: StoreSource | None,
+        offloader: Offloader | None,
+        sharing: PeerDirectoryClient | None,
+    ):
+        self._info, self._identity, self._reactor = engine.info, engine.identity, engine.reactor
+        self._server, self._store, self._offloader, self._sharing = server, store, offloader, sharing
+        self._checksums_ready: dict[int, int] = {}  # by rank: the last step
+        self.refused: str | None = None  # the reason
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.refused or self._server.unusable)
+
+    def hello(self) -> m.Hello | None:
+        return None if self.closed else self._identity.hello()
+
+    def refuse(self, reason: str) -> None:
+        self.refused = reason  # nothing opens from now on
+        self._reactor.call_soon(self.close)
+
+    def close(self, reason: str = "") -> None:
+        reason = self.refused or reason
+        self._server.close(reason)
+        if self._sharing is not None:
+            self._sharing.leave()
+        logger.warning("kvtier: this engine serves without pulls: %s", reason)
+
+    def on_message(self, message: m.LinkMessage) -> None:
+        """Of a worker."""
+        identity = self._identity
+        match message:
+            case m.Described():
+                identity.described[message.rank] = message
+                self.open_if_ready()
+            case m.PoolReady() if self._store is not None:
+                self._store.reached(message)
+            case m.RemoteStoreLost() if self._store is not None:
+                self._store.lost(message)
+            case m.Stored() if self._offloader is not None:
+                self._offloader.jobs.stored(message)
+            case m.Register():
+                identity.ranks[message.info.rank] = message.info
+                identity.wire_codecs[message.info.rank] = message.wire_codec
+                self._checksums_ready.setdefault(message.info.rank, -1)
+                self.open_if_ready()
+            case m.Unusable():
+                self.close(message.reason)
+            case m.Asleep():
+                if self._server.unusable is None:
+                    identity.ranks.clear()  # the other ranks sleep too
+                identity.ranks.pop(message.rank, None)
+                identity.renew_instance()
+                self._server.close(self.refused or "the engine sleeps")
+                if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
+                    self._sharing.leave()
+            case m.ChecksumsReady():
+                self._checksums_ready[message.rank] = max(self._checksums_ready.get(message.rank, -1), message.step)
+                if len(self._checksums_ready) == self._info.world_size:
+                    self._server.checksums_ready(min(self._checksums_ready.values()))
+
+    def open_if_ready(self) -> None:
+        identity, world_size = self._identity, self._info.world_size
+        if identity.namespace is None:  # also if the engine is not supported
+            return
+        if self._store is not None and not self._store.opened and len(identity.described) == world_size:
+            try:
+                self._store.open(identity.namespace, identity.described, identity.codec)
+            except ValueError as error:
+                logger.warning("kvtier: serving without the node store: %s", error)
+        if len(identity.ranks) == world_size and not self.refused:
+            if any(codec != identity.wire_codec for codec in identity.wire_codecs.values()):
+                # Each process resolves "auto"; a record of ``quality`` came in between. The namespace does not name
+                # the codec of this worker.
+                self.refuse("this model was measured while the engine started: restart it")
+                return
+            ranks = [identity.ranks[r] for r in sorted(identity.ranks)]
+            self._server.open(identity.namespace, m.Welcome(m.PROTOCOL, identity.instance, ranks))
+            if self._sharing is not None and all(info.shared is not None for info in ranks):
+                self._sharing.opened(identity.address)
+            logger.info("kvtier: engine %s answers on %s:%d", self._info.engine_id, *identity.address)

@@ -1,0 +1,59 @@
+"""Decides whether a request loads what a hit offers or recomputes it, at the moment when vLLM could take it.
+
+Another process made the hit; ``KVSource.fits`` has checked its numbers. On vLLM's scheduler thread only.
+"""
+
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.matching.request_state import RequestState
+
+
+class LoadOrRecompute:
+    def __init__(self, context: LoadContext):
+        self._config, self._counters, self._planner = context.engine.config, context.engine.counters, context.planner
+        self._geometry, self._resumes = context.engine.geometry, context.engine.info.supports_partial_prefix
+
+    def usable_tokens(self, t: RequestState, computed: int, now: float, alone: bool = True) -> int:
+        """Tokens of ``t.hit`` to load beyond ``computed``; 0: recompute, or the hit is too old. ``alone``: no other
+        request is in the engine, or the step itself waits for the load."""
+        hit = t.taken_hit
+        if not hit.source.is_current(t, hit):
+            return 0
+        if hit.start > computed or now - t.hit_at > self._config.transfer_timeout:
+            return 0
+        prompt = t.request.num_tokens
+        tokens = min(hit.tokens, prompt)
+        if tokens == prompt and self._geometry.windowed:
+            # vLLM would compute the last token again, after it has given up the blocks that only this token's
+            # window reaches (``get_num_skipped_tokens`` is asked for the next token's).
+            tokens -= 1
+        if (tokens < prompt - 1 and not self._resumes) or not self._covers_windows(t, tokens):
+            return 0
+        gain = tokens - computed
+        if hit.source.cost_key:
+            return gain if gain > 0 and self._faster_than_compute(t, computed, tokens, alone) else 0
+        return gain if gain >= max(1, self._config.pull_threshold) else 0
+
+    def _faster_than_compute(self, t: RequestState, computed: int, tokens: int, alone: bool) -> bool:
+        if t.plan is not None and t.planned == (computed, tokens):
+            return True  # vLLM had no room for it then
+        # A load among others is of use when their steps are over; what is computed is computed in such a step.
+        least = 0.0 if alone else self._planner.handover_seconds()
+        hit = t.taken_hit
+        t.plan = self._planner.decide(hit.source.cost_key, computed, tokens, hit.nbytes, t.request.num_tokens, least)
+        t.planned = (computed, tokens)
+        load = t.plan.should_load or self._config.load_policy == "always"
+        self._counters.count("load_decisions", t.plan.reason if load == t.plan.should_load else "policy_always")
+        if t.plan.compute_seconds is not None:
+            self._counters.count("estimated_seconds", "load", t.plan.load_seconds)
+            self._counters.count("estimated_seconds", "compute", t.plan.compute_seconds)
+        return load
+
+    def _covers_windows(self, t: RequestState, tokens: int) -> bool:
+        """Whether the hit has all blocks that the windows of the token after ``tokens`` reach."""
+        hit = t.taken_hit
+        for ids, (size, window) in zip(hit.blocks, self._geometry.groups, strict=True):
+            if window is not None:
+                skipped, first = hit.start // size, max(0, tokens - window + 1) // size
+                if not all(ids[max(0, first - skipped) : -(-tokens // size) - skipped]):
+                    return False
+        return True

@@ -1,0 +1,305 @@
+"""The node store as a source of KV for this engine's requests, and the place to which blocks are offloaded.
+
+The store knows blocks by content. This engine adds the *namespace* (everything that a block's bytes depend on beside
+its tokens), the layout of a slot, and the number of pages of the store's memory that all its workers can reach.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+
+from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
+from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
+from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.scheduler.sources.base import (
+    Candidate,
+    LookupHit,
+    LookupMiss,
+    PendingLookup,
+    PendingPromotion,
+    RequestState,
+)
+from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
+from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan
+from vllm_kvtier.scheduler.sources.store_source import StoreSource, packed
+from vllm_kvtier.store.client import Failed, Pending, StoreClient
+from vllm_kvtier.store.launcher import start_store, store_path
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Found, Hello
+from vllm_kvtier.wire import messages as m
+
+logger = get_logger("vllm.kvtier.node_store")
+
+MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
+
+
+def _store_options(config: KVTierConfig) -> StoreOptions:
+    """Those of a store that this engine starts: what the engine's options say with ``store_`` before the name."""
+    given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
+    given |= {name: str(given[name]) for name in ("size", "disk_size")}
+    given["cluster_key_file"] = config.cluster_key_file
+    return StoreOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+class NodeStoreSource(StoreSource):
+    def __init__(
+        self,
+        context: LoadContext,
+        send: Callable[[m.PoolSetup], None],
+        on_lost: Callable[[], None],
+        peer_gpu: PeerGpuSource,
+        sharing: PeerDirectoryClient | None = None,
+        events: Events | None = None,
+    ):
+        """``send``: to all workers. ``on_lost`` is called (reactor's thread) when the store disconnects. ``peer_gpu``:
+        reads what the store says that peers have. Raises ConfigError or KVTierError for unusable options."""
+        super().__init__(context, prefetches=True)
+        self._send, self._on_lost = send, on_lost
+        self.peer_gpu, self.sharing, self.events = peer_gpu, sharing, events
+        config = context.engine.config
+        self._path = store_path() if config.store == "auto" else config.store
+        self._options = _store_options(config)
+        self.client: StoreClient | None = None
+        self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
+        self._instance = ""
+        self._logged = ""
+        self._waiting = self._compared = False
+
+    # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def _connect(self, plan: SlotPlan) -> None:
+        self._send(m.PoolSetup(self._path, plan.offsets, plan.writes, [codec.name for codec in plan.codecs]))
+        hello = Hello(
+            name=self._info.engine_id[:200], pid=os.getpid(), kind="engine", hash_block_size=self._hash_block_size,
+            groups=plan.shapes,
+        )  # fmt: skip
+        launch = (lambda: start_store(self._path, self._options)) if self._config.store == "auto" else None
+        self.client = StoreClient(
+            self._reactor, self._path, hello, launch=launch, lookup_timeout=self._config.lookup_timeout,
+            on_change=self._changed,
+        )  # fmt: skip
+        if self.events is not None:
+            self.events.join(self.namespace_id(b""))
+        self.client.start()
+
+    def reached(self, message: m.PoolReady) -> None:
+        self._reached[message.rank] = (message.instance, message.nbytes)
+        if self.events is not None:
+            self.events.store_changed(self.opened_client, bool(self.limit()))
+
+    @property
+    def opened_client(self) -> StoreClient:
+        """``client``, once the store is opened."""
+        assert self.client is not None
+        return self.client
+
+    def _changed(self) -> None:
+        client = self.opened_client
+        if client.instance != self._instance:
+            self._instance = client.instance
+            if not client.instance:
+                self._on_lost()
+        if self.sharing is not None:
+            self.sharing.store_changed(client)
+        if self.events is not None:
+            self.events.store_changed(client, bool(self.limit()))
+        if client.connected and not self._compared:
+            self._compared = True
+            wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
+            lacking = [name for name, option in wanted.items() if option and name not in client.tiers]
+            if lacking:
+                logger.warning(
+                    "kvtier: store: running store lacks tier %s of this engine's options (it was started with others); "
+                    "stop the store (SIGTERM) and the next engine starts it with the new options",
+                    " or ".join(lacking),
+                )
+        if client.connected and self._logged:
+            self._logged = ""
+            logger.info("kvtier: the node store is there again")
+        elif not client.connected and not self._waiting:
+            self._waiting = True
+            self._reactor.call_later(MAX_WAIT_SECONDS, self._still_without)
+
+    def _still_without(self) -> None:
+        """Logged only if it lasts: a store that starts or restarts is there in a second or two."""
+        self._waiting = False
+        reason = self.opened_client.reason
+        if reason and reason != self._logged:
+            self._logged = reason
+            logger.warning("kvtier: serving without the node store: %s", reason)
+
+    # -- any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def writers(self) -> list[set[int]]:
+        """By group, the ranks that write a part."""
+        return self.plan.writers
+
+    @property
+    def logical(self) -> list[int]:
+        """By group, bytes of KV that a slot stands for."""
+        return self.plan.logical
+
+    @property
+    def instance(self) -> str:
+        return self._instance
+
+    @property
+    def session(self) -> int:
+        """Number of the present connection; reservations are its own. 0: none."""
+        return self.client.session if self.client is not None and self.client.connected else 0
+
+    def limit(self) -> int:
+        """Pages of the present store's memory that all workers can reach; 0 without a store."""
+        client, reached = self.client, list(self._reached.values())
+        if client is None or not client.connected or len(reached) < self._info.world_size:
+            return 0
+        if any(instance != client.instance for instance, _ in reached):
+            return 0
+        return min(nbytes for _, nbytes in reached) // PAGE
+
+    def renew(self) -> None:
+        super().renew()
+        if self.events is not None:
+            self.events.leave()
+            self.events.join(self.namespace_id(b""))
+
+    def reserve(self, namespace_id: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
+        return self.opened_client.reserve(namespace_id, tenant, groups, hashes, parents, self.limit())
+
+    def commit(self, slots: list[int], session: int) -> None:
+        self.opened_client.commit(slots, session)
+
+    def abort(self, slots: list[int], session: int) -> None:
+        self.opened_client.abort(slots, session)
+
+    def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
+        self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH], slot, session)
+
+    def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
+        if self.client is not None:
+            self.client.touch(self.namespace_id(lora_fingerprint), packed(block_hashes))
+
+    # -- scheduler's thread ----------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        start: int,
+        block_hashes: list[bytes],
+        lora_fingerprint: bytes,
+        nodes: tuple[str, ...] = (),
+        wait_seconds: float = 0.0,
+    ) -> PendingLookup | None:
+        limit = self.limit()
+        if not limit or start >= MAX_HASH_BLOCKS * self._hash_block_size:
+            return None
+        if self.events is not None:
+            self.events.join(self.namespace_id(lora_fingerprint))
+        key_mask, hash_blocks_per_block = self.directory_key_params(lora_fingerprint)
+        client = self.opened_client
+        instance = client.instance  # before the lookup: slots must not be taken for those of a later instance
+        answer = client.lookup(
+            self.namespace_id(lora_fingerprint),
+            packed(block_hashes),
+            start // self._hash_block_size,
+            limit,
+            wait_seconds,
+            nodes,
+            key_mask=key_mask,
+            hash_blocks_per_block=hash_blocks_per_block,
+        )
+        try:
+            most = len(block_hashes) * self._hash_block_size
+            return PendingLookup(self, answer, start, most, self.epoch, instance)
+        except Exception:
+            self._give_back(answer)
+            raise
+
+    def directory_key_params(self, lora_fingerprint: bytes) -> tuple[bytes, int]:
+        """As ``PeerDirectoryClient.key_params``."""
+        return self.sharing.key_params(lora_fingerprint) if self.sharing is not None else (b"", 1)
+
+    def promote(self, block_hashes: list[bytes], lora_fingerprint: bytes, nodes: tuple[str, ...] = ()) -> bool:
+        limit, client = self.limit(), self.client
+        if not limit or client is None or not client.tiers:
+            return False
+        client.warm(self.namespace_id(lora_fingerprint), packed(block_hashes), limit, nodes)
+        return True
+
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        """Check the answer: the store is another process, and its numbers become addresses here."""
+        found, session = pending.answer.outcome, pending.answer.session
+        if isinstance(found, Failed):
+            return LookupMiss("store_unavailable", found.reason)
+        if not isinstance(found, Found):
+            return LookupMiss("malformed", f"an answer of type {type(found).__name__}")
+        size, below, limit = self._hash_block_size, found.promotion, self.limit()
+        tokens, promotion = found.num_hash_blocks * size, None
+        candidates: tuple[Candidate, ...] = ()
+        if below is not None:
+            promotion = PendingPromotion(below.num_hash_blocks * size, below.seconds, below.asking)
+        if pending.epoch == self.epoch:
+            candidates = tuple(
+                Candidate(self.peer_gpu, (h.host, h.port), h.instance, h.num_hash_blocks * size) for h in found.holders
+            )
+        if not found.lease:
+            return LookupMiss("not_in_store", "", True, candidates, promotion)
+        if tokens <= pending.start or pending.epoch != self.epoch:
+            self.opened_client.release(found.lease, session)
+            return LookupMiss("not_in_store", "")
+        right = tokens <= pending.max_tokens and len(found.slots) == len(self._info.groups)
+        if not right or any(
+            tokens % size
+            or len(slots) != (tokens - pending.start) // size
+            or max(slots, default=0) + shape.slot_pages > limit
+            or (window is None and not all(slots))
+            for (size, window), shape, slots in zip(self._info.groups, self.plan.shapes, found.slots, strict=True)
+        ):
+            self.opened_client.release(found.lease, session)
+            if not limit:
+                return LookupMiss("store_unavailable", "the store went away")
+            return LookupMiss("malformed", "slots that this engine cannot reach")
+        nbytes, logical = self.plan.hit_bytes(found.slots)
+        return LookupHit(
+            self, pending.instance, found.lease, pending.start, tokens, found.slots, nbytes=nbytes,
+            candidates=candidates, pending_promotion=promotion, session=session, epoch=pending.epoch,
+            logical_bytes=logical,
+        )  # fmt: skip
+
+    def release(self, hit: LookupHit, consumed: bool) -> None:
+        self.opened_client.release(hit.lease, hit.session)
+
+    def cancel(self, pending: PendingLookup) -> None:
+        self._give_back(pending.answer)
+
+    def _give_back(self, answer: Pending) -> None:
+        """Release the lease of an answer, now or when it arrives."""
+        answer.then(
+            lambda p: (
+                self.opened_client.release(p.outcome.lease, p.session)
+                if isinstance(p.outcome, Found) and p.outcome.lease
+                else None
+            )
+        )
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def supports_sync_load(self, hit: LookupHit) -> bool:
+        return True
+
+    def on_allocated(self, request: RequestState, num_tokens: int) -> None:
+        """Publish that these blocks are in this engine's cache too."""
+        if self.events is not None and self.is_current(request, request.hit):
+            start = request.num_computed_tokens
+            namespace_id = self.namespace_id(lora_fingerprint_of(request.request))
+            self.events.loaded(namespace_id, request.request, start, start + num_tokens)
+
+    def hit_sources(self, request: RequestState, tokens: int) -> dict[str, int]:
+        """Label "host": they were in memory; "disk", "peer": the tier that they were promoted from; "secondary": one of
+        several tiers."""
+        promoted, tiers = min(request.promoted_tokens, tokens), self.client.tiers if self.client is not None else ()
+        kind = "disk" if tiers == ("disk",) else "peer" if tiers == ("nodes",) else "secondary"
+        return {"host": tokens - promoted, kind: promoted}

@@ -1,0 +1,160 @@
+"""The GPU cache of another engine of this node."""
+
+import time
+from collections.abc import Iterable
+
+from vllm_kvtier.jobs.results import Result
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import BlockIds, Candidate, Job, LookupHit, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
+
+# Seconds that a request may wait for blocks that a peer computes, while the cost of computing is not known.
+UNKNOWN_COST_WAIT = 0.25
+ANSWER_SECONDS = 1e-3  # that an engine of this node takes to answer
+CORRUPT_BACKOFF_SECONDS = 10.0  # after a wrong checksum, before the engine is asked again
+LOOKUP_TIMEOUT = 0.5  # an engine of this node that does not answer by then hangs; the store may have the same blocks
+
+
+class PeerGpuSource(PeerLeaseSource):
+    """The node store names engines that have a prompt's blocks; this source has no candidates of its own.
+
+    Three ways to get the KV are compared, by rates measured while the engine runs: copy from the peer, load from host
+    memory, compute. Before a peer is asked, the copy that it might grant is compared with the held hit and with
+    computing. When it has granted a lease, the lease is compared with the held hit.
+
+    The ranks copy from the peer's mapped memory. A peer whose memory cannot be mapped is read by NIXL, if its layout is
+    this engine's.
+    """
+
+    name = cost_key = "peer_gpu"
+    stage_metric = "peer_hit_seconds"
+    answers_soon = True
+    others_may_have_it = True
+    max_hold_seconds = 1.0  # the peer cannot reuse these blocks meanwhile
+
+    def __init__(self, context: LoadContext):
+        super().__init__(context)
+        self._backoff_until: dict[str, float] = {}  # instance -> until when it is not asked
+        self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
+
+    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+        return ()
+
+    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if need.tokens <= 0:
+            return None
+        mapped = self.is_eligible(request, candidate, need.start, need.alone)
+        if mapped is None or request.epoch != self._context.namespace_ids.epoch:
+            return None
+        wait_seconds = self.wait_seconds(request, candidate, need.start)
+        hashes = self._block_hashes(request, min(candidate.tokens, request.request.num_tokens))
+        return self._ask(
+            request, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
+            same_node_instance=candidate.instance, lend=True, mapped=mapped, wait_seconds=wait_seconds,
+        )  # fmt: skip
+
+    def is_eligible(self, request: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool | None:
+        """Whether the candidate is worth asking. True: its memory is to be mapped; False: NIXL is to read it; None: no.
+        ``alone``: no other request is in the engine."""
+        instance, prompt = candidate.instance, request.request.num_tokens
+        mapped = instance not in self._unmapped
+        tokens = min(candidate.tokens, prompt)
+        reason = None
+        if instance == self._engine.identity.instance or instance in request.failed or start % self._geometry.alignment:
+            return None
+        if self._backoff_until.get(instance, 0.0) > time.monotonic():
+            return None
+        if not mapped and not self._unmapped[instance]:
+            return None  # the worker logged it; the store has what it can
+        nbytes = self._engine.identity.bytes_for(tokens - start)
+        if tokens - start < max(1, self._config.pull_threshold):
+            reason = "below_threshold"
+        elif sum(-(-(tokens - start) // size) for size, _ in self._geometry.groups) > self._engine.pool.free_count():
+            reason = "no_free_blocks"
+        elif not alone and self._computed_meanwhile(instance, nbytes, start, tokens, prompt):
+            reason = "compute_within_step"
+        elif request.held is not None and not self._is_faster(request, tokens, nbytes, request.held):
+            reason = "store_faster"
+        if reason is not None:
+            self._counters.count("peer_fetches_skipped", reason)
+            return None
+        return mapped
+
+    def _computed_meanwhile(self, instance: str, nbytes: int, start: int, tokens: int, prompt: int) -> bool:
+        """Whether computing the tokens ends before a copy is of use: after steps of other requests or, if the copy is
+        short, after the peer's answer and the copy."""
+        if self._config.load_policy == "always":
+            return False
+        short_load_seconds = self._context.sync_load.short_load_seconds(self.cost_key, nbytes, instance)
+        seconds = self._context.planner.compute_seconds(start, tokens, prompt)
+        least = (
+            self._context.planner.handover_seconds()
+            if short_load_seconds is None
+            else short_load_seconds + ANSWER_SECONDS
+        )
+        return seconds is not None and seconds < least
+
+    def wait_seconds(self, request: RequestState, candidate: Candidate, start: int) -> float:
+        """Seconds that the request may wait for blocks that the peer is computing: no longer than computing them."""
+        prompt, known = request.request.num_tokens, None
+        have = max(start, request.held.tokens if request.held is not None else 0)
+        tokens = min(candidate.tokens, prompt)
+        if tokens > have:
+            known = self._context.planner.compute_seconds(have, tokens, prompt)
+        return UNKNOWN_COST_WAIT if known is None else known
+
+    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+        whole = not any(hit.start % size or hit.tokens % size for size, _ in self._geometry.groups)
+        return whole and super().fits(request, hit)  # a prefix cache has whole blocks only
+
+    def beats(self, request: RequestState, hit: LookupHit, held: LookupHit) -> bool:
+        return self._is_faster(request, min(hit.tokens, request.request.num_tokens), hit.nbytes, held)
+
+    def _is_faster(self, request: RequestState, tokens: int, nbytes: int, held: LookupHit) -> bool:
+        """Whether a copy of ``nbytes`` for ``tokens`` tokens is expected to bring the first token sooner than
+        ``held``."""
+        planner, prompt = self._context.planner, request.request.num_tokens
+        here = planner.load_seconds(self.cost_key, nbytes)
+        there = planner.load_seconds(held.source.cost_key, held.nbytes)
+        few, many = sorted((tokens, min(held.tokens, prompt)))
+        rest = planner.compute_seconds(few, many, prompt) if few < many else 0.0
+        if rest is None:  # the cost of computing is not known: more is better
+            return tokens > held.tokens
+        if tokens < held.tokens:
+            here += rest
+        else:
+            there += rest
+        return here <= there
+
+    def is_current(self, request: RequestState, hit: LookupHit) -> bool:
+        """False after a reset of this engine's cache: peers have blocks of the namespace before."""
+        return bool(request.epoch == self._context.namespace_ids.epoch)
+
+    def supports_sync_load(self, hit: LookupHit) -> bool:
+        return hit.mapped
+
+    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        if not request.hit.mapped:
+            return super().build_job(request, block_ids, tokens)
+        keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
+        return job_builder.peer_fetch_job(request, self._geometry, keys, block_ids, tokens, timeout)
+
+    def on_loaded(self, request: RequestState) -> None:
+        self._counters.count("fetched_tokens", "", request.num_external_tokens)
+        if request.hit.mapped:
+            self._context.sync_load.mapped(request.hit.instance)
+
+    def on_load_failed(self, request: RequestState, result: Result) -> None:
+        instance = request.hit.instance
+        if result.kind != "fetch" or not request.hit.mapped:  # or the late result of an earlier job of another source
+            return
+        if result.checksum_mismatch:
+            now = time.monotonic()
+            self._backoff_until = {name: until for name, until in self._backoff_until.items() if until > now}
+            self._backoff_until[instance] = now + CORRUPT_BACKOFF_SECONDS
+        if getattr(result, "unmappable", ""):
+            self._unmapped[instance] = request.hit.same_layout
+
+    def describe(self, hit: LookupHit) -> str:
+        return f"gpu {super().describe(hit)}"

@@ -1,0 +1,110 @@
+"""Base class of the sources that read GPU blocks of another engine, under a lease of ``LeaseClient``."""
+
+import math
+from typing import Any
+
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
+from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import (
+    BlockIds,
+    Job,
+    KVSource,
+    LookupHit,
+    LookupMiss,
+    Need,
+    PendingLookup,
+    RequestState,
+)
+from vllm_kvtier.vllm_compat import requests as vr
+
+
+class PeerLeaseSource(KVSource):
+    """Blocks are pulled by NIXL and counted as pulled."""
+
+    def __init__(self, context: LoadContext):
+        self._context, self._engine = context, context.engine
+        self._config, self._counters, self._geometry = (
+            context.engine.config,
+            context.engine.counters,
+            context.engine.geometry,
+        )
+        self._lease_client = context.lease_client
+
+    def _block_hashes(self, request: RequestState, tokens: int) -> list[bytes]:
+        return vr.block_hashes(request.request, tokens, self._geometry.hash_block_size)
+
+    def _ask(
+        self,
+        request: RequestState,
+        address: Address,
+        start: int,
+        block_hashes: list[bytes],
+        timeout: float = math.inf,
+        **fields: Any,
+    ) -> PendingLookup:
+        """``fields``: of ``LeaseClient.ask``."""
+        max_tokens = len(block_hashes) * self._geometry.hash_block_size
+        fields["lora_fingerprint"] = lora_fingerprint_of(request.request)
+        answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
+        try:
+            return PendingLookup(self, answer, start, max_tokens)
+        except Exception:
+            self._lease_client.cancel(answer)
+            raise
+
+    def _too_little(self, request: RequestState, need: Need) -> bool:
+        """Decline the lookup if fewer than ``pull_threshold`` tokens lack."""
+        if need.tokens_after_held_hit >= max(1, self._config.pull_threshold):
+            return False
+        reason = "below_threshold" if need.tokens_after_held_hit > 0 else "local_cache_hit"
+        request.decline_lookup(self._counters, reason)
+        return True
+
+    def _reply_address(self) -> dict[str, Any]:
+        """Where the peer finds this engine, if it may pull from this engine later."""
+        host, port = self._engine.identity.address if self._config.bidirectional else ("", 0)
+        return {"reply_host": host, "reply_port": port}
+
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        leased, ask = pending.answer.outcome, pending.answer.ask
+        if isinstance(leased, LookupMiss):
+            return leased
+        return LookupHit(
+            self, leased.instance, leased.lease, leased.start, leased.tokens, leased.blocks, address=leased.address,
+            ranks=leased.ranks, mapped=ask.mapped, same_layout=leased.same_layout, nbytes=leased.nbytes,
+        )  # fmt: skip
+
+    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+        return self._fits(hit, request.pending.start, request.pending.max_tokens)
+
+    def _fits(self, hit: LookupHit, start: int, max_tokens: int) -> bool:
+        groups = self._geometry.groups
+        if not (start <= hit.start < hit.tokens <= max_tokens and len(hit.blocks) == len(groups)):
+            return False
+        for ids, (size, window) in zip(hit.blocks, groups, strict=True):
+            if len(ids) != -(-hit.tokens // size) - hit.start // size:
+                return False
+            if window is None and not all(ids):
+                return False  # vLLM would compute on a block that no rank reads into
+        return True
+
+    def beats(self, request: RequestState, hit: LookupHit, held: LookupHit) -> bool:
+        return hit.tokens >= held.tokens + max(1, self._config.pull_threshold)
+
+    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
+        return job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
+
+    def on_loaded(self, request: RequestState) -> None:
+        self._counters.count("pulled_tokens", self.name, request.num_external_tokens)
+
+    def cancel(self, pending: PendingLookup) -> None:
+        self._lease_client.cancel(pending.answer)
+
+    def release(self, hit: LookupHit, consumed: bool) -> None:
+        self._lease_client.release(hit, consumed)
+
+    def describe(self, hit: LookupHit) -> str:
+        return f"{hit.address[0]}:{hit.address[1]}"

@@ -1,0 +1,80 @@
+"""The prefill of a prefill engine that its router named for the request."""
+
+from collections.abc import Iterable
+
+from vllm_kvtier.codecs import Codec
+from vllm_kvtier.scheduler.leases.exports import GroupBlocks
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
+from vllm_kvtier.vllm_compat import requests as vr
+
+
+class PrefillHandoffSource(PeerLeaseSource):
+    """The export is leased by its name, and the digest of the prompt proves that it is this prompt's.
+
+    *Early read*: if the request's params say all that the lease would, the workers begin to read before the lease is
+    granted. The lookup stays under way, so that a lease covers the read soon after it began and can be released at its
+    end. The checksums decide whether what was read is right.
+
+    The prefill engine keeps the export until it is consumed, released (``release_export``) or its time limit passes.
+    """
+
+    name = "handoff"
+
+    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+        return [Candidate(self, request.hints.handoff.address)] if request.hints.handoff else []
+
+    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(request, need):
+            self.release_export(request)
+            return None
+        hashes = self._block_hashes(request, request.request.num_tokens)
+        return self._ask(
+            request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
+            digest=self._digest(request, hashes), **self._reply_address(),
+        )  # fmt: skip
+
+    def _digest(self, request: RequestState, hashes: list[bytes]) -> bytes:
+        tail = job_builder.tail_hash(request, request.request.num_tokens, self._geometry.hash_block_size)
+        return vr.prefix_digest(hashes, tail)
+
+    def early_hit(self, request: RequestState) -> LookupHit | None:
+        """None with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain."""
+        if self._config.wire_codec != Codec.RAW:
+            return None
+        early, address, start = request.hints.handoff.early_read, request.hints.handoff.address, request.pending.start
+        if early is None or early.digest != request.pending.answer.ask.digest:
+            return None
+        if len(early.blocks) != len(self._geometry.groups):
+            return None
+        ranks = self._lease_client.known(address, early.instance)
+        if ranks is None:
+            return None
+        pairs = zip(early.blocks, self._geometry.groups, strict=True)
+        groups = [GroupBlocks(size, ids, window) for ids, (size, window) in pairs]
+        if not all(group.cover(start, early.tokens) for group in groups):
+            return None
+        blocks = [group.ids[start // group.block_tokens :] for group in groups]
+        hit = LookupHit(self, early.instance, 0, start, early.tokens, blocks, address=address, ranks=ranks)
+        return hit if self.fits(request, hit) else None
+
+    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+        return self._fits(hit, request.pending.start, request.request.num_tokens)
+
+    def release_hit(self, request: RequestState) -> None:
+        pending = request.pending
+        answer = pending.poll() if pending is not None else None
+        if request.hit.lease:
+            self.release(request.hit, True)
+        elif answer is not None and answer.found:
+            self.release(answer, True)
+        else:  # read early; the lease was not granted yet, or refused
+            if pending is not None and answer is None:
+                self.cancel(pending)
+            self.release_export(request)
+
+    def release_export(self, request: RequestState) -> None:
+        handoff = request.hints.handoff
+        if handoff is not None:
+            self._lease_client.drop(handoff.address, handoff.export)

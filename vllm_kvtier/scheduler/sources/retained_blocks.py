@@ -1,0 +1,67 @@
+"""Blocks that another engine retained from an earlier turn of the conversation."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.scheduler.sources.base import Candidate, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
+from vllm_kvtier.wire import messages as m
+
+MAX_PULLERS = 1 << 16  # prefixes remembered (about 100 bytes each)
+
+
+class PullerIndex:
+    """The engine that last pulled a prefix from this one: it has the conversation, even if no router says so."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._at: OrderedDict[bytes, tuple[Address, float]] = OrderedDict()
+
+    def record(self, last_hash: bytes, address: Address) -> None:
+        """Any thread (one assignment)."""
+        self._at[last_hash] = (address, time.monotonic() + self._seconds)
+        self._at.move_to_end(last_hash)
+        while len(self._at) > MAX_PULLERS:
+            self._at.popitem(last=False)
+
+    def find(self, block_hashes: list[bytes]) -> Address | None:
+        for block_hash in reversed(block_hashes):
+            found = self._at.get(block_hash)
+            if found and found[1] > time.monotonic():
+                return found[0]
+        return None
+
+
+class RetainedBlocksSource(PeerLeaseSource):
+    """The engines that the request's params name, then the one that last pulled this prefix. The lease is asked by
+    block hashes. Not asked for a request with a hand-off: its prefill engine has all of the prompt."""
+
+    name = "retained"
+
+    def __init__(self, context: LoadContext):
+        super().__init__(context)
+        self.puller_index = PullerIndex(self._config.retain_seconds)
+
+    def record_puller(self, ask: m.LeaseRequest) -> None:
+        """Any thread: a peer that exports too leased this prefix from us."""
+        if ask.block_hashes:
+            self.puller_index.record(ask.block_hashes[-1], (ask.reply_host, ask.reply_port))
+
+    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+        if request.hints.handoff or not self._config.bidirectional or not self._engine.info.supports_partial_prefix:
+            return []
+        puller = self.puller_index.find(self._block_hashes(request, request.request.num_tokens))
+        addresses = dict.fromkeys(filter(None, (*request.hints.peers, puller)))
+        addresses.pop(self._engine.identity.address, None)
+        return [Candidate(self, address) for address in addresses]
+
+    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(request, need):
+            return None
+        hashes = self._block_hashes(request, request.request.num_tokens)
+        if len(hashes) * self._geometry.hash_block_size - need.start < self._config.pull_threshold:
+            return None
+        return self._ask(request, candidate.address, need.start, hashes, **self._reply_address())

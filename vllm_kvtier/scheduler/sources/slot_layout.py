@@ -1,0 +1,119 @@
+"""How this engine's blocks lie in slots of a node store, its own node's or another's: which ranks' parts where, in
+which codec, and the digest of all that they depend on beside their tokens. Engines with the same digest share blocks.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier.codecs import Codec, choice
+from vllm_kvtier.codecs.parts import part_layout
+from vllm_kvtier.store.protocol import HASH, GroupShape
+from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.slots import layout_digest, slot_layout
+
+MAX_NAMESPACE_IDS = 1024  # remembered: one an adapter
+
+
+class NamespaceIds:
+    """Names of what this engine's blocks depend on beside their tokens, by LoRA fingerprint.
+
+    ``base``: what all of them have in common, b"" while that is not known. It is set to a digest; the last ``renew``
+    adds to it. ``epoch``: hits of an earlier one are of another namespace.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._plan = self._renewed = b""
+        self._namespace_ids: dict[bytes, bytes] = {}
+
+    @property
+    def base(self) -> bytes:
+        return self._plan and self._plan + self._renewed
+
+    @base.setter
+    def base(self, plan: bytes) -> None:
+        self._plan = plan
+
+    def of(self, lora_fingerprint: bytes) -> bytes:
+        whole = self.base + lora_fingerprint
+        namespace_id = self._namespace_ids.get(whole)
+        if namespace_id is None:
+            if len(self._namespace_ids) > MAX_NAMESPACE_IDS:
+                self._namespace_ids.clear()
+            namespace_id = self._namespace_ids[whole] = hashlib.blake2b(whole, digest_size=HASH).digest()
+        return namespace_id
+
+    def renew(self) -> None:
+        """What is stored so far is this engine's no longer (its weights may have changed in place): it goes on in
+        namespaces that no other engine shares, also if that was before ``base`` is known. Other engines keep what they
+        have."""
+        self._renewed = os.urandom(16)
+        self.epoch += 1
+
+
+@dataclass
+class SlotPlan:
+    """Lists are by group, unless they say otherwise."""
+
+    base: bytes  # digest of what all namespaces of this engine have in common
+    codecs: list[Codec]
+    offsets: list[list[int]]  # by rank, then group: bytes from the slot's beginning
+    writes: list[list[bool]]  # by rank, then group: whether this rank writes the part that it holds
+    part_bytes: list[int] = field(default_factory=list)  # of the largest rank
+    logical: list[int] = field(default_factory=list)  # bytes of KV that a slot stands for
+    writers: list[set[int]] = field(default_factory=list)  # the ranks that write a part
+    shapes: list[GroupShape] = field(default_factory=list)
+
+    def full_bytes(self, groups: list[tuple[int, int | None]], tokens: int) -> int:
+        """Bytes that one rank loads for so many tokens in groups of full attention, of (block tokens, window)."""
+        sizes = zip(groups, self.part_bytes, strict=True)
+        return sum(tokens // size * nbytes for (size, window), nbytes in sizes if window is None)
+
+    def hit_bytes(self, slots: list[list[int]]) -> tuple[int, int]:
+        """(bytes that one rank loads, bytes of KV that these become) of slots by group, 0 where there is none."""
+        blocks = [len(row) - row.count(0) for row in slots]
+        nbytes, logical = (
+            sum(n * count for n, count in zip(sizes, blocks, strict=True)) for sizes in (self.part_bytes, self.logical)
+        )
+        return nbytes, logical
+
+
+def plan_slots(
+    namespace: m.Namespace,
+    described: dict[int, m.Described],
+    codec: str | Mapping[str, str],
+    groups: list[tuple[int, int | None]],
+    hash_block_size: int,
+    release: str,
+) -> SlotPlan:
+    """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``groups``: (block
+    tokens, window). ``hash_block_size``: tokens that a hash covers. ``release``: of vLLM; the next one may compute
+    otherwise, and what is stored outlives engines. Raises ValueError for blocks that fit no slot."""
+    ranks = [described[r] for r in sorted(described)]
+    codecs = choice.by_group(codec, [rank.groups for rank in ranks])
+    layouts = [[part_layout(*each) for each in zip(rank.groups, codecs, strict=True)] for rank in ranks]
+    digest = hashlib.blake2b(m.encode(namespace) + release.encode(), digest_size=32)
+    for rank, theirs in zip(ranks, layouts, strict=True):
+        digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
+    plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
+    for g, (size, window) in enumerate(groups):
+        parts: dict[Any, tuple[int, int]] = {}  # shards -> (bytes, the rank that writes them)
+        logical: dict[Any, int] = {}
+        for rank, theirs in zip(ranks, layouts, strict=True):
+            parts.setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
+            logical.setdefault(rank.shards[g], rank.groups[g].block_bytes)
+        layout = slot_layout([nbytes for nbytes, _ in parts.values()])
+        at = dict(zip(parts, layout.part_offsets, strict=True))
+        for n, rank in enumerate(ranks):
+            plan.offsets[n].append(at[rank.shards[g]])
+            plan.writes[n].append(parts[rank.shards[g]][1] == rank.rank)
+        plan.part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
+        plan.logical.append(sum(logical.values()))
+        plan.writers.append({rank for _, rank in parts.values()})
+        plan.shapes.append(
+            GroupShape(hash_blocks_per_block=size // hash_block_size, slot_pages=layout.pages, window=window)
+        )
+    return plan

@@ -1,0 +1,103 @@
+"""The clients of the index, their leases and their reservations, with deadlines. The index interprets them."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_kvtier.store.index.block_entry import BlockEntry
+from vllm_kvtier.store.index.types import BadRequest, GroupShape
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    name: int
+    client: int
+    deadline: float
+    entries: list[BlockEntry]  # empty: ended
+
+
+class Client:
+    def __init__(self, hash_block_size: int, groups: Sequence[GroupShape]):
+        self.hash_block_size = hash_block_size
+        self.shapes = list(groups)
+        self.leases: dict[int, Lease] = {}
+        self.reserved: dict[int, BlockEntry] = {}  # by slot
+
+
+class LeaseTable:
+    """All leases with a deadline have the same duration, and so have all reservations: a queue in order of time is a
+    queue in order of deadline. An entry that ended early stays in its queue until it is first."""
+
+    def __init__(self, clock: Callable[[], float], lease_seconds: float, reserve_seconds: float):
+        self._clock, self._lease_seconds, self._reserve_seconds = clock, lease_seconds, reserve_seconds
+        self.clients: dict[int, Client] = {}
+        self._leases: deque[Lease] = deque()
+        self._reservations: deque[tuple[float, list[BlockEntry]]] = deque()
+        self._last_lease = 0
+
+    def connect(self, client: int, hash_block_size: int, groups: Sequence[GroupShape]) -> None:
+        if client in self.clients:
+            raise BadRequest(f"client {client} sent Hello twice")
+        self.clients[client] = Client(hash_block_size, groups)
+
+    def known(self, client: int) -> Client:
+        known = self.clients.get(client)
+        if known is None:
+            raise BadRequest(f"client {client} has not sent Hello")
+        return known
+
+    def leases(self) -> int:
+        return sum(len(client.leases) for client in self.clients.values())
+
+    def lease(self, client: int, entries: list[BlockEntry], forever: bool = False) -> int:
+        """Lease entries. Returns the lease's number, never 0. ``forever``: without a deadline."""
+        self._last_lease += 1
+        lease = Lease(self._last_lease, client, math.inf if forever else self._clock() + self._lease_seconds, entries)
+        if not forever:
+            self._leases.append(lease)
+        self.clients[client].leases[lease.name] = lease
+        return lease.name
+
+    def end_lease(self, client: int, name: int) -> list[BlockEntry]:
+        """End a lease. Returns its entries; none if there is no such lease."""
+        lease = self.known(client).leases.pop(name, None)
+        if lease is None:
+            return []
+        entries, lease.entries = lease.entries, []
+        return entries
+
+    def reserve(self, client: int, entries: list[BlockEntry], forever: bool = False) -> None:
+        self.clients[client].reserved.update((entry.slot, entry) for entry in entries)
+        if not forever:
+            self._reservations.append((self._clock() + self._reserve_seconds, entries))
+
+    def end_reservations(self, client: int, slots: Sequence[int]) -> list[BlockEntry]:
+        """End the client's reservations of ``slots``. Returns their entries; other slots are ignored."""
+        reserved = self.known(client).reserved
+        ended = [entry for slot in slots if (entry := reserved.pop(slot, None)) is not None]
+        for entry in ended:
+            entry.client = None
+        return ended
+
+    def expired_lease(self) -> Lease | None:
+        """The next lease whose deadline has passed; the caller ends it."""
+        now = self._clock()
+        while self._leases and (not self._leases[0].entries or self._leases[0].deadline <= now):
+            lease = self._leases.popleft()
+            if lease.entries:
+                return lease
+        return None
+
+    def expired_reservations(self) -> list[BlockEntry]:
+        """Entries reserved beyond their deadline; the caller ends the reservations."""
+        now = self._clock()
+        expired = []
+        while self._reservations and self._reservations[0][0] <= now:
+            expired += [entry for entry in self._reservations.popleft()[1] if entry.client is not None]
+        return expired
+
+    def next_deadline(self) -> float | None:
+        heads = [self._leases[0].deadline] if self._leases else []
+        heads += [self._reservations[0][0]] if self._reservations else []
+        return min(heads, default=None)

@@ -1,0 +1,167 @@
+"""Finds the node's store, and starts one if there is none."""
+
+import fcntl
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import vllm_kvtier
+from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.memory.client_mapping import shake_hands
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.wire.link import MAX_SOCKET_PATH, link_path
+from vllm_kvtier.wire.reactor import Reactor
+
+logger = get_logger(__name__)
+
+READY = b"ready"
+BACKOFF_SECONDS = 5.0, 60.0  # first and longest time after a failed start, which costs 0.5 s of CPU
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
+
+
+def store_path(name: str = "default") -> str:
+    """Socket path of this user's store of that name. Raises KVTierError if other users can access its directory."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"store name {name!r}: 1 to 40 letters, digits, dots, dashes and underscores")
+    path = str(Path(link_path("store", name)).with_name(f"store-{name}.sock"))
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise KVTierError(
+            f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; choose a shorter store name"
+        )
+    return path
+
+
+def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None:
+    """Start a detached store unless one listens at ``path``. Returns once it listens. Blocks: not for a reactor.
+
+    Any number of processes may call it at once; one store is started. Raises KVTierError with the store's own message
+    if it does not start. Without a log file in ``options`` the store logs next to its socket.
+    """
+    if serves(path):
+        return
+    # The kernel frees this lock when its holder ends. The holder's work has a timeout, so waiting needs none.
+    starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(starting, fcntl.LOCK_EX)
+        if not serves(path):
+            _start(path, options, timeout)
+    finally:
+        os.close(starting)
+
+
+def serves(path: str, timeout: float = 2.0) -> bool:
+    """Whether a store serves there, of any version. One that hangs or refuses serves, because a second one could not
+    replace it. One that closes the connection is about to end."""
+    try:
+        _, fd = shake_hands(path, m.Hello("launch", os.getpid(), "tool"), timeout)
+    except KVTierError as error:
+        return not isinstance(error.__cause__, FileNotFoundError | ConnectionError | EOFError)
+    os.close(fd)
+    return True
+
+
+def _start(path: str, options: StoreOptions, timeout: float) -> None:
+    log = options.log_file or str(Path(path).with_suffix(".log"))
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    try:
+        command = [sys.executable, "-m", "vllm_kvtier.store", "--socket", path, "--detach", f"--ready-fd={writer}"]
+        first = subprocess.Popen(
+            [*command, *options.arguments(), f"--log-file={log}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=package_environment(),
+            pass_fds=[writer],
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(reader)
+        raise KVTierError(f"the node store could not be started: {error}") from error
+    finally:
+        os.close(writer)
+    try:
+        output = _read_all(reader, timeout)
+    finally:
+        os.close(reader)
+        try:
+            first.wait(1.0)
+        except subprocess.TimeoutExpired:  # it has not detached
+            first.kill()
+            first.wait()
+    if output == READY or serves(path):  # perhaps another process started one at the same time
+        return
+    text = output.decode("utf-8", "replace").strip() or f"no reason given; see {log}"
+    raise KVTierError(f"the node store could not be started at {path}: {text}")
+
+
+def package_environment() -> dict[str, str]:
+    """For a child process that must import this very package, however this process found it."""
+    package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))}
+
+
+def _read_all(reader: int, timeout: float) -> bytes:
+    """The output of the starting store until it closes the pipe."""
+    deadline, output = time.monotonic() + timeout, b""
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        more = os.read(reader, 4096)
+        if not more:
+            return output
+        output += more
+    return f"it was not ready within {timeout:g} s".encode()
+
+
+class Starter:
+    """``launch`` returns once a store listens, or raises KVTierError. ``done(error or "")`` is called on the reactor's
+    thread, as are all methods."""
+
+    def __init__(self, reactor: Reactor, launch: Callable[[], None], done: Callable[[str], None]):
+        self._reactor, self._launch, self._done = reactor, launch, done
+        self._backoff = BACKOFF_SECONDS[0]
+        self._failure, self._after = "", 0.0  # the last error, and the end of its backoff
+        self._running = False
+
+    def start(self) -> str:
+        """Start a store, unless one is being started or during a backoff. Returns the reason for not being
+        connected."""
+        if time.monotonic() < self._after:
+            return self._failure
+        if not self._running:
+            self._running = True
+            threading.Thread(target=self._run, name="kvtier-launch", daemon=True).start()
+        return "the node store is being started"
+
+    def failed(self, failure: str) -> None:
+        """The start failed: begin the backoff."""
+        self._failure, self._after = failure, time.monotonic() + self._backoff
+        self._backoff = min(self._backoff * 2, BACKOFF_SECONDS[1])
+
+    def succeeded(self) -> None:
+        """A store is connected: reset the backoff."""
+        self._backoff = BACKOFF_SECONDS[0]
+
+    def _run(self) -> None:
+        try:
+            self._launch()
+            failure = ""
+        except KVTierError as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("kvtier: unexpected error while starting the node store")
+            failure = f"the node store could not be started: {error}"
+        self._reactor.call_soon(lambda: self._ended(failure))
+
+    def _ended(self, failure: str) -> None:
+        self._running = False
+        self._done(failure)

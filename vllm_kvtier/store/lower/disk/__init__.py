@@ -1,1 +1,0 @@
-"""The disk: one file of slots, a journal of what is in them."""

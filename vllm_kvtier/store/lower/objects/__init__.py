@@ -1,1 +1,0 @@
-"""An object store (S3): blocks as objects, named by content."""

@@ -1,0 +1,87 @@
+"""The socket of a store: owned by one process at a time, and closed to other users."""
+
+import fcntl
+import os
+import select
+import socket
+import stat
+from pathlib import Path
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.launcher import serves
+
+END_SECONDS = 10.0  # time that a new store waits for the end of an old one
+QUEUE_LENGTH = 512  # connections waiting to be accepted
+
+
+class ServedAlready(KVTierError):
+    """Another process serves this path."""
+
+
+def take(path: str) -> int:
+    """Take the lock of the serving process. The kernel frees it when the process ends. The file is never removed,
+    because it could be another process's by then."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise KVTierError(f"{folder} is not a directory; no store can listen at {path}")
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not _locked(fd):
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            if not (_wait_end(path, owner) and _locked(fd)):
+                raise ServedAlready(f"a store serves {path} already (pid {owner or 'unknown'})")
+    except BaseException:
+        os.close(fd)
+        raise
+    os.ftruncate(fd, 0)
+    return fd
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_end(path: str, owner: str) -> bool:
+    """Wait for the end of an owner that no longer serves: freeing its memory takes time. True: it has ended."""
+    if not owner.isdigit() or serves(path):
+        return False
+    try:
+        pidfd = os.pidfd_open(int(owner))
+    except OSError:
+        return True  # it has ended, or is in another pid namespace: the lock tells
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return bool(poller.poll(END_SECONDS * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def listen(path: str) -> socket.socket:
+    """Listen at ``path``. The caller holds the lock, so an existing socket is a dead store's; other files are kept."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise KVTierError(f"{path} exists and is not a socket; choose another path or remove it")
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    previous = os.umask(0o177)  # no other user may connect, from its creation on
+    try:
+        listener.bind(path)
+        listener.listen(QUEUE_LENGTH)
+    except OSError as error:
+        listener.close()
+        raise KVTierError(f"cannot listen at {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(previous)
+    return listener
+
+
+def sign(lock: int) -> None:
+    """Write this process's id into the lock; a new store reads it to wait for the process's end."""
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

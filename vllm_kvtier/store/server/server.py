@@ -1,0 +1,418 @@
+"""The node store's process: one thread answers clients from the index. It never reads the contents of slots.
+
+Leases and reservations belong to a connection and end with it. A client that sends an invalid message is disconnected;
+other clients are not affected.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_kvtier import __version__
+from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.index.index import Index, IndexLimits
+from vllm_kvtier.store.index.removal_history import RemovalHistory
+from vllm_kvtier.store.index.types import BadRequest, Found
+from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.pool_memory import PoolMemory
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.server import listen_socket
+from vllm_kvtier.store.server.event_feed import EventFeed
+from vllm_kvtier.store.server.explain_query import ExplainQuery
+from vllm_kvtier.store.server.peer_directory import PeerDirectoryService, directory_query
+from vllm_kvtier.store.tiers.base import Want
+from vllm_kvtier.store.tiers.read_time import FINE_BOUNDS, Durations
+from vllm_kvtier.store.tiers.tier_stack import open_tiers
+from vllm_kvtier.wire.reactor import Reactor, Timer
+from vllm_kvtier.wire.stream import Stream, StreamLimits, accept
+
+if TYPE_CHECKING:
+    from vllm_kvtier.store.server.metrics import MetricsServer
+
+logger = get_logger(__name__)
+
+HELLO_SECONDS = 10.0  # after which a connection without Hello is closed
+MAX_CLIENTS = 512
+TICK_SECONDS = 0.02, 5.0  # minimum and maximum between two checks of the index's deadlines
+_FOR_ALL = (m.Pin, m.Clear, m.Stat, m.Inspect)  # other messages are for engines only
+
+
+@dataclass(eq=False)
+class _Client:
+    number: int
+    stream: Stream
+    hello: m.Hello | None = None
+    greeting: Timer | None = None
+
+    def __str__(self) -> str:
+        return f"{self.hello.kind} {self.hello.name} (pid {self.hello.pid})" if self.hello else "a client"
+
+
+class StoreServer:
+    """Serves ``path`` from ``start`` to ``stop``. ``on_idle`` is called on the reactor's thread after ``idle_seconds``
+    without an engine or worker, and without a lease for another node; new clients are refused from then on.
+
+    Raises listen_socket.ServedAlready if another process serves the path, ConfigError if the pool does not fit, and
+    KVTierError otherwise.
+    """
+
+    def __init__(self, path: str, options: StoreOptions, on_idle: Callable[[], object] = lambda: None):
+        if options.policy and options.policy not in POLICIES:
+            raise ConfigError(f"store option policy={options.policy!r}: choose one of {', '.join(POLICIES)}")
+        self.path, self.options, self.instance = path, options, uuid.uuid4().hex
+        self._on_idle = on_idle
+        self.policy = options.policy or DEFAULT_POLICY
+        self._tick: Timer | None = None
+        with ExitStack() as cleanup:
+            self._lock = listen_socket.take(path)
+            cleanup.callback(os.close, self._lock)
+            self.memory = PoolMemory(
+                pool_bytes(options.size, memory_limits()),
+                huge_pages=options.huge_pages,
+                interleave=options.numa == "interleave",
+            )
+            cleanup.callback(self.memory.close)
+            self._listener = listen_socket.listen(path)
+            cleanup.callback(self._listener.close)
+            self.reactor = Reactor("kvtier-store")
+            self.index = Index(
+                SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
+                POLICIES[self.policy],
+                time.monotonic,
+                IndexLimits(options.lease_seconds, options.reserve_seconds, options.pin_share, options.tenant_share),
+            )
+            self.index.removal_history = RemovalHistory(time.monotonic)
+            self.tiers = open_tiers(options, self.index, self.memory, self.reactor, self._watch_deadlines)
+            listen_socket.sign(self._lock)
+            cleanup.pop_all()
+        self._started = time.monotonic()
+        self._clients: dict[int, _Client] = {}
+        self._next_client = 1
+        self._peer_directory = PeerDirectoryService(self._send, self.reactor.call_soon)
+        self.changes = EventFeed(self.index, self.tiers.all, self._send, self.reactor.call_soon)
+        self._explain_query = ExplainQuery(self.index, self.tiers.all, self.reactor)
+        self._idle: Timer | None = None
+        self._metrics: MetricsServer | None = None
+        # Any: each handler takes the message type that is its key.
+        self._handlers: dict[type[m.Request], Callable[[_Client, Any], object]] = {
+            m.Lookup: self._lookup,
+            m.Prefetch: self._prefetch,
+            m.Touch: lambda c, r: self.index.touch(c.number, r.namespace_id, r.block_hashes),
+            m.Release: lambda c, r: self.index.release(c.number, r.lease),
+            m.Reserve: self._reserve,
+            m.Commit: lambda c, r: self.index.commit(c.number, r.slots),
+            m.Abort: lambda c, r: self.index.abort(c.number, r.slots),
+            m.Discard: self._discard,
+            m.Pin: self._pin,
+            m.Clear: self._clear,
+            m.Stat: self._stat,
+            m.Inspect: self._inspect,
+            m.Present: lambda c, r: self._peer_directory.present(c.number, r),
+            m.Cached: lambda c, r: self._peer_directory.cached(c.number, r),
+            m.Follow: lambda c, r: self.changes.follow(c.number, r.namespaces),
+            m.Labels: lambda c, r: self.changes.label(c.number, r),
+            m.ChangesAck: lambda c, r: self.changes.acknowledged(c.number),
+        }
+        self._handling = {kind: Durations(bounds=FINE_BOUNDS) for kind in self._handlers}
+        self.reactor.on_stop(self._close)
+
+    def start(self) -> None:
+        self.reactor.add_fd(self._listener.fileno(), lambda events: self._accept())
+        self._watch_idle()
+        self.reactor.call_soon(self.tiers.start)
+        self.reactor.start()
+        self.memory.start(lambda: self.reactor.call_soon(self._progress))
+        if self.options.metrics_port:
+            from vllm_kvtier.store.server import metrics  # imported on use, so that the store starts faster
+
+            self._metrics = metrics.serve(
+                self.options.metrics_host,
+                self.options.metrics_port,
+                self.reactor,
+                lambda: metrics.State(self._counts(), self.tiers.durations(), self._handled()),
+                self.options.show_hidden_metrics,
+            )
+
+    def stop(self) -> None:
+        """Close all connections, the socket and the lock. Idempotent."""
+        self.reactor.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for sock in accept(self.reactor, self._listener):
+            self._add_client(sock)
+
+    def _add_client(self, sock: socket.socket) -> None:
+        number, self._next_client = self._next_client, self._next_client + 1
+        client = _Client(number, None)  # type: ignore[arg-type]  # one line below
+        client.stream = Stream(
+            self.reactor,
+            sock,
+            lambda frame: self._on_frame(client, frame),
+            lambda reason: self._gone(client, reason),
+            StreamLimits(m.MAX_FRAME),
+        )
+        self._clients[number] = client
+        client.greeting = self.reactor.call_later(HELLO_SECONDS, lambda: client.stream.close("it sent no Hello"))
+        _, uid = client.stream.peer()
+        if uid not in (os.getuid(), 0):
+            self._refuse(client, f"this store belongs to user {os.getuid()}, not to user {uid}")
+        elif len(self._clients) > MAX_CLIENTS:
+            self._refuse(client, f"{MAX_CLIENTS} clients are connected already")
+
+    def _refuse(self, client: _Client, reason: str) -> None:
+        client.stream.send(m.encode(m.Refused(reason)))
+        client.stream.close(f"refused: {reason}")
+
+    def _gone(self, client: _Client, reason: str) -> None:
+        self._clients.pop(client.number, None)
+        if client.greeting is not None:
+            client.greeting.cancel()
+        self.tiers.forget(client.number)
+        self.index.disconnect(client.number)
+        self._peer_directory.left(client.number)
+        self.changes.left(client.number)
+        if client.hello is not None and client.hello.kind != "tool":
+            logger.info("kvtier: store: %s disconnected (%s)", client, reason)
+        else:
+            logger.debug("kvtier: store: %s disconnected (%s)", client, reason)
+        self._watch_idle()
+
+    def _watch_idle(self) -> None:
+        """Start or stop the idle timer. Tools (statistics, clear) do not keep the store alive."""
+        used = any(c.hello is not None and c.hello.kind != "tool" for c in self._clients.values())
+        if used and self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        elif not used and self._idle is None and self.options.idle_seconds:
+            leases = self.tiers.leases_granted
+            self._idle = self.reactor.call_later(self.options.idle_seconds, lambda: self._end_idle(leases))
+
+    def _end_idle(self, leases: int) -> None:
+        if self.tiers.leases_granted > leases:  # other nodes have used it meanwhile
+            self._idle = None
+            self._watch_idle()
+            return
+        logger.info("kvtier: store: unused for %g s; it ends", self.options.idle_seconds)
+        self.reactor.remove_fd(self._listener.fileno())
+        self._listener.close()  # a new client fails at once, and starts another store
+        self._on_idle()
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _on_frame(self, client: _Client, frame: bytes) -> None:
+        try:
+            request = m.decode_request(frame)
+            if client.hello is None:
+                self._greet(client, request)
+                return
+            handler = self._handlers.get(type(request))
+            if handler is None or (client.hello.kind != "engine" and not isinstance(request, _FOR_ALL)):
+                raise BadRequest(f"a connected {client.hello.kind} must not send {type(request).__name__}")
+            nbytes = len(getattr(request, "block_hashes", b""))
+            if nbytes % m.HASH:
+                raise BadRequest(f"block hashes of {nbytes} bytes, not a multiple of {m.HASH}")
+            began = time.monotonic()
+            handler(client, request)
+            self._handling[type(request)].observe(time.monotonic() - began)
+        except (msgspec.DecodeError, BadRequest) as error:
+            if client.hello is None:
+                self._refuse(client, f"no Hello of protocol {m.PROTOCOL} ({error})"[:1000])
+            else:
+                logger.warning("kvtier: store: %s sent an invalid message (%s); disconnected", client, error)
+                self._refuse(client, f"{error}"[:1000])
+
+    def _greet(self, client: _Client, hello: m.Request) -> None:
+        if not isinstance(hello, m.Hello):
+            raise BadRequest("no hello")
+        if hello.protocol != m.PROTOCOL:
+            self._refuse(
+                client,
+                f"the running store is vllm-kvtier {__version__} with protocol {m.PROTOCOL}, the client is "
+                f"{hello.version or 'unknown'} with protocol {hello.protocol}; stop the store (pid {os.getpid()}), or "
+                "set a different store name for each version",
+            )
+            return
+        self.index.connect(client.number, hello.hash_block_size, hello.groups)
+        client.hello = hello
+        if client.greeting is not None:
+            client.greeting.cancel()
+        welcome = m.Welcome(
+            protocol=m.PROTOCOL,
+            version=__version__,
+            instance=self.instance,
+            pid=os.getpid(),
+            pool_pages=self.memory.usable // m.PAGE,
+            ready_pages=self.memory.ready // m.PAGE,
+            huge_pages=self.memory.huge_pages,
+            tiers=self.tiers.names,
+        )
+        client.stream.send(m.encode(welcome), [self.memory.fd])
+        self._watch_idle()
+        logger.log(logging.DEBUG if hello.kind == "tool" else logging.INFO, "kvtier: store: %s connected", client)
+
+    def _lookup(self, client: _Client, r: m.Lookup) -> None:
+        query = directory_query(r.block_hashes, r.start, r.key_mask, r.hash_blocks_per_block)
+
+        def answer(found: Found, promotion: m.TierQuery | None) -> None:
+            holders = self._peer_directory.holders(client.number, query)
+            reply = m.Found(r.id, found.lease, found.num_hash_blocks, found.slots, promotion, holders)
+            client.stream.send(m.encode(reply))
+            self._watch_deadlines()
+
+        want = _want(client, r.namespace_id, r.block_hashes, r.start, r.nodes)
+        self.tiers.lookup(client.number, want, r.pages_limit, r.wait_seconds, answer)
+
+    def _prefetch(self, client: _Client, r: m.Prefetch) -> None:
+        self.tiers.prefetch(_want(client, r.namespace_id, r.block_hashes, 0, r.nodes), r.pages_limit)
+
+    def _discard(self, client: _Client, r: m.Discard) -> None:
+        """Also in the secondary tiers, from which the corrupt copy may have been promoted: even if memory has evicted
+        it since, but not if memory has another copy now, which a tier may have, too."""
+        name = r.namespace_id, r.group, r.hash
+        if self.index.discard(client.number, *name, r.slot) or self.index.find(*name) is None:
+            self.tiers.discard(*name)
+
+    def _reserve(self, client: _Client, r: m.Reserve) -> None:
+        slots = self.index.reserve(
+            client.number, r.namespace_id, r.tenant, r.groups, r.hashes, r.parents, r.pages_limit
+        )
+        client.stream.send(m.encode(m.Reserved(r.id, slots)))
+        self._watch_deadlines()
+
+    def _pin(self, client: _Client, r: m.Pin) -> None:
+        count = self.index.pin(client.number, r.namespace_id, r.block_hashes, r.pinned)
+        client.stream.send(m.encode(m.Done(r.id, count)))
+
+    def _clear(self, client: _Client, r: m.Clear) -> None:
+        count = self.index.clear(r.namespace_id)
+        self.tiers.clear(r.namespace_id)
+        what = f"namespace {r.namespace_id.hex()}" if r.namespace_id else "all namespaces"
+        logger.info("kvtier: store: %s cleared %s (%d blocks)", client, what, count)
+        client.stream.send(m.encode(m.Done(r.id, count)))
+
+    def _inspect(self, client: _Client, r: m.Inspect) -> None:
+        holding = self.index.inspect(client.number, r.namespace_id, r.block_hashes)
+        short = m.Explained(r.id, holding.num_hash_blocks, holding.blocks)
+        if not r.spans:
+            client.stream.send(m.encode(short))
+            return
+        holders = self._peer_directory.holders(
+            client.number, directory_query(r.block_hashes, 0, r.key_mask, r.hash_blocks_per_block)
+        )
+        want = _want(client, r.namespace_id, r.block_hashes, holding.num_hash_blocks, [])
+        begun = msgspec.structs.replace(short, holders=holders)
+        self._explain_query.explain(want, r.wait_seconds, begun, lambda reply: client.stream.send(m.encode(reply)))
+
+    def _stat(self, client: _Client, r: m.Stat) -> None:
+        client.stream.send(m.encode(self._counts(r.id)))
+
+    def _send(self, number: int, message: m.Reply) -> None:
+        self._clients[number].stream.send(m.encode(message))
+
+    def _handled(self) -> dict[str, Durations]:
+        """Durations of message handlers, by name; a copy for another thread."""
+        return {kind.__name__.lower(): durations.copy() for kind, durations in self._handling.items()}
+
+    def _counts(self, id: int = 0) -> m.Counts:
+        clients = [(c.hello, self.index.client_counts(c.number)) for c in self._clients.values() if c.hello is not None]
+        return m.Counts(
+            id=id,
+            instance=self.instance,
+            version=__version__,
+            pid=os.getpid(),
+            seconds=time.monotonic() - self._started,
+            policy=self.policy,
+            huge_pages=self.memory.huge_pages,
+            requested_bytes=self.memory.nbytes,
+            pool_bytes=self.memory.usable,
+            ready_bytes=self.memory.ready,
+            note=self.memory.note,
+            clients=[m.ClientCounts(hello.name, hello.pid, hello.kind, *counts) for hello, counts in clients],
+            index=self.index.stats(),
+            tiers=self.tiers.counts(),
+            directory=self._peer_directory.counts(),
+        )
+
+    # -- time and memory ----------------------------------------------------------------------------------------
+
+    def _watch_deadlines(self) -> None:
+        if self._tick is None and self.index.next_deadline() is not None:
+            shortest, longest = TICK_SECONDS
+            period = min(self.options.lease_seconds, self.options.reserve_seconds) / 4
+            self._tick = self.reactor.call_later(min(max(period, shortest), longest), self._check_deadlines)
+
+    def _check_deadlines(self) -> None:
+        self._tick = None
+        self.index.tick()
+        self._watch_deadlines()
+
+    def _progress(self) -> None:
+        self.index.grow(self.memory.ready // m.PAGE)
+        ready = m.encode(m.Ready(self.memory.ready // m.PAGE, self.memory.usable // m.PAGE))
+        for client in list(self._clients.values()):
+            if client.hello is not None:
+                client.stream.send(ready)
+        if self.memory.ready == self.memory.usable:
+            took = time.monotonic() - self._started
+            logger.info("kvtier: store: all %s usable after %.1f s", in_words(self.memory.ready), took)
+
+    def _close(self) -> None:
+        # Before the lock is freed: afterwards the socket may be another store's.
+        Path(self.path).unlink(missing_ok=True)
+        self._listener.close()
+        for client in list(self._clients.values()):
+            client.stream.close("the store ends")
+        self.tiers.stop()
+        self.memory.close()
+        os.close(self._lock)
+
+
+def _want(client: _Client, namespace_id: bytes, block_hashes: bytes, start: int, nodes: list[str]) -> Want:
+    hello = client.hello
+    assert hello is not None  # other messages come after it
+    return Want(namespace_id, hello.hash_block_size, hello.groups, block_hashes, start, tuple(nodes))
+
+
+def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGTERM, SIGINT or ``idle_seconds``; on the main thread. Raises as StoreServer does."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(read_end, True)
+    server = StoreServer(path, options, on_idle=lambda: os.write(write_end, b"\0"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe ends the wait
+    signal.set_wakeup_fd(write_end)
+    server.start()
+    gc.collect()
+    gc.freeze()  # a full collection then only visits the index
+    logger.info(
+        "kvtier: store: instance %s serves %s at %s (pid %d, %s)",
+        server.instance[:8],
+        in_words(server.memory.nbytes),
+        path,
+        os.getpid(),
+        "2 MiB pages" if server.memory.huge_pages else "4 KiB pages",
+    )
+    on_listening()
+    os.read(read_end, 1)
+    server.stop()
+    logger.info("kvtier: store: instance %s ended", server.instance[:8])

@@ -1,0 +1,1 @@
+"""The disk tier: one file of slots, and a journal of what is in them."""

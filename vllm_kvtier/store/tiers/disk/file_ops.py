@@ -1,0 +1,131 @@
+"""All file operations of the disk tier, so that a test can replace them by a failing disk.
+
+Every method may raise OSError. As the system calls, ``pread`` and ``pwrite`` may transfer less than requested;
+``write_all`` and ``read_all`` repeat them.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Files:
+    def make_folder(self, path: str) -> None:
+        """Make the folder and its parents durably, with mode 0700. An existing one is not changed."""
+        path = os.path.abspath(path)
+        if os.path.isdir(path):
+            return
+        self.make_folder(os.path.dirname(path))
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        os.mkdir(path, 0o700)
+        self.sync_folder(os.path.dirname(path))
+
+    def names(self, folder: str) -> list[str]:
+        return os.listdir(folder)
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def lock(self, fd: int) -> bool:
+        """Lock for this process until it ends. False: another process holds the lock."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Allocate these bytes, zeros if new. Not posix_fallocate, which writes all bytes if the file system lacks
+        fallocate."""
+        while _libc.fallocate(fd, 0, offset, nbytes):
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    def pread(self, fd: int, into: memoryview, offset: int) -> int:
+        return os.preadv(fd, [into], offset)
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        """Make written bytes and the file's length durable."""
+        os.fdatasync(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_all(files: Files, fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        done = files.pwrite(fd, view, offset)
+        if not done:
+            raise OSError(errno.EIO, "nothing could be written")
+        view, offset = view[done:], offset + done
+
+
+def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:
+    """Bytes read: fewer than requested only at the file's end."""
+    total = 0
+    while total < len(into):
+        done = files.pread(fd, into[total:], offset + total)
+        if not done:
+            break
+        total += done
+    return total
+
+
+class Workers:
+    """Threads for blocking jobs; ``done(result, error)`` is called on the reactor."""
+
+    def __init__(self, name: str, threads: int, call_soon: Callable[[Callable[[], None]], None]):
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._call_soon = call_soon
+
+    def submit(self, job: Callable[[], T], done: Callable[[T | None, OSError | None], None]) -> None:
+        """An OSError of ``job`` becomes ``error``; the result is None then. Other exceptions are raised on the
+        reactor."""
+
+        def finish(future: Future[T]) -> None:
+            error = future.exception()
+            if error is None or isinstance(error, OSError):
+                done(None if error else future.result(), error)
+            else:
+                raise error
+
+        self._pool.submit(job).add_done_callback(lambda future: self._call_soon(lambda: finish(future)))
+
+
+def error_text(error: OSError) -> str:
+    return error.strerror or str(error)

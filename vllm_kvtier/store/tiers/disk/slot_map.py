@@ -1,0 +1,283 @@
+"""The positions of blocks on the disk, for the life of one tier process, and the positions that were freed.
+
+The server frees a position first. The tier process must record that before it writes another block there: after a crash
+the old block's name would lead to the new bytes. A discarded or cleared block must be recorded at once.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+from vllm_kvtier.store.eviction.base import Policy
+from vllm_kvtier.store.index.block_entry import READY, BlockEntry, BlockName
+from vllm_kvtier.store.index.index import Index, IndexLimits
+from vllm_kvtier.store.index.types import BadRequest, Found, IndexStats
+from vllm_kvtier.store.memory.slot_pool import SlotPool
+from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.process import protocol as m
+
+Shapes = tuple[int, Sequence[GroupShape]]  # tokens per hash block, groups
+
+LEASE_SECONDS = 3600.0  # a safeguard against missing releases; reads have leases without a deadline
+RESTORE_STEP = 2048  # blocks restored before other events are handled: some 10 ms
+
+
+class Gone:
+    """Freed positions that the tier process has not acknowledged. Outlives the tier processes.
+
+    The reply to a write acknowledges all messages before it. Positions that were not acknowledged when a tier process
+    ended are ``banned``: the next one may find their blocks. Repeating a position, or naming a free one, is harmless.
+    """
+
+    def __init__(self) -> None:
+        # By position and name: several blocks of one position may have been freed since the last reply.
+        self._unreported: set[tuple[int, BlockName]] = set()
+        self._reported: set[tuple[int, BlockName]] = set()
+        self._asked: set[tuple[int, BlockName]] = set()  # sent with, or before, the write in flight
+        self.banned: set[tuple[int, BlockName]] = set()
+
+    def __len__(self) -> int:
+        return len(self._unreported)
+
+    def add(self, position: int, name: BlockName) -> None:
+        self._unreported.add((position, name))
+
+    def report(self, writing: bool) -> list[int]:
+        """Positions for the next message. ``writing``: it is a Write, of which one is in flight at a time."""
+        positions = sorted({position for position, _ in self._unreported})
+        self._reported |= self._unreported
+        self._unreported = set()
+        if writing:
+            self._asked, self._reported = self._reported, set()
+        return positions
+
+    def answered(self, any_good: bool) -> None:
+        """The Write was answered. ``any_good``: a block was written, so all removals before it are recorded. They must
+        not be sent again, because a new block may be at such a position."""
+        if not any_good:
+            self._unreported |= self._asked
+        self._asked = set()
+
+    def down(self) -> None:
+        """The tier process has ended."""
+        self.banned |= self._asked | self._reported | self._unreported
+        self._unreported, self._reported, self._asked = set(), set(), set()
+
+
+class SlotMap:
+    """An Index over a tier's pages, restored from the blocks that a tier process found. Lookups need ``filled``.
+
+    As the index's watch it records removed blocks in ``gone``. ``later``: removals that came before ``filled``; they
+    are passed on if the tier process fails first.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], Policy] | None,
+        clock: Callable[[], float],
+        tenant_share: float,
+        gone: Gone,
+        moved: Callable[[bytes, int, bytes], None] = lambda *name: None,
+    ):
+        """``moved(namespace_id, group, hash)``: a block was added or removed."""
+        self.filled = False
+        self.blocks_found = 0  # by the tier process when it opened the disk
+        self._policy, self._clock, self._tenant_share, self._gone = policy, clock, tenant_share, gone
+        self._moved = moved
+        self._index: Index  # set when ``filled``
+        self._pages = 0
+        self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by shapes
+        self._known_namespaces: set[bytes] = set()  # whose shapes the tier process has
+        self._committed: set[BlockEntry] = set()
+        self.forgotten = False  # some blocks of the last write were removed during it
+        self._kept: list[m.Move] = []
+        self._shapes: dict[bytes, Shapes] = {}  # of _kept
+        self.later: list[Callable[[Index], object]] = []
+
+    # -- restoring ----------------------------------------------------------------------------------------------
+
+    def on_kept(self, kept: m.Kept) -> None:
+        self._kept += kept.moves
+        for namespace_id in kept.namespaces:
+            self._shapes[namespace_id.namespace_id] = namespace_id.hash_block_size, namespace_id.groups
+
+    def fill(self, pages: int) -> Iterator[None]:
+        """Restore the blocks found on a tier of ``pages``, in steps. ``filled`` after the last step."""
+        pool = SlotPool(pages, piece_pages=pages)
+        # A write ends with its reply or its tier process, not with a deadline.
+        limits = IndexLimits(LEASE_SECONDS, reserve_seconds=math.inf, tenant_share=self._tenant_share)
+        index = Index(pool, self._policy, self._clock, limits)
+        kept, self._kept = self._kept, []
+        taken: set[int] = set()
+        for moves in _pieces(sorted(kept, key=attrgetter("position"))):
+            valid = [move for move in moves if self._is_valid(move)]
+            good = pool.restore([move.position for move in valid], [move.pages for move in valid])
+            taken.update(id(move) for move, is_good in zip(valid, good, strict=True) if is_good)
+            yield
+        index.grow(pages)
+        for moves in _pieces(kept):
+            for is_taken, some in groupby(moves, lambda move: id(move) in taken):
+                if is_taken:
+                    for namespace_id, blocks in groupby(some, attrgetter("namespace_id")):
+                        self._free(index.restore(namespace_id, *self._shapes[namespace_id], list(blocks)))
+                else:
+                    self._free(some)
+            yield
+        self._known_namespaces.update(self._shapes)
+        self._gone.banned.clear()
+        self.blocks_found = index.stats().entries
+        index.watches.append(self)
+        self._index, self._pages, self.filled, self._shapes = index, pages, True, {}
+        later, self.later = self.later, []
+        for forget in later:
+            forget(index)
+
+    def _free(self, moves: Iterable[m.Move]) -> None:
+        for move in moves:
+            self._gone.add(move.position, (move.namespace_id, move.group, move.hash))
+
+    def _is_valid(self, move: m.Move) -> bool:
+        if (
+            move.namespace_id not in self._shapes
+            or (move.position, (move.namespace_id, move.group, move.hash)) in self._gone.banned
+        ):
+            return False
+        groups = self._shapes[move.namespace_id][1]
+        return move.group < len(groups) and groups[move.group].slot_pages == move.pages
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def find(self, want: Want) -> Found | None:
+        """Look up and lease; None: nothing."""
+        if not self.filled or want.start >= want.num_hash_blocks:
+            return None
+        try:
+            client = self._client(want.hash_block_size, want.shapes)
+            self._index.tick()
+            found = self._index.lookup(client, want.namespace_id, want.block_hashes, want.start, self._pages)
+        except BadRequest:
+            return None  # the namespace has other groups here
+        return found if found.num_hash_blocks > want.start else None
+
+    def release(self, want: Want, lease: int) -> None:
+        self._index.release(self._client(want.hash_block_size, want.shapes), lease)
+
+    def lease_blocks(self, names: Sequence[BlockName]) -> tuple[int, list[int]]:
+        """(lease without a deadline, positions; 0: not stored)."""
+        return self._index.lease_blocks(self._client(1, []), names, forever=True)
+
+    def release_blocks(self, lease: int) -> None:
+        self._index.release(self._client(1, []), lease)
+
+    def has(self, name: BlockName) -> bool:
+        return self.filled and self._index.find(*name) is not None
+
+    def is_ready(self, name: BlockName) -> bool:
+        entry = self._index.find(*name)
+        return entry is not None and entry.state is READY
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def reserve(self, blocks: Sequence[Block], shapes: Callable[[bytes], Shapes | None]) -> list[int]:
+        """A position for each block, or ``Index.reserve``'s codes; 0: the namespace is unknown or has other groups."""
+        positions: list[int] = []
+        for (namespace_id, tenant), some in groupby(blocks, lambda block: (block.namespace_id, block.tenant)):
+            these = list(some)
+            known = shapes(namespace_id) or self._index.shapes(namespace_id)
+            if self._index.shapes(namespace_id) is None:
+                self._known_namespaces.discard(namespace_id)  # a tier process forgets namespaces without blocks
+            try:
+                if known is None:
+                    raise BadRequest("the groups of this namespace are unknown")
+                positions += self._index.reserve(
+                    self._client(*known),
+                    namespace_id,
+                    tenant,
+                    [block.group for block in these],
+                    b"".join(block.hash for block in these),
+                    b"".join(block.parent for block in these),
+                    self._pages,
+                )
+            except BadRequest:
+                positions += [0] * len(these)
+        return positions
+
+    def new_namespaces(self, namespaces: Iterable[bytes]) -> list[m.NamespaceShape]:
+        """Shapes that the tier process needs before it writes blocks of these namespaces."""
+        new = []
+        for namespace_id in set(namespaces) - self._known_namespaces:
+            known = self._index.shapes(namespace_id)
+            assert known is not None  # a block of it is reserved
+            new.append(m.NamespaceShape(namespace_id, known[0], list(known[1])))
+        return new
+
+    def end_write(self, moves: Sequence[m.Move], good: Sequence[bool], namespaces: Iterable[bytes]) -> list[bool]:
+        """A Write was answered. Returns which blocks are stored. Blocks that were removed meanwhile, or failed (and may
+        be stored anyway), are freed. ``namespaces``: those that the tier process knows now."""
+        self._committed = set()
+        succeeded = [move.position for move, is_good in zip(moves, good, strict=True) if is_good]
+        failed = [move.position for move, is_good in zip(moves, good, strict=True) if not is_good]
+        for client in self._clients.values():
+            self._index.commit(client, succeeded)
+            self._index.abort(client, failed)
+        committed = {entry.slot for entry in self._committed}
+        self.forgotten = len(committed) < len(succeeded)
+        kept = [is_good and move.position in committed for move, is_good in zip(moves, good, strict=True)]
+        self._free(move for move, is_kept in zip(moves, kept, strict=True) if not is_kept)
+        self._known_namespaces.update(namespaces)
+        return kept
+
+    def free_removed(self, moves: Iterable[m.Move]) -> None:
+        """Free the blocks of an unanswered Write, which may have been done, that were removed during it."""
+        for move in moves:
+            entry = self._index.find(move.namespace_id, move.group, move.hash)
+            if entry is None or entry.slot != move.position:
+                self._free([move])
+
+    # -- forgetting ---------------------------------------------------------------------------------------------
+
+    def discard(self, name: BlockName) -> None:
+        if self.filled:
+            self._index.forget(*name)
+        else:
+            self.later.append(lambda index: index.forget(*name))
+
+    def clear(self, namespace_id: bytes | None) -> None:
+        if self.filled:
+            self._index.clear(namespace_id)
+        else:
+            self.later.append(lambda index: index.clear(namespace_id))
+
+    def stats(self) -> IndexStats:
+        return self._index.stats() if self.filled else IndexStats()
+
+    # -- the index's watch --------------------------------------------------------------------------------------
+
+    def stored(self, entries: Sequence[BlockEntry]) -> None:
+        self._committed.update(entries)
+        for entry in entries:
+            self._moved(*entry.name)
+
+    def used(self, entries: Sequence[BlockEntry]) -> None:
+        pass
+
+    def gone(self, entry: BlockEntry) -> None:
+        self._gone.add(entry.slot, entry.name)
+        self._moved(*entry.name)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _client(self, hash_block_size: int, shapes: Sequence[GroupShape]) -> int:
+        """The index's client with these groups: a namespace takes the shapes of its client."""
+        key = hash_block_size, tuple(shapes)
+        client = self._clients.get(key)
+        if client is None:
+            client = self._clients[key] = len(self._clients) + 1
+            self._index.connect(client, hash_block_size, shapes)
+        return client
+
+
+def _pieces(moves: list[m.Move]) -> Iterator[list[m.Move]]:
+    return (moves[start : start + RESTORE_STEP] for start in range(0, len(moves), RESTORE_STEP))

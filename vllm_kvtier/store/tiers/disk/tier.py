@@ -1,0 +1,337 @@
+"""The disk tier: the server allocates positions here; the tier process moves the bytes.
+
+Options of the tier process: ``path`` (directory), ``size`` (bytes, a multiple of 4096), ``preallocate``, ``backend``
+and ``direct`` as in ``StoreOptions``. Positions are numbers of 4 KiB pages below ``Opened.capacity_pages`` (0: all of
+``size``); position 0 is never used.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.eviction.base import Policy
+from vllm_kvtier.store.index.types import EXISTS, NO_PARENT_STORED, NO_ROOM
+from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
+from vllm_kvtier.store.tiers.disk.slot_map import Gone, Shapes, SlotMap
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process import tier_process as mv
+from vllm_kvtier.store.tiers.read_time import ReadTime
+from vllm_kvtier.wire.reactor import Timer
+from vllm_kvtier.wire.slots import PAGE
+
+logger = get_logger(__name__)
+
+# Time limit of a request: so many seconds, and the queued bytes at the rate of a slow or shared disk.
+REQUEST_SECONDS, MIN_RATE = 10.0, 20e6  # seconds, bytes/s
+FIRST_READ_RATE = 1e9, 0.001  # bytes/s and seconds of a read, before any measurement
+PREALLOCATE_RATE = 50e6  # bytes/s; file systems without fallocate write zeros
+WRITE_BACKOFF = 1.0, 60.0  # first and longest time without writes after a failed one, in seconds
+REOPEN_BACKOFF = 300.0, 3600.0  # first and longest time until a read-only tier is opened again, in seconds
+MAX_GONE = 1 << 20  # positions per message
+REFUSALS = {NO_ROOM: "room", NO_PARENT_STORED: "parent", 0: "namespace"}  # why blocks got no position, for metrics
+
+
+@dataclass(slots=True, eq=False)
+class _Token:
+    slot_map: SlotMap
+    lease: int
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    blocks: Sequence[Block]
+    done: Callable[[list[bool]], None]
+
+
+class DiskTier(mv.ProcessTier):
+    """See ``base.Tier``. When the tier process ends, the slot map is dropped; the next process reports the disk's
+    blocks again.
+
+    options: above. shapes(namespace): (tokens per hash block, groups), None if unknown. policy, tenant_share: as
+    ``Index``'s.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        context: mv.TierContext,
+        options: m.Options,
+        shapes: Callable[[bytes], Shapes | None],
+        policy: Callable[[], Policy] | None = None,
+        tenant_share: float = 1.0,
+    ):
+        self._shapes, self._pages, self._gone = shapes, int(options["size"]) // PAGE, Gone()
+        opening = mv.OPEN_SECONDS + (self._pages * PAGE / PREALLOCATE_RATE if options.get("preallocate") else 0)
+        super().__init__(context, options, opening)
+        self._policy, self._tenant_share = policy, tenant_share
+        self._slot_map = self._make_slot_map()
+        self._filling: Iterator[None] | None = None
+        self._writes: deque[_Write] = deque()
+        self._writing: _Write | None = None
+        self._moving: list[m.Move] = []  # of it
+        self._reads, self._written = ReadTime(*FIRST_READ_RATE), ReadTime(*FIRST_READ_RATE)
+        self._refused = dict.fromkeys(REFUSALS, 0)
+        self._no_writes = self._logged = ""  # why it is read only now; the reason logged last
+        self._evicted_before = 0  # by earlier slot maps
+        self._write_backoff, self._reopen_backoff = WRITE_BACKOFF[0], REOPEN_BACKOFF[0]
+        self._again: Timer | None = None  # end of the backoff
+
+    @property
+    def usable(self) -> bool:
+        return self._slot_map.filled and self._tier_process.state == mv.READY
+
+    @property
+    def writable(self) -> bool:
+        return self.usable and not self._no_writes
+
+    @property
+    def reading(self) -> bool:
+        return self._reads.under_way > 0
+
+    # -- finding and reading ------------------------------------------------------------------------------------
+
+    def find(self, want: Want, done: Callable[[Find], None]) -> None:
+        found = self._slot_map.find(want) if self.usable else None
+        self._counts.lookups += 1
+        if found is None:
+            done(Find(want, want.start))
+            return
+        self._counts.found_blocks += sum(position > 0 for row in found.slots for position in row)
+        done(Find(want, found.num_hash_blocks, _Token(self._slot_map, found.lease)))
+
+    def release(self, find: Find) -> None:
+        if isinstance(find.token, _Token):
+            find.token.slot_map.release(find.want, find.token.lease)
+
+    def read(self, find: Find, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
+        """Read at most ``MAX_MOVES`` blocks; those beyond fail."""
+        slot_map = self._slot_map
+        if not self.usable or not isinstance(find.token, _Token) or find.token.slot_map is not slot_map:
+            done([False] * len(blocks))
+            return
+        lease, where = slot_map.lease_blocks([block.name for block in blocks[: m.MAX_MOVES]])
+        there = [i for i, position in enumerate(where) if position]
+        if not there:
+            done([False] * len(blocks))
+            return
+        message = m.Read(self._tier_process.next_id(), 0, [m.Move.of(blocks[i], where[i]) for i in there])
+        nbytes = PAGE * sum(blocks[i].pages for i in there)
+        begun = self._reads.begin(nbytes, self._clock())
+
+        def answered(reply: m.Moved | None) -> None:
+            good = reply.good if reply is not None else [False] * len(there)
+            self._reads.end(begun, nbytes, self._clock(), all(good))
+            slot_map.release_blocks(lease)
+            counts = self._counts
+            counts.read_blocks += sum(good)
+            counts.read_failures += len(good) - sum(good)
+            counts.read_bytes += PAGE * sum(blocks[i].pages for i, is_good in zip(there, good, strict=True) if is_good)
+            if reply is not None and reply.error:
+                logger.warning("kvtier: disk tier: a read failed (%s)", reply.error)
+            result = [False] * len(blocks)
+            for i, is_good in zip(there, good, strict=True):
+                result[i] = is_good
+                if reply is not None and not is_good and slot_map is self._slot_map:
+                    # Otherwise it would be found and fail again; a new copy gets another position.
+                    self.discard(*blocks[i].name)
+            done(result)
+            if not self._reads.under_way:
+                self.on_quiet()
+
+        self._tier_process.request(message, self._wait_seconds(), answered)
+
+    def seconds(self, nbytes: int) -> float:
+        return self._reads.seconds(nbytes)
+
+    def has(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
+        return self._slot_map.has((namespace_id, group, block_hash))
+
+    def keeps(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
+        return self.usable and self._slot_map.is_ready((namespace_id, group, block_hash))
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
+        """Write at most ``MAX_MOVES`` blocks; those beyond fail."""
+        self._writes.append(_Write(blocks, done))
+        self._write_next()
+
+    def _write_next(self) -> None:
+        """One at a time: the tier process must record the removals of a write before the next reuses the positions."""
+        while self._writes and self._writing is None:
+            write = self._writes.popleft()
+            if not self.writable:
+                write.done([False] * len(write.blocks))
+            else:
+                self._writing = write
+                self._write(write)
+
+    def _write(self, write: _Write) -> None:
+        slot_map, blocks = self._slot_map, write.blocks
+        where = slot_map.reserve(blocks[: m.MAX_MOVES], self._shapes)
+        where += [0] * (len(blocks) - len(where))
+        for position in where:
+            if position in self._refused:
+                self._refused[position] += 1
+        new = [i for i, position in enumerate(where) if position > 0]
+        kept = [
+            position == EXISTS and slot_map.is_ready(block.name)
+            for block, position in zip(blocks, where, strict=True)
+        ]
+        if not new:
+            self._write_over(write, kept)
+            return
+        moves = [m.Move.of(blocks[i], where[i]) for i in new]
+        namespaces = slot_map.new_namespaces(move.namespace_id for move in moves)
+        message = m.Write(self._tier_process.next_id(), moves, self._gone.report(writing=True), namespaces)
+        self._moving = moves
+        nbytes = PAGE * sum(move.pages for move in moves)
+        begun = self._written.begin(nbytes, self._clock())
+
+        def answered(reply: m.Moved | None) -> None:
+            good = reply.good if reply is not None else [False] * len(moves)
+            self._written.end(begun, nbytes, self._clock(), all(good))
+            # The slot map of an earlier tier process is dropped already.
+            if reply is not None and slot_map is self._slot_map:
+                self._gone.answered(any(good))
+                good = slot_map.end_write(moves, good, [each.namespace_id for each in namespaces] if all(good) else ())
+                self._drop(slot_map.forgotten)
+                self._check_writable(reply)
+            counts = self._counts
+            counts.written_blocks += sum(good)
+            counts.write_failures += len(good) - sum(good)
+            counts.written_bytes += PAGE * sum(x.pages for x, is_good in zip(moves, good, strict=True) if is_good)
+            for i, is_good in zip(new, good, strict=True):
+                kept[i] = is_good
+            self._write_over(write, kept)
+
+        self._tier_process.request(message, self._wait_seconds(), answered)
+
+    def _write_over(self, write: _Write, kept: list[bool]) -> None:
+        self._writing, self._moving = None, []
+        write.done(kept)
+        self._write_next()
+
+    def _check_writable(self, reply: m.Moved) -> None:
+        """Stop writes for a while after a failed one."""
+        if not reply.writable:
+            seconds, self._reopen_backoff = self._reopen_backoff, min(2 * self._reopen_backoff, REOPEN_BACKOFF[1])
+            self._stop_writes(reply.error or "no reason given", seconds, self._reopen)
+        elif not all(reply.good):
+            seconds, self._write_backoff = self._write_backoff, min(2 * self._write_backoff, WRITE_BACKOFF[1])
+            self._stop_writes(reply.error or "no reason given", seconds, self._try_writes)
+        elif self._logged:
+            self._write_backoff, self._logged = WRITE_BACKOFF[0], ""
+            logger.info("kvtier: disk tier: writable again")
+
+    def _stop_writes(self, reason: str, seconds: float, then: Callable[[], None]) -> None:
+        if reason != self._logged:
+            logger.warning("kvtier: disk tier: read only for now (%s)", reason)
+        self._no_writes = self._logged = reason
+        self._again = self._reactor.call_later(seconds, then)
+        self.on_change()
+
+    def _try_writes(self) -> None:
+        self._again, self._no_writes = None, ""
+        self.on_change()
+
+    def _reopen(self) -> None:
+        self._again = None
+        if self._reads.under_way:
+            self._again = self._reactor.call_later(WRITE_BACKOFF[0], self._reopen)
+        else:
+            self._tier_process.back_off(f"it is opened again because it was read only: {self._no_writes}")
+
+    def _wait_seconds(self) -> float:
+        return REQUEST_SECONDS + (self._reads.waiting_bytes + self._written.waiting_bytes) / MIN_RATE
+
+    # -- forgetting ---------------------------------------------------------------------------------------------
+
+    def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
+        before = len(self._gone)
+        self._slot_map.discard((namespace_id, group, block_hash))
+        self._counts.discarded_blocks += len(self._gone) - before
+        self._drop()
+
+    def clear(self, namespace_id: bytes | None) -> None:
+        self._slot_map.clear(namespace_id)
+        self._drop()
+
+    def _drop(self, now: bool = True) -> None:
+        """Send discarded and cleared blocks to the tier process at once, so that a crash does not bring them back."""
+        if now and self.usable and len(self._gone):
+            positions = self._gone.report(writing=False)
+            for first in range(0, len(positions), MAX_GONE):
+                self._tier_process.send(m.Drop(positions[first : first + MAX_GONE]))
+
+    # -- its tier process ---------------------------------------------------------------------------------------
+
+    def _make_slot_map(self) -> SlotMap:
+        return SlotMap(self._policy, self._clock, self._tenant_share, self._gone, lambda *name: self.on_moved(*name))
+
+    def process_message(self, message: m.ToServer) -> None:
+        if isinstance(message, m.Kept) and self._tier_process.state == mv.OPENING:
+            self._slot_map.on_kept(message)
+        else:
+            self._tier_process.back_off(f"unexpected message {type(message).__name__}")
+
+    def process_up(self, opened: m.Opened) -> None:
+        pages = min(opened.capacity_pages, self._pages) if opened.capacity_pages else self._pages
+        self._no_writes = "" if opened.writable else opened.note or "read only"
+        self._counts.capacity_bytes = pages * PAGE
+        self._filling = self._slot_map.fill(pages)
+        self._fill(self._filling)
+
+    def _fill(self, filling: Iterator[None]) -> None:
+        if filling is not self._filling:
+            return  # its tier process has ended
+        for _ in filling:
+            # Restored blocks live long: keep the garbage collector from visiting millions of them repeatedly.
+            gc.freeze()
+            self._reactor.call_soon(lambda: self._fill(filling))
+            return
+        self._filling = None
+        found = self._slot_map.blocks_found
+        if found:
+            used = self._slot_map.stats().used_pages * PAGE
+            logger.info("kvtier: disk tier: restored %d blocks (%.1f GiB)", found, used / (1 << 30))
+        self._drop()
+        self.on_change()
+
+    def process_down(self, reason: str) -> None:
+        self._evicted_before += self._slot_map.stats().evictions
+        self._slot_map.free_removed(self._moving)
+        self._gone.down()
+        later = self._slot_map.later
+        self._slot_map, self._filling = self._make_slot_map(), None
+        self._slot_map.later = later
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._no_writes = ""
+        self.on_change()
+
+    def counts(self) -> TierCounts:
+        stats, now = self._slot_map.stats(), self._clock()
+        state, reason = self._tier_process.state, self._tier_process.reason
+        if state == mv.READY and not self._slot_map.filled:
+            state = mv.OPENING
+        elif state == mv.READY and self._no_writes:
+            state, reason = "read_only", self._no_writes
+        return replace(
+            self._counts,
+            state=state,
+            reason=reason,
+            used_bytes=stats.used_pages * PAGE,
+            blocks=stats.entries,
+            evicted_blocks=self._evicted_before + stats.evictions,
+            read_seconds=self._reads.busy_seconds(now),
+            write_seconds=self._written.busy_seconds(now),
+            timeouts=self._tier_process.timeouts,
+            restarts=self._tier_process.restarts,
+            extra={f"refused_{why}": float(self._refused[position]) for position, why in REFUSALS.items()},
+        )
+

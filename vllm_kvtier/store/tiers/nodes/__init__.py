@@ -1,0 +1,4 @@
+"""Other nodes' stores as a tier of this one: reads their blocks, and leases its own to them.
+
+The protocol between nodes is in ``vllm_kvtier.remote_store``.
+"""

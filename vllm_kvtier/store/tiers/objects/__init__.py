@@ -1,0 +1,1 @@
+"""The object tier (S3): one object a block, named by content."""

@@ -1,0 +1,315 @@
+"""The tier process of the object tier: moves blocks between the pool and an S3 bucket, one object per block.
+
+Writers need no coordination: an object's name follows from its content (``object_names``), so that writing it again
+changes nothing. An object whose length is not the block's is written again. The engine that loads a block verifies it.
+
+Each request has a deadline; when a block of a message fails, the blocks not started fail too. A thread may write to a
+slot until its request ends, so a Read is answered when all its requests have ended; if that takes too long, the server
+kills this process. ``error`` of Moved and Located means that the object store failed; a missing or short object is no
+error.
+
+Options of Open: ``url`` (s3://bucket/prefix), ``endpoint``, ``region``, ``backend`` (auto, OBJ, boto3), and in seconds
+``timeout`` (of a silent server), ``look_seconds`` (of a Look), ``read_seconds`` (of one object).
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.tiers.objects.object_names import FORMAT, check_endpoint, parse_url
+from vllm_kvtier.store.tiers.objects.prefix_search import Name, Prefix, search
+from vllm_kvtier.store.tiers.objects.request_pool import Done, Job, Lane, Presence, RequestPool
+from vllm_kvtier.store.tiers.objects.s3_client import Bucket, Kind, Trouble
+from vllm_kvtier.store.tiers.objects.transfers import BucketData, Data, nixl_data
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.main import TierProcessMain
+from vllm_kvtier.wire.reactor import Timer
+from vllm_kvtier.wire.slots import PAGE
+
+logger = get_logger(__name__)
+
+# Parallel requests: each waits tens of milliseconds for the server. Reads have more than writes, because requests wait
+# for reads.
+PARALLEL_READS, PARALLEL_WRITES, PARALLEL_LOOKUPS = 16, 4, 32
+MAX_REMEMBERED_OBJECTS = 1 << 18  # objects
+THERE_SECONDS = 300.0  # validity of "exists"; a read finds an object that expired
+ABSENT_SECONDS = 3.0  # validity of "does not exist"; another store may write it at any time
+ACCESS_SECONDS = 30.0  # between two checks of the access rights, if absent objects are reported as forbidden
+
+
+class ObjectProcess:
+    """A ``tiers.process.main.Backend``."""
+
+    def __init__(self, host: TierProcessMain, options: m.Options):
+        self._host, self._location = host, parse_url(str(options["url"]))
+        self._look_seconds = float(options.get("look_seconds", 4.0))
+        self._read_seconds = float(options.get("read_seconds", 20.0))
+        self._backend = str(options.get("backend", "auto"))
+        self._bucket = Bucket(
+            self._location,
+            check_endpoint(str(options.get("endpoint", ""))),
+            str(options.get("region", "")),
+            timeout=float(options.get("timeout", 5.0)),
+            connections=PARALLEL_READS + PARALLEL_WRITES + PARALLEL_LOOKUPS,
+        )
+        self._requests = RequestPool(host, PARALLEL_LOOKUPS, "ask")
+        self._uploads = RequestPool(host, PARALLEL_WRITES, "write")
+        self._data: Data  # set by ``open``
+        self._opened = False
+        self._reads, self._writes = Lane(PARALLEL_READS), Lane(PARALLEL_WRITES)
+        self._presence = Presence(MAX_REMEMBERED_OBJECTS, THERE_SECONDS, ABSENT_SECONDS)
+        self._corrupt: dict[str, None] = {}  # objects with wrong contents that may still exist
+        self._answered = 0.0  # when the server last answered a lookup
+        self._undeletable = False  # a refused deletion was logged
+        self._access_checked = 0.0
+        self._trouble: Trouble | None = None  # of the last check of the access rights
+
+    def open(self) -> m.Opened:
+        """Check that the bucket can be reached and read. Raises KVTierError."""
+        note = self._check_rights()
+        self._data, why = self._make_data()
+        self._opened = True
+        return m.Opened(writable=not note, note="; ".join(filter(None, (note, why))))
+
+    def handle(self, message: m.ToTierProcess) -> None:
+        if isinstance(message, m.Look):
+            self._look(message)
+        elif isinstance(message, m.Read):
+            self._read(message)
+        elif isinstance(message, m.Write):
+            self._write(message)
+        elif isinstance(message, m.Drop):
+            for move in message.moves:
+                self._drop(self._key(move))
+        elif not isinstance(message, m.Release):  # lookups hold nothing
+            raise KVTierError(f"unexpected message {type(message).__name__}")
+
+    def close(self) -> None:
+        self._requests.close()
+        self._uploads.close()
+        if self._opened:
+            self._data.close()
+
+    # -- opening ------------------------------------------------------------------------------------------------
+
+    def _check_rights(self) -> str:
+        """Find out the access rights. Returns "" or why the bucket is read only. Raises Trouble, or KVTierError for
+        blocks of another format.
+
+        Reads the marker, because the answer to a read explains an error (that to HEAD does not). If the marker is
+        readable, "forbidden" for an absent object means that the bucket may not be listed.
+        """
+        marker, note = self._location.marker, ""
+        try:
+            found = self._bucket.read(marker, 2 * len(FORMAT))
+        except Trouble as missing:
+            if missing.kind not in (Kind.ABSENT, Kind.FORBIDDEN):
+                raise
+            try:
+                self._bucket.put(marker, memoryview(FORMAT))
+            except Trouble as trouble:
+                if trouble.kind is not Kind.FORBIDDEN or missing.kind is Kind.FORBIDDEN:
+                    raise
+                note = f"read only: {trouble}"
+            found = FORMAT
+        if found != FORMAT:
+            raise KVTierError(f"{self._location} holds other data than blocks of this version; use another prefix")
+        try:
+            self._bucket.size(f"{marker}-absent")
+        except Trouble as trouble:
+            if trouble.kind is not Kind.FORBIDDEN:
+                raise
+            self._bucket.denied_is_absent = True
+        return note
+
+    def _make_data(self) -> tuple[Data, str]:
+        boto = BucketData(self._host, self._bucket, PARALLEL_READS, self._uploads)
+        if self._backend != "boto3":
+            try:
+                return nixl_data(self._host, self._bucket, boto), ""
+            except KVTierError as error:
+                if self._backend == "OBJ":
+                    return boto, f"boto3 is used instead of NIXL's OBJ: {error}"
+        return boto, ""
+
+    def _check_access(self) -> None:
+        """If absent objects are reported as forbidden, lost rights look like an empty bucket: check them regularly."""
+        now = time.monotonic()
+        if not self._bucket.denied_is_absent or now - self._access_checked < ACCESS_SECONDS:
+            return
+        self._access_checked = now
+
+        def checked(result: object) -> None:
+            self._trouble = result if isinstance(result, Trouble) else None
+
+        self._requests.do(lambda: self._bucket.read(self._location.marker, len(FORMAT)), checked)
+
+    # -- lookups ------------------------------------------------------------------------------------------------
+
+    def _look(self, message: m.Look) -> None:
+        began = time.monotonic()
+        prefix = Prefix(message.hash_block_size, message.groups, message.block_hashes, message.start)
+        sizes = [shape.slot_pages * PAGE for shape in message.groups]
+        timer: Timer | None = None  # None: answered
+
+        def key(name: Name) -> str:
+            return self._location.key(message.namespace_id, *name)
+
+        def answer(num_hash_blocks: int, error: str = "") -> None:
+            nonlocal timer
+            if timer is not None:
+                timer.cancel()
+                timer = None
+                token = message.id if num_hash_blocks > message.start else 0
+                self._host.send(m.Located(message.id, token, num_hash_blocks, error, time.monotonic() - began))
+
+        def ask(names: list[Name]) -> None:
+            self._ask([(key(name), sizes[name[0]]) for name in names], on_answers, lambda: timer is not None)
+
+        def on_answers(answers: list[bool] | Trouble) -> None:
+            if timer is None:
+                return
+            if isinstance(answers, Trouble):
+                answer(message.start, str(answers))
+                return
+            try:
+                ask(rounds.send(answers))
+            except StopIteration as end:
+                answer(end.value)
+
+        def late() -> None:
+            # If the server answered other requests meanwhile, only this process's queue is long.
+            silent = f"the object store of {self._location}: no answer within {self._look_seconds:.0f} s"
+            answer(message.start, silent if self._answered < began else "")
+
+        timer = self._host.reactor.call_later(self._look_seconds, self._host.guard(late))
+        if self._trouble is not None:
+            answer(message.start, str(self._trouble))
+            return
+        rounds = search(prefix, lambda name: self._presence.get(key(name)))
+        try:
+            ask(next(rounds))
+        except StopIteration as end:
+            answer(end.value)
+
+    def _ask(
+        self,
+        wanted: list[tuple[str, int]],
+        on_answers: Callable[[list[bool] | Trouble], None],
+        needed: Callable[[], bool],
+    ) -> None:
+        """Ask whether objects of these names and lengths exist. The first Trouble is the answer for all. ``needed()``,
+        on any thread: whether the answer is still needed."""
+        answers = [False] * len(wanted)
+        left = len(wanted)
+
+        def answered(i: int, result: object) -> None:
+            nonlocal left
+            if isinstance(result, Trouble):
+                if left > 0:
+                    left = 0
+                    on_answers(result)
+                return
+            self._answered = time.monotonic()
+            key, size = wanted[i]
+            answers[i] = result == size and key not in self._corrupt
+            self._presence.saw(key, answers[i])
+            left -= 1
+            if left == 0:
+                if not any(answers):
+                    self._check_access()
+                on_answers(answers)
+
+        def ask(key: str) -> int | None:
+            if needed():
+                return self._bucket.size(key)
+            raise Trouble("the lookup has ended")
+
+        for i, (key, _) in enumerate(wanted):
+            self._requests.do(partial(ask, key), partial(answered, i))
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def _read(self, message: m.Read) -> None:
+        def start(i: int, done: Done) -> None:
+            key, deadline = self._key(message.moves[i]), time.monotonic() + self._read_seconds
+
+            def ended(trouble: Trouble | None) -> None:
+                if trouble is None or trouble.kind is Kind.ABSENT:
+                    self._presence.saw(key, trouble is None)
+                done(trouble)
+
+            self._data.get(key, *self._slot(message.moves[i]), deadline, ended)
+
+        self._move(message, self._reads, start)
+
+    def _write(self, message: m.Write) -> None:
+        def start(i: int, done: Done) -> None:
+            key, slot = self._key(message.moves[i]), self._slot(message.moves[i])
+
+            def ended(trouble: Trouble | None) -> None:
+                if trouble is None:
+                    self._presence.saw(key, True)
+                    self._corrupt.pop(key, None)
+                done(trouble)
+
+            def asked(size: object) -> None:
+                if isinstance(size, Trouble):
+                    ended(size)
+                elif size == slot[1]:
+                    ended(None)
+                else:
+                    self._data.put(key, *slot, ended)
+
+            if key in self._corrupt:
+                self._data.put(key, *slot, ended)
+            elif self._presence.get(key):
+                ended(None)
+            else:  # often another store has written it, and a HEAD costs less than a PUT
+                self._uploads.do(lambda: self._bucket.size(key), asked)
+
+        self._move(message, self._writes, start)
+
+    def _move(self, message: m.Read | m.Write, lane: Lane, start: Callable[[int, Done], None]) -> None:
+        began = time.monotonic()
+
+        def over(troubles: list[Trouble | None]) -> None:
+            serious = [trouble for trouble in troubles if trouble is not None and trouble.kind is not Kind.ABSENT]
+            denied = isinstance(message, m.Write) and any(t.kind is Kind.FORBIDDEN for t in serious)
+            error = str(serious[0]) if serious else ""
+            good = [trouble is None for trouble in troubles]
+            self._host.send(m.Moved(message.id, good, error, time.monotonic() - began, writable=not denied))
+
+        lane.add(Job(len(message.moves), start, over))
+
+    def _drop(self, key: str) -> None:
+        """Delete a corrupt object. If that is not allowed, do not read it again."""
+        self._presence.saw(key, False)
+        self._corrupt[key] = None
+        if len(self._corrupt) > MAX_REMEMBERED_OBJECTS:
+            self._corrupt.pop(next(iter(self._corrupt)))
+
+        def deleted(result: object) -> None:
+            if isinstance(result, Trouble):
+                if not self._undeletable:
+                    logger.warning(
+                        "kvtier: object tier: corrupt blocks cannot be deleted (%s); other nodes may read them", result
+                    )
+                self._undeletable = True
+            else:
+                self._corrupt.pop(key, None)
+                self._presence.saw(key, False)
+
+        self._requests.do(lambda: self._bucket.delete(key), deleted)
+
+    def _key(self, move: m.Move) -> str:
+        return self._location.key(move.namespace_id, move.group, move.hash)
+
+    def _slot(self, move: m.Move) -> tuple[int, int]:
+        """(first byte in the pool, bytes). Raises KVTierError if it is outside the pool: the process ends."""
+        first, nbytes = move.slot * PAGE, move.pages * PAGE
+        if not 0 < first < first + nbytes <= self._host.pool.nbytes:
+            raise KVTierError(f"slot {move.slot} of {move.pages} pages is not in the pool")
+        return first, nbytes

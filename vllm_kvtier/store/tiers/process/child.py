@@ -1,0 +1,83 @@
+"""A tier process as a child of the server. Nothing here blocks."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from vllm_kvtier.store.launcher import package_environment
+
+MAX_LINE = 1000  # characters of a line of its stderr that are logged
+MAX_LINES = 500  # of its stderr that are logged
+
+
+class Child:
+    """``ended``: a descriptor that is readable when the process and its I/O have ended. ``stderr``: a non-blocking
+    descriptor. ``silent``: its stderr is at the end. ``last_line``: of its stderr."""
+
+    def __init__(self, process: subprocess.Popen[bytes]):
+        assert process.stderr is not None
+        self._process, self._stderr = process, process.stderr
+        self.pid = process.pid
+        self.ended = os.pidfd_open(process.pid)
+        self.stderr = self._stderr.fileno()
+        os.set_blocking(self.stderr, False)
+        self.silent, self.last_line = False, ""
+        self._rest, self._lines = b"", 0
+
+    def kill(self) -> None:
+        """Send SIGKILL. Idempotent, also after its end."""
+        if self._process.returncode is None:
+            signal.pidfd_send_signal(self.ended, signal.SIGKILL)
+
+    def reap(self) -> int | None:
+        """Its exit status; below 0: minus the signal that ended it; None: it runs."""
+        return self._process.poll()
+
+    def read_lines(self) -> list[str]:
+        """New lines of its stderr, at most MAX_LINES in all."""
+        while not self.silent:
+            try:
+                data = os.read(self.stderr, 1 << 16)
+            except BlockingIOError:
+                break
+            self.silent = not data
+            self._rest += data
+            if len(self._rest) > 1 << 20:  # bounds the time in which a flood of lines blocks the reactor
+                break
+        *whole, self._rest = self._rest.split(b"\n")
+        if self.silent or len(self._rest) > 1 << 16:
+            whole, self._rest = [*whole, self._rest], b""
+        lines = [text for line in whole if (text := line.decode("utf-8", "replace").strip()[:MAX_LINE])]
+        if lines:
+            self.last_line = lines[-1]
+        before, self._lines = self._lines, self._lines + len(lines)
+        return lines[: max(0, MAX_LINES - before)]
+
+    def close(self) -> None:
+        """Close the descriptors. To be called once, when it is reaped or abandoned."""
+        os.close(self.ended)
+        self._stderr.close()
+
+
+def spawn_tier_process(kind: str, sock: socket.socket, pool_fd: int, pool_bytes: int) -> Child:
+    """Start a tier process with this end of a socketpair; the caller closes ``sock``. Raises OSError."""
+    command = [sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}"]
+    arguments = [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
+    return spawn([*command, *arguments], (sock.fileno(), pool_fd))
+
+
+def spawn(command: Sequence[str], fds: Sequence[int]) -> Child:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=package_environment(),
+        pass_fds=fds,
+        start_new_session=True,  # Ctrl-C is for the server
+    )
+    return Child(process)

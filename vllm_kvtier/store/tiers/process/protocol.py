@@ -1,0 +1,214 @@
+"""Messages between the server and a tier process: msgpack structs, one per frame, over a socketpair
+(``wire/stream.py``).
+
+A tier process serves one tier. It maps the pool (a memfd that it inherits) and moves bytes; the server decides which.
+It answers Open with Opened or Refused, and exits when the socket closes. Times are durations. ``slot`` and ``position``
+are numbers of 4 KiB pages, in the pool and in the tier's own storage.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.protocol import Count, GroupShape, Hashes, NamespaceId, Page, Seconds, Sentence
+from vllm_kvtier.store.tiers.base import Block, Want
+
+MAX_FRAME = 64 << 20  # bytes
+MAX_MOVES = 1 << 14  # blocks per Read or Write
+
+Key = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
+Options = Mapping[str, str | int | float | bool]  # of Open
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """One block to copy. ``position``: on disk; other tiers find a block by its name."""
+
+    namespace_id: Key
+    group: int
+    hash: Key
+    parent: Key
+    tenant: bytes
+    slot: int
+    pages: int
+    position: int = 0
+
+    @classmethod
+    def of(cls, block: Block, position: int = 0) -> "Move":
+        return cls(*block.name, block.parent, block.tenant, block.slot, block.pages, position)
+
+
+class NamespaceShape(msgspec.Struct, frozen=True, array_like=True):
+    """The shape of a namespace, which a persistent tier stores."""
+
+    namespace_id: Key
+    hash_block_size: int
+    groups: list[GroupShape]
+
+
+# -- server to tier process ---------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """First message. ``options``: of the tier (see its ``process`` module)."""
+
+    options: dict[str, str | int | float | bool]
+    pool_bytes: Count
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Copy from the tier into slots. ``token``: of the Located that found the blocks; 0 for the disk. Answer: Moved."""
+
+    id: Count
+    token: Count
+    moves: Annotated[list[Move], msgspec.Meta(max_length=MAX_MOVES)]
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    """Copy from slots into the tier, durably. Answer: Moved.
+
+    ``gone``: disk positions whose blocks were removed since the last Write. They must not reappear after a crash once
+    this Write may overwrite them. ``namespaces``: shapes that the tier process does not have yet.
+    """
+
+    id: Count
+    moves: Annotated[list[Move], msgspec.Meta(max_length=MAX_MOVES)]
+    gone: list[int] = []
+    namespaces: list[NamespaceShape] = []
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Remove these positions (disk) or blocks (other tiers), also for the time after a crash. No answer."""
+
+    gone: list[int] = []
+    moves: list[Move] = []
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Look up blocks from hash block ``start`` on. Answer: Located. Not for the disk."""
+
+    id: Count
+    namespace_id: NamespaceId
+    hash_block_size: Count
+    groups: list[GroupShape]
+    block_hashes: Hashes
+    start: Count
+    nodes: list[str] = []
+
+    @classmethod
+    def of(cls, id: int, want: Want) -> "Look":
+        return cls(
+            id, want.namespace_id, want.hash_block_size, list(want.shapes), want.block_hashes, want.start,
+            list(want.nodes),
+        )  # fmt: skip
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The blocks of a Located are no longer needed. No answer."""
+
+    token: Count
+
+
+class LeaseReply(msgspec.Struct, frozen=True, tag="lease_reply"):
+    """Answer to LeaseRequest, as ``store.protocol.Found``. ``promotable``: number of hash blocks that a request with
+    ``wait_seconds`` might find."""
+
+    id: Count
+    lease: Count
+    num_hash_blocks: Count
+    slots: list[list[int]]
+    promotable: Count = 0
+
+
+class PromotionStatus(msgspec.Struct, frozen=True, tag="promotion_status"):
+    """Both ways, any number of times before the answer to a LeaseRequest or a Look: the answer waits for a promotion
+    of hash blocks up to ``num_hash_blocks``, expected in ``seconds``."""
+
+    id: Count
+    num_hash_blocks: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
+# -- tier process to server ---------------------------------------------------------------------------------
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """``note``: for the operator (no O_DIRECT, the reason for read only), "" if there is none."""
+
+    writable: bool
+    note: Sentence = ""
+    capacity_pages: Page = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Instead of Opened: the tier cannot be opened. The tier process exits."""
+
+    reason: Sentence
+
+
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """Blocks found on disk when it was opened: sent in pieces before Opened, parents before children."""
+
+    moves: list[Move]  # slot is 0
+    namespaces: list[NamespaceShape] = []
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """``good``: by move. ``error``: the reason if not all are good."""
+
+    id: Count
+    good: list[bool]
+    error: Sentence = ""
+    seconds: float = 0.0
+    writable: bool = True  # False: read only until the tier is opened again
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """``num_hash_blocks`` as in ``base.Find``; ``token``: for Read and Release, 0 if nothing was found; ``seconds``:
+    expected duration of reading all blocks, 0: unknown."""
+
+    id: Count
+    token: Count
+    num_hash_blocks: Count
+    error: Sentence = ""
+    seconds: float = 0.0
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
+    """Another node's store, or an engine there, looks up blocks. Answer: LeaseReply, after promotions that end within
+    ``wait_seconds``. ``objects``: digest of the object store that the client reads itself."""
+
+    id: Count
+    client: Count  # number of its connection
+    name: str
+    hash_block_size: Count
+    groups: list[GroupShape]
+    namespace_id: NamespaceId
+    block_hashes: Hashes
+    start: Count
+    wait_seconds: Seconds = 0.0
+    objects: str = ""
+
+
+class Return(msgspec.Struct, frozen=True, tag="return"):
+    """The client has released its lease. No answer."""
+
+    client: Count
+    lease: Count
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """The client has disconnected: its leases end. No answer."""
+
+    client: Count
+
+
+ToTierProcess = Open | Read | Write | Drop | Look | Release | LeaseReply | PromotionStatus
+ToServer = Opened | Refused | Kept | Moved | Located | PromotionStatus | LeaseRequest | Return | Left
+
+encode = msgspec.msgpack.Encoder().encode
+_to_tier_process: msgspec.msgpack.Decoder[ToTierProcess] = msgspec.msgpack.Decoder(ToTierProcess)
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+decode_to_tier_process = _to_tier_process.decode
+decode_to_server = _to_server.decode

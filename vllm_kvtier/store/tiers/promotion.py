@@ -1,0 +1,374 @@
+"""Promotion: looks up the blocks that a request lacks in memory in the secondary tiers, and reads them into the pool.
+
+A *job* serves one prefix. It asks the tiers in their order, each from the end of the previous tier's blocks, and reads
+the blocks into slots in chunks. Blocks of a chunk are reserved as an engine's are, visible to all lookups once they are
+read, and leased until the job ends, so that the prefix stays complete. If several jobs need a block, the job that
+reserves it reads it, and the others wait for that read. A job goes on when its request is gone.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.index.block_entry import BlockName
+from vllm_kvtier.store.index.index import Index
+from vllm_kvtier.store.index.removal_history import RemovalReason
+from vllm_kvtier.store.index.types import EXISTS, HASH, NO_ROOM, ZERO, BadRequest, GroupShape
+from vllm_kvtier.store.protocol import TierQuery
+from vllm_kvtier.store.tiers.base import Block, Find, Tier, Want
+from vllm_kvtier.wire.reactor import Timer
+from vllm_kvtier.wire.slots import PAGE
+
+logger = get_logger(__name__)
+
+# Large enough for the full rate of a disk or a network. Small enough that short prefixes can go between, and that most
+# bytes read before a request's wait ends are complete blocks.
+CHUNK_BYTES = 32 << 20
+CHUNK_BLOCKS = 256
+CHUNKS_IN_FLIGHT = 2  # chunks of one read: the tier has the next one when it ends the first
+# If all memory is in use, the failed reservation blocks the server for milliseconds. No job starts for this multiple of
+# that time.
+FULL_BACKOFF = 20.0
+MAX_JOBS = 256  # at a time; further lookups get what is in memory
+
+_JobKey = tuple[bytes, bytes, tuple[str, ...], tuple[str, ...]]
+
+
+class Waiter:
+    """A call at the end of a job or at ``until``; ``cancel`` it if the client disconnects."""
+
+    __slots__ = ("_call", "_timer", "until")
+
+    def __init__(self, call: Callable[[], None], until: float):
+        self._call: Callable[[], None] | None = call
+        self._timer: Timer | None = None
+        self.until = until
+
+    def fire(self) -> None:
+        call = self._call
+        self.cancel()
+        if call is not None:
+            call()
+
+    def cancel(self) -> None:
+        self._call = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class PromotionRead:
+    """The read of one tier's blocks for one job."""
+
+    def __init__(self, job: "PromotionJob", tier: Tier, find: Find, blocks: list[Block]):
+        self.job, self.tier, self.find = job, tier, find
+        self.rest = blocks  # not reserved yet, last block first
+        self.left_bytes = sum(b.pages for b in blocks) * PAGE  # not read yet
+        self.in_flight = 0
+        self.over = False
+        self.awaited_by: set[PromotionJob] = set()
+
+
+class PromotionJob:
+    """``num_hash_blocks``: end of the blocks found so far. ``asking``: the tier whose ``find`` of ``asked`` is running.
+    ``status``: (end, time) that this tier expects of its answer, if it has reported that."""
+
+    def __init__(self, key: _JobKey, want: Want, pages_limit: int):
+        self.key, self.want, self.pages_limit = key, want, pages_limit
+        self.num_hash_blocks = want.start
+        self.asking: Tier | None = None
+        self.asked: Want | None = None
+        self.status: tuple[int, float] | None = None
+        self.waits_for: set[PromotionRead] = set()  # its own, and other jobs' reads of its blocks
+        self.waiters: list[Waiter] = []
+        self.leases: list[int] = []  # on the blocks read
+        self.over = False
+
+    @property
+    def progressing(self) -> bool:
+        """False: it waits for an unavailable tier, perhaps for a process that cannot be killed."""
+        tiers = {read.tier for read in self.waits_for} | ({self.asking} if self.asking is not None else set())
+        return all(tier.usable for tier in tiers)
+
+
+class Promotion:
+    """On the server's reactor thread. ``client``: this number and smaller ones identify it in the index, one for each
+    shape of a namespace. ``call_later(seconds, call)`` returns a handle that can be cancelled."""
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Sequence[Tier],
+        client: int,
+        call_later: Callable[[float, Callable[[], None]], Timer],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._index, self._tiers, self._call_later, self._clock = index, list(tiers), call_later, clock
+        self._next_client = client
+        self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by hash block size and groups
+        self._jobs: dict[_JobKey, PromotionJob] = {}
+        self._inbound: dict[BlockName, PromotionRead] = {}
+        self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
+        self._full_until = 0.0  # backoff after a full memory
+        for tier in self._tiers:
+            tier.on_promotion_status = self._on_status
+        self.promoted_blocks = self.promoted_bytes = self.refused_room = self.failed_blocks = 0
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def start(self, want: Want, pages_limit: int) -> PromotionJob | None:
+        """Start, or join, the job that promotes hash blocks from ``want.start`` on. None: nothing is wanted, no tier is
+        usable, or the end of the job is unknown. A job that is over when this returns found nothing readable."""
+        if want.start >= want.num_hash_blocks or not any(tier.usable for tier in self._tiers_for(want)):
+            return None
+        key = (want.namespace_id, want.block_hashes[-HASH:], want.nodes, want.skip)
+        known = self._jobs.get(key)
+        if known is not None:
+            return known if known.progressing else None
+        if len(self._jobs) >= MAX_JOBS or self._clock() < self._full_until:
+            return None
+        job = self._jobs[key] = PromotionJob(key, want, pages_limit)
+        self._seek(job, iter(self._tiers_for(want)))
+        return job
+
+    def peek(self, want: Want) -> int:
+        """End of the hash blocks that the tiers might have: exact for tiers that answer at once, else all that is
+        wanted. Promotes nothing."""
+        num_hash_blocks = want.start
+        for tier in self._tiers_for(want):
+            if num_hash_blocks >= want.num_hash_blocks or not tier.usable:
+                continue
+            if tier.latency():
+                return want.num_hash_blocks
+            found: list[Find] = []
+            tier.find(replace(want, start=num_hash_blocks), found.append)
+            if found[0].num_hash_blocks > num_hash_blocks:
+                num_hash_blocks = found[0].num_hash_blocks
+                tier.release(found[0])
+        return num_hash_blocks
+
+    def expected(self, job: PromotionJob) -> TierQuery:
+        """The expected result of a job: the end of its blocks as far as known, the seconds until they are in memory,
+        and the seconds until more is known."""
+        arrive = max((s.tier.seconds(self._left_bytes[s.tier]) for s in job.waits_for), default=0.0)
+        if job.asking is None:
+            return TierQuery(job.num_hash_blocks, arrive, 0.0)
+        if job.status is None or job.asked is None:
+            return TierQuery(job.num_hash_blocks, arrive, job.asking.latency())
+        num_hash_blocks, when = job.status
+        answer = max(job.asking.latency(), when - self._clock())
+        if num_hash_blocks <= job.num_hash_blocks or job.waits_for:  # the blocks found already come first
+            return TierQuery(job.num_hash_blocks, arrive, answer)
+        nbytes = sum(block.pages for block in _blocks(Find(job.asked, num_hash_blocks))) * PAGE
+        return TierQuery(
+            num_hash_blocks,
+            answer + job.asking.seconds(nbytes),
+            0.0 if num_hash_blocks == job.want.num_hash_blocks else answer,
+        )
+
+    def wait(self, job: PromotionJob, wait_seconds: float, call: Callable[[], None]) -> Waiter:
+        """Call ``call`` when the blocks found are in memory, or cannot be in time, or after ``wait_seconds``; never
+        before this returns."""
+        waiter = Waiter(call, self._clock() + wait_seconds)
+        waiter._timer = self._call_later(0.0 if job.over else max(0.0, wait_seconds), waiter.fire)
+        job.waiters.append(waiter)
+        return waiter
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def _seek(self, job: PromotionJob, tiers: Iterable[Tier]) -> None:
+        """Ask the next tier for the blocks after those found so far."""
+        want = job.want
+        for tier in tiers:
+            if job.num_hash_blocks >= want.num_hash_blocks:
+                break
+            if not tier.usable:
+                continue
+            job.asking = tier
+            job.asked = replace(want, start=job.num_hash_blocks)
+            tier.find(job.asked, partial(self._found, job, tiers, tier))
+            return
+        job.asking = None
+        self._end_if_done(job)
+        if not job.over:
+            self._end_vain_waits(job)
+
+    def _on_status(self, want: Want, num_hash_blocks: int, seconds: float) -> None:
+        job = next((job for job in self._jobs.values() if job.asked is want), None)
+        if job is not None and job.asking is not None:
+            job.status = num_hash_blocks, self._clock() + seconds
+            if num_hash_blocks > job.num_hash_blocks and not job.waits_for:
+                self._end_vain_waits(job)
+
+    def _end_vain_waits(self, job: PromotionJob) -> None:
+        """Answer the waiters whose wait ends before the blocks are expected."""
+        soonest = self._clock() + self.expected(job).seconds
+        for waiter in [waiter for waiter in job.waiters if waiter.until < soonest]:
+            job.waiters.remove(waiter)
+            waiter.fire()
+
+    def _tiers_for(self, want: Want) -> list[Tier]:
+        return [tier for tier in self._tiers if tier.name not in want.skip]
+
+    def _found(self, job: PromotionJob, tiers: Iterable[Tier], tier: Tier, find: Find) -> None:
+        job.asked = job.status = None
+        if find.num_hash_blocks > find.want.start:
+            job.num_hash_blocks = find.num_hash_blocks
+            self._begin(job, tier, find)
+        self._seek(job, tiers)
+
+    def _begin(self, job: PromotionJob, tier: Tier, find: Find) -> None:
+        read = PromotionRead(job, tier, find, _blocks(find))
+        job.waits_for.add(read)
+        read.awaited_by.add(job)
+        self._left_bytes[tier] += read.left_bytes
+        self._go_on(read)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _go_on(self, read: PromotionRead) -> None:
+        while read.rest and read.in_flight < CHUNKS_IN_FLIGHT:
+            blocks = self._reserve(read, _chunk(read.rest))
+            if blocks:
+                read.in_flight += 1
+                read.tier.read(read.find, blocks, partial(self._arrived, read, blocks))
+        if not read.rest and not read.in_flight and not read.over:
+            self._end(read)
+
+    def _reserve(self, read: PromotionRead, chunk: list[Block]) -> list[Block]:
+        """Reserve slots for a chunk. Returns the blocks to read; other jobs read the rest, or there is no room."""
+        namespace_id, client = read.find.want.namespace_id, self._client(read.find.want)
+        began = self._clock()
+        try:
+            slots = self._index.reserve(
+                client,
+                namespace_id,
+                b"",
+                [b.group for b in chunk],
+                b"".join(b.hash for b in chunk),
+                b"".join(b.parent for b in chunk),
+                read.job.pages_limit,
+                forever=True,  # the tier may write to them for as long as its read takes
+            )
+        except BadRequest as error:  # the namespace was cleared, and an engine with other groups uses it now
+            logger.warning("kvtier: promotion: blocks are not promoted (%s)", error)
+            slots = [NO_ROOM] * len(chunk)
+        if slots[-1] == NO_ROOM:
+            now = self._clock()
+            self._full_until = now + FULL_BACKOFF * (now - began)
+        got = []
+        for block, slot in zip(chunk, slots, strict=True):
+            if slot > 0:
+                got.append(msgspec.structs.replace(block, slot=slot))
+                self._inbound[block.name] = read
+                continue
+            self._less(read, block.pages * PAGE)
+            if slot == EXISTS:
+                other = self._inbound.get(block.name)
+                if other is not None and other is not read:
+                    other.awaited_by.add(read.job)
+                    read.job.waits_for.add(other)
+            elif read.rest:  # no room, or its parent was evicted: the blocks after it would be useless
+                self.refused_room += 1
+                self._give_up(read)
+        return got
+
+    def _arrived(self, read: PromotionRead, blocks: list[Block], good: list[bool]) -> None:
+        client = self._client(read.find.want)
+        right = [block for block, ok in zip(blocks, good, strict=True) if ok]
+        wrong = [block for block, ok in zip(blocks, good, strict=True) if not ok]
+        for block in blocks:
+            if self._inbound.get(block.name) is read:  # else the namespace was cleared, and another job reads the block
+                del self._inbound[block.name]
+            self._less(read, block.pages * PAGE)
+        self._index.commit(client, [block.slot for block in right])
+        self._index.abort(client, [block.slot for block in wrong], RemovalReason.UNREAD)
+        if right:
+            lease, _ = self._index.lease_blocks(client, [block.name for block in right], forever=True)
+            if lease:
+                read.job.leases.append(lease)
+        self.promoted_blocks += len(right)
+        self.promoted_bytes += sum(block.pages for block in right) * PAGE
+        self.failed_blocks += len(wrong)
+        read.in_flight -= 1
+        if wrong:
+            self._give_up(read)
+        self._go_on(read)
+
+    def _give_up(self, read: PromotionRead) -> None:
+        self._less(read, sum(block.pages for block in read.rest) * PAGE)
+        read.rest = []
+
+    def _less(self, read: PromotionRead, nbytes: int) -> None:
+        read.left_bytes -= nbytes
+        self._left_bytes[read.tier] -= nbytes
+
+    def _end(self, read: PromotionRead) -> None:
+        read.over = True
+        read.tier.release(read.find)
+        for job in read.awaited_by:
+            job.waits_for.discard(read)
+        for job in read.awaited_by:
+            self._end_if_done(job)
+            if not job.over and not job.waits_for:
+                _fire_all(job)  # the blocks found are in memory, and the client decides whether to wait for more
+
+    def _end_if_done(self, job: PromotionJob) -> None:
+        if job.over or job.asking is not None or job.waits_for:
+            return
+        job.over = True
+        self._jobs.pop(job.key, None)
+        _fire_all(job)  # before the release: the waiters' lookups lease the blocks
+        client = self._client(job.want)
+        for lease in job.leases:
+            self._index.release(client, lease)
+
+    def _client(self, want: Want) -> int:
+        shape = (want.hash_block_size, tuple(want.shapes))
+        client = self._clients.get(shape)
+        if client is None:
+            client = self._clients[shape] = self._next_client
+            self._next_client -= 1
+            self._index.connect(client, want.hash_block_size, want.shapes)
+        return client
+
+
+def _fire_all(job: PromotionJob) -> None:
+    waiters, job.waiters = job.waiters, []
+    for waiter in waiters:
+        waiter.fire()
+
+
+def _blocks(find: Find) -> list[Block]:
+    """The blocks to read for a Find, in reverse order of reading: parents after children."""
+    want = find.want
+    ends = []
+    for group, shape in enumerate(want.shapes):
+        step = shape.hash_blocks_per_block
+        first = shape.first_block(want.hash_block_size, want.start, find.num_hash_blocks)
+        ends += [(end, group) for end in range((first + 1) * step, find.num_hash_blocks + 1, step)]
+    ends.sort(reverse=True)
+    blocks = []
+    for end, group in ends:
+        shape = want.shapes[group]
+        before = (end - shape.hash_blocks_per_block) * HASH
+        parent = want.block_hashes[before - HASH : before] if before and shape.window is None else ZERO
+        name = want.block_hashes[(end - 1) * HASH : end * HASH]
+        blocks.append(Block(want.namespace_id, group, name, parent, b"", 0, shape.slot_pages, end))
+    return blocks
+
+
+def _chunk(rest: list[Block]) -> list[Block]:
+    """Take the next blocks off the end of ``rest``."""
+    taken, pages = list[Block](), 0
+    while rest and len(taken) < CHUNK_BLOCKS and (not taken or (pages + rest[-1].pages) * PAGE <= CHUNK_BYTES):
+        taken.append(rest.pop())
+        pages += taken[-1].pages
+    return taken

@@ -1,0 +1,198 @@
+"""The secondary tiers behind the server's memory, as one object."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvtier.store.index.index import Index
+from vllm_kvtier.store.index.types import BadRequest, Found
+from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.memory.pool_memory import PoolMemory
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.protocol import TierQuery
+from vllm_kvtier.store.tiers.admission import Admission, admission
+from vllm_kvtier.store.tiers.base import Tier, TierCounts, Want
+from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
+from vllm_kvtier.store.tiers.disk.tier import DiskTier
+from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
+from vllm_kvtier.store.tiers.nodes.tier import NodesTier
+from vllm_kvtier.store.tiers.objects.object_names import store_digest
+from vllm_kvtier.store.tiers.objects.tier import ObjectTier
+from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.process.tier_process import TierContext
+from vllm_kvtier.store.tiers.promotion import Promotion, Waiter
+from vllm_kvtier.store.tiers.read_time import Durations
+from vllm_kvtier.wire.reactor import Reactor
+
+# Client numbers in the index; connections count up from 1, promotion and leases count down.
+PROMOTION, DEMOTION, LEASES = -1, -1_000_000, -1_000_001
+
+
+class TierStack:
+    """On the server's reactor thread. ``tiers``: nearest first."""
+
+    def __init__(self, index: Index, tiers: list[Tier], demotion: Demotion | None, promotion: Promotion):
+        self._index, self._tiers = index, tiers
+        self._demotion, self._promotion = demotion, promotion
+        self._waiting: dict[int, set[Waiter]] = {}  # by client
+        if demotion is not None:
+            index.watches.append(demotion)
+            if index.removal_history is not None:
+                index.removal_history.eviction_reason = demotion.removal_reason
+            for tier in tiers:
+                tier.on_change = demotion.tiers_changed
+
+    @property
+    def names(self) -> list[str]:
+        return [tier.name for tier in self._tiers]
+
+    @property
+    def all(self) -> list[Tier]:
+        """Nearest first."""
+        return list(self._tiers)
+
+    @property
+    def leases_granted(self) -> int:
+        """Leases of this memory that other nodes got, since the start."""
+        return sum(tier.leases_granted for tier in self._tiers)
+
+    def start(self) -> None:
+        for tier in self._tiers:
+            tier.start()
+
+    def stop(self) -> None:
+        for tier in self._tiers:
+            tier.stop()
+
+    def lookup(
+        self,
+        client: int,
+        want: Want,
+        pages_limit: int,
+        wait_seconds: float,
+        answer: Callable[[Found, TierQuery | None], None],
+    ) -> None:
+        """Look up ``want.block_hashes`` from ``want.start`` in the index, and promote the rest from the tiers.
+
+        ``answer(found, more)`` is called once: at once, or within ``wait_seconds`` if more is being promoted; not at
+        all if the client disconnects first. ``more`` None: nothing more is expected.
+        """
+
+        def look() -> Found:
+            return self._index.lookup(client, want.namespace_id, want.block_hashes, want.start, pages_limit)
+
+        found = look()
+        job = self._promotion.start(replace(want, start=found.num_hash_blocks), pages_limit)
+        if job is None or (not job.waits_for and job.asking is None):
+            if job is not None and job.num_hash_blocks > found.num_hash_blocks:  # another job had promoted it
+                self._index.release(client, found.lease)
+                found = look()
+            answer(found, None)
+            return
+        if wait_seconds <= 0:
+            answer(found, self._promotion.expected(job))
+            return
+
+        def over() -> None:
+            waiting.discard(waiter)
+            if found.lease:
+                self._index.release(client, found.lease)
+            try:
+                again = look()
+            except BadRequest:  # the namespace was cleared, and an engine with other groups uses it now
+                again = Found(0, want.start, [[] for _ in want.shapes])
+            more = not job.over and (job.asking is not None or job.num_hash_blocks > again.num_hash_blocks)
+            answer(again, self._promotion.expected(job) if more else None)
+
+        waiting = self._waiting.setdefault(client, set())
+        waiter = self._promotion.wait(job, wait_seconds, over)
+        waiting.add(waiter)
+
+    def prefetch(self, want: Want, pages_limit: int) -> None:
+        """Promote the blocks of a request that will come. Leases nothing to a client."""
+        num_hash_blocks = self._index.reach(want.namespace_id, want.block_hashes, 0, pages_limit)
+        self._promotion.start(replace(want, start=num_hash_blocks), pages_limit)
+
+    def peek(self, want: Want) -> int:
+        """End of the hash blocks that the tiers might have from ``want.start`` on. Promotes nothing."""
+        return self._promotion.peek(want)
+
+    def forget(self, client: int) -> None:
+        """The client disconnected: cancel its waits. Its promotions go on."""
+        for waiter in self._waiting.pop(client, ()):
+            waiter.cancel()
+
+    def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
+        for tier in self._tiers:
+            tier.discard(namespace_id, group, block_hash)
+
+    def clear(self, namespace_id: bytes | None) -> None:
+        for tier in self._tiers:
+            tier.clear(namespace_id)
+
+    def durations(self) -> dict[tuple[str, str], Durations]:
+        """Response times of the tier processes, by tier and kind of request: a snapshot."""
+        return {(tier.name, kind): d.copy() for tier in self._tiers for kind, d in tier.durations.items()}
+
+    def counts(self) -> list[TierCounts]:
+        """Nearest first; ``extra`` includes the counts of demotion."""
+        lanes = self._demotion.stats() if self._demotion is not None else {}
+        counts = [tier.counts() for tier in self._tiers]
+        for each in counts:
+            each.extra = {**each.extra, **lanes.get(each.name, {})}
+        return counts
+
+
+def open_tiers(
+    options: StoreOptions, index: Index, memory: PoolMemory, reactor: Reactor, tick: Callable[[], None]
+) -> TierStack:
+    """The tiers that the options name, nearest first: disk, other nodes' memory, object store. Not started yet.
+
+    ``tick``: the index has a new deadline to watch. Raises ConfigError for invalid options.
+    """
+    context = TierContext(memory.fd, memory.nbytes, reactor)
+    admissions: dict[Tier, Admission] = {}  # of the tiers that blocks are written to
+    tiers: list[Tier] = []
+    leases = None
+    if options.disk_path:
+        disk_options: m.Options = {
+            "path": options.disk_path,
+            "size": parse_bytes(options.disk_size, "store option disk_size"),
+            "preallocate": options.disk_preallocate,
+            "backend": options.disk_backend,
+            "direct": options.disk_direct,
+        }
+        policy = POLICIES[options.policy or DEFAULT_POLICY]
+        disk = DiskTier(context, disk_options, index.shapes, policy, options.tenant_share)
+        tiers.append(disk)
+        admissions[disk] = admission(options.disk_admission, options.disk_min_tokens)
+    if options.nodes or options.node_listen or options.cluster_key_file:
+        objects = store_digest(options.object_url, options.object_endpoint) if options.object_url else ""
+        leases = NodeLeaseTable(index, LEASES, tick, objects=objects)
+        node_options: m.Options = {
+            "nodes": options.nodes,
+            "node_listen": options.node_listen,
+            "cluster_key_file": options.cluster_key_file,
+            "objects": objects,
+        }
+        tiers.append(NodesTier(context, node_options, leases))
+    if options.object_url:
+        object_options: m.Options = {
+            "url": options.object_url,
+            "endpoint": options.object_endpoint,
+            "region": options.object_region,
+            "backend": options.object_backend,
+        }
+        bucket = ObjectTier(context, object_options)
+        tiers.append(bucket)
+        admissions[bucket] = admission(options.object_admission, options.disk_min_tokens)
+    demotion = None
+    if admissions:
+        # Queued blocks hold no memory and may be evicted before they are written. Blocks that are being written hold
+        # memory: an eighth at most, so that promotions find room.
+        limits = DemotionLimits(options.disk_queue_mib << 20 or memory.nbytes, memory.nbytes // 8)
+        demotion = Demotion(index, admissions, DEMOTION, limits, reactor)
+    stack = TierStack(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))
+    if leases is not None:
+        leases.secondary_tiers = stack
+    return stack

@@ -1,0 +1,160 @@
+"""What the scheduler side needs to know of its engine, read once from vLLM's configuration."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier import fingerprint
+from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.vllm_compat import kv_events, sleep
+from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat.layout.kv_layout import group_kind, refuse_parallelism
+from vllm_kvtier.vllm_compat.probe import trials
+from vllm_kvtier.vllm_compat.probe.features import granted, refused
+from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.vllm_compat.version import installed_version
+from vllm_kvtier.wire.messages import Namespace
+
+
+@dataclass
+class EngineInfo:
+    engine_id: str
+    instance_id: str  # random for each start of the engine, equal in all its processes
+    groups: list[tuple[int, int | None]]  # (block tokens, window) of each KV cache group
+    full_groups: list[int]
+    world_size: int
+    tensor_parallel: int
+    data_parallel_rank: int
+    max_tokens: int  # longest prompt
+    hash_lookahead: int  # tokens behind a block that its hash covers
+    step_tokens: int  # maximum in a step
+    link_bandwidth: float  # bytes/s to host memory before any was measured
+    supports_partial_prefix: bool  # whether several tokens can be computed behind a prefix that is in the cache
+    unsupported: str | None  # why this engine cannot pull, export, store or load
+    release: str  # of vLLM
+    config: Any = field(repr=False)
+    peer_bandwidth: float = 200e9  # bytes/s from another device of the node before any was measured
+    kv_events_enabled: bool = False
+    kinds: list[tuple[str, int | None]] = field(default_factory=list)  # of groups, in the terms of vLLM's KV events
+    supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
+    prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
+    multimodal: bool = False  # vLLM also caches an encoder's outputs
+
+    @property
+    def reports_failed_requests(self) -> bool:
+        """Whether vLLM recomputes the whole request after a failed load, not only from the first bad block on."""
+        return len(self.groups) > 1 or not self.supports_partial_prefix
+
+    def fingerprint(
+        self, option: str | None, on_ready: Callable[[], object], before: Callable[[], object]
+    ) -> ns.ModelFingerprint:
+        """``option``: the value of the option model_fingerprint."""
+        return ns.ModelFingerprint(self.config, option, on_ready, before)
+
+    def namespace(self, hash_block_tokens: int, fingerprint: str) -> Namespace:
+        return ns.namespace(self.config, hash_block_tokens, fingerprint)
+
+    def in_words(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
+        """See ``namespace.in_words``."""
+        return ns.in_words(self.config, namespace, fingerprint)
+
+    def record_key(self) -> str | None:
+        """The name of this model's record of `kvtier quality`; None without local files."""
+        model = self.config.model_config
+        return fingerprint.of_files(model.model, model.revision)
+
+    def hash_function(self) -> Any:
+        return ns.hash_function(self.config)
+
+
+def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
+    parallel, on_cpu = vllm_config.parallel_config, str(vllm_config.device_config.device_type) == "cpu"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = [(spec.block_size, _window(spec)) for spec in specs]
+    full = [g for g, (_, window) in enumerate(groups) if window is None]
+    return EngineInfo(
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        instance_id=vllm_config.instance_id,
+        groups=groups,
+        full_groups=full,
+        world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+        max_tokens=vllm_config.model_config.max_model_len,
+        # 1 if this vLLM does not tell
+        hash_lookahead=trials.hash_lookahead(vllm_config) if granted(Feature.HANDOFFS) else 1,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        link_bandwidth=1e9 if on_cpu else 20e9,  # a core that copies and verifies, or a PCIe 4 link
+        peer_bandwidth=1.5e9 if on_cpu else 200e9,
+        supports_partial_prefix=_supports_partial_prefix(vllm_config),
+        kv_events_enabled=(with_events := kv_events.enabled(vllm_config)),
+        kinds=kv_events.group_kinds(kv_cache_config) if with_events else [],
+        supports_sync_load=_supports_sync_load(vllm_config, groups),
+        unsupported=_unsupported(vllm_config, kv_cache_config),
+        release=installed_version() or "",
+        prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        multimodal=vllm_config.model_config.is_multimodal_model,
+        config=vllm_config,
+    )
+
+
+def _window(spec: Any) -> int | None:
+    try:
+        return group_kind(spec)[1]
+    except UnsupportedLayout:
+        return None  # ``_unsupported`` has the reason
+
+
+def _supports_partial_prefix(vllm_config: Any) -> bool:
+    """vLLM's MLA attends to earlier tokens in a prefill only with chunked prefill; without it, *silently* not at all.
+    CPUs without AMX never have it. A single token is a decode step and always right."""
+    mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+    return not mla or bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
+def _supports_sync_load(vllm_config: Any, groups: list[tuple[int, int | None]]) -> bool:
+    """vLLM rolls back bad blocks only of models with one KV cache group. Engines in lockstep with others (data parallel
+    ranks, stages of a pipeline) would make those wait too."""
+    parallel = vllm_config.parallel_config
+    together = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1
+    single = len(groups) == 1 and groups[0][1] is None
+    return single and not together and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    if sleep.possible(vllm_config) and (reason := sleep.unsupported_reason(vllm_config)):
+        return reason
+    if not kv_cache_config.kv_cache_groups:
+        return "this model has no KV cache"
+    try:
+        refuse_parallelism(vllm_config)
+        kinds = [group_kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    except UnsupportedLayout as error:
+        return f"{error}: KV is neither pulled, stored nor loaded"
+    if "chunked" in kinds:
+        return "chunked local attention is not supported: KV is neither pulled, stored nor loaded"
+    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not _supports_partial_prefix(vllm_config)
+    if by_request and not granted(Feature.GROUPS):
+        return f"a failed load could not be recomputed ({refused(Feature.GROUPS)})"
+    return _whole_prompts(vllm_config)
+
+
+def _whole_prompts(vllm_config: Any) -> str | None:
+    """Why this engine must compute each prompt as a whole; None if it need not. vLLM hashes blocks for any connector,
+    even if it disabled its own prefix cache because continuing from a prefix would be wrong.
+
+    vLLM computes prompts in chunks only if all of the model's attention is causal and nothing needs the whole prompt at
+    once. On CPUs MLA's backends cannot, though the model could: see ``_supports_partial_prefix``.
+    """
+    model, caching = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
+    if not model.is_prefix_caching_supported:
+        why = "vLLM does not support prefix caching for this model or its kind of pooling"
+    elif caching:
+        return None
+    elif model.runner_type != "generate":
+        why = "prefix caching is off"
+    elif not model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
+        why = "prefix caching and chunked prefill are off, as for attention that is not causal"
+    else:
+        return None
+    return f"{why}: KV is neither pulled, stored nor loaded"

@@ -1,0 +1,99 @@
+"""vLLM's GPU block pool: pins, frees and looks up blocks. On the scheduler thread only: the pool has no lock."""
+
+import bisect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+from vllm_kvtier.containment import Containment
+
+
+class BlockPool:
+    def __init__(self, pool: Any):
+        self._pool = pool
+        self.hash_block_size: int = pool.hash_block_size
+        self.num_blocks: int = pool.num_gpu_blocks
+
+    def pin(self, ids: Iterable[int]) -> list[int]:
+        """Take a reference on each block; returns the ids pinned (block 0 is vLLM's null block, never pinned)."""
+        held = [i for i in ids if i]
+        self._pool.touch([self._pool.blocks[i] for i in held])
+        return held
+
+    def held_once(self, ids: Iterable[int], limit: int | None = None) -> int:
+        """The number of these blocks with a single reference: releasing it frees them. Counts to ``limit``."""
+        blocks, count = self._pool.blocks, 0
+        for i in ids:
+            if count == limit:
+                break
+            count += blocks[i].ref_cnt == 1
+        return count
+
+    def unheld(self, ids: Iterable[int]) -> int:
+        """The number of these blocks that are free: pinned, they are not available for new requests."""
+        return sum(1 for i in ids if not self._pool.blocks[i].ref_cnt)
+
+    def holds(self, block: int, block_hash: bytes, group: int) -> bool:
+        """Whether the prefix cache has this content of a group in this block."""
+        return self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(block_hash), group)
+
+    def free(self, ids: list[int]) -> None:
+        """Release the references; vLLM evicts the end of a sequence before its beginning."""
+        self._pool.free_blocks([self._pool.blocks[i] for i in reversed(ids)])
+
+    def around_reset(self, before: Callable[[], object], after: Callable[[], object], containment: Containment) -> None:
+        """Call ``before`` when vLLM is about to reset its prefix cache, which fails while any block is held, and
+        ``after`` when it has reset it or failed.
+
+        vLLM calls a connector only afterwards, and only with an option of the reset.
+        """
+        reset = self._pool.reset_prefix_cache
+
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            containment.attempt("before a reset", before, repair=before)
+            try:
+                return reset(*args, **kwargs)
+            finally:
+                containment.attempt("after a reset", after, repair=after)
+
+        self._pool.reset_prefix_cache = reset_prefix_cache
+
+    def is_empty(self) -> bool:
+        """Whether no block is held and none is in the prefix cache. Checks every block: for rare events."""
+        return all(block.is_null or (not block.ref_cnt and block.block_hash is None) for block in self._pool.blocks)
+
+    def free_count(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def cached_block(self, block_hash: bytes, group: int) -> int:
+        """A block of this group that holds this content, in use or free; 0 if the prefix cache has none."""
+        found = self._pool.get_cached_block(block_hash, [group])
+        return found[0].block_id if found else 0
+
+    def evict(self, hashes: Iterable[bytes], group: int) -> None:
+        """Remove the blocks of this group with these contents from the prefix cache; requests keep the blocks they
+        use."""
+        for block_hash in hashes:
+            last = 0
+            while (block := self.cached_block(block_hash, group)) not in (0, last):  # several may hold the same
+                self._pool.evict_blocks({block})
+                last = block
+
+    def cached_about(self, block_hashes: list[bytes], groups: list[int], hash_block_size: int) -> int:
+        """As ``cached_tokens``, with few lookups; too many tokens if a block in between was evicted."""
+        if not groups:
+            return 0
+        return hash_block_size * bisect.bisect_left(
+            block_hashes, True, key=lambda h: self._pool.get_cached_block(h, groups) is None
+        )
+
+    def cached_tokens(self, block_hashes: list[bytes], groups: list[int], hash_block_size: int) -> int:
+        """Tokens of the longest prefix of ``block_hashes`` in the GPU prefix cache, in all ``groups`` (0 without
+        any)."""
+        if not groups:
+            return 0
+        for i, block_hash in enumerate(block_hashes):
+            if self._pool.get_cached_block(block_hash, groups) is None:
+                return i * hash_block_size
+        return len(block_hashes) * hash_block_size

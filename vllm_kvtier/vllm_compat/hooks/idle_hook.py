@@ -1,0 +1,127 @@
+"""vLLM's scheduler thread: runs a callback on it when the engine is idle, and wakes it from another thread.
+
+vLLM does not call a connector while there are no requests. Its engine core (0.25.1 to 0.33) calls
+``_notify_idle_state_callbacks`` before each wait on its input queue, and returns there after a WAKEUP message: this
+module wraps the former and sends the latter. vLLM's in-process mode has no such loop and nothing to wake: the next call
+of the scheduler does the work. Both kinds of engine core get requests by ``add_request``, where this module finds the
+scheduler that uses our connector, before the first request is scheduled.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvtier.containment import Containment
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.hooks import rollback
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
+from vllm_kvtier.vllm_compat.probe.features import granted
+from vllm_kvtier.vllm_compat.probe.row import Feature
+
+logger = get_logger("vllm.kvtier.idle_hook")
+
+_WRAPPED = "_kvtier_idle_hook"
+_ADDING = "_kvtier_add_request"
+
+
+def share_interpreter(seconds: float) -> None:
+    """Lower Python's switch interval for this process to ``seconds``; 0 leaves it, and it is never raised.
+
+    With Python's 5 ms vLLM's thread would keep the interpreter, while it launches a step, from the thread that sends
+    answers and from ours, whose messages peers wait for.
+    """
+    if 0 < seconds < sys.getswitchinterval():
+        sys.setswitchinterval(seconds)
+
+
+class EngineThread:
+    """``on_idle`` runs on the scheduler thread whenever it is about to sleep, and after each ``wake``.
+
+    ``connector``: ours; identifies the scheduler that uses it. ``on_scheduler`` is called with that scheduler once, on
+    the scheduler thread.
+    """
+
+    _all: "weakref.WeakSet[EngineThread]" = weakref.WeakSet()  # of this process, which may have several engines
+
+    def __init__(
+        self,
+        on_idle: Callable[[], None],
+        containment: Containment,
+        connector: Any = None,
+        on_scheduler: Callable[[Any], None] = lambda scheduler: None,
+    ):
+        self._engine: Callable[[], Any] = lambda: None
+        self._scheduler: Callable[[], Any] = lambda: None
+        self._wakeup: Any = None
+        self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
+        self._contain = containment
+        self.scheduler_lock = SchedulerLock(containment)
+        self._install()
+
+    def _install(self) -> None:
+        if not granted(Feature.IDLE):
+            return  # released blocks are freed at the next request
+        from vllm.v1.engine import EngineCoreRequestType
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+        self._wakeup = (EngineCoreRequestType.WAKEUP, None)
+        original = EngineCoreProc._notify_idle_state_callbacks
+        EngineThread._all.add(self)
+        EngineCore.add_request = _looking(EngineCore.add_request)
+        original = getattr(original, _WRAPPED, original)
+        me = self
+
+        def notify(engine: Any) -> None:
+            me._contain.attempt("idle", me._idle, engine)
+            original(engine)
+
+        setattr(notify, _WRAPPED, original)
+        EngineCoreProc._notify_idle_state_callbacks = notify
+
+    def _idle(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._found(engine.scheduler)
+        self.scheduler_lock.held(self._on_idle)()
+
+    def look_at(self, engine: Any) -> None:
+        """Scheduler thread, outside the scheduler lock: a request comes to this engine core."""
+        if self._connector is not None and rollback.uses(engine.scheduler, self._connector):
+            self._found(engine.scheduler)
+
+    def _found(self, scheduler: Any) -> None:
+        if scheduler is not self._scheduler():
+            self._scheduler = weakref.ref(scheduler)
+            if granted(Feature.PEER_FETCH):
+                self.scheduler_lock.install(scheduler)
+            self._on_scheduler(scheduler)
+
+    def wake(self) -> None:
+        """Wake the scheduler thread. Any thread. Does nothing before the engine's loop runs or where there is none."""
+        engine = self._engine()
+        if engine is not None:
+            engine.input_queue.put_nowait(self._wakeup)
+
+    @property
+    def scheduler(self) -> Any | None:
+        """vLLM's scheduler, from before the first request is scheduled."""
+        return self._scheduler()
+
+
+def _looking(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method, after every EngineThread looked at the engine core. A wrapped method is not wrapped again."""
+    original = getattr(add_request, _ADDING, add_request)
+
+    @functools.wraps(original)
+    def looking(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        for thread in tuple(EngineThread._all):
+            try:
+                thread.look_at(engine)
+            except Exception:
+                EngineThread._all.discard(thread)
+                logger.exception("kvtier: idle hook: vLLM's scheduler was not found; features that need it are off")
+        return original(engine, *args, **kwargs)
+
+    setattr(looking, _ADDING, original)
+    return looking

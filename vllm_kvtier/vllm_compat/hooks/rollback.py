@@ -1,0 +1,82 @@
+"""Rolls back a request after a synchronous load failed. On the scheduler thread.
+
+vLLM (0.29 on) lets a step's forward wait for a load, and drops the step's output for a request with bad blocks. But
+with asynchronous scheduling the next step computes on the same blocks already, and the loaded blocks have been in the
+prefix cache since their allocation. So the request is preempted, with its output in flight, as vLLM does when its cache
+is reset, and recomputed from the first bad block on.
+"""
+
+import time
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger("vllm.kvtier.rollback")
+
+
+def serves(scheduler: Any, connector: Any) -> bool:
+    """Whether ``connector`` is the engine's only one.
+
+    Another connector (MultiConnector) would keep KV that was computed on unverified blocks.
+    """
+    return scheduler is not None and connector is not None and scheduler.connector is connector
+
+
+def uses(scheduler: Any, connector: Any) -> bool:
+    """Whether ``connector`` is the scheduler's own, or one of those in its MultiConnector."""
+
+    def holds(outer: Any) -> bool:
+        return outer is connector or any(holds(child) for child in getattr(outer, "_connectors", ()))
+
+    return holds(scheduler.connector)
+
+
+def settle_failure_policy(scheduler: Any, policy: str) -> None:
+    """Make vLLM's scheduler recompute failed loads if ``policy`` is "recompute".
+
+    A connector in a MultiConnector has a configuration of its own, which vLLM's scheduler does not read. vLLM has one
+    policy for all connectors of an engine.
+    """
+    if policy == "recompute" and not scheduler.recompute_kv_load_failures:
+        scheduler.recompute_kv_load_failures = True
+        logger.info("kvtier: connector: failed loads of all connectors in this MultiConnector are recomputed")
+
+
+def alone(scheduler: Any) -> bool:
+    """Whether the request being matched is the only one."""
+    running, waiting = scheduler.get_request_counts()
+    return not running and waiting <= 1
+
+
+def others_wait(scheduler: Any, request: Any) -> bool:
+    """Whether another request must be matched before it can run. Looks at all requests: while a step is scheduled, the
+    requests that were skipped in it are in none of vLLM's queues."""
+    return any(
+        other is not request
+        and other.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        and not other.num_computed_tokens
+        for other in scheduler.requests.values()
+    )
+
+
+def drop_output(request: Any) -> None:
+    """Drop the output in flight of this request if it was preempted, so that it is recomputed."""
+    if request.num_stale_output_tokens > 0:
+        request.drop_stale_output = True
+
+
+def preempt_and_recompute(scheduler: Any, request: Any) -> None:
+    """Roll back a running request while the scheduler reads a step's output; one that was preempted or ended has
+    nothing to roll back. Remove its unverified blocks from the prefix cache before.
+
+    With ``kv_load_failure_policy`` "fail" vLLM has ended the request before this call.
+    """
+    if request not in scheduler.running:
+        return
+    scheduler.running.remove(request)
+    # Output in flight was computed on bad blocks and must not be delivered.
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    # The next step may schedule it again: the model runner then needs all of its tokens.
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

@@ -1,0 +1,396 @@
+"""vLLM's KV cache tensors, 0.25.1 to 0.33, as a :class:`~vllm_kvtier.worker.cache_view.CacheView`.
+
+Strides come from the tensors that vLLM registers, so that one path serves every physical order. The tensors do not show
+the order of bytes *within* a page, which the attention backend defines. For the backends in ``_TOKEN_ADDRESSED`` token
+``t`` of head ``h`` is a contiguous run at the strides. Any other page is described as opaque cells of several tokens,
+which are copied and verified as a whole.
+
+Old shapes (to 0.28): K and V in a dimension of their own, ``[B, 2, N, H, D]`` or ``[2, B, N, H, D]``; MLA
+``[B, N, D]``; K and V concatenated ``[B, N, H, 2D]``, on CPU ``[B, H, N, 2D]``. New (0.29 on):
+``[B, H, N, C]`` for every layer.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout
+from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
+from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
+from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.vllm_compat.version import installed_version
+from vllm_kvtier.wire.geometry import Field, GroupView, Region
+from vllm_kvtier.worker.cache_view import NUMBER, CacheView, CpuPageKey
+
+# Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not listed: sparse MLA,
+# indexers and NVFP4, with scales at the end of a page; ROCm, which shuffles pages under the same names.
+_TOKEN_ADDRESSED = (ATTENTION | MLA) - {"CPU_ATTN"}
+
+# By exact class name: an unknown subclass may give the same bytes another meaning.
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "TQFullAttentionSpec": "full",
+    "MLAAttentionSpec": "mla",
+    "SlidingWindowSpec": "sliding",
+    "SlidingWindowMLASpec": "sliding_mla",
+    "ChunkedLocalAttentionSpec": "chunked",
+}
+
+# Fields of these specs and of their groups in vLLM 0.25.1 to 0.33. The meaning of another field is unknown unless it
+# has its default.
+_FIELDS = frozenset(
+    (
+        "block_size dcp_sharded block_stride_alignment is_draft num_kv_heads head_size dtype kv_quant_mode "
+        "page_size_padded indexes_kv_by_block_stride head_size_v num_head_slots state_content_bytes tokens_per_state "
+        "max_tp_shards sliding_window attention_chunk_size non_causal tq_slot_size cache_dtype_str alignment "
+        "compress_ratio model_version non_causal_multi_token_decode cache_role is_index_group_leader "
+        "storage_block_size topk_buffer_width extra_retained_tokens bounded_replay "
+        "layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident role"
+    ).split()
+)
+
+_WORD = 4  # checksums count words of 4 or 8 bytes
+
+
+class _Shape(NamedTuple):
+    """A layer's cache by its dimensions, each (size, stride in bytes).
+
+    ``kv_stride``: bytes from K to V, None if one cell holds both.
+    """
+
+    data_ptr: int
+    blocks: tuple[int, int]
+    kv_stride: int | None
+    heads: tuple[int, int]
+    tokens: tuple[int, int]
+    content: int  # bytes
+
+
+def cache_view(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    kv_cache_config: Any,
+    vllm_config: Any,
+    device: torch.device | str,
+) -> CacheView:
+    """Describes every page of the engine's KV cache.
+
+    ``kv_caches``: layer name -> tensor as handed to ``register_kv_caches``; ``kv_cache_config``: the
+    connector's KVCacheConfig; ``vllm_config``: the VllmConfig, asked for each layer's attention backend.
+    Groups keep their index in ``kv_cache_config.kv_cache_groups``. Layers that share another layer's
+    cache are counted once.
+
+    Raises UnsupportedLayout for caches that cannot be copied page by page between engines.
+    """
+    refuse_parallelism(vllm_config)
+    old = any(hasattr(t, "shared_by") for t in kv_cache_config.kv_cache_tensors)
+    groups, storages, known = [], [], set()
+    cpu_page_layouts: dict[CpuPageKey, torch.Tensor] = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        regions: list[Region] = []
+        seen: set[tuple] = set()
+        kinds: set[tuple[str, int | None]] = set()
+        for name in group.layer_names:
+            spec = _layer_spec(group.kv_cache_spec, name)
+            kinds.add(_kind(spec, group, name))
+            _refuse_new_fields(spec, name)
+            _refuse_new_fields(group, name)
+            tensor = kv_caches.get(name)
+            if tensor is None:
+                raise UnsupportedLayout(f"vLLM registered no KV cache for layer {name} of group {number}")
+            if not isinstance(tensor, torch.Tensor):
+                raise UnsupportedLayout(f"layer {name} has several cache tensors ({type(tensor).__name__})")
+            identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+            known.add(identity)
+            storages.append(tensor.untyped_storage())
+            if identity in seen:
+                continue
+            seen.add(identity)
+            regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config, cpu_page_layouts)
+        if not regions:
+            raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
+        if len(kinds) > 1 and any(window is not None for _, window in kinds):
+            raise UnsupportedLayout(f"the layers of KV cache group {number} have different windows: {kinds}")
+        kind, window = min(kinds)  # "full" where a group holds full attention and MLA
+        block_tokens = group.kv_cache_spec.block_size
+        groups.append(GroupView(number, block_tokens, kind, window, tuple(regions)))
+    for name, tensor in kv_caches.items():
+        tensors = [tensor] if isinstance(tensor, torch.Tensor) else tensor
+        if any((t.data_ptr(), tuple(t.shape), t.stride()) not in known for t in tensors):
+            raise UnsupportedLayout(f"layer {name} has a KV cache that belongs to no KV cache group")
+    return CacheView(groups, kv_cache_config.num_blocks, device, storages, cpu_page_layouts)
+
+
+def refuse_parallelism(vllm_config: Any) -> None:
+    """Raises UnsupportedLayout if a block's tokens are spread over ranks."""
+    parallel = vllm_config.parallel_config
+    for field, words in (("decode_context_parallel_size", "decode"), ("prefill_context_parallel_size", "prefill")):
+        if getattr(parallel, field) > 1:
+            raise UnsupportedLayout(
+                f"{words} context parallelism interleaves a block's tokens over ranks, which is not supported"
+            )
+
+
+def _layer_spec(spec: Any, layer: str) -> Any:
+    """The layer's own spec: groups of one type but different sizes have one for each layer."""
+    return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
+
+
+def group_kind(spec: Any) -> tuple[str, int | None]:
+    """As ``attention_kind``, of a KV cache group; "full" where a group holds full attention and MLA."""
+    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
+    return min({attention_kind(each) for each in layers})
+
+
+def attention_kind(spec: Any) -> tuple[str, int | None]:
+    """(kind of attention, window) of a layer's cache. A FullAttentionSpec of a layer with a window has the window, but
+    vLLM keeps its blocks like those of full attention.
+
+    Raises UnsupportedLayout for caches that are not KV of single tokens.
+    """
+    name = type(spec).__name__
+    kind = _KINDS.get(name)
+    if kind is None:
+        what = "recurrent state" if name == "MambaSpec" else name.removesuffix("Spec")
+        raise UnsupportedLayout(f"{what} is not KV of single tokens")
+    if kind == "chunked":
+        return kind, spec.attention_chunk_size
+    return kind, spec.sliding_window if kind.startswith("sliding") else None
+
+
+def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+    try:
+        kind, window = attention_kind(spec)
+    except UnsupportedLayout as error:
+        raise UnsupportedLayout(f"layer {layer} is not supported ({error}): requests run without pulls") from None
+    name = type(spec).__name__
+    if value(group, "KVCacheGroupSpec.host_resident") or not value(group, "KVCacheGroupSpec.enable_kv_transfer"):
+        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps out of transfers")
+    if name == "SlidingWindowMLASpec" and value(spec, "SlidingWindowMLASpec.bounded_replay"):
+        raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
+    return kind, window
+
+
+def _refuse_new_fields(owner: Any, layer: str) -> None:
+    for each in dataclasses.fields(owner):
+        usual = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name not in _FIELDS and getattr(owner, each.name) != usual:
+            raise UnsupportedLayout(
+                f"layer {layer}: {each.name} of its {type(owner).__name__} is {getattr(owner, each.name)!r}, which "
+                "this vllm-kvtier does not know"
+            )
+
+
+class _Backend(NamedTuple):
+    name: str
+    module: Any  # the attention layer, None if unknown
+
+    @property
+    def isa(self) -> str | None:
+        """The name of the CPU kernels' page layout, for layers that have it."""
+        return getattr(self.module, "isa", None) or getattr(getattr(self.module, "impl", None), "isa", None)
+
+
+def _backend(vllm_config: Any, layer: str) -> _Backend:
+    compilation = getattr(vllm_config, "compilation_config", None)
+    module = (getattr(compilation, "static_forward_context", None) or {}).get(layer)
+    if module is None:
+        return _Backend("unknown", None)
+    return _Backend(module.get_attn_backend().get_name(), module)
+
+
+def _regions(
+    layer: str,
+    tensor: torch.Tensor,
+    spec: Any,
+    num_blocks: int,
+    old: bool,
+    vllm_config: Any,
+    cpu_page_layouts: dict[CpuPageKey, torch.Tensor],
+) -> list[Region]:
+    """Adds the layouts that the regions' fields need to ``cpu_page_layouts``."""
+    shape = _named(layer, tensor, spec, old)
+    ratio, rest = divmod(shape.blocks[0], num_blocks)  # kernel blocks in a block
+    if rest or ratio < 1 or spec.block_size % (ratio * shape.tokens[0]):
+        raise UnsupportedLayout(
+            f"layer {layer}: a cache of shape {tuple(tensor.shape)} does not hold {num_blocks} blocks of "
+            f"{spec.block_size} tokens"
+        )
+    backend = _backend(vllm_config, layer)
+    isa = _isa(backend, spec, _cache_dtype(spec, vllm_config))
+    shape, packing = _cells(layer, shape, spec, backend, isa)
+    cell_tokens = spec.block_size // (ratio * shape.tokens[0])
+    fields = token_fields(tensor, spec, backend.name, backend.module)
+    if packing:
+        fields = _permuted_fields(fields, packing, isa, tensor.dtype, cell_tokens, cpu_page_layouts)
+    regions = []
+    for part in range(ratio):
+        for side in (0, 1) if shape.kv_stride is not None else (0,):
+            region = Region(
+                layer=layer if shape.kv_stride is None else f"{layer}.{'kv'[side]}",
+                base=shape.data_ptr + part * shape.blocks[1] + side * (shape.kv_stride or 0),
+                block_stride=ratio * shape.blocks[1],
+                outer=shape.heads[0],
+                outer_stride=shape.heads[1] if shape.heads[0] > 1 else 0,
+                first_token=part * shape.tokens[0] * cell_tokens,
+                tokens=shape.tokens[0],
+                token_stride=shape.tokens[1] if shape.tokens[0] > 1 else 0,
+                inner=shape.content,
+                cell_tokens=cell_tokens,
+                packing=packing,
+                dtype=_dtype(tensor, spec, vllm_config),
+            )
+            _check_words(region)
+            mine = fields if shape.kv_stride is None else fields[side : side + 1]
+            if sum(f.count for f in mine) * cell_tokens * NUMBER == region.inner:
+                region = msgspec.structs.replace(region, fields=mine)
+            regions.append(region)
+    return regions
+
+
+def _permuted_fields(
+    fields: tuple[Field, ...],
+    packing: str,
+    isa: str | None,
+    dtype: torch.dtype,
+    cell_tokens: int,
+    cpu_page_layouts: dict[CpuPageKey, torch.Tensor],
+) -> tuple[Field, ...]:
+    """The fields, if the order of numbers in such a cell can be found; else ()."""
+    if isa is None or len(fields) != 2 or fields[0].count != fields[1].count:
+        return ()
+    found = cpu_page_layout(isa, dtype, cell_tokens, fields[0].count)
+    if found is None:
+        return ()
+    # Layers of two dtypes could differ under one key: then only the first has fields.
+    known = cpu_page_layouts.setdefault((packing, cell_tokens, fields), found)
+    return fields if torch.equal(known, found) else ()
+
+
+def _named(layer: str, tensor: torch.Tensor, spec: Any, old: bool) -> _Shape:
+    """The dimensions of a layer's tensor. Raises UnsupportedLayout for an unknown shape."""
+    size = tensor.element_size()
+    dims = [(n, s * size) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    if dims[-1][1] != size:
+        raise UnsupportedLayout(f"layer {layer}: the last dimension of its cache is not contiguous")
+    content = dims[-1][0] * size
+    one = (1, 0)
+    kv = None
+    heads = spec.num_kv_heads
+    if tensor.dim() == 5 and old:
+        # K/V first or blocks first; a cache of two blocks, one of them the null block, is of no use.
+        kv, blocks = (dims[0], dims[1]) if dims[0][0] == 2 != dims[1][0] else (dims[1], dims[0])
+        if kv[0] != 2:
+            raise UnsupportedLayout(f"layer {layer}: no K/V dimension in the shape {tuple(tensor.shape)}")
+        tokens, head = dims[2], dims[3]
+    elif tensor.dim() == 4 and not old:
+        blocks, head, tokens = dims[0], dims[1], dims[2]
+    elif tensor.dim() == 4:
+        heads_first = dims[1][0] == heads and (dims[2][0] != heads or tensor.device.type == "cpu")
+        blocks = dims[0]
+        head, tokens = (dims[1], dims[2]) if heads_first else (dims[2], dims[1])
+    elif tensor.dim() == 3 and old:
+        blocks, tokens, head = dims[0], dims[1], one
+        if heads != 1 and "MLA" not in type(spec).__name__:
+            raise UnsupportedLayout(f"layer {layer}: the shape {tuple(tensor.shape)} names no KV heads")
+    else:
+        raise UnsupportedLayout(
+            f"layer {layer}: a KV cache of {tensor.dim()} dimensions {tuple(tensor.shape)} is unknown"
+        )
+    return _Shape(tensor.data_ptr(), blocks, kv[1] if kv else None, head, tokens, content)
+
+
+def _cells(layer: str, shape: _Shape, spec: Any, backend: _Backend, isa: str | None) -> tuple[_Shape, str]:
+    """The shape, with data that a backend packs in its own way folded into opaque cells, and the packing's name."""
+    if isa is not None:
+        # Per head [K page | V page], each in an order for the vector unit: tokens are not separable.
+        folded = _fold_tokens(shape)
+        if folded is None:
+            raise UnsupportedLayout(f"layer {layer}: a head's page of the CPU cache is not contiguous")
+        # The order belongs to the kernels and may change with any version.
+        return folded, f"cpu-{isa}-{installed_version()}"
+    rocm = getattr(torch.version, "hip", None) is not None
+    if backend.name in _TOKEN_ADDRESSED and "NVFP4" not in _quant(spec) and not rocm:
+        return shape, ""
+    page = _fold_page(shape)
+    if page is not None:
+        return page[0], f"opaque-{backend.name}-{page[1]}"
+    folded = _fold_tokens(shape)
+    if folded is None:
+        raise UnsupportedLayout(
+            f"layer {layer}: pages of the attention backend {backend.name} are scattered in memory "
+            "and their inner order is unknown; set VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC"
+        )
+    return folded, f"opaque-{backend.name}-head"
+
+
+def _fold_tokens(shape: _Shape) -> _Shape | None:
+    """One cell per head, if a head's tokens are contiguous; else None."""
+    n, stride = shape.tokens
+    if n > 1 and stride != shape.content:
+        return None
+    return shape._replace(tokens=(1, 0), content=n * shape.content)
+
+
+def _fold_page(shape: _Shape) -> tuple[_Shape, str] | None:
+    """One cell per page and the order of its dimensions, if a page is contiguous; else None."""
+    (heads, head_stride), (tokens, token_stride) = shape.heads, shape.tokens
+    heads_first = (tokens == 1 or token_stride == shape.content) and (
+        heads == 1 or head_stride == tokens * shape.content
+    )
+    tokens_first = head_stride == shape.content and token_stride == heads * shape.content
+    if not heads_first and not tokens_first:
+        return None
+    one = (1, 0)
+    folded = shape._replace(heads=one, tokens=one, content=heads * tokens * shape.content)
+    return folded, "HN" if heads_first else "NH"
+
+
+def _isa(backend: _Backend, spec: Any, cache_dtype: str) -> str | None:
+    """The name of the page layout that vLLM's CPU kernels choose; None for other backends."""
+    if backend.name != "CPU_ATTN":
+        return None
+    if backend.isa:
+        return backend.isa
+    if not granted(Feature.CPU_CACHE):
+        raise UnsupportedLayout(f"the layout of KV pages on CPU is unknown ({refused(Feature.CPU_CACHE)})")
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)
+
+
+def _dtype(tensor: torch.Tensor, spec: Any, vllm_config: Any) -> str:
+    """The tensor's dtype, and for a quantized cache the name of its format."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    quant = _quant(spec)
+    if quant == "NONE":
+        return name
+    label = _cache_dtype(spec, vllm_config)
+    # "fp8" is an alias of e4m3; the tensor's own dtype may be uint8 or float8 for the same bytes.
+    return f"{quant.lower()}:{'fp8_e4m3' if label == 'fp8' else label}"
+
+
+def _quant(spec: Any) -> str:
+    return spec.kv_quant_mode.name
+
+
+def _cache_dtype(spec: Any, vllm_config: Any) -> str:
+    cache_config = getattr(vllm_config, "cache_config", None)
+    return str(getattr(spec, "cache_dtype_str", None) or getattr(cache_config, "cache_dtype", "auto"))
+
+
+def _check_words(region: Region) -> None:
+    for what, number in (
+        ("bytes of a token and head", region.inner),
+        ("address", region.base),
+        ("block stride", region.block_stride),
+        ("head stride", region.outer_stride),
+        ("token stride", region.token_stride),
+    ):
+        if number % _WORD:
+            raise UnsupportedLayout(
+                f"layer {region.layer}: the {what} ({number}) is not a multiple of {_WORD}, which checksums need"
+            )

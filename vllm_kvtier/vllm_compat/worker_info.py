@@ -1,0 +1,68 @@
+"""The worker's rank in the engine, the heads that it holds, and its device. On the model runner's thread."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.wire.messages import HeadRange
+
+
+def rank_in_engine() -> int:
+    """Rank within one data-parallel replica: pipeline stage times tensor-parallel size plus tensor-parallel rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp = get_tp_group()
+    return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
+
+
+def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
+    """By group (its kind of attention), the part of a block that this rank holds; ranks with equal parts hold equal
+    bytes.
+
+    Tensor parallelism divides KV heads over ranks and repeats them if there are more ranks than heads; every rank has
+    MLA's latent. Each pipeline stage has layers of its own.
+    """
+    size = vllm_config.parallel_config.tensor_parallel_size
+    stage, position = divmod(rank, size)
+    heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    copies = size // heads if size > heads and size % heads == 0 else 1
+    return tuple(stage * size + (0 if "mla" in kind else position // copies) for kind in kinds)
+
+
+def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:
+    """By group, the KV heads in its pages on this rank; unknown (``of`` 0) if the number of heads in a page does not
+    match the model's: several heads in one cell, or layers with a number of their own."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    position = rank % size
+    total = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    if total % size == 0:
+        count, first = total // size, position * (total // size)
+    elif size % total == 0:
+        count, first = 1, position // (size // total)
+    else:
+        count, first = 0, 0
+    # Unique for each rank of each size.
+    unknown = HeadRange(size << 16 | position, 0)
+
+    def of(group: GroupView) -> HeadRange:
+        outer = {region.outer for region in group.regions}
+        if "mla" in group.kind:
+            return HeadRange(0, 1) if outer == {1} else unknown
+        return HeadRange(first, total) if outer == {count} else unknown
+
+    return tuple(of(group) for group in groups)
+
+
+def wants_host_buffer(option: str, vllm_config: Any, device: torch.device) -> bool:
+    """``auto`` follows vLLM's ``kv_buffer_device``: "cpu" on an accelerator means that peers cannot read the device."""
+    if option != "auto":
+        return option == "always"
+    return device.type != "cpu" and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
+
+
+def cache_device(kv_caches: dict[str, Any]) -> torch.device:
+    """The device of the KV cache; some layers have several tensors."""
+    first = next(iter(kv_caches.values()))
+    return (first if isinstance(first, torch.Tensor) else first[0]).device

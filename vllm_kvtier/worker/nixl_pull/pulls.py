@@ -1,0 +1,316 @@
+"""Pulls under way on this rank: read, verify, report. On the worker's reactor, or on another thread under a lock.
+
+A pull has two ends: *it failed* (deadline, error, checksum) and *its blocks may be reused* (nothing can arrive any
+more). It is reported only at the second, so that nothing writes into a block that vLLM gave to another request. For a
+read that did not end, the second comes when the agent that reads has ended (see ``worker.nixl_pull.nixl_transport``).
+The agent is then *retiring*: no read begins with it, reads under way have ``GRACE_SECONDS`` to end, and the others fail
+with it.
+"""
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.results import PullResult, failed_result
+from vllm_kvtier.jobs.transfer_jobs import PullJob
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.wire.messages import RankInfo
+from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory, Check
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
+
+logger = get_logger("vllm.kvtier.pulls")
+
+# A prefill engine computes the checksums of a hand-off before it offers it; a busy one some moments later. Seconds
+# before an early read is tried again.
+REREAD_SECONDS = (0.02, 0.06, 0.2, 0.6)
+# Seconds for reads under way when the agent is to retire, also for the read that took too long: a peer that is being
+# read when the agent ends may fail. Over TCP, UCX ends the peer's process if that was hanging meanwhile.
+GRACE_SECONDS = 1.0
+# Seconds between checks of an agent that did not end when it was retired.
+RECHECK_SECONDS = 1.0
+
+
+class Stage(enum.Enum):
+    WAITING = "waiting"  # to read: for its event, for another try, or for a new agent
+    READING = "reading"
+    VERIFYING = "verifying"
+    FAILED = "failed"  # the agent that reads may still write its blocks
+    RETIRING = "retiring"  # the same, and that agent is to end
+
+
+@dataclass(eq=False)
+class _Pull:
+    job: PullJob
+    started: float
+    deadline: float
+    transfer: Transfer | None = None
+    stage: Stage = Stage.READING
+    reason: str = ""
+    check: Check | None = None
+    bytes: int = 0
+    moves: list = field(default_factory=list)
+    after: torch.cuda.Event | None = None  # an earlier step uses its blocks until then
+    not_before: float = 0.0  # to read
+    began: float = 0.0  # to read, last
+    rereads: int = 0
+
+
+@dataclass
+class _Peer:
+    rows: PageRows
+    local: Any  # NIXL's prepared lists
+    remote: Any
+
+
+class Pulls:
+    def __init__(self, transport: NixlTransport, memory: CacheMemory, rank: int):
+        self._transport, self._memory, self._rank = transport, memory, rank
+        self._sources: dict[str, RankInfo] = {}
+        self._pulls: list[_Pull] = []
+        self._peers: dict[str, _Peer] = {}
+        self._logged: set[str] = set()
+        self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
+        self._next_check = 0.0  # of the retired agents; 0: none was found alive yet
+
+    @property
+    def active(self) -> bool:
+        return bool(self._pulls)
+
+    def under_way(self) -> set[str]:
+        """Requests whose pulls have not ended."""
+        return {pull.job.request_id for pull in self._pulls}
+
+    @property
+    def all_waiting(self) -> bool:
+        """Whether all pulls wait for the device or for another try."""
+        now = time.monotonic()
+        return all(pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls)
+
+    def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
+        for info in ranks:
+            if info.rank == self._rank:
+                self._sources[instance] = info
+
+    def connected(self, source: str) -> bool:
+        """Whether a pull from this engine can start without a new connection."""
+        info = self._sources.get(source)
+        known = info is not None and info.agent in self._peers and self._transport.knows(info.agent)
+        return known and self._retire_by is None
+
+    def start(self, job: PullJob, after: torch.cuda.Event | None = None) -> PullResult | None:
+        """Begin reading; returns a result if that is impossible. Our blocks may be written once ``after`` has passed:
+        NIXL knows no stream, so the read is not posted before."""
+        now = time.monotonic()
+        pull = _Pull(job, now, now + job.timeout, after=after)
+        if self._retire_by is not None or not _free(pull):
+            pull.stage = Stage.WAITING
+        else:
+            try:
+                self._read(pull)
+            except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
+                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+        self._pulls.append(pull)
+        return None
+
+    def poll(self, quick: bool = False) -> list[PullResult]:
+        """Advance every pull; returns the results of those that ended. ``quick``: leave slow work (retiring an agent,
+        making another) to a later call."""
+        results = []
+        for pull in list(self._pulls):
+            try:
+                result = self._advance(pull, quick)
+            except Exception as error:  # one pull's error must not stop the others
+                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.source)
+                result = self._broken(pull, str(error))
+            if result is not None:
+                self._pulls.remove(pull)
+                results.append(result)
+        if quick:
+            return results
+        try:
+            if self._retire_by is not None:
+                self._retire_if_due()
+            if any(pull.stage is Stage.RETIRING for pull in self._pulls):
+                results += self._take_retired()
+        except Exception:  # pulls that have ended are reported nevertheless
+            logger.exception("kvtier: pulls: the agent of failed reads could not be ended; it is tried again")
+            self._next_check = time.monotonic() + RECHECK_SECONDS
+        return results
+
+    def stop(self, why: str) -> list[PullResult]:
+        """End the transport, because vLLM takes the cache's memory away; all pulls under way fail. The results lack
+        reads whose agent does not end: call ``poll`` until nothing is ``active``."""
+        for pull in self._pulls:
+            if pull.stage is Stage.READING:
+                pull.stage, pull.reason = Stage.FAILED, why
+            elif pull.stage is Stage.WAITING:
+                pull.deadline = 0.0  # if this raises, ``poll`` must not begin it
+        self._end_agent(time.monotonic())
+        self._transport.close()
+        if self._memory.view.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.view.device)  # checks and decoding
+        over = [pull for pull in self._pulls if pull.stage is not Stage.RETIRING]
+        self._pulls = [pull for pull in self._pulls if pull.stage is Stage.RETIRING]
+        results = [self._fail_now(pull, why) for pull in over]
+        return results + self._take_retired() if self._pulls else results
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _read(self, pull: _Pull) -> None:
+        pull.began = time.monotonic()
+        info = self._sources.get(pull.job.source)
+        if info is None:
+            raise KVTierError(f"rank {self._rank} of that engine is unknown")
+        for g in pull.job.groups:
+            if len(g.remote) and (int(g.remote.max()) >= info.num_blocks or int(g.remote.min()) < 1):
+                raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
+        peer = self._peer(info)
+        triples = [(g.group, g.local, g.remote) for g in pull.job.groups]
+        # Without a device the cost of a read is that of its bytes: merging reads gains nothing.
+        read = peer.rows.indices(triples, rearrange=self._memory.on_device)
+        pull.moves, pull.bytes = read.moves, read.size
+        pull.transfer = self._transport.read(info.agent, peer.local, read.local, peer.remote, read.remote, read.size)
+
+    def _peer(self, info: RankInfo) -> _Peer:
+        """Connect and prepare descriptor lists, once per connection."""
+        peer = self._peers.get(info.agent)
+        if peer is None or not self._transport.knows(info.agent):
+            memory = self._memory
+            self._transport.add_peer(info.agent_metadata, info.agent)
+            groups, arrived = memory.transfer_view.groups, memory.arrived.data_ptr()
+            rows = PageRows(
+                Side(groups, memory.view.num_blocks, arrived, memory.device_id),
+                Side(info.groups, info.num_blocks, info.checksum_table_addr, info.device),
+            )
+            peer = self._peers[info.agent] = _Peer(
+                rows,
+                self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True),
+                self._transport.prepare(info.agent, rows.remote, info.memory, ours=False),
+            )
+        return peer
+
+    def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
+        now = time.monotonic()
+        if pull.stage is Stage.WAITING:
+            if now >= pull.deadline:
+                return self._fail_now(pull, f"the read from {pull.job.source} could not begin in time")
+            if now < pull.not_before or self._retire_by is not None or not _free(pull):
+                return None
+            if quick and not self.connected(pull.job.source):
+                return None
+            try:
+                self._read(pull)
+            except Exception as error:
+                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+            pull.stage = Stage.READING
+        if pull.stage is Stage.READING:
+            state = self._transport.poll(pull.transfer)
+            if state is TransferState.DONE:
+                transfer, pull.transfer = pull.transfer, None
+                pull.stage = Stage.VERIFYING
+                self._transport.release(transfer)
+                pull.check = self._memory.begin_check(pull.job.groups, pull.moves)
+            elif state is TransferState.FAILED:
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} failed"
+                self._begin_retiring(now)
+            elif now >= pull.deadline:
+                self._begin_retiring(now)
+        if pull.stage is Stage.VERIFYING:
+            bad = self._memory.end_check(pull.check)
+            if bad is None:
+                return None
+            if bad and pull.job.promised and pull.rereads < len(REREAD_SECONDS):
+                again = now + REREAD_SECONDS[pull.rereads]
+                if again + (now - pull.began) < pull.deadline:  # else the deadline would retire the agent
+                    pull.not_before, pull.stage = again, Stage.WAITING
+                    pull.rereads += 1
+                    return None
+            return self._verified(pull, bad)
+        return None
+
+    def _broken(self, pull: _Pull, reason: str) -> PullResult | None:
+        if pull.stage in (Stage.WAITING, Stage.VERIFYING):
+            return self._fail_now(pull, reason)
+        pull.stage, pull.reason = Stage.FAILED, reason
+        self._begin_retiring(time.monotonic())
+        return None
+
+    # -- the agent that reads ----------------------------------------------------------------------------------
+
+    def _begin_retiring(self, now: float) -> None:
+        if self._retire_by is None:
+            self._retire_by = now + GRACE_SECONDS
+
+    def _retire_if_due(self) -> None:
+        now = time.monotonic()
+        reading = [pull for pull in self._pulls if pull.stage is Stage.READING]
+        failed = any(pull.stage is Stage.FAILED for pull in self._pulls)
+        if not failed and not any(now >= pull.deadline for pull in reading):
+            self._retire_by = None  # the late reads have ended after all
+        elif not reading or now >= self._retire_by:
+            self._end_agent(now)
+
+    def _end_agent(self, now: float) -> None:
+        for pull in self._pulls:
+            if pull.stage is Stage.READING:
+                late, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
+                why = timeout if late else "did not end in time after another had failed"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} {why}"
+            if pull.stage is Stage.FAILED:
+                pull.stage = Stage.RETIRING
+                transfer, pull.transfer = pull.transfer, None
+                self._transport.release(transfer)
+                del transfer  # a reference to its handle keeps the agent alive
+        self._peers.clear()  # so do prepared lists
+        self._retire_by, self._next_check = None, 0.0
+        self._transport.retire()
+
+    def _take_retired(self) -> list[PullResult]:
+        now = time.monotonic()
+        if now < self._next_check:
+            return []
+        if not self._transport.retired():
+            if not self._next_check:
+                logger.error(
+                    "kvtier: pulls: NIXL does not give back the memory of a failed read; its blocks stay out of use "
+                    "and their requests wait; restart this engine"
+                )
+            self._next_check = now + RECHECK_SECONDS
+            return []
+        if self._memory.view.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.view.device)  # copies that the agent left on the GPU
+        left = [pull for pull in self._pulls if pull.stage is Stage.RETIRING]
+        self._pulls = [pull for pull in self._pulls if pull.stage is not Stage.RETIRING]
+        return [self._fail_now(pull, pull.reason) for pull in left]
+
+    def _verified(self, pull: _Pull, bad: set[int]) -> PullResult:
+        seconds = time.monotonic() - pull.started
+        if not bad:
+            return PullResult(pull.job.request_id, set(), False, "", pull.bytes, seconds)
+        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.source} have a wrong checksum"
+        self._log_once(pull.job.source, reason)
+        return PullResult(pull.job.request_id, bad, True, reason, pull.bytes, seconds, checksum_mismatch=True)
+
+    def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
+        self._log_once(pull.job.source, reason)
+        result = failed_result(pull.job, reason, time.monotonic() - pull.started)
+        result.bytes = pull.bytes
+        return result
+
+    def _log_once(self, source: str, reason: str) -> None:
+        """Once per source: a peer that sends bad data or dies must not fill the log; counters have the rest."""
+        if source not in self._logged:
+            self._logged.add(source)
+            logger.warning("kvtier: pulls: %s; these blocks are recomputed (logged once for this source)", reason)
+
+
+def _free(pull: _Pull) -> bool:
+    """Whether its blocks may be written."""
+    if pull.after is not None and pull.after.query():
+        pull.after = None  # the event is recorded again by a later step
+    return pull.after is None

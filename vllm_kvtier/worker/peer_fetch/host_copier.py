@@ -1,0 +1,235 @@
+"""Plain copies from the caches of other processes of this node; ``worker.peer_fetch.base`` has the contract.
+
+Piece by piece: pages of the source are read into a scratch, in the source's order but without gaps; the scratch's
+checksums are computed; right blocks go into our pages. So the cache never holds unverified bytes: vLLM's CPU attention
+multiplies even those beyond a block's tokens. If the source writes or dies meanwhile, the read raises or a checksum
+does not match, since it is computed over the bytes that arrived, with our own key.
+
+``done`` does one piece, so that its caller can do other work in between. Most of a piece is system calls and operations
+of numpy on large arrays, which release the interpreter and use only the caller's core.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.slots import align
+from vllm_kvtier.worker.cache_view import CacheView, dense_region
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
+from vllm_kvtier.worker.nixl_pull.descriptors import page_chunks
+from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob
+from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory
+from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceGroup, SourceRank, SourceRegion
+
+# Bytes of a piece: 4 ms of a core that reads and verifies 1 GB/s.
+PIECE_BYTES = 4 << 20
+_ALIGN = 64  # of the scratch and the regions in it
+
+
+class HostPeerCopier:
+    def __init__(self, view: CacheView, table: torch.Tensor, piece_bytes: int = PIECE_BYTES):
+        """``table``: int64 [num_blocks], our checksums. ``piece_bytes``: of one read, at least a block."""
+        self._view, self.table, self._piece_bytes = view, table.numpy(), piece_bytes
+        self._sources: dict[str, list[_Reader]] = {}
+        # Sources with pages of one shape share a scratch, since only one piece is under way.
+        self._scratches: WeakValueDictionary[tuple, _Scratch] = WeakValueDictionary()
+        self.closed = False
+
+    def add(self, source: str, parts: Sequence[SourceRank]) -> None:
+        if source in self._sources:
+            return
+        readers = []
+        for part in parts:
+            memory = ProcessMemory(part.source.shared)
+            for group in part.groups:
+                readers.append(_Reader(memory, part, group, self._scratch(part, group), self._view))
+        self._sources[source] = readers
+
+    def forget(self, source: str) -> None:
+        self._sources.pop(source, None)  # a copy under way keeps its readers
+
+    def start(self, jobs: Sequence[CopyJob], after: Any | None = None) -> "HostCopy":
+        for job in jobs:
+            for g in job.groups:
+                self.table[g.local] = 0
+        return HostCopy(self, [(job, self._sources[job.source]) for job in jobs])
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def close(self) -> None:
+        self.closed = True
+        self._sources.clear()
+        self._scratches.clear()
+
+    def _scratch(self, part: SourceRank, group: SourceGroup) -> "_Scratch":
+        theirs = next(g for g in part.source.groups if g.group == group.group)
+        theirs = msgspec.structs.replace(theirs, regions=tuple(r.source for r in group.regions))
+        key = tuple((r.outer, r.order, r.first_token, r.tokens, r.inner, r.cell_tokens) for r in theirs.regions)
+        found = self._scratches.get(key)
+        if found is None:
+            found = self._scratches[key] = _Scratch(theirs, self._piece_bytes)
+        return found
+
+
+class HostCopy(Copy):
+    def __init__(self, copier: HostPeerCopier, jobs: "list[tuple[CopyJob, list[_Reader]]]"):
+        super().__init__(len(jobs))
+        self._copier, self._jobs = copier, jobs
+        # All blocks of groups that are not read are bad.
+        self._bad = [_unread(job, readers) for job, readers in jobs]
+        self._pieces = self._cut()
+
+    def done(self) -> bool:
+        """Do one piece."""
+        piece = next(self._pieces, None)
+        if piece is None:
+            return True
+        number, reader, rows = piece
+        blocks, remote, keys, valid = rows
+        try:
+            if self._copier.closed:
+                raise KVTierError("this engine suspended its cache meanwhile")
+            if time.monotonic() >= self._jobs[number][0].until:
+                raise KVTierError("the copy did not end in time")
+            checksums, right = reader.copy(blocks, remote, keys, valid)
+        except KVTierError as error:
+            self._why[number] = str(error)
+            self._bad[number].update(block for g in self._jobs[number][0].groups for block in g.local.tolist())
+            return False
+        self.nbytes += len(blocks) * reader.block_bytes
+        self._bad[number].update(blocks[~right].tolist())
+        if reader.identical_layout:
+            self._copier.table[blocks[right]] = checksums[right]
+        return False
+
+    def wait_on(self, stream: Any) -> None:
+        """Nothing to do on a CPU: call ``wait``."""
+
+    def _cut(self) -> "Iterator[tuple[int, _Reader, tuple[np.ndarray, ...]]]":
+        """(number of the job, its reader, (local, remote, keys, valid)), until each job's end or first error."""
+        for number, (job, readers) in enumerate(self._jobs):
+            for reader in readers:
+                for g in job.groups:
+                    if g.group != reader.group:
+                        continue
+                    nearest = np.argsort(g.remote)  # blocks that are adjacent in the source are read together
+                    for start in range(0, len(nearest), reader.max_blocks):
+                        if self._why[number]:
+                            break
+                        cut = nearest[start : start + reader.max_blocks]
+                        yield number, reader, (g.local[cut], g.remote[cut], g.keys[cut], g.valid[cut])
+
+
+def _unread(job: CopyJob, readers: "list[_Reader]") -> set[int]:
+    known = {reader.group for reader in readers}
+    return {block for g in job.groups if g.group not in known for block in g.local.tolist()}
+
+
+class _Scratch:
+    """Memory for some blocks with pages of one shape: the regions one after another, dense, each in its own order."""
+
+    def __init__(self, group: GroupView, nbytes: int):
+        block_bytes = sum(region.block_bytes for region in group.regions)
+        self.max_blocks = max(1, nbytes // block_bytes)
+        starts, at = [], 0
+        for region in group.regions:
+            starts.append(at)
+            at += align(region.block_bytes * self.max_blocks, _ALIGN)
+        memory = torch.empty(at + _ALIGN, dtype=torch.uint8)
+        base = align(memory.data_ptr(), _ALIGN)
+        self.regions = tuple(
+            msgspec.structs.replace(dense_region(r, base + start, r.block_bytes, r.order), fields=())
+            for r, start in zip(group.regions, starts, strict=True)
+        )
+        dense = msgspec.structs.replace(group, regions=self.regions)
+        self.view = CacheView([dense], self.max_blocks, "cpu", [memory.untyped_storage()])
+        self.checksums = BlockChecksums(self.view)
+        self.expected = np.zeros(self.max_blocks, dtype=np.int64)  # the source's checksums
+
+
+class _Reader:
+    """One group of a rank of a source."""
+
+    def __init__(self, memory: ProcessMemory, part: SourceRank, group: SourceGroup, scratch: _Scratch, view: CacheView):
+        self._memory, self._checksum_table_addr, self._scratch = memory, part.source.checksum_table_addr, scratch
+        self.group, self.identical_layout, self.max_blocks = group.group, group.identical_layout, scratch.max_blocks
+        self.block_bytes = sum(r.source.block_bytes for r in group.regions)
+        # Of each region's contiguous pieces: (region, offsets in the source's page, in the scratch's page, sizes).
+        self._chunks = []
+        for region in group.regions:
+            there, sizes = np.array(page_chunks(region.source), dtype=np.int64).T
+            self._chunks.append((region.source, there, np.cumsum(sizes) - sizes, sizes))
+        self._pairs = [
+            (each, *_pair(each, dense, scratch.view, view))
+            for each, dense in zip(group.regions, scratch.regions, strict=True)
+            if each.target is not None
+        ]
+
+    def copy(
+        self, blocks: np.ndarray, remote: np.ndarray, keys: np.ndarray, valid: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [n], bool [n]): the checksums of the bytes that arrived, and which are right: those blocks are in our
+        pages then. Raises KVTierError if the source cannot be read; then nothing was written."""
+        count = len(blocks)
+        self._read(remote)
+        checksums = self._scratch.checksums.compute(0, np.arange(count), keys, valid).numpy()
+        right = checksums == self._scratch.expected[:count]
+        rows = slice(count) if right.all() else np.flatnonzero(right)
+        for each, arrived, pages in self._pairs:
+            _store(each.source, arrived, rows, pages, blocks[rows], valid[rows])
+        return checksums, right
+
+    def _read(self, remote: np.ndarray) -> None:
+        rows = np.arange(len(remote))[:, None]
+        parts = []  # (local, remote, sizes)
+        for (region, there, here, sizes), dense in zip(self._chunks, self._scratch.regions, strict=True):
+            sources = region.base + remote[:, None] * region.block_stride + there
+            targets = dense.base + rows * dense.block_stride + here
+            parts.append((targets.ravel(), sources.ravel(), np.broadcast_to(sizes, sources.shape).ravel()))
+        # The table last: a source writes a block's checksum after its bytes.
+        expected = self._scratch.expected.ctypes.data + 8 * rows.ravel()
+        parts.append((expected, self._checksum_table_addr + 8 * remote, np.full(len(remote), 8)))
+        self._memory.read(*_joined(*(np.concatenate(column) for column in zip(*parts, strict=True))))
+
+
+def _joined(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same in fewer pieces: neighbours on both sides are merged."""
+    apart = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
+    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
+
+
+def _pair(each: SourceRegion, dense: Region, scratch: CacheView, view: CacheView) -> tuple[np.ndarray, np.ndarray]:
+    """Views of this region's heads in the scratch and in our pages: [blocks, outers, cells, words of a cell]."""
+    arrived = scratch.pages(dense).numpy()[:, each.first_outer : each.first_outer + each.outers]
+    pages = view.pages(each.target).numpy()[:, each.target_outer : each.target_outer + each.outers]
+    for word in (np.dtype(np.uint64), np.dtype(np.uint32)):
+        size = word.itemsize
+        if all(a.ctypes.data % size == 0 and not any(n % size for n in (*a.strides[:-1], a.shape[-1]))
+               for a in (arrived, pages)):  # fmt: skip
+            return arrived.view(word), pages.view(word)
+    return arrived, pages
+
+
+def _store(
+    source: Region, arrived: np.ndarray, rows: slice | np.ndarray, pages: np.ndarray, blocks: np.ndarray, valid:
+    np.ndarray
+) -> None:
+    """Write the cells of valid tokens to our pages; cells beyond were not verified."""
+    if not len(blocks):
+        return
+    cells = np.clip(-(-(valid.astype(np.int64) - source.first_token) // source.cell_tokens), 0, source.tokens)
+    if (cells == source.tokens).all():
+        pages[blocks] = arrived[rows]
+        return
+    rows = np.arange(len(blocks)) if isinstance(rows, slice) else rows
+    for row, block, count in zip(rows.tolist(), blocks.tolist(), cells.tolist(), strict=True):
+        pages[block, :, :count] = arrived[row, :, :count]

@@ -1,0 +1,72 @@
+"""Watches processes whose memory is mapped here: a GPU's memory is free only when no process maps it any more."""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.wire.messages import Shared
+from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker.peer_fetch import process_memory
+
+logger = get_logger("vllm.kvtier.peer_process_watch")
+
+# Seconds between checks of a process where the system gives no descriptor of it.
+RECHECK_SECONDS = 2.0
+
+
+class PeerProcessWatch:
+    def __init__(self, reactor: Reactor, gone: Callable[[str], None]):
+        """``gone`` is called on the reactor's thread, once per source."""
+        self._reactor, self._gone = reactor, gone
+        self._followed: dict[str, list[int]] = {}  # descriptors of its processes
+        reactor.on_stop(self._close)
+
+    def follow(self, source: str, shared: Iterable[Shared]) -> None:
+        """Watch the processes of a source, once. Any thread."""
+        processes = list({(each.pid, each.started): each for each in shared}.values())
+        self._reactor.call_soon(lambda: self._follow(source, processes))
+
+    def _follow(self, source: str, processes: list[Shared]) -> None:
+        if source in self._followed:
+            return
+        descriptors = self._followed[source] = []
+        try:
+            for each in processes:
+                descriptor = os.pidfd_open(each.pid)
+                descriptors.append(descriptor)
+                self._reactor.add_fd(descriptor, lambda events: self._ended(source))
+                process_memory.check(each)  # another process may have had the pid by then
+        except (KVTierError, ProcessLookupError):
+            self._ended(source)
+        except OSError as error:  # an old kernel, or a sandbox
+            logger.debug("kvtier: peer fetch: no descriptor of a process (%s); it is polled", error)
+            self._look(source, processes)
+
+    def _look(self, source: str, processes: list[Shared]) -> None:
+        if source not in self._followed:
+            return
+        try:
+            for each in processes:
+                process_memory.check(each)
+        except KVTierError:
+            self._ended(source)
+        else:
+            self._reactor.call_later(RECHECK_SECONDS, partial(self._look, source, processes))
+
+    def _ended(self, source: str) -> None:
+        descriptors = self._followed.pop(source, None)
+        if descriptors is None:
+            return
+        self._drop(descriptors)
+        self._gone(source)
+
+    def _drop(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            self._reactor.remove_fd(descriptor)
+            os.close(descriptor)
+
+    def _close(self) -> None:
+        while self._followed:
+            self._drop(self._followed.popitem()[1])
