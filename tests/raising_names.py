@@ -34,9 +34,10 @@ KNOWN = {
     "scheduler/sources/job_builder.py:peer_fetch_job",
 }  # fmt: skip
 
-# Paths of copiers and of NIXL: an exception there ends a load, which is counted as such and logged once for all.
+# Copiers, what they call, and NIXL: an exception there ends a load, which is counted as such and logged once for all.
 LOADS = (
-    "worker/copy/", "worker/peer_fetch/base.py", "worker/peer_fetch/cuda_copier.py", "worker/peer_fetch/cuda_ipc.py",
-    "worker/peer_fetch/fetch_jobs.py", "worker/peer_fetch/host_copier.py", "worker/peer_fetch/kernel_args.py",
-    "worker/peer_fetch/process_memory.py", "worker/nixl_pull/pulls.py", "worker/nixl_pull/nixl_transport.py",
+    "worker/cache_view.py", "worker/copy/", "worker/peer_fetch/base.py", "worker/peer_fetch/cuda_copier.py",
+    "worker/peer_fetch/cuda_ipc.py", "worker/peer_fetch/fetch_jobs.py", "worker/peer_fetch/host_copier.py",
+    "worker/peer_fetch/kernel_args.py", "worker/peer_fetch/process_memory.py", "worker/nixl_pull/pulls.py",
+    "worker/nixl_pull/nixl_transport.py",
 )  # fmt: skip

@@ -213,16 +213,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         self._worker.resume()
 
+    @contained(again=True)
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """vLLM (0.25.1 to 0.33) calls this before it launches a step's forward, and after it launched all kernels that
         initialize the step's new blocks."""
         super().bind_connector_metadata(connector_metadata)
-        self._begin_step()
-
-    @contained(_WORKER)
-    def _begin_step(self) -> None:
-        if isinstance(self._connector_metadata, StepMetadata):
-            self._worker.begin(self._connector_metadata.work)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.begin(connector_metadata.work)
 
     @contained(_WORKER)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -20,9 +20,9 @@ repaired. vLLM's answer and the repair:
 - ``reset_cache`` and vLLM's own reset: state that must not survive a reset, because weights may have changed, is
   dropped twice; if that fails twice, the connector is passive.
 - ``start_load_kv``: synchronous loads that were not begun are reported failed with the step's output.
-- ``get_finished``, ``get_transfer_results``, ``get_block_ids_with_load_errors``, ``build_connector_worker_meta``:
-  called again. Results leave their table only when all are put together; a job that no part of the worker knows any
-  more is reported failed (``worker.job_table``).
+- ``bind_connector_metadata``, ``get_finished``, ``get_transfer_results``, ``get_block_ids_with_load_errors``,
+  ``build_connector_worker_meta``: called again. Results leave their table only when all are put together; a job that no
+  part of the worker knows any more is reported failed (``worker.job_table``).
 - ``shutdown``, ``unregister_kv_caches``: the remaining parts run.
 
 vLLM's own methods that hooks wrap (``vllm_compat.hooks``) run exactly once, and their exceptions pass unchanged. Errors

@@ -295,13 +295,14 @@ async def test_handoff_is_pulled_although_store_has_it(node: Node, nodes):
     first, again = await nodes.hand_off(node.first, node.second, prompt, 8)
     assert (first.pulled, again.pulled) == (0, 0) or again.pulled < BLOCK, (first.report, again.report)
     assert_same(again, await nodes.truth(prompt, 8), again.report)
-    # The next turn, at A: it lacks the answer, which the store has.
+    # The next turn, at A: it lacks the answer. The store has it and names B, which has it too: the faster is taken.
     longer = prompt + reply.tokens + random_tokens(rng, 30)
     await nodes.stored(node.second, longer, expected(769))
     await nodes.reset(node.first)
     first, reply = await nodes.hand_off(node.first, node.second, longer, 8)
     assert_same(reply, await nodes.truth(longer, 8), reply.report)
-    assert first.pulled == expected(769) and first.report["pulled_from"] == "host"
+    assert first.pulled == expected(769)
+    assert first.report["pulled_from"] in {"host", f"gpu {node.second.kv_address}"}
     # Who fetches too late finds the export gone, and what is left in A or the store's copy.
     late = random_tokens(rng, 700)
     first = await nodes.prefill(node.first, late)
