@@ -48,10 +48,10 @@ class Running:
 class Engine:
     """A small vLLM with asynchronous scheduling, if ``lag`` is 1: tokens are known a step after they are scheduled."""
 
-    def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False):
-        """``oldest``: blocks are handed out in vLLM's order instead of any."""
+    def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False, lot=1):
+        """``oldest``: blocks are handed out in vLLM's order instead of any. ``lot``: as BlockTables."""
         self.rng, self.oldest = random.Random(seed), oldest
-        self.groups, self.lag = groups, lag
+        self.groups, self.lag, self.lot = groups, lag, lot
         self.full = {g for g, (_, window) in enumerate(groups) if window is None}
         self.fake = FakePool(BLOCKS, HASH_BLOCK_SIZE)
         self.reactor, self.counters = FakeReactor(), Counters()
@@ -70,7 +70,7 @@ class Engine:
             self.tier, self.told, self.wake, lambda: True,
         )  # fmt: skip
         self.most = int(BLOCKS * share)
-        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, lambda ids: None, lambda t: self.offloader.wanted())
+        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, lambda ids: None, lambda t: self.offloader.wanted(), lot)
         self.requests, self.made, self.step_number = {}, 0, 0
         self.content = [[None] * (4 * HASH_BLOCK_SIZE) for _ in range(BLOCKS)]
         self.meaning = {}  # (hash, salt) -> (full hash, tokens of the prefix)
@@ -205,6 +205,8 @@ class Engine:
             r.status, scheduled[name] = "running", chunk
         self.step_number += 1
         self.relieve(RESERVE_PER_REQUEST * len(scheduled) * len(self.groups))
+        if self.lot > 1:
+            self.tables.hurry(self.rng.random() < 0.1)
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
@@ -267,7 +269,8 @@ class Engine:
             written = min(r.request.num_computed_tokens, r.request.num_tokens - 1)
             self.well.append((r, written, self.step_number))
         name = r.request.request_id
-        self.offloader.finished(r.tracked, self.tables.forget(name), tuple(list(ids) for ids in r.tables))
+        last = len(self.requests) == 1
+        self.offloader.finished(r.tracked, self.tables.forget(name), tuple(list(ids) for ids in r.tables), last)
         self.release(r)
         del self.requests[name]
 
@@ -415,7 +418,7 @@ def run(engine, r, steps=40):
 
 def flush(engine, r):
     """Ask for all that was collected so far, as the end of any request does."""
-    engine.offloader.finished(r.tracked, None, ())
+    engine.offloader.finished(r.tracked, None, (), True)
 
 
 def stored(engine, r, g=0):

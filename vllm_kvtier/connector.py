@@ -147,7 +147,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, list)
     def take_events(self) -> list[Any]:
-        return self._scheduler.take_events()
+        return self._scheduler.take_events() if self._info.kv_events_enabled else []
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -201,7 +201,7 @@ class RaisingEngine(EngineLife):
         half._exporter.finished = lambda *_: None
         half._tables.forget = half._tables.clear = lambda *_: None
         half._exports.end_export = lambda name: None
-        half._info.reports_failed_requests = False
+        half._info.reports_failed_requests = half._info.kv_events_enabled = False
         connector.__class__ = ContainedConnector
         connector._scheduler, connector._info, connector.containment = half, half._info, self.contain
         connector.counters, connector.raiser = self.contain._counters, Raiser()

@@ -21,7 +21,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 @given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.1, 0.5, 1.0]))
 @settings(max_examples=40, phases=WITHOUT_SHRINKING)
 def test_offloader_random_operations_keep_invariants(groups, lag, seed, share):
-    engine = Engine(GROUPS[groups], seed, lag, share=share)
+    engine = Engine(GROUPS[groups], seed, lag, share=share, lot=(1, 3, 16)[seed % 3])
     events = {
         engine.step: 8, engine.new_request: 2, engine.finish: 1.2, engine.preempt: 0.7, engine.reactor.run: 6,
         engine.store_answers: 6, engine.store_forgets: 0.5, engine.store_restarts: 0.5, engine.worker_acts: 12,

@@ -169,7 +169,8 @@ def test_offloader_successful_copies_store_all_blocks_still_cached(groups, lag, 
     """Whatever the order of steps, answers, copies, ends, preemptions and pressure: of each request that ended well and
     computed something, up to the first block that the store lacks and it computed vLLM has evicted some. What it found
     in the prefix cache the store may lack as well: it hears of that when it offers the next block, if that is there."""
-    engine = Engine(GROUPS[groups], seed, lag, share=share, step_tokens=2 * HASH_BLOCK_SIZE, oldest=True)
+    lot = (1, 3, 16)[seed % 3]
+    engine = Engine(GROUPS[groups], seed, lag, share=share, step_tokens=2 * HASH_BLOCK_SIZE, oldest=True, lot=lot)
     events = {
         engine.step: 8, engine.new_request: 2, lambda: engine.finish(well=True): 1.2, engine.preempt: 0.5,
         engine.reactor.run: 6, lambda: engine.tier.asked and engine.tier.answer(0, engine.full): 6,

@@ -176,17 +176,18 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
-        half._info, half._contain, half._passive = SimpleNamespace(unsupported=None), contain, False
+        half._info, half._contain, half._passive = SimpleNamespace(unsupported=None, groups=ONE), contain, False
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool
         half._outcomes = load_results(world.load, world.matcher, contain)
         half._run_jobs, half._provenance = lambda: None, Provenance(pool)
         half._identity = bare_identity(namespace=object())
         half._offloader = half._sharing = half._events = half._store = None
         half._exporter = SimpleNamespace(
-            needed=lambda tokens: 0, reserve=lambda count: 0, begin_step=lambda growth: [], step=1, urgent=False,
-            drain=lambda: None,
+            needed=lambda tokens: 0, begin_step=lambda growth: [], step=1, urgent=False, drain=lambda: None,
+            release_for_requests=lambda needed: None,
         )  # fmt: skip
-        half._tables = SimpleNamespace(begin_step=lambda output, get: [])
+        half._tables = SimpleNamespace(hurried=False, hurry=lambda _: None, begin_step=lambda output, get: [])
+        half._questions = SimpleNamespace(waiting=[])
         half._step_timer = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)
         half._checksum_index, half._gauges = SimpleNamespace(clear=lambda: None), SimpleNamespace(refresh=lambda: None)

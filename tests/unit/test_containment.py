@@ -140,7 +140,7 @@ def test_containment_unsafe_insist_failing_twice_raises_unsafe(contain):
 def test_connector_methods_called_by_vllm_are_contained():
     """But those that call a contained one, or nothing of ours."""
     bare = {
-        "request_finished", "bind_connector_metadata", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
+        "request_finished", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
         "shutdown", "__init__",
     }  # fmt: skip
     base = {name for name, _ in inspect.getmembers(KVConnectorBase_V1, inspect.isfunction)}
@@ -154,7 +154,8 @@ def test_connector_methods_called_by_vllm_are_contained():
 def connector(contain):
     made = KVTierConnector.__new__(KVTierConnector)
     made.containment, made.counters, made._worker = contain, contain._counters, None
-    made._info, made._marks_failures = SimpleNamespace(reports_failed_requests=False), False
+    made._info = SimpleNamespace(reports_failed_requests=False, kv_events_enabled=True)
+    made._marks_failures = False
     names = [name for name, _ in inspect.getmembers(KVTierConnectorScheduler, inspect.isfunction) if name[0] != "_"]
     made._scheduler = SimpleNamespace(**dict.fromkeys(names, fail))
     return made
@@ -187,6 +188,7 @@ def test_connector_without_scheduler_returns_neutral_answers(connector, contain)
 
 def test_scheduler_lock_error_runs_vllm_method_once(contain):
     lock, ran = SchedulerLock(contain), []
+    lock._jobs.append(lambda: None)
     lock._run = fail
     assert lock.held(lambda x: ran.append(x) or x)(5) == 5 and ran == [5]
 
@@ -202,8 +204,9 @@ def test_scheduler_lock_error_runs_vllm_method_once(contain):
 def test_around_reset_error_runs_vllm_reset_once(contain):
     resets = []
     pool = SimpleNamespace(
-        hash_block_size=4, num_gpu_blocks=9, reset_prefix_cache=lambda *args: resets.append(args) or True
-    )
+        hash_block_size=4, num_gpu_blocks=9, get_num_free_blocks=None,
+        reset_prefix_cache=lambda *args: resets.append(args) or True,
+    )  # fmt: skip
     BlockPool(pool).around_reset(fail, fail, contain)
     assert pool.reset_prefix_cache("now") is True and resets == [("now",)] and contain.errors == 4
 

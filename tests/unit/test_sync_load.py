@@ -194,7 +194,7 @@ def test_sync_load_overdue_verification_waits_for_end_of_step(bare):  # noqa: F8
     half._run_jobs = lambda: None
     half._info = SimpleNamespace(unsupported="no")
     half._step_timer = SimpleNamespace(end_step=lambda: None)
-    half._sync_load = SimpleNamespace(overdue=lambda: "verdict")
+    half._sync_load = SimpleNamespace(verification_pending=True, overdue=lambda: "verdict")
     half.arrived = lambda results, finished: arrived.extend(results)
     half._info.unsupported, half._identity = None, bare_identity(namespace=object())
     half._provenance = SimpleNamespace(admit=lambda request, named: named)
@@ -306,21 +306,20 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half, seen = bare, {}
     half._run_jobs = lambda: None
     half._provenance = SimpleNamespace(may_share=lambda tracked: True)
-    half._info = SimpleNamespace(unsupported=None)
+    half._info = SimpleNamespace(unsupported=None, groups=[(16, None)])
     growth = [
         SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)
     ]
-    half._free_blocks = lambda blocks: None
+    half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)
+    half.has_pending_frees = lambda: False
     half._step_timer = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
-    half._tables = SimpleNamespace(begin_step=lambda output, get: growth)
+    half._tables = SimpleNamespace(hurried=False, begin_step=lambda output, get: growth)
     half._exporter = SimpleNamespace(
-        step=5, urgent=False, reserve=lambda n: 0, begin_step=lambda growth: seen.update(checksums_ready=growth) or []
+        step=5, urgent=False, begin_step=lambda growth: seen.update(checksums_ready=growth) or []
     )
     half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
-    half._matcher.take_jobs = lambda: ([], {})
-    half._matcher.take_aborted = list
-    half._matcher.expire_prefetches, half._checksum_index = lambda: None, SimpleNamespace(clear=None)
+    half._matcher.has_jobs, half._matcher.prefetching = lambda: False, False
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
         half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None)

@@ -23,7 +23,7 @@ from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.integrity.load_results import LoadResults
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
-from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
+from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST, ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
@@ -260,37 +260,47 @@ class KVTierConnectorScheduler:
         return t.hit.source.hit_sources(t, tokens) if t is not None and t.hit is not None else {"peer": tokens}
 
     def begin_step(self, output: Any) -> StepWork:
-        """The work of a step. Each part is contained by itself, because vLLM counts on the loads."""
-        attempt, synchronous = self._contain.attempt, self._sync_load.verification_pending
-        attempt("jobs", self._run_jobs)
-        # Contained twice: if the step preempted the request, a failed verification cannot drop its output later.
-        self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
-        checksums = [] if self._passive or self._info.unsupported else self._follow(output, synchronous)
-        return self.step_work(checksums or [], not output.total_num_scheduled_tokens)
+        """The work of a step. vLLM counts on the loads, whatever else raises.
 
-    def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob] | None:
+        In most steps of a busy engine nothing happens for us, and each call of a part costs the step time.
+        """
+        attempt, synchronous = self._contain.attempt, self._sync_load.verification_pending
+        if self._questions.waiting or self.has_pending_frees():
+            attempt("jobs", self._run_jobs)
+        if synchronous:
+            # Contained twice: if the step preempted the request, a failed verification cannot drop its output later.
+            self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
+        checksums: list[ChecksumJob] = []
+        if not (self._passive or self._info.unsupported):
+            checksums = attempt("step", self._follow, output, synchronous, repair=self._forget_tables) or []
+        idle = not output.total_num_scheduled_tokens
+        if checksums or self._matcher.has_jobs():
+            return self.step_work(checksums, idle)
+        return StepWork(self._exporter.step, idle=idle, urgent=self._exporter.urgent)
+
+    def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
-        attempt = self._contain.attempt
-        attempt("free blocks", lambda: self._free_blocks(self._exporter.reserve(len(output.num_scheduled_tokens))))
-        growth = attempt("tables", self._tables.begin_step, output, self._matcher.get, repair=self._forget_tables) or []
+        needed = RESERVE_PER_REQUEST * len(output.num_scheduled_tokens) * len(self._info.groups)
+        short = needed > self._pool.free_count()
+        if short:
+            self._free_blocks(needed)
+        if short is not self._tables.hurried:
+            self._tables.hurry(short)
+        growth = self._tables.begin_step(output, self._matcher.get)
         # The time of a step that waits for a load is not that of computing. Its blocks are followed once verified: as
         # the request grows further, or at its end.
-        attempt("pace", self._step_timer.begin_step, output, self._matcher.get, not synchronous)
+        self._step_timer.begin_step(output, self._matcher.get, not synchronous)
         if synchronous:
             growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
-        # After an exception nothing of the step is shared.
-        growth = (
-            attempt("provenance", lambda: [each for each in growth if self._provenance.may_share(each.tracked)]) or []
-        )
-        # After an exception the index names checksums that this step does not compute.
-        checksums: list[ChecksumJob] | None = attempt(
-            "checksums", self._exporter.begin_step, growth, repair=self._checksum_index.clear
-        )
+        if growth:
+            growth = [each for each in growth if self._provenance.may_share(each.tracked)]
+        checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
-            attempt("offloading", self._offloader.begin_step, self._exporter.step, growth)
-        attempt("lookup prefetch", self._matcher.expire_prefetches)
+            self._offloader.begin_step(self._exporter.step, growth)
+        if self._matcher.prefetching:
+            self._matcher.expire_prefetches()
         if self._sharing is not None:
-            attempt("sharing", self._sharing.publish_changes)
+            self._sharing.publish_changes()
         return checksums
 
     def missed_step(self) -> StepWork:
@@ -300,7 +310,8 @@ class KVTierConnectorScheduler:
         return self.step_work()
 
     def _forget_tables(self) -> None:
-        """After an exception tables may lack blocks that vLLM handed out, and would give content wrong names."""
+        """After an exception tables may lack blocks that vLLM handed out, and would give content wrong names; and the
+        index may name checksums that no step computes."""
         self._tables.clear()
         self._checksum_index.clear()
 
@@ -323,13 +334,12 @@ class KVTierConnectorScheduler:
 
     def end_step(self) -> None:
         """A step's output was read."""
-        attempt = self._contain.attempt
-        attempt("pace", self._step_timer.end_step)
         # Not while a step is scheduled, which the request may be in already.
-        if overdue := attempt("overdue verdict", self._sync_load.overdue):
+        if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
+        self._step_timer.end_step()
         if not self._info.unsupported:
-            attempt("gauges", self._gauges.refresh)
+            self._gauges.refresh()
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
@@ -346,7 +356,8 @@ class KVTierConnectorScheduler:
         shared = self._provenance.forget(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
-            self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids)
+            last = not len(self._matcher)
+            self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids, last)
         if self._info.unsupported or self._access.closed or not shared:
             export = None  # no engine could ask for it: pin nothing
         else:

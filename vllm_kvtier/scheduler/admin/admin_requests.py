@@ -37,14 +37,14 @@ class AdminRequests:
         )
         self._exports, self._peers, self._matcher = exports, context.lease_client, matcher
         self._store, self._offloader, self._wake = store, offloader, wake
-        self._jobs: deque[Callable[[], None]] = deque()
+        self.waiting: deque[Callable[[], None]] = deque()  # for :meth:`run`
         self._explainer = Explainer(context, exports, store, self._on_engine)
 
     def run(self) -> None:
         """Answer on the scheduler's thread."""
-        for _ in range(len(self._jobs)):  # later ones wake this thread again: steps go on in between
+        for _ in range(len(self.waiting)):  # later ones wake this thread again: steps go on in between
             try:
-                self._jobs.popleft()()
+                self.waiting.popleft()()
             except Exception:  # a question must never cost the engine
                 logger.exception("kvtier: a question could not be answered")
 
@@ -97,7 +97,7 @@ class AdminRequests:
         pending.then(on)
 
     def _on_engine(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+        self.waiting.append(job)
         self._wake()
 
     def _look_up(self, query: m.Query, block_hashes: list[bytes], stored: int) -> m.PrefixLengths:

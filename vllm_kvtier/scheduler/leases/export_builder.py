@@ -25,7 +25,9 @@ MAX_DEFERRED_BLOCKS = 32
 MAX_DEFERRED_STEPS = 64
 MIN_PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at once
 
-RESERVE_PER_REQUEST = 2  # blocks a running request may take in the steps before we look again
+# Blocks of each group that are kept free for a running request, which vLLM would preempt otherwise: it may take so many
+# in the steps before we look again.
+RESERVE_PER_REQUEST = 2
 
 
 class ExportBuilder:
@@ -65,9 +67,11 @@ class ExportBuilder:
     def begin_step(self, growth: list[Growth]) -> list[ChecksumJob]:
         """The checksums to compute after the forward of a step, for the blocks that its requests fill."""
         self.step += 1
+        self.urgent = False
+        if not (growth or self._pending or self._deferred):
+            return []
         # Without blocks that vLLM has handed out anew since their export ended.
         entries, self._pending = [e for e in self._pending if self._checksum_index.has(e)], []
-        self.urgent = False
         for tracked, table, computed in growth:
             if self.kind(tracked) is not None:
                 self.urgent |= self.kind(tracked) is LeaseKind.HANDOFF
@@ -264,10 +268,6 @@ class ExportBuilder:
     def needed(self, tokens: int) -> int:
         """Blocks a request needs for ``tokens`` more."""
         return sum(-(-tokens // size) for size, _ in self._groups)
-
-    def reserve(self, running: int) -> int:
-        """Blocks to keep free for running requests, which vLLM would preempt otherwise."""
-        return RESERVE_PER_REQUEST * running * len(self._groups)
 
     def release_for_requests(self, needed: int) -> None:
         """End retained exports, if fewer than ``needed`` blocks are free."""

@@ -73,14 +73,16 @@ class LookupPrefetcher:
             self._source.cancel(self._lookups[request_id][0])
             del self._lookups[request_id]
 
-    def expire(self) -> None:
-        """Cancel the lookups of requests that vLLM did not come to in time."""
+    def expire(self) -> bool:
+        """Cancel the lookups of requests that vLLM did not come to in time. Returns whether lookups are left or may
+        follow."""
         while self._lookups:
             request_id, (_, since, _) = next(iter(self._lookups.items()))
             if time.monotonic() - since < MAX_PREFETCH_SECONDS:
-                return
+                break
             self.cancel(request_id)
             self._expired.add(request_id)
+        return bool(self._lookups or self._queue)
 
     def _send(self, most: int) -> None:
         while self._queue and len(self._lookups) < MAX_PREFETCHES and most > 0:

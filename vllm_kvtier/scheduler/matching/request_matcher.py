@@ -48,6 +48,7 @@ class RequestMatcher:
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
         self._known_peers: set[str] = set()
         self._new_peers: dict[str, list[RankInfo]] = {}
+        self.prefetching = False  # whether a source may have looked up queued requests
 
     def get(self, request_id: str) -> RequestState | None:
         return self._tracked.get(request_id)
@@ -87,13 +88,13 @@ class RequestMatcher:
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
         self._planner.will_compute(request.request_id, 0, request.num_tokens)
+        self.prefetching = True
         for source in self._sources:
             source.prefetch_lookup(request)
 
     def expire_prefetches(self) -> None:
-        """Once a step."""
-        for source in self._sources:
-            source.expire_prefetches()
+        """Once a step, while ``prefetching``."""
+        self.prefetching = any([source.expire_prefetches() for source in self._sources])
 
     # -- matching ------------------------------------------------------------------------------------------------
 
@@ -291,6 +292,10 @@ class RequestMatcher:
 
     def request_ids(self) -> list[str]:
         return list(self._tracked)
+
+    def has_jobs(self) -> bool:
+        """Whether ``take_jobs`` or ``take_aborted`` returns anything."""
+        return bool(self._jobs or self._source_selector.aborted)
 
     def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
         """Jobs for the workers to start in this step, and the ranks of peers that they name for the first time."""

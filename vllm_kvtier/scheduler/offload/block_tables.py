@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 
+LOT_BLOCKS = 16  # looking at a request costs the engine's thread as much for one block as for many
+
 
 @dataclass(eq=False)
 class Table:
     """Block table of one request as vLLM handed it out: ids only ever get appended.
 
-    A windowed group's blocks behind the window are given up by vLLM and stay listed here: an id is certainly the
-    request's own only in the step that fills it.
+    A windowed group's blocks behind the window are given up by vLLM and stay listed here.
     """
 
     groups: Sequence[list[int]]
@@ -55,15 +56,23 @@ class BlockTables:
         hash_block_size: int,
         handed_out: Callable[[Iterable[int]], None],
         wanted: Callable[[RequestState], bool],
+        lot: int = LOT_BLOCKS,
     ):
         """``hash_block_size``: tokens a block hash covers. ``handed_out`` is called with blocks that get new content;
-        ``wanted``: whether a request is to be followed."""
+        ``wanted``: whether a request is to be followed. ``lot``: blocks that a request generates between two looks at
+        it, at most."""
         self._groups, self._hash_block_size = groups, hash_block_size
         self._handed_out, self._wanted = handed_out, wanted
         self._smallest = math.gcd(*(size for size, _ in groups))
+        # Not so many that vLLM gives one up before: of the group with the smallest window.
+        windows = [(window - 2 * size) // self._smallest for size, window in groups if window is not None]
+        self._lot = max(1, min([lot, *windows]))
+        self._lots = 0  # requests that began to generate
         self._tables: dict[str, Table] = {}
+        self._prompts: set[str] = set()  # requests whose prompt is not computed yet
         self._step = 0
         self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
+        self.hurried = False
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -71,54 +80,68 @@ class BlockTables:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tables
 
-    def begin_step(self, output: Any, tracked: Callable[[str], RequestState | None]) -> list[Growth]:
-        """Follow a step's scheduling. Returns the followed requests that fill a block in it, or end their prompt.
+    def hurry(self, hurried: bool) -> None:
+        """``hurried``: vLLM may soon preempt requests and reuse their blocks. Look at each block as it fills, and in
+        this step at all that filled before."""
+        if hurried and not self.hurried:
+            for table in self._tables.values():
+                table.due = 0
+            self._calendar[self._step + 1].update(self._tables)
+        self.hurried = hurried
 
-        A request that only generates is checked in the first step in which it can have filled a block: hundreds of
-        them are in every step.
+    def begin_step(self, output: Any, tracked: Callable[[str], RequestState | None]) -> list[Growth]:
+        """Follow a step's scheduling. Returns the followed requests that are to be looked at: those that compute their
+        prompt and fill a block or end it, and those that have generated a lot of blocks.
+
+        A request that generates is checked in the first step in which that can be: hundreds of them are in every step.
         """
         self._step += 1
-        look = self._calendar.pop(self._step, set())
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
-            look.add(new.req_id)
         cached = output.scheduled_cached_reqs
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=False):
-            if blocks and request_id not in cached.resumed_req_ids:
-                self._extend(request_id, blocks)
-        if cached.resumed_req_ids:
-            for i, request_id in enumerate(cached.req_ids):
-                if request_id in cached.resumed_req_ids:
-                    blocks = cached.new_block_ids[i] or ()
-                    self._admit(request_id, blocks, cached.num_computed_tokens[i], tracked(request_id))
-            look |= cached.resumed_req_ids
-        scheduled = output.num_scheduled_tokens
-        look.update([request_id for request_id, tokens in scheduled.items() if tokens > 1])
-        out = []
-        for request_id in look:
+        if cached.resumed_req_ids or any(cached.new_block_ids):
+            self._extend(cached, tracked)
+        look = self._calendar.pop(self._step, None)
+        if not (look or self._prompts):
+            return []
+        out, scheduled = [], output.num_scheduled_tokens
+        for request_id in self._prompts | (look or set()):
             table = self._tables.get(request_id)
             t = tracked(request_id) if table is not None else None
             if table is None or t is None:
+                self._prompts.discard(request_id)
                 continue
-            request = t.request
-            computed = request.num_computed_tokens + scheduled.get(request_id, 0)
-            if computed >= table.due and request_id in scheduled:
+            request, tokens = t.request, scheduled.get(request_id, 0)
+            computed = request.num_computed_tokens + tokens
+            if computed >= table.due and tokens:
                 out.append(Growth(t, table, computed))
-                # Hashes may lag behind by a step: then the block is looked at again.
-                full = min(computed, len(request.block_hashes) * self._hash_block_size)
-                table.due = (full // self._smallest + 1) * self._smallest
-                if computed < request.num_prompt_tokens < table.due:
-                    table.due = request.num_prompt_tokens
-            self._calendar[self._step + max(1, table.due - computed)].add(request_id)
+                table.due = self._next(request_id, request, computed)
+            if request_id not in self._prompts:
+                self._calendar[self._step + max(1, (table.due - computed) // max(1, tokens))].add(request_id)
         return out
+
+    def _next(self, request_id: str, request: Any, computed: int) -> int:
+        """The number of computed tokens at which this request is to be looked at again."""
+        # Hashes may lag behind by a step: then the block is looked at again.
+        full = min(computed, len(request.block_hashes) * self._hash_block_size) // self._smallest
+        if computed < request.num_prompt_tokens:
+            return min((full + 1) * self._smallest, request.num_prompt_tokens)
+        lot = 1 if self.hurried else self._lot
+        if request_id in self._prompts:  # their first lots differ, so that requests of one step part
+            self._prompts.discard(request_id)
+            self._lots += 1
+            lot = 1 + self._lots % lot
+        return (full + lot) * self._smallest
 
     def forget(self, request_id: str) -> Table | None:
         """The request ended; its table as far as it was followed."""
+        self._prompts.discard(request_id)
         return self._tables.pop(request_id, None)
 
     def clear(self) -> None:
         """Stop following the present requests: their blocks are not to be kept."""
         self._tables.clear()
+        self._prompts.clear()
         self._calendar.clear()
 
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: RequestState | None) -> None:
@@ -136,10 +159,18 @@ class BlockTables:
                 preempted.groups, preempted.checksums_ready = table.groups, table.checksums_ready
                 preempted.tailed, preempted.due, table = False, 0, preempted
             self._tables[request_id] = table
+            self._prompts.add(request_id)
 
-    def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
-        table = self._tables.get(request_id)
-        for g, ids in enumerate(blocks):
-            self._handed_out(ids)
-            if table is not None:
-                table.groups[g].extend(ids)
+    def _extend(self, cached: Any, tracked: Callable[[str], RequestState | None]) -> None:
+        """New blocks of requests that go on, or that were preempted and begin again."""
+        handed_out: list[int] = []
+        for i, (request_id, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=False)):
+            if request_id in cached.resumed_req_ids:
+                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
+            elif blocks:
+                table = self._tables.get(request_id)
+                for g, ids in enumerate(blocks):
+                    handed_out += ids
+                    if table is not None:
+                        table.groups[g].extend(ids)
+        self._handed_out(handed_out)

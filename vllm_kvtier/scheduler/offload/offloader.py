@@ -43,11 +43,11 @@ from vllm_kvtier.store.protocol import HASH, MAX_ITEMS, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
-# Blocks are reserved together: a request that only generates fills one in 16 steps, and every thread that handles a
-# message takes the interpreter from the engine's. A long prompt reserves at once, so that its copy begins behind its
-# forward; a short one soon, because other requests may begin with it; generated blocks when the request has ended.
-RESERVE_AT_BLOCKS = 32, 64  # of a batch with blocks of prompts, and without
-RESERVE_AFTER_STEPS = 8, 32  # the same
+# Blocks are reserved together: every thread that handles a message takes the interpreter from the engine's. A long
+# prompt reserves at once, so that its copy begins behind its forward; a short one and an ended request soon, because
+# other requests may begin with them; generated blocks in large lots.
+RESERVE_AT_BLOCKS = 32, 256  # of a batch with blocks of prompts or ended requests, and without
+RESERVE_AFTER_STEPS = 8, 64  # the same
 MAX_REWINDS = 2
 # Without room, each step checks so many ended requests (and this part of them) with blocks to offer again, and drops
 # those that vLLM has evicted.
@@ -71,7 +71,8 @@ class Offloader:
         """``send``: to all workers. ``on_free`` is called (reactor's thread) when blocks wait to be unpinned.
         ``verified``: whether all KV in vLLM's prefix cache is verified."""
         config, pool, groups, step_tokens = engine.config, engine.pool, engine.geometry.groups, engine.info.step_tokens
-        self._config, self._store, self._pool, self._keys = config, store, pool, engine.identity.content_keys
+        self._store, self._pool, self._keys = store, pool, engine.identity.content_keys
+        self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._verified, self.events = verified, events
         self._hash_block_size = engine.geometry.hash_block_size
@@ -91,20 +92,26 @@ class Offloader:
         self.jobs = StoreJobs(store, groups, engine.counters, engine.reactor, send, on_free)
 
     def wanted(self) -> bool:
-        return self._config.store_write != "off"
+        return self._writes
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, growth: list[Growth]) -> None:
         self._step = step
-        self.drain()
-        if self.wanted():  # tables may be followed for other engines' sake
-            self._offer_ended()  # first: what running requests hold is not evicted meanwhile
-            if self._store.limit():
+        if self.jobs.returned:
+            self.drain()
+        if not (growth or self._open or self._ended):
+            return
+        if self._writes:  # tables may be followed for other engines' sake
+            if self._ended:
+                self._offer_ended()  # first: what running requests hold is not evicted meanwhile
+            if growth and self._store.limit():
                 for tracked, table, computed in growth:
                     self._collect(table, self._full(tracked.request, computed))
-        self._ask(False)
-        self._leave_room(growth)
+        if self._open:
+            self._ask(False)
+        if growth:
+            self._leave_room(growth)
 
     def idle(self) -> None:
         """The engine has no requests: go on with blocks of ended ones."""
@@ -120,8 +127,9 @@ class Offloader:
         if short > 0:
             self.cancel_for_requests(short)
 
-    def finished(self, t: RequestState, table: Table | None, block_ids: tuple[list[int], ...]) -> None:
-        """The request ended: collect its last blocks, if it ended well."""
+    def finished(self, t: RequestState, table: Table | None, block_ids: tuple[list[int], ...], last: bool) -> None:
+        """The request ended: collect its last blocks, if it ended well, and reserve them soon. ``last``: the engine has
+        no other request, so that maybe no step follows."""
         request = t.request
         self._recount_at = 0  # no other request may hold its blocks now
         if table is not None:
@@ -135,12 +143,12 @@ class Offloader:
                     self._keep_ended(table)
                 elif self._left(table):
                     self._give_up_ended(table)
-        self._ask(True)
+        self._ask(last)
 
     def _full(self, request: Any, tokens: int) -> int:
         """The first of these tokens whose full blocks are to be stored."""
         full = min(tokens, len(request.block_hashes) * self._hash_block_size)
-        return min(full, request.num_prompt_tokens) if self._config.store_write == "prompt" else full
+        return min(full, request.num_prompt_tokens) if self._prompts_only else full
 
     def _left(self, table: Table) -> bool:
         return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
@@ -197,17 +205,15 @@ class Offloader:
         request ends, and its table has exactly the blocks that it still holds."""
         if leaving and table.request.lora_request is not None:  # nor may the request that computed a hit have done so
             table.offered = [0] * len(self._groups)
-        self._follow_store(table, leaving)
-        if all(full // size <= done for (size, _), done in zip(self._groups, table.offered, strict=True)):
-            return
+        if table.instance != self._store.instance:
+            self._follow_store(table, leaving)
         request = table.request
         lora_fingerprint, hashes = vr.lora_fingerprint(request), request.block_hashes
         assert lora_fingerprint is not None, "the request is private"
-        batch, keys = self._batch(request, lora_fingerprint), self._keys()
         for g, (size, _) in enumerate(self._groups):
-            positions = self._positions(table, g, full, leaving)
-            if not positions:
+            if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
                 continue
+            batch, keys = self._batch(request, lora_fingerprint), self._keys()
             # All that may raise comes first, so that no block is pinned that is in no batch.
             per, items, raws = size // self._hash_block_size, [], []
             whole = [bytes(hashes[(i + 1) * per - 1]) for i, _ in positions]
@@ -224,7 +230,7 @@ class Offloader:
             self._held.update(blocks)
             batch.items += items
             batch.raws += raws
-            batch.prompts |= positions[0][0] * size < request.num_prompt_tokens
+            batch.soon |= leaving or positions[0][0] * size < request.num_prompt_tokens
             batch.step = max(batch.step, self._step)
 
     def _positions(self, table: Table, g: int, full: int, leaving: bool) -> list[tuple[int, int]]:
@@ -295,7 +301,7 @@ class Offloader:
     def _ask(self, now: bool) -> None:
         """Reserve the collected blocks, once that is worth a message."""
         for key, batch in list(self._open.items()):
-            at, after = (limits[0 if batch.prompts else 1] for limits in (RESERVE_AT_BLOCKS, RESERVE_AFTER_STEPS))
+            at, after = (limits[0 if batch.soon else 1] for limits in (RESERVE_AT_BLOCKS, RESERVE_AFTER_STEPS))
             if not (now or len(batch.items) >= at or self._step - batch.since >= after):
                 continue
             while batch.items:

@@ -68,7 +68,7 @@ class Batch:
     tenant: bytes
     since: int  # step of the first
     step: int = -1  # step that fills the last
-    prompts: bool = False  # blocks of prompts are among them
+    soon: bool = False  # blocks of prompts or of ended requests are among them
     items: list[Item] = field(default_factory=list)
     raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
 

@@ -192,8 +192,9 @@ class KVSource(ABC):
     def cancel_prefetch(self, request_id: str) -> None:
         """Cancel the lookup that was sent for a request that ended or goes on without it. Idempotent."""
 
-    def expire_prefetches(self) -> None:
-        """Once a step: cancel lookups that were sent too early."""
+    def expire_prefetches(self) -> bool:
+        """Once a step: cancel lookups that were sent too early. Returns whether any is left, or will be sent."""
+        return False
 
     def prefetch_promotion(self, request: Any) -> bool:
         """Have the source promote what a queued request (vLLM's) will look up. False: it has no secondary tier."""

@@ -164,8 +164,8 @@ class StoreSource(KVSource):
     def cancel_prefetch(self, request_id: str) -> None:
         self.prefetcher.cancel(request_id)
 
-    def expire_prefetches(self) -> None:
-        self.prefetcher.expire()
+    def expire_prefetches(self) -> bool:
+        return self.prefetcher.expire()
 
     def prefetch_promotion(self, request: Any) -> bool:
         hints, lora_fingerprint = read(request.kv_transfer_params), vr.lora_fingerprint(request)

@@ -14,6 +14,7 @@ class BlockPool:
         self._pool = pool
         self.hash_block_size: int = pool.hash_block_size
         self.num_blocks: int = pool.num_gpu_blocks
+        self.free_count: Callable[[], int] = pool.get_num_free_blocks
 
     def pin(self, ids: Iterable[int]) -> list[int]:
         """Take a reference on each block; returns the ids pinned (block 0 is vLLM's null block, never pinned)."""
@@ -62,9 +63,6 @@ class BlockPool:
     def is_empty(self) -> bool:
         """Whether no block is held and none is in the prefix cache. Checks every block: for rare events."""
         return all(block.is_null or (not block.ref_cnt and block.block_hash is None) for block in self._pool.blocks)
-
-    def free_count(self) -> int:
-        return self._pool.get_num_free_blocks()
 
     def cached_block(self, block_hash: bytes, group: int) -> int:
         """A block of this group that holds this content, in use or free; 0 if the prefix cache has none."""

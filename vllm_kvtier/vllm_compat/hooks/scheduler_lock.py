@@ -55,7 +55,8 @@ class SchedulerLock:
                     finally:
                         self._depth -= 1
             finally:
-                self._contain.attempt("jobs behind the scheduler", self._run)
+                if self._jobs:
+                    self._contain.attempt("jobs behind the scheduler", self._run)
 
         return holding
 
