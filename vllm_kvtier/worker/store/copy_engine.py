@@ -176,6 +176,8 @@ class CopyEngine:
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
         self._logged: set[str] = set()
         self._unwatched = False  # loads were begun by ``load_now`` and not polled since
+        # When it was last polled, and whether this was recent enough to tell how long stores took that ended since.
+        self._polled_at, self._watched = -math.inf, True
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -242,7 +244,9 @@ class CopyEngine:
                 self.loads.untime_results()
                 self._unwatched = False
             self.loads.expire(now)
+        self._watched, self._polled_at = now - self._polled_at <= 2 * STORES_PAUSE, now
         self._reap(self._storing, self._storing.calls)
+        self._watched = True
         self.stores.expire(now)
         # Alternately, a load first: where copies run on this thread, each lane gets at least half of its time.
         while (loading and self._issue_load()) | (stores and self._issue_store()):
@@ -362,7 +366,7 @@ class CopyEngine:
                 ended.append((call, None, error))
         if not ended:
             return
-        now, timed = self._clock(), not (self._unwatched and lane is self._loading)
+        now, timed = self._clock(), not self._unwatched if lane is self._loading else self._watched
         lane.remove([call for call, *_ in ended], self._work_at(lane) <= now, now, timed)
         for call, bad, error in ended:
             if error is not None:

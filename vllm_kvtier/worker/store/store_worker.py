@@ -178,7 +178,7 @@ class StoreWorker(StoreLoadWorker):
         self._runner_polled = -math.inf if idle else now  # perhaps the last step for long: the reactor takes over
         if not (self.on_device and (loading or self._engine.stores.nbytes)):
             return
-        if (loading or idle or now >= self._stores_at) and self._lock.acquire(blocking=False):
+        if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
                 self._report(self._poll())
                 pause = 0.0 if self._fault else self._engine.next_poll(steps_follow=not idle)
