@@ -39,5 +39,5 @@ LOADS = (
     "worker/cache_view.py", "worker/copy/", "worker/peer_fetch/base.py", "worker/peer_fetch/cuda_copier.py",
     "worker/peer_fetch/cuda_ipc.py", "worker/peer_fetch/fetch_jobs.py", "worker/peer_fetch/host_copier.py",
     "worker/peer_fetch/kernel_args.py", "worker/peer_fetch/process_memory.py", "worker/nixl_pull/pulls.py",
-    "worker/nixl_pull/nixl_transport.py",
+    "worker/nixl_pull/nixl_transport.py", "worker/store/copy_engine.py:_Lane.add",
 )  # fmt: skip
