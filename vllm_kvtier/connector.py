@@ -44,6 +44,7 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 logger = get_logger("vllm.kvtier")
 
 _SCHEDULER, _WORKER = "_scheduler", "_worker"  # attributes of the two sides: None in the other process, or if passive
+_STEP = "_step"  # attribute: None if nothing ended in the last step
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -67,7 +68,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = link_path(self._info.engine_id, self._info.instance_id)
         self._scheduler: KVTierConnectorScheduler | None = None
         self._worker: KVTierConnectorWorker | None = None
-        self._step: StepResults = StepResults()
+        self._step: StepResults | None = None  # of the last step, if anything ended in it
         self._collected: StepMetadata | None = None  # of the step that ``_step`` has the results of
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
@@ -226,7 +227,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin synchronous loads, which the step's forward waits for. ``get_finished`` begins all others, when the
         forward has been launched."""
         if isinstance(self._connector_metadata, StepMetadata):
-            self._worker.sync_load(self._connector_metadata.work)
+            work = self._connector_metadata.work
+            if work.loads or work.fetches:
+                self._worker.sync_load(work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: all layers are loaded at once, and the device waits for synchronous loads."""
@@ -239,27 +242,29 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_WORKER, lambda: (None, None), again=True)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        metadata = self._connector_metadata
-        if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
-            return None, self._step.finished or None
-        self._step = StepResults()  # even after an error no result is reported twice
-        work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
-        submit, collect = partial(self._worker.submit, work), self._worker.collect
-        self.containment.attempt("submit", submit, repair=submit)
-        self._step = self.containment.attempt("collect", collect, repair=collect) or self._step
-        self._collected = metadata
-        return None, self._step.finished or None
+        self._end_step()
+        return None, (self._step.finished or None) if self._step is not None else None
 
-    @contained(again=True)
+    @contained(_WORKER, transfer_results, again=True)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        self.get_finished(finished_req_ids)
+        self._end_step()
+        if self._step is None:
+            return transfer_results()
         return transfer_results(self._step, self._info.reports_failed_requests)
 
-    @contained(otherwise=set, again=True)
+    def _end_step(self) -> None:
+        metadata = self._connector_metadata
+        if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
+            return
+        self._step = None  # even after an error no result is reported twice
+        self._step = self._worker.end_step(metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1))
+        self._collected = metadata
+
+    @contained(_STEP, set, again=True)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._info.reports_failed_requests else self._step.bad_blocks
 
-    @contained(again=True)
+    @contained(_STEP, again=True)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return WorkerReport(self._step.results) if self._step.results else None
 
@@ -269,8 +274,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVTierStats | None:
         if self._scheduler is not None:
             self._scheduler.end_step()  # vLLM calls this once for each step's output
-        counts = self.counters.take()
-        return KVTierStats(data=counts) if counts else None
+        return KVTierStats(data=self.counters.take()) if self.counters.changed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

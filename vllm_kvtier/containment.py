@@ -49,6 +49,7 @@ logger = get_logger("vllm.kvtier.containment")
 
 MAX_ERRORS, WINDOW = 16, 60.0  # errors, seconds
 MAX_LOGGED = 64  # places whose traceback is logged
+_NONE = type(None)  # returns None when called
 
 
 class Unsafe(Exception):
@@ -125,8 +126,8 @@ class Containment:
 
 
 def contained(
-    side: str = "",
-    otherwise: Callable[[], Any] = lambda: None,
+    needs: str = "",
+    otherwise: Callable[[], Any] = _NONE,
     repair: Callable[..., Any] | None = None,
     passes: tuple[type[Exception], ...] = (),
     again: bool = False,
@@ -134,9 +135,9 @@ def contained(
     """Contain a method that vLLM calls, of an object with a ``containment``.
 
     If it raises, vLLM gets the result of ``repair``, called with the same arguments; if that raises too, or there is
-    none, ``otherwise()``. vLLM also gets ``otherwise()`` if the attribute ``side`` is None: this process has no such
-    side, or making it failed. ``passes``: errors meant for vLLM. ``again``: the repair is the method itself, called
-    again.
+    none, ``otherwise()``. vLLM also gets ``otherwise()`` if the attribute ``needs`` is None: this process has no such
+    side, making it failed, or there is nothing to report. ``passes``: errors meant for vLLM. ``again``: the repair is
+    the method itself, called again.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +145,7 @@ def contained(
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if side and getattr(self, side) is None:
+            if needs and getattr(self, needs) is None:
                 return otherwise()
             try:
                 return method(self, *args, **kwargs)

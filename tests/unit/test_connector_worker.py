@@ -1,6 +1,7 @@
 """The worker side while it is being set up, and when vLLM takes the cache's memory away."""
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from types import SimpleNamespace
@@ -71,6 +72,37 @@ def test_worker_without_device_uses_no_step_events(half):
     step_events = ready(half)
     half.queued.pop()()
     assert step_events == [None]
+
+
+BRINGS = [each.name for each in dataclasses.fields(StepWork) if each.name not in ("step", "idle", "urgent")]
+
+
+@pytest.mark.parametrize("name", [*BRINGS, "outstanding", "due", ""])
+def test_worker_step_is_short_only_without_work_and_jobs(half, monkeypatch, name):
+    work, submitted = StepWork(3), []
+    monkeypatch.setattr(half, "submit", submitted.append)
+    if name in BRINGS:
+        setattr(work, name, {"r": []} if name == "new_peers" else ["r"])
+    job = PullJob("r", "s/1", [pull_of([1], [1])], 1.0)
+    if name == "outstanding":
+        half._jobs.outstanding["r"] = job
+    if name == "due":
+        half._jobs.sync_loads.due.append(job)
+    results = half.end_step(work)
+    assert (submitted, results is None) == (([], True) if not name else ([work], False))
+
+
+def test_worker_step_without_work_polls_stores_when_due(half):
+    calls = []
+    half._store = SimpleNamespace(
+        step=lambda step, event: calls.append(step) or step == 2, collect=lambda idle: calls.append(idle), launching=0.0
+    )
+    for step in (1, 2):
+        half.begin(StepWork(step))
+        assert half._store.launching > 0, "the reactor begins no store while the forward is launched"
+        assert half.end_step(StepWork(step)) is None
+    half.end_step(StepWork(3, idle=True))
+    assert calls == [1, 2, False, 3, True]
 
 
 def test_worker_suspended_runs_no_queued_copy(half, monkeypatch):

@@ -418,7 +418,7 @@ def pull(name):
 def test_worker_error_in_submit_reports_job_failure_once(rank, kind):
     """Whatever it had done with it: what is heard of it later is nobody's."""
     rank._store = SimpleNamespace(
-        load=fail, step=lambda *_: None, under_way=set, cancel_loads=fail, collect=lambda idle: None, launching=fail
+        load=fail, step=lambda *_: None, under_way=set, cancel_loads=fail, collect=lambda idle: None
     )
     rank._exchange.fetching = SimpleNamespace(
         begin=fail, step=lambda *_: None, under_way=set, add_engines=fail, collect=lambda idle: None, active=False
@@ -458,7 +458,7 @@ def test_worker_unrelated_error_keeps_jobs_under_way(rank, contain):
 def test_worker_error_in_collect_loses_no_result(rank, synchronous, monkeypatch):
     tier = rank._store = SimpleNamespace(
         load=lambda loads, after: None, load_now=lambda loads, after: None, step=lambda *_: None,
-        wait_until_done=lambda seconds: None, collect=lambda idle: None, launching=lambda: None,
+        wait_until_done=lambda seconds: None, collect=lambda idle: None,
         under_way=lambda: {"r"},
     )  # fmt: skip
     load = order("r", synchronous)

@@ -242,6 +242,17 @@ def test_copy_engine_failed_store_keeps_blocks_before_failure(link, clock):
     assert run(offload, clock, 3).cut == [(order.id, failed.blocks[0] - 1)]
 
 
+@pytest.mark.parametrize(("seen_after", "measured"), [(1e-3, True), (0.05, False)])
+def test_copy_engine_store_seen_late_does_not_change_the_rate(link, clock, seen_after, measured):
+    offload = engine(link, clock)
+    offload.step_launched(0, None)
+    offload.submit_store(store(32))
+    offload.poll()
+    rate = offload.rates[1]
+    clock.now += seen_after
+    assert len(offload.poll().stored) == 1 and (offload.rates[1] != rate) == measured
+
+
 def test_copy_engine_store_that_never_starts_is_dropped_at_timeout(link, clock):
     offload = engine(link, clock, store_timeout=5.0)
     order = store(40, step=7)

@@ -22,4 +22,7 @@ def test_internal_error_test_names_exist(where):
 
 @pytest.mark.parametrize("path", LOADS)
 def test_internal_error_test_paths_exist(path):
-    assert (PACKAGE / path).exists()
+    file, _, name = path.partition(":")
+    assert (PACKAGE / file).exists()
+    if name:
+        attrgetter(name)(import_module(f"vllm_kvtier.{file[:-3].replace('/', '.')}"))

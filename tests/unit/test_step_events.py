@@ -84,7 +84,7 @@ class Engine:
             self.begun += [(order.request_id, after.place) for order in orders]
 
         self.half._store = SimpleNamespace(
-            load=take, step=lambda step, fence: None, collect=lambda idle: None, launching=lambda: None
+            load=take, step=lambda step, fence: None, collect=lambda idle: None
         )
         self.half._exchange.fetching = SimpleNamespace(
             begin=take, add_engines=lambda sources: None, collect=lambda idle: None, poll=lambda: None, active=False

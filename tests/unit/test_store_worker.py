@@ -158,14 +158,14 @@ def test_stores_wait_while_a_forward_is_launched(worker):
     """But loads do; and a launch that nobody ends holds stores up for a moment only."""
     worker.tier.on_device = True
     worker.tier.step(1, "fence 1")
-    worker.tier.launching()
+    worker.tier.launching = began = time.monotonic()
     store(worker, 1, step=1)
     worker.tier.load([load("r")], None)
     eventually(lambda: worker.finished, 5.0, "loaded")
-    if time.monotonic() < worker.tier._launched_by:
+    if time.monotonic() < began + store_worker.MAX_LAUNCH_SECONDS:
         assert [call[0] for call in worker.copier.calls] == ["load"]
     eventually(lambda: worker.told, 5.0, "stored after all")
-    worker.tier.launching()
+    worker.tier.launching = time.monotonic()
     worker.tier.step(2, "fence 2")
     assert not worker.tier._launches()
 
@@ -184,27 +184,64 @@ def test_device_copies_are_polled_without_next_step(worker):
 
 
 def test_stores_are_not_polled_in_every_step(worker, monkeypatch):
-    """A few blocks wait for company; each look would cost the step."""
+    """Orders wait for the next ones, then all are copied at once; each poll would cost a step."""
+    worker.tier._engine.stores._batch_delay = 3600.0
+    worker.tier.on_device, worker.copier.piece_bytes = True, 6 * BLOCK_BYTES
+    polls, poll = [], worker.tier._engine.poll
+    monkeypatch.setattr(worker.tier._engine, "poll", lambda *args: polls.append(1) or poll(*args))
+    store(worker, 1, step=1)
+    eventually(lambda: polls, 5.0, "no step came before: the reactor polls")
+    for number in range(1, 12):
+        assert not worker.tier.step(number, f"fence {number}")
+        if number == 6:
+            store(worker, 2, step=6)
+    assert len(polls) == 1
+    store(worker, 3, step=6)
+    assert worker.tier.step(12, "fence 12")
+    eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 3, 5.0)
+    assert worker.copier.calls == [("store", 3 * [1, 2], "fence 6")]
+
+
+def test_end_of_stores_is_polled_with_later_step(worker):
+    worker.tier.on_device, worker.copier.piece_bytes, worker.copier.polls = True, 2 * BLOCK_BYTES, 1
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=2)
+    assert worker.tier.step(2, "fence 2"), "a batch is complete"
+    worker.tier.collect()
+    assert [call[0] for call in worker.copier.calls] == ["store"] and not worker.told
+    assert not worker.tier.step(3, "fence 3")
+    time.sleep(offload.ENDING_STORES_PAUSE)
+    assert worker.tier.step(4, "fence 4")
+
+
+def test_reactor_polls_stores_after_idle_step(worker):
+    """Perhaps the engine's last one; the reactor left stores to the steps until then."""
+    worker.tier.on_device, worker.tier._step_poll_seconds = True, 3600.0
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=2)
+    worker.tier.step(2, "fence 2")
+    time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])
+    worker.tier.step(3, "fence 3")
+    worker.tier.collect(idle=True)
+    eventually(lambda: worker.told, 5.0, "stored")
+
+
+def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch):
     worker.tier.on_device = True
+    worker.tier._engine.stores._batch_delay = 3600.0
+    woken, ran = [], worker.tier._timer_ran
+    monkeypatch.setattr(worker.tier, "_timer_ran", lambda: woken.append(time.monotonic()) or ran())
     worker.tier.step(1, "fence 1")
     store(worker, 1, step=1)
-    looks, drive = [], worker.tier._engine.poll
-    monkeypatch.setattr(worker.tier._engine, "poll", lambda *args: looks.append(1) or drive(*args))
-    pause = worker.tier._engine.next_poll
-    monkeypatch.setattr(worker.tier._engine, "next_poll", lambda: 60.0)
-    for number in range(2, 12):
+    end = time.monotonic() + 1.0
+    for number in itertools.count(2):
         worker.tier.step(number, f"fence {number}")
-        worker.tier.collect()
-    assert len(looks) == 1
-    store(worker, 2, step=1)  # something new
-    looks.clear()
-    worker.tier.collect()
-    worker.tier.collect()
-    assert len(looks) == 1
-    monkeypatch.setattr(worker.tier._engine, "next_poll", pause)
-    worker.tier._stores_at = time.monotonic()
-    eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 2, 5.0)
-    assert [call[0] for call in worker.copier.calls] == ["store"], "both in one piece"
+        if time.monotonic() > end:
+            break
+        time.sleep(3e-3)
+    assert 1 <= len(woken) <= 1.0 / store_worker.MAX_STEP_POLL_SECONDS + 4
+    worker.reactor.call_soon(lambda: (worker.tier._engine.stores._waiting[0].clear(), ran()))
+    eventually(lambda: worker.tier._step_poll_seconds == store_worker.STEP_POLL_SECONDS[1], 5.0, "no step comes")
 
 
 def test_waiting_stores_are_polled_in_next_step(worker):
@@ -219,7 +256,7 @@ def test_waiting_stores_are_polled_in_next_step(worker):
         worker.tier.collect()
         if time.monotonic() > end:
             break
-        time.sleep(2e-3)
+        time.sleep(8e-3)
     assert worker.copier.calls == [("store", [1, 2], "fence 2")]
 
 
@@ -450,7 +487,7 @@ def test_collect_error_after_load_still_reports_result(worker, monkeypatch):
     worker.tier.load([load("r")], None)
     worker.copier.end()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:
-        patch.setattr(worker.tier._engine, "next_poll", lambda: 1 / 0)
+        patch.setattr(worker.tier._engine, "next_poll", lambda **_: 1 / 0)
         worker.tier.collect()
     assert [result.request_id for result in worker.finished] == ["r"]
 

@@ -25,9 +25,6 @@ class Tier:
         self.owner, self.late, self.log, self.bad = owner, False, [], ()
         self.begun = []
 
-    def launching(self):
-        pass
-
     def load_now(self, loads, after):
         self.log.append(("now", [o.request_id for o in loads]))
         self.begun += loads

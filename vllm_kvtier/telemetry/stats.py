@@ -170,10 +170,11 @@ Taken = dict[str, float | list[float]]
 
 
 class Counters:
-    """Thread-safe counts, observations and gauges since the last ``take``."""
+    """Thread-safe counts, observations and gauges since the last ``take``; ``changed``: whether there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.changed = False
         self._counts: Counter[tuple[str, str]] = Counter()
         self._observed: dict[tuple[str, str], list[float]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
@@ -183,6 +184,7 @@ class Counters:
             raise KeyError(f"{name} is not a declared counter")
         with self._lock:
             self._counts[name, label] += amount
+            self.changed = True
 
     def observe(self, name: str, label: str, value: float) -> None:
         """Add a measurement to a histogram."""
@@ -190,6 +192,7 @@ class Counters:
             raise KeyError(f"{name} is not a declared histogram")
         with self._lock:
             self._observed.setdefault((name, label), []).append(value)
+            self.changed = True
 
     def show(self, name: str, label: str, value: float) -> None:
         """Set a gauge."""
@@ -197,15 +200,15 @@ class Counters:
             raise KeyError(f"{name} is not a declared gauge")
         with self._lock:
             self._gauges[name, label] = value
+            self.changed = True
 
     def take(self) -> Taken:
         """Return and clear them: {"name" or "name|label": amount, list of observations, or gauge's value}."""
         with self._lock:
-            if not (self._counts or self._observed or self._gauges):
-                return {}
             counts, self._counts = self._counts, Counter()
             observed, self._observed = self._observed, {}
             gauges, self._gauges = self._gauges, {}
+            self.changed = False
         taken = {**counts, **observed, **gauges}
         return {f"{name}|{label}" if label else name: value for (name, label), value in taken.items()}
 

@@ -30,9 +30,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.results + other.results)
 
 
-def transfer_results(step: StepResults, by_request: bool) -> Any:
-    """For vLLM >= 0.30. ``by_request``: failures are reported by request, as models with several groups need, else by
-    block."""
+def transfer_results(step: StepResults | None = None, by_request: bool = False) -> Any:
+    """For vLLM >= 0.30. ``step``: None if nothing ended. ``by_request``: failures are reported by request, as models
+    with several groups need, else by block."""
+    if step is None:
+        return TransferResults(finished_sending=set(), finished_recving=set())
     return TransferResults(
         finished_sending=set(), finished_recving=step.finished, failed_recving=step.failed if by_request else set()
     )

@@ -4,7 +4,9 @@ The model runner's thread hands over each step's work and collects results. Conn
 the worker's reactor.
 """
 
+import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -86,22 +88,22 @@ class KVTierConnectorWorker:
         read them (a window's last blocks). So every job waits on the device for what was launched before, whatever the
         engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self._before = work, self._record_event() if work.pulls or work.loads or work.fetches else None
-        self._exchange.add_engines(work.new_peers)
+        if self._store is not None:
+            self._store.launching = time.monotonic()
+        if work.new_peers:
+            self._exchange.add_engines(work.new_peers)
+        if work.pulls or work.loads or work.fetches:
+            self._before = work, self._record_event()
 
     def _event_before(self, work: StepWork) -> torch.cuda.Event | None:
         """The event that ``begin`` recorded; if it failed, one behind all that has been launched by now."""
         if self._before is None or self._before[0] is not work:
-            self.begin(work)
+            self._before = work, self._record_event()
         return self._before[1]
 
     def sync_load(self, work: StepWork) -> None:
         """Begin the step's synchronous loads and fetches. Call before the forward is launched: it runs behind them."""
         store, fetching, tracker = self._store, self._exchange.fetching, self._jobs.sync_loads
-        if store is not None:
-            store.launching()
-        if not (work.loads or work.fetches):
-            return
         loads = [job for job in work.loads if job.synchronous]
         if loads and store is not None:
             tracker.begin(loads, lambda jobs: store.load_now(jobs, self._event_before(work)))
@@ -109,6 +111,19 @@ class KVTierConnectorWorker:
         if fetches and fetching is not None:
             fetching.add_engines(work.new_peers)
             tracker.begin(fetches, lambda jobs: fetching.begin_now(jobs, self._event_before(work)))
+
+    def end_step(self, work: StepWork) -> StepResults | None:
+        """``submit`` and ``collect``; None: nothing ended. Most steps bring nothing while no job is outstanding: these
+        make as few calls as possible."""
+        brings = work.loads or work.fetches or work.pulls or work.new_peers or work.checksums
+        if brings or work.aborted or work.failed or self._jobs.outstanding or self._jobs.sync_loads.due:
+            submit = partial(self.submit, work)
+            self._contain.attempt("submit", submit, repair=submit)
+            return self._contain.attempt("collect", self.collect, repair=self.collect)
+        store = self._store
+        if store is not None and (store.step(work.step, self._record_event()) or work.idle):
+            self._contain.attempt("copies", store.collect, work.idle)
+        return None
 
     def submit(self, work: StepWork) -> None:
         """Take a step's work; call when the step's forward has been launched. Waits for synchronous loads and fetches:
@@ -133,11 +148,11 @@ class KVTierConnectorWorker:
         event = self._record_event() if work.checksums or store is not None else None
         if store is not None:
             self._contain.attempt("step of the store's copies", store.step, work.step, event)
-        before, self._before = self._event_before(work), None
-        if not (work.checksums or work.pulls or work.new_peers):
-            return
-        self._exchange.start_pulls(work, before)
-        self._reactor.call_soon(lambda: self._exchange.step(work, before, event))
+        if work.checksums or work.pulls or work.new_peers:
+            before = self._event_before(work) if work.pulls else None
+            self._exchange.start_pulls(work, before)
+            self._reactor.call_soon(lambda: self._exchange.step(work, before, event))
+        self._before = None
 
     def _begin_loads(self, work: StepWork) -> None:
         loads, fetches = ([job for job in jobs if not job.synchronous] for jobs in (work.loads, work.fetches))

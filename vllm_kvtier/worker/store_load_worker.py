@@ -3,6 +3,7 @@
 The model runner's thread calls the public methods. Copies run under ``_lock``, on that thread or on the reactor's.
 """
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -33,15 +34,14 @@ class StoreLoadWorker(ABC):
         self._offsets = setup.offsets[context.rank]
         self._lock = threading.RLock()
         self._suspended = False  # the cache has no memory until the next step
+        self.launching = -math.inf  # since when a step's forward is being launched
 
-    def launching(self) -> None:  # noqa: B027 (only stores care)
-        """A step's forward is about to be launched."""
-
-    def step(self, step: int, event: Any) -> None:
+    def step(self, step: int, event: Any) -> bool:
         """The forward of ``step`` was launched; ``event`` marks its end, None without a device. A negative step is a
-        call of vLLM without a step of the scheduler."""
+        call of vLLM without a step of the scheduler. Returns whether ``collect`` is due though nothing is loaded."""
         if step >= 0:
             self._suspended = False
+        return False
 
     @abstractmethod
     def load(self, jobs: list[LoadJob], after: Any) -> None:

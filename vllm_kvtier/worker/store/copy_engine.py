@@ -38,13 +38,15 @@ AHEAD_GROWTH, AHEAD_DECAY = 1.5, 0.97
 # Longest pauses between polls, in seconds. Requests wait for loads; a late poll of stores only frees blocks later.
 LOADS_PAUSE = 0.5e-3
 STORES_PAUSE = 5e-3
+# The same where nothing waits for the stores that run, and each poll would take its time from a step.
+ENDING_STORES_PAUSE = 20e-3
 SHORTEST_PAUSE = 50e-6
 # A copy that takes longer than estimated (its event has not passed) is polled less and less often: after this share of
 # the time that it is late by, and of the time that it should have taken.
 LATE_PAUSE_SHARE, MIN_PAUSE_SHARE = 0.25, 0.03
 # A decode step fills few blocks. They wait this long for those of the next steps: a call costs the interpreter as much
 # for one block as for a batch, and no request waits for stores.
-STORE_BATCH_DELAY = 20e-3
+STORE_BATCH_DELAY = 50e-3
 MAX_CALLS = 16  # calls of the copier at a time: each is polled; only very small batches reach this
 # Longest run of calls, in seconds: where copies run on this thread, it has sockets and pulls to serve.
 MAX_RUN = 1e-3
@@ -169,10 +171,13 @@ class CopyEngine:
         self._loading = _Lane(LOADS_AHEAD, batches[0], LOADS_PAUSE, first_rate)
         self._storing = _Lane(STORES_AHEAD, batches[1], STORES_PAUSE, first_rate)
         self._backing: Backing | None = None  # of the jobs in the queues
+        self._piece_bytes = 1  # of its copier
         self._launched = -1
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
         self._logged: set[str] = set()
         self._unwatched = False  # loads were begun by ``load_now`` and not polled since
+        # When it was last polled, and whether this was recent enough to tell how long stores took that ended since.
+        self._polled_at, self._watched = -math.inf, True
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -231,16 +236,20 @@ class CopyEngine:
         """See what ended and give the copier more; never waits for a copy. ``stores``: whether to begin any."""
         now = self._clock()
         self._follow(now)
-        self.loads.check_events(now)
-        self._reap(self._loading, self._loading.calls)
-        if self._unwatched:
-            self.loads.untime_results()
-            self._unwatched = False
+        loading = bool(self.loads)
+        if loading:
+            self.loads.check_events(now)
+            self._reap(self._loading, self._loading.calls)
+            if self._unwatched:
+                self.loads.untime_results()
+                self._unwatched = False
+            self.loads.expire(now)
+        self._watched, self._polled_at = now - self._polled_at <= 2 * STORES_PAUSE, now
         self._reap(self._storing, self._storing.calls)
-        self.loads.expire(now)
+        self._watched = True
         self.stores.expire(now)
         # Alternately, a load first: where copies run on this thread, each lane gets at least half of its time.
-        while self._issue_load() | (stores and self._issue_store()):
+        while (loading and self._issue_load()) | (stores and self._issue_store()):
             if self._clock() >= now + MAX_RUN:
                 break
         # Last, where nothing can raise any more: results that were taken are known nowhere else.
@@ -251,31 +260,34 @@ class CopyEngine:
         """Whether copies run or could begin now."""
         return bool(self._loading.calls or self._storing.calls) or self.next_poll() == 0.0
 
-    def next_poll(self) -> float | None:
+    def next_poll(self, steps_follow: bool = False) -> float | None:
         """Seconds until the next ``poll`` makes sense; None: not before another method is called or the memory changes.
-        A job that waits always has a deadline."""
+        A job that waits always has a deadline. ``steps_follow``: others are launched, also those that stores wait for;
+        then the end of stores may be seen late."""
         if self.loads.has_results or self.stores.has_results:
             return 0.0
         now, size = self._clock(), self._piece_bytes
         pauses = [self.loads.next_deadline() - now, self.stores.next_deadline() - now]
-        for lane in (self._loading, self._storing):
-            at = self._work_at(lane)
+        for lane in (self._loading, self._storing) if self.loads else (self._storing,):
+            at = self.stores_ready_at if steps_follow and lane is self._storing else self._work_at(lane)
             if lane.calls:
-                pauses.append(lane.pause(at <= now, now))
+                pause = lane.pause(at <= now, now)
+                ending = steps_follow and lane is self._storing and at > now
+                pauses.append(max(pause, ENDING_STORES_PAUSE) if ending else pause)
             if lane.room(size):
                 pauses.append(at - now)
         pause = min(pauses)
         return None if pause == math.inf else max(0.0, pause)
 
     @property
+    def stores_ready_at(self) -> float:
+        """When stores could begin, if their steps are launched by then."""
+        return self.stores.ready_at(math.inf, self._piece_bytes)
+
+    @property
     def queued_load_bytes(self) -> int:
         """Bytes of loads that are not copied yet."""
         return self.loads.nbytes + self._loading.nbytes
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether the next store of a group waits for a step that was not launched yet."""
-        return self.stores.awaits(self._launched)
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -289,10 +301,6 @@ class CopyEngine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _piece_bytes(self) -> int:
-        return self._backing.copier.piece_bytes if self._backing is not None else 1
-
     def _work_at(self, lane: _Lane) -> float:
         """When the lane has work that could begin."""
         if lane is self._storing:
@@ -304,7 +312,7 @@ class CopyEngine:
         backing = self._pool.current
         if backing is self._backing:
             return
-        self._backing = backing
+        self._backing, self._piece_bytes = backing, 1 if backing is None else backing.copier.piece_bytes
         instance = None if backing is None else backing.instance
         self.stores.drop(lambda job: job.instance != instance)
         self.loads.cancel(lambda job: job.instance != instance, "the node store was restarted", now)
@@ -358,7 +366,7 @@ class CopyEngine:
                 ended.append((call, None, error))
         if not ended:
             return
-        now, timed = self._clock(), not (self._unwatched and lane is self._loading)
+        now, timed = self._clock(), not self._unwatched if lane is self._loading else self._watched
         lane.remove([call for call, *_ in ended], self._work_at(lane) <= now, now, timed)
         for call, bad, error in ended:
             if error is not None:

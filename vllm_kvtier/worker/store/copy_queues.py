@@ -97,18 +97,15 @@ class StoreQueue:
         self._arrivals += 1
         self._stores[job.id] = store
         self.nbytes += nbytes
-        if store.waits:
+        if count:
             self._waiting[job.group].append(store)
             self._waiting_bytes[job.group] += nbytes
-        self._finish_if_done(store)
+        else:
+            self._finish_if_done(store)
 
-    def ready_at(self, launched: int, nbytes: int) -> float:
+    def ready_at(self, launched: float, nbytes: int) -> float:
         """When ``next_batch`` returns a batch if no job is added before; infinity: never."""
         return min(self._ready_times(launched, nbytes), default=(math.inf, 0))[0]
-
-    def awaits(self, launched: int) -> bool:
-        """Whether the oldest job of a group waits for a step after ``launched``."""
-        return any(waiting and waiting[0].job.after_step > launched for waiting in self._waiting)
 
     def next_batch(self, launched: int, nbytes: int, now: float) -> CopyBatch | None:
         """About ``nbytes`` of the oldest job that may be copied, and of the later jobs of its group; at least one
@@ -179,7 +176,7 @@ class StoreQueue:
         self._done, self._cut = [], []
         return results
 
-    def _ready_times(self, launched: int, nbytes: int) -> list[tuple[float, int]]:
+    def _ready_times(self, launched: float, nbytes: int) -> list[tuple[float, int]]:
         """(when, group) of the groups whose oldest job may be copied."""
         times = []
         for group, waiting in enumerate(self._waiting):

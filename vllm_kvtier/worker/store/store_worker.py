@@ -27,21 +27,23 @@ from vllm_kvtier.wire.slots import PAGE
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, RankContext
 from vllm_kvtier.worker.copy.base import Copier, make_copier
-from vllm_kvtier.worker.store.copy_engine import CopyEngine, EndedCopy
+from vllm_kvtier.worker.store.copy_engine import STEP_EVENTS, CopyEngine, EndedCopy
 from vllm_kvtier.worker.store.store_memory import MemoryUser, StoreMemory
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
 logger = get_logger("vllm.kvtier.store_worker")
 
-STEP_EVENTS = 64  # steps whose event is kept until the next poll
 # A launched step lets stores begin. Unless a poll follows within this many seconds anyway, the step asks for one;
 # longer than stores wait to be batched.
-POLL_AFTER_STEP = 30e-3
+POLL_AFTER_STEP = 60e-3
 # How long the model runner waits for the lock before it leaves a load to the reactor.
 MAX_WAIT_SECONDS = 5e-3
 # If the model runner polled within this many seconds, the reactor leaves polling to it: (a request waits for a load,
 # there are only stores). In a longer step, such as a prefill, the reactor polls.
 STEP_POLL_SECONDS = (5e-3, 30e-3)
+# The second number doubles, up to this, each time that the reactor finds that steps came: each look takes the
+# interpreter.
+MAX_STEP_POLL_SECONDS = 0.12
 # The longest launch of a forward: no call follows a launch that failed. While one is under way the reactor polls this
 # often, each time in the way of the launch: (loads, more than that is given to the device ahead; only stores, none of
 # which begins then).
@@ -62,13 +64,13 @@ class StoreWorker(StoreLoadWorker):
         super().__init__(context, view, setup)
         self._writes = setup.writes[context.rank]
         self._fault = False  # the last poll failed
-        self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
+        self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)  # until the next poll
         self._sync_loads: set[tuple[str, int]] = set()  # (request, load_id) that ``wait_until_done`` waits for
         self._timer: Timer | None = None
         self._timer_at = math.inf
-        self._runner_polled = -math.inf  # when the model runner last polled
-        self._stores_at = -math.inf  # when the model runner polls again while there are only stores
-        self._launched_by = -math.inf  # when the forward being launched is taken to have been launched
+        self._runner_polled = -math.inf  # when the model runner last polled, or made a step and need not poll
+        self._step_poll_seconds = STEP_POLL_SECONDS[1]  # the current value for stores
+        self._stores_at = math.inf  # when the model runner polls again while there are only stores
         self._reported_bytes = 0
         self._unsent: deque[EndedCopy] = deque()  # ended stores that the scheduler side does not know of
         self._sent_state: tuple[str, int] = ("", 0)
@@ -91,20 +93,23 @@ class StoreWorker(StoreLoadWorker):
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
-    def launching(self) -> None:
-        """A step's forward is about to be launched: the reactor begins no store meanwhile. Beginning one holds the
-        driver, and the launches wait for it: hundreds of kernels where no graph is replayed."""
-        self._launched_by = time.monotonic() + MAX_LAUNCH_SECONDS
-
-    def step(self, step: int, event: Any) -> None:
-        super().step(step, event)
-        self._launched_by = -math.inf
+    def step(self, step: int, event: Any) -> bool:
+        self.launching = -math.inf
         if step < 0:
-            return
+            return False
+        self._suspended = False
         self._step_events.append((step, event))
-        if not self.on_device and self._engine.stores.nbytes:
-            if self._timer_at > time.monotonic() + POLL_AFTER_STEP:
+        self._runner_polled = now = time.monotonic()
+        if not self._engine.stores.nbytes:
+            return False
+        if not self.on_device:
+            if self._timer_at > now + POLL_AFTER_STEP:
                 self._reactor.call_soon(self._reactor_poll)
+            return False
+        if self._timer_at > now + 2 * MAX_STEP_POLL_SECONDS:
+            # This may be the last step for long; the timer was set when these jobs could not begin yet.
+            self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
+        return now >= self._stores_at
 
     def load(self, jobs: list[LoadJob], after: Any) -> None:
         self._suspended = False
@@ -165,23 +170,23 @@ class StoreWorker(StoreLoadWorker):
     def collect(self, idle: bool = False) -> None:
         """See what ended and begin more. A device copies by itself, so that this costs few calls. On the reactor each
         of them would release the interpreter and wait for it until the launches of the next step release it."""
-        loading = self._engine.loads
+        loading = bool(self._engine.loads)
         if idle and loading:
             self._stay()
             return
+        now = time.monotonic()
+        self._runner_polled = -math.inf if idle else now  # perhaps the last step for long: the reactor takes over
         if not (self.on_device and (loading or self._engine.stores.nbytes)):
             return
-        self._runner_polled = now = time.monotonic()
         if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
                 self._report(self._poll())
-                pause = None if self._fault or self._engine.awaits_step else self._engine.next_poll()
-                self._stores_at = -math.inf if pause is None else now + pause
+                pause = 0.0 if self._fault else self._engine.next_poll(steps_follow=not idle)
+                self._stores_at = math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
-        if self._timer_at > now + 2 * STEP_POLL_SECONDS[1]:
-            # This may be the last step for long; the timer was set when these jobs could not begin yet.
-            self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
+        if idle and self._timer_at > self._stores_at:
+            self._reactor.call_soon(self._schedule)
 
     def _stay(self) -> None:
         """Copy and poll on this thread for a while. vLLM runs empty steps of a millisecond or more while all requests
@@ -223,7 +228,7 @@ class StoreWorker(StoreLoadWorker):
                     self._engine.stores.cancel([(message.order, 0)])
                 else:
                     self._report(EndedCopy([], [], [(message.order, 0)]))
-            self._stores_at = -math.inf
+            self._stores_at = min(self._stores_at, self._engine.stores_ready_at)
             if self._suspended:
                 self._engine.stores.cancel([(message.order, 0)])
         self._poll_unless_stepping()
@@ -242,11 +247,12 @@ class StoreWorker(StoreLoadWorker):
     def _poll_unless_stepping(self) -> None:
         """The model runner polls after each step; this thread only while no step ends, as in a long prefill (the
         interpreter is free then), or when the engine is idle."""
-        seconds = STEP_POLL_SECONDS[0 if self._engine.loads else 1]
-        wait = self._runner_polled + seconds - time.monotonic() if self.on_device else 0.0
-        if wait > 0:
+        seconds = STEP_POLL_SECONDS[0] if self._engine.loads else self._step_poll_seconds
+        wait = self._runner_polled + seconds - time.monotonic()
+        if self.on_device and wait > 0 and not self._engine.stores.has_results:
             self._poll_within(wait)
         else:
+            self._step_poll_seconds = STEP_POLL_SECONDS[1]
             self._reactor_poll()
 
     def _reactor_poll(self) -> None:
@@ -256,7 +262,9 @@ class StoreWorker(StoreLoadWorker):
         self._schedule()
 
     def _launches(self) -> bool:
-        return self.on_device and time.monotonic() < self._launched_by
+        """Whether a step's forward is being launched: this thread begins no store meanwhile. Beginning one holds the
+        driver, and the launches wait for it: hundreds of kernels where no graph is replayed."""
+        return self.on_device and time.monotonic() < self.launching + MAX_LAUNCH_SECONDS
 
     def _schedule(self) -> None:
         """Set the timer for the next poll; earlier than it was if something came meanwhile."""
@@ -277,6 +285,8 @@ class StoreWorker(StoreLoadWorker):
 
     def _timer_ran(self) -> None:
         self._timer, self._timer_at = None, math.inf
+        if self._runner_polled + self._step_poll_seconds > time.monotonic():  # steps come: look less often
+            self._step_poll_seconds = min(2 * self._step_poll_seconds, MAX_STEP_POLL_SECONDS)
         self._poll_unless_stepping()
 
     def _send_stored(self) -> None:
