@@ -170,6 +170,13 @@ class Measurement:
     def rows(self) -> list[dict]:
         return [self._row(what, peer) for what, rates in self.rates.items() for peer in self.all if peer in rates]
 
+    def samples(self) -> list[dict]:
+        """Tokens per second, or prompts per second to the first token, of each turn."""
+        return [
+            {"turn": what, "connector": peer.connector, "rates": [round(rate, 4) for rate in mine]}
+            for what, rates in self.rates.items() for peer, mine in rates.items()
+        ]  # fmt: skip
+
     def _row(self, what: str, peer: Peer) -> dict:
         mine, base = self.rates[what][peer], self.rates[what].get(self.all[0], [])
         pairs = list(zip(mine, base, strict=False))  # an engine that failed has fewer
@@ -207,10 +214,19 @@ def groups(connectors: list[str], at_once: int) -> list[list[str]]:
 
 def publish(measurement: Measurement, done: dict[str, list[dict]], result: dict, out: Path | None) -> None:
     """``done``: rows of groups before."""
-    new = {"rows": measurement.rows(), "methods": measurement.methods, "threads": measurement.threads}
+    new = {
+        "rows": measurement.rows(), "methods": measurement.methods, "threads": measurement.threads,
+        "samples": measurement.samples(),
+    }  # fmt: skip
     result.update({section: rows + new[section] for section, rows in done.items()})
     if out:
         out.write_text(json.dumps(result, indent=1))
+
+
+def show(result: dict) -> None:
+    print(table(result["rows"]))
+    for rows in (summary(result["rows"]), result["methods"], result["threads"]):
+        print(f"\n{markdown(rows)}", flush=True)
 
 
 def main() -> None:
@@ -231,7 +247,7 @@ def main() -> None:
     turns = {name: TURNS[name].scaled(args.scale, args.prompts) for name in [*args.turns, *args.shares]}
     held = max(turn.held for turn in turns.values())
     result: dict = {"meta": {"turns": turns, "device": device(args)}}
-    done = {"rows": [], "methods": [], "threads": []}
+    done: dict[str, list[dict]] = {"rows": [], "methods": [], "threads": [], "samples": []}
     every = groups(args.connectors, args.at_once)
     for number, connectors in enumerate(every, 1):
         peers = start(argparse.Namespace(**{**vars(args), "connectors": connectors}), held, held)
@@ -244,11 +260,10 @@ def main() -> None:
             measurement.run(now + (begin + args.seconds - now) / (len(every) - number + 1), write)
             write()
             done = {section: result[section] for section in done}
+            if number == len(every):
+                show(result)
         finally:
             stop(peers)
-    print(table(result["rows"]))
-    for rows in (summary(result["rows"]), result["methods"], result["threads"]):
-        print(f"\n{markdown(rows)}")
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 

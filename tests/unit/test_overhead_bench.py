@@ -41,7 +41,7 @@ def measurement(root, peers, rounds):
     return overhead.Measurement(peers, args, {"ttft": overhead.Turn(1, 32, 1, 1)})
 
 
-def test_overhead_bench_compares_turns_with_first_engine(root):
+def test_overhead_bench_rows_compare_with_first_engine(root):
     # Of each turn: a new prompt, then the same one again. The first turn warms up.
     none = Peer("none", [9, 9, 0.010, 0.002, 0.020, 0.002])
     ours = Peer("kvtier", [9, 9, 0.012, 0.003, 0.023, 0.003])
@@ -66,7 +66,7 @@ def test_overhead_bench_failed_engine_keeps_its_figures_and_others_go_on(root, c
     assert "LEFT OUT from here: kvtier" in capsys.readouterr().out
 
 
-def test_overhead_bench_begins_no_turn_after_its_deadline(root):
+def test_overhead_bench_measures_nothing_after_its_deadline(root):
     measured = measurement(root, [Peer("none", [1] * 2)], rounds=3)
     measured.run(0.0, lambda: None)  # the turn that warms up is always taken
     assert measured.rows() == []
