@@ -77,6 +77,28 @@ def test_overhead_bench_groups_have_first_connector_each():
     assert overhead.groups(list("nabc"), 0) == [list("nabc")] and overhead.groups(["n"], 5) == [["n"]]
 
 
+def test_overhead_bench_writes_all_groups_and_every_sample(root, tmp_path, monkeypatch, capsys):
+    started = []
+
+    def start(args, gpu, host):
+        started.append(args.connectors)
+        return [Peer(name, [1] * 6) for name in args.connectors]
+
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(overhead, "start", start)
+    monkeypatch.setattr(overhead, "facts", lambda args, peers: {"vllm": "1"})
+    monkeypatch.setattr(overhead, "TURNS", {"ttft": overhead.Turn(1, 32, 1, 1)})
+    command = f"x --model {root}/models/recall-6m --connectors none kvtier idle --at-once 2 --turns ttft --rounds 2"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--out", str(out)])
+    overhead.main()
+    assert started == [["none", "kvtier"], ["none", "idle"]]
+    result = json.loads(out.read_text())
+    assert result["meta"]["device"] == "cpu" and result["meta"]["vllm"] == "1"
+    assert [row["connector"] for row in result["rows"]] == ["none", "kvtier"] * 2 + ["none", "idle"] * 2
+    assert [len(sample["rates"]) for sample in result["samples"]] == [2] * 8
+    assert "| idle | 1.000 (1.000 to 1.000), +0.00 ms |" in capsys.readouterr().out
+
+
 def test_overhead_bench_ablation_has_known_options():
     from vllm_kvtier.config import KVTierConfig
 
