@@ -3,6 +3,7 @@
 Names of connectors:
 
   none           vLLM without a connector
+  idle           a connector that does nothing (connectors/idle_connector.py)
   kvtier         this project's; kvtier:WORD: with the options of WORD in --variants, and with the package of another
                  commit if --trees has WORD
   offloading     vLLM's OffloadingConnector with its defaults
@@ -27,10 +28,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from shares import CONNECTORS, watched
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed
@@ -142,6 +145,13 @@ class Peer:
         host = int(args.host_gib * GIB) if args.host_gib else int(1.2 * host_tokens * per_token)
         host = max(math.ceil(host / GIB), 1) * GIB
         kv, env = self._transfer(connector, host, args)
+        self.times = Path(args.logs) / f"times-{connector}"
+        if getattr(args, "shares", None):
+            kv, timing = watched(kv, self.times)
+            env = {**env, **timing}
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(CONNECTORS), env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")])
+        )
         flags = ["--max-num-batched-tokens", str(args.step_tokens), "--no-enable-log-requests"]
         flags += ["--load-format", "dummy"] if args.dummy else []
         flags += args.engine_args
@@ -165,6 +175,10 @@ class Peer:
         kind, _, word = connector.partition(":")
         if connector == "none":
             return None, {}
+        if connector == "idle":
+            return {
+                "kv_connector": "IdleConnector", "kv_connector_module_path": "idle_connector", "kv_role": "kv_both"
+            }, {}
         if kind == "kvtier":
             # A store of its own: sockets are looked for below this directory.
             run = Path(args.logs) / f"run-{word}"
@@ -187,7 +201,7 @@ class Peer:
                 "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / 1e9 if host < GIB else host / GIB),
                 "LMCACHE_TRACK_USAGE": "false",
             }
-        raise SystemExit(f"unknown connector {connector!r}: none, kvtier, offloading, offloading256 or lmcache")
+        raise SystemExit(f"unknown connector {connector!r}: none, idle, kvtier, offloading, offloading256 or lmcache")
 
     def body(self, prompt: list[int], tokens: int, stream: bool = True) -> bytes:
         """A request, encoded before the clock starts."""
@@ -330,7 +344,8 @@ def guarded(peers: list[Peer], peer: Peer, measure: Callable[[], Any]) -> Any:
 def stop(peers: list[Peer]) -> None:
     for peer in peers:
         peer.client.close()
-        peer.engine.terminate()
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        list(pool.map(lambda peer: peer.engine.terminate(), peers))
 
 
 def pinned_rate(args: argparse.Namespace) -> dict:
@@ -340,6 +355,13 @@ def pinned_rate(args: argparse.Namespace) -> dict:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(args.gpu)}
     done = subprocess.run([args.python, "-c", PINNED], capture_output=True, text=True, env=env, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def device(args: argparse.Namespace) -> str:
+    if args.gpu is None:
+        return "cpu"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={args.gpu}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def facts(args: argparse.Namespace, peers: list[Peer]) -> dict:
@@ -374,6 +396,11 @@ def percentile(values: list[float], share: float) -> float:
 
 def median(values: list[float]) -> float:
     return statistics.median(values) if values else math.nan
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []
+    return "\n".join(f"| {' | '.join('' if cell is None else str(cell) for cell in line)} |" for line in lines)
 
 
 def table(rows: list[dict]) -> str:
