@@ -1,7 +1,8 @@
 """vLLM servers for the demo, the tests and the benchmarks, with the settings that make small ones start fast.
 
 On a machine without a GPU the traps are known: threads of two engines that spin on the same cores slow a
-transfer a hundredfold, so each engine gets one OpenMP thread, unbound, that sleeps when idle.
+transfer a hundredfold, so each engine gets one OpenMP thread, unbound, that sleeps when idle. ``--enforce-eager`` does
+not reach vLLM's sampler: the first request for logprobs would compile it, which takes longer than the start.
 """
 
 import json
@@ -25,6 +26,7 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
+    "TORCH_COMPILE_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
 
