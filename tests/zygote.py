@@ -39,6 +39,11 @@ IMPORTS = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.metrics.loggers",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.models.qwen3",
     "vllm_kvtier.connector",
 )
@@ -232,6 +237,13 @@ def _fork_instead_of_spawning() -> None:
     _start_fork_server()
 
 
+def _inspect_models_in_process() -> None:
+    """For each kind of model that is not in its cache in the user's home, vLLM has a new interpreter import all of
+    vLLM, so as not to initialize CUDA in the engine. Here there is no CUDA."""
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def _start_fork_server() -> None:
     """multiprocessing's own, as a copy of this process instead of a new interpreter."""
     spawn = multiprocessing.util.spawnv_passfds
@@ -264,6 +276,7 @@ def _start_fork_server() -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    _inspect_models_in_process()
     gc.collect()
     gc.freeze()  # a child's collector does not touch, and so copy, what was made here
     _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
