@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier.devtools.processes import Service, free_port
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint
 from vllm_kvtier.plugin import CONNECTOR_NAME
 
 MIB = 1 << 20
@@ -124,6 +125,18 @@ class Engine(Service):
         extra = (self.kv or {}).get("kv_connector_extra_config", {})
         port = extra.get("endpoint_port")
         return f"{extra.get('advertise_host') or '127.0.0.1'}:{port}" if port else None
+
+    def _healthy(self) -> bool:
+        """vLLM serves a moment before the connector exports and stores what is computed."""
+        return super()._healthy() and not (self.kv_address and _connector_starts(self.kv_address))
+
+
+def _connector_starts(address: str) -> bool:
+    try:
+        with EndpointProbe(address) as probe:
+            return probe.starting()
+    except NoEndpoint:  # switched off, or with a key
+        return False
 
 
 def proxy(
