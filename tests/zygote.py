@@ -8,8 +8,8 @@ process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
 another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
-of the examples and of the documentation's commands, which their tests run as a user does. ``start_script`` forks for a
-script that makes an engine in its own process.
+of the examples and of the documentation's commands, which their tests run as a user does; of the latter, further
+processes are forked. ``start_script`` forks for a script that makes an engine in its own process.
 """
 
 import gc
@@ -204,7 +204,7 @@ def _exit_code(pid: int, codes: dict[int, int]) -> int | None:
 def _run(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     _set_environ(request["env"])
-    _fork_instead_of_spawning()
+    fork_instead_of_spawning()
     more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path[1:])]
     sys.argv = request["argv"]
@@ -220,7 +220,7 @@ def _set_environ(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
-def _fork_instead_of_spawning() -> None:
+def fork_instead_of_spawning() -> None:
     prepare, preparation_data = multiprocessing.spawn.prepare, multiprocessing.spawn.get_preparation_data
 
     def prepare_with_environ(data: dict[str, Any]) -> None:
@@ -235,6 +235,15 @@ def _fork_instead_of_spawning() -> None:
     multiprocessing.spawn.get_preparation_data = with_environ
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkServerProcess._Popen)
     _start_fork_server()
+
+
+def import_engine(names: Sequence[str]) -> None:
+    """What the processes forked from this one find."""
+    for name in names:
+        importlib.import_module(name)
+    _inspect_models_in_process()
+    gc.collect()
+    gc.freeze()  # a child's collector does not touch, and so copy, what was made here
 
 
 def _inspect_models_in_process() -> None:
@@ -274,9 +283,5 @@ def _start_fork_server() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    _inspect_models_in_process()
-    gc.collect()
-    gc.freeze()  # a child's collector does not touch, and so copy, what was made here
+    import_engine(sys.argv[2:])
     _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
