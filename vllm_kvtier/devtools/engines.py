@@ -1,7 +1,8 @@
 """vLLM servers for the demo, the tests and the benchmarks, with the settings that make small ones start fast.
 
 On a machine without a GPU the traps are known: threads of two engines that spin on the same cores slow a
-transfer a hundredfold, so each engine gets one OpenMP thread, unbound, that sleeps when idle.
+transfer a hundredfold, so each engine gets one OpenMP thread, unbound, that sleeps when idle. ``--enforce-eager`` does
+not reach vLLM's sampler: the first request for logprobs would compile it, which takes longer than the start.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier.devtools.processes import Service, free_port
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint
 from vllm_kvtier.plugin import CONNECTOR_NAME
 
 MIB = 1 << 20
@@ -25,6 +27,7 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
+    "TORCH_COMPILE_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
 
@@ -122,6 +125,18 @@ class Engine(Service):
         extra = (self.kv or {}).get("kv_connector_extra_config", {})
         port = extra.get("endpoint_port")
         return f"{extra.get('advertise_host') or '127.0.0.1'}:{port}" if port else None
+
+    def _healthy(self) -> bool:
+        """vLLM serves a moment before the connector exports and stores what is computed."""
+        return super()._healthy() and not (self.kv_address and _connector_starts(self.kv_address))
+
+
+def _connector_starts(address: str) -> bool:
+    try:
+        with EndpointProbe(address) as probe:
+            return probe.starting()
+    except NoEndpoint:  # switched off, or with a key
+        return False
 
 
 def proxy(

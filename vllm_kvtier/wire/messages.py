@@ -163,6 +163,9 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     expires_in: Seconds
 
 
+STILL_STARTING = "the engine is still starting"  # the reason, until its namespace and all ranks are known
+
+
 class LeaseRefused(msgspec.Struct, frozen=True, tag="lease_refused"):
     """``code``: namespace | starting | instance | malformed, or a value of ``scheduler.leases.exports.Refusal``."""
 

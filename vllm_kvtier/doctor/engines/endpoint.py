@@ -109,11 +109,10 @@ class EndpointProbe:
 
     def identity(self) -> Identity:
         """The engine's identity. Raises Starting with the engine's message if it has none."""
-        probe = m.Namespace(**{name: _unlike(name) for name in m.Namespace.__struct_fields__})
+        probe = _UNLIKE_ANY
         learned: dict[str, str | int] = {}
         for _ in range(len(m.Namespace.__struct_fields__) + 1):
-            hello = m.Hello(m.PROTOCOL, f"doctor/{os.urandom(4).hex()}", probe)
-            answer = self._ask(hello, lambda a: isinstance(a, m.Welcome | m.LeaseRefused))
+            answer = self._hello(probe)
             if isinstance(answer, m.Welcome):
                 return Identity(answer.instance, learned, answer.ranks)
             more = _learned(probe, answer.reason)
@@ -122,6 +121,15 @@ class EndpointProbe:
             learned |= more
             probe = msgspec.structs.replace(probe, **more)
         raise Starting("its refusals do not end")
+
+    def starting(self) -> bool:
+        """Whether the engine is still starting: what it computes now is neither exported nor stored."""
+        answer = self._hello(_UNLIKE_ANY)
+        return isinstance(answer, m.LeaseRefused) and answer.reason == m.STILL_STARTING
+
+    def _hello(self, namespace: m.Namespace) -> m.Welcome | m.LeaseRefused:
+        hello = m.Hello(m.PROTOCOL, f"doctor/{os.urandom(4).hex()}", namespace)
+        return self._ask(hello, lambda a: isinstance(a, m.Welcome | m.LeaseRefused))
 
     def _ask(self, message: msgspec.Struct, right):
         self._socket.send(m.encode(message))
@@ -198,11 +206,13 @@ def _unlike(name: str) -> str | int:
     return _NO_NAME if hint == m.Name or hint is str else _NO_NUMBER
 
 
+_UNLIKE_ANY = m.Namespace(**{name: _unlike(name) for name in m.Namespace.__struct_fields__})
+
+
 def field_label(name: str) -> str:
     """How a namespace's field is called in refusals."""
-    same = {each: _unlike(each) for each in m.Namespace.__struct_fields__}
-    other = {**same, name: 0 if isinstance(same[name], int) else "."}
-    message = m.Namespace(**same).mismatch(m.Namespace(**other)) or f"{name} differs"
+    other = msgspec.structs.replace(_UNLIKE_ANY, **{name: 0 if isinstance(_unlike(name), int) else "."})
+    message = _UNLIKE_ANY.mismatch(other) or f"{name} differs"
     return message.partition(" differs")[0]
 
 

@@ -87,7 +87,7 @@ class LeaseServer(LeaseListener[Connection]):
         self._serving = False
         self._serve_until = 0.0
         self._welcome: tuple[m.Namespace, m.Welcome] | None = None
-        self.unusable: str | None = "the engine is still starting"
+        self.unusable: str | None = m.STILL_STARTING
         port = config.endpoint_port + engine.info.data_parallel_rank if config.endpoint_port else "*"
         try:
             self.port = self._listen(f"tcp://{config.endpoint_host}:{port}", key, m.MAX_MESSAGE)
