@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.scheduler.matching.request_state import RequestState
+
+BlockIds = tuple[list[int], ...]  # by group
 
 
 @dataclass(eq=False)
 class Table:
     """Block table of one request as vLLM handed it out: ids only ever get appended.
 
-    A windowed group's blocks behind the window are given up by vLLM and stay listed here: an id is certainly the
-    request's own only in the step that fills it.
+    Blocks that vLLM frees while the request runs (behind a window) stay listed here: of such a group an id is certainly
+    the request's own only in the step that fills it.
     """
 
     groups: Sequence[list[int]]
@@ -51,15 +54,17 @@ class Growth(NamedTuple):
 class BlockTables:
     def __init__(
         self,
-        groups: list[tuple[int, int | None]],
+        groups: Sequence[CacheGroup],
         hash_block_size: int,
         handed_out: Callable[[Iterable[int]], None],
         wanted: Callable[[RequestState], bool],
+        followed: Callable[[BlockIds], BlockIds] | None = None,
     ):
         """``hash_block_size``: tokens a block hash covers. ``handed_out`` is called with blocks that get new content;
-        ``wanted``: whether a request is to be followed."""
+        ``wanted``: whether a request is to be followed. ``followed``: of blocks by vLLM's groups, those of ``groups``;
+        None: all are."""
         self._groups, self._hash_block_size = groups, hash_block_size
-        self._handed_out, self._wanted = handed_out, wanted
+        self._handed_out, self._wanted, self._followed = handed_out, wanted, followed
         self._smallest = math.gcd(*(size for size, _ in groups))
         self._tables: dict[str, Table] = {}
         self._step = 0
@@ -122,6 +127,8 @@ class BlockTables:
         self._calendar.clear()
 
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: RequestState | None) -> None:
+        if self._followed is not None and blocks:
+            blocks = self._followed(blocks)
         for g, ids in enumerate(blocks):
             # From the block on that the next token goes to: after a pull of the whole prompt its last token is
             # computed again, into a full block whose checksum was right until then.
@@ -139,6 +146,8 @@ class BlockTables:
 
     def _extend(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         table = self._tables.get(request_id)
+        if self._followed is not None:
+            blocks = self._followed(blocks)
         for g, ids in enumerate(blocks):
             self._handed_out(ids)
             if table is not None:
