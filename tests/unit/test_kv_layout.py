@@ -290,6 +290,20 @@ def test_kv_layout_group_with_different_windows_raises():
         cache_view(caches, old_config(3, group("ab", mixed)), config_of("FLASH_ATTN", "ab"), "cpu")
 
 
+def test_kv_layout_leaves_groups_without_prefixes_out():
+    """Our groups are numbered without them, and their memory is not described."""
+
+    class RingSpec(spec_module.FullAttentionSpec):
+        prefix_cacheable = False
+
+    ring = RingSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    caches = {n: torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16) for n in "abc"}
+    copies = group("b", full(), enable_kv_transfer=False)
+    config = old_config(3, group("a", ring), copies, group("c", full()))
+    (g,) = cache_view(caches, config, config_of("FLASH_ATTN", "abc"), "cpu").groups
+    assert g.group == 0 and {region.layer[0] for region in g.regions} == {"c"}
+
+
 def test_kv_layout_unsupported_raises_with_cause():
     cache = torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16)
     config = old_config(3, group("a", full()))
