@@ -84,7 +84,7 @@ def off(got: Reply, want: Reply, tolerance: float) -> float:
 
 
 async def test_cache_kind_conversations_answer_as_a_plain_engine(kinds, pair: Pair):
-    """Several at once, that grow, are edited and begin alike; the engine's own cache is reset between their turns."""
+    """Several at once, that grow, are edited and begin alike; its prefix cache is reset between their turns."""
     rng = seeded(f"conversations {pair.engine.name}")
     block, tolerance = pair.kind.block, pair.kind.tolerance
     stem, loaded = random_tokens(rng, 3 * block + 7), 0
@@ -105,23 +105,29 @@ async def test_cache_kind_conversations_answer_as_a_plain_engine(kinds, pair: Pa
         await kinds.reset(pair.engine)
     assert loaded > 6 * block, "most of what was known was loaded"
     assert await kinds.kvtier(pair.engine, "integrity_failures") == 0
-    await kinds.nothing_left(pair.engine)
+    await kinds.until_idle(pair.engine)
+    counts = await asyncio.to_thread(pair.store.counts)
+    assert (counts.index.leases, counts.index.reservations) == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["zero", "exchange"])
 async def test_cache_kind_altered_blocks_of_any_group_change_the_answer(kinds, pair: Pair, how):
     """Or the conversations prove nothing."""
     rng = seeded(f"altered {pair.engine.name} {how}")
-    prompt = random_tokens(rng, 5 * pair.kind.block + 9)  # two blocks into its second chunk
+    block, tolerance = pair.kind.block, pair.kind.tolerance
+    prompt, other = (random_tokens(rng, 5 * block + 9) for _ in range(2))  # two blocks into the second chunk
     cold = await kinds.ask(pair.engine, prompt, ANSWER)
-    await kinds.stored(pair.engine, prompt, len(prompt) // pair.kind.block * pair.kind.block)
+    await kinds.ask(pair.engine, other, 1)
+    for each in (prompt, other):
+        await kinds.stored(pair.engine, each, 5 * block)
     for plan in ("", *(f"{how} {group}" for group in range(pair.kind.groups)), ""):
         await kinds.reset(pair.engine)
+        assert (await kinds.ask(pair.engine, other, 1, ASKED)).pulled == 5 * block
         pair.plan.write_text(plan)
         try:
             reply = await kinds.ask(pair.engine, prompt, ANSWER, ASKED)
         finally:
             pair.plan.write_text("")
-        assert reply.pulled >= 5 * pair.kind.block, reply.report
-        moved = off(reply, cold, pair.kind.tolerance)
-        assert moved > 3 * pair.kind.tolerance if plan else moved < pair.kind.tolerance, (plan, moved)
+        assert reply.pulled == 5 * block, reply.report
+        moved = off(reply, cold, tolerance)
+        assert moved > 3 * tolerance if plan else moved < tolerance, (plan, moved)
