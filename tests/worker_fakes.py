@@ -26,9 +26,6 @@ class Link:
         self.calls, self.bad, self.polls = [], set(), 0
         self.instance, self.copier, self.users = LIFE, self, 0
 
-    def take(self):
-        self.users += 1
-
     def give(self):
         self.users -= 1
 

@@ -108,6 +108,21 @@ def test_copy_engine_load_with_unreadable_checksums_fails(link, clock):
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
+def test_copy_engine_error_before_copies_begin_ends_their_jobs(link, clock, monkeypatch):
+    """A batch that is in no lane and has not ended would keep its load's request waiting for ever."""
+    offload = engine(link, clock)
+    offload.submit_load(load("r", 3), None)
+    offload.submit_store(order := store(3))
+    offload.step_launched(1, None)
+    for lane in (offload._loading, offload._storing):
+        monkeypatch.setattr(lane, "add", once(lane.add))
+    clock.now += 1.0
+    ended = offload.poll()
+    (result,) = ended.loads
+    assert result.bad_blocks == {1, 2, 3} and "on purpose" in result.reason
+    assert ended.cut == [(order.id, 0)] and not link.calls and not link.users
+
+
 def test_copy_engine_store_waits_for_its_step_event(link, clock):
     offload = engine(link, clock)
     order = store(40, step=3)
@@ -542,7 +557,7 @@ def test_copy_engine_round_trip_with_real_copier_names_bad_blocks():
     mapping = SimpleNamespace(buffer=memoryview(buffer))
     copier = make_copier(view, (address, 200 * PAGE, mapping), layouts, [0, 0])
     copier.register(0, 200 * PAGE)
-    backing = SimpleNamespace(instance=LIFE, copier=copier, take=lambda: None, give=lambda: None)
+    backing = SimpleNamespace(instance=LIFE, copier=copier, users=0, give=lambda: None)
     offload = CopyEngine(SimpleNamespace(current=backing), [part.nbytes for part in layouts])
 
     slot, orders = 1, []

@@ -57,7 +57,7 @@ class FakeCopier:
 @pytest.fixture
 def worker(monkeypatch):
     copier = FakeCopier()
-    backing = SimpleNamespace(instance="life", copier=copier, take=lambda: None, give=lambda: None)
+    backing = SimpleNamespace(instance="life", copier=copier, users=0, give=lambda: None)
 
     class FakePool:
         def __init__(self, *args, **options):

@@ -17,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_kvtier.jobs.results import LoadResult
@@ -76,11 +76,11 @@ class CopyRate:
         return max(1.0, self._bytes / self._seconds)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     batch: CopyBatch
-    copy: Copy
     backing: Backing
+    copy: Copy = field(init=False)  # set once it was begun
 
 
 class _Lane:
@@ -106,6 +106,12 @@ class _Lane:
             self._last_ended = self._oldest_began = began
         self.calls.append(call)
         self.nbytes += call.batch.nbytes
+
+    def drop(self, call: _Call) -> None:
+        """It was not begun."""
+        if call in self.calls:
+            self.calls.remove(call)
+            self.nbytes -= call.batch.nbytes
 
     def remove(self, calls: Sequence[_Call], more: bool, now: float, timed: bool) -> None:
         """These ended, as a poll saw ``now``; ``timed``: not long before. ``more``: there was work to be given
@@ -331,14 +337,15 @@ class CopyEngine:
         return True
 
     def _start(self, lane: _Lane, copy: Callable[..., Copy], batch: CopyBatch, event: Any, began: float) -> None:
-        self._backing.take()
+        call = _Call(batch, self._backing)
         try:
-            call = _Call(batch, copy(batch.group, batch.blocks, batch.keys, batch.slots, event), self._backing)
+            lane.add(call, began)
+            call.copy = copy(batch.group, batch.blocks, batch.keys, batch.slots, event)
         except Exception as error:  # a driver's error costs these jobs, not the engine
+            lane.drop(call)
             self._failed(lane, batch, error)
-            self._backing.give()
             return
-        lane.add(call, began)
+        call.backing.users += 1
         self._reap(lane, [call])  # where copies run on this thread, it has ended
 
     def _reap(self, lane: _Lane, calls: Sequence[_Call]) -> None:

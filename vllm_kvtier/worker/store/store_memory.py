@@ -31,7 +31,7 @@ GRACE_SECONDS = 5.0
 
 
 class Backing:
-    """One instance's memory with its copier. ``take`` it for each copy, ``give`` it back when the copy has ended."""
+    """One instance's memory with its copier. ``users`` counts the copies under way; ``give`` it back when one ends."""
 
     def __init__(
         self,
@@ -46,22 +46,19 @@ class Backing:
         self.limit = 0  # bytes from the start that the store has made ready
         self.nbytes = mapping.nbytes  # of the pool; less if the store ran out of memory
         self._mapping, self._on_closed = mapping, on_closed
-        self._users = 0
+        self.users = 0
         self._retired = False
 
-    def take(self) -> None:
-        self._users += 1
-
     def give(self) -> None:
-        self._users -= 1
-        if self._retired and not self._users:
+        self.users -= 1
+        if self._retired and not self.users:
             # Not here: unpinning takes seconds, and this may be the model runner's thread.
             self._soon(self.close)
 
     def retire(self) -> None:
         """Begin no new copies; close when the last copy has ended, at once if there is none."""
         self._retired = True
-        if not self._users:
+        if not self.users:
             self.close()
 
     def next_piece(self) -> tuple[int, int] | None:
