@@ -85,7 +85,5 @@ class CacheGroup(NamedTuple):
 
     def first_own_block(self, computed: int) -> int:
         """The first block that certainly belongs to a request in a step that begins at token ``computed``: another
-        request may have those that vLLM freed."""
-        if self.kind.whole_prefix:
-            return 0
+        request may have those that vLLM freed. Only for groups without ``whole_prefix``: of others it frees none."""
         return min(computed // self.block_tokens, self.num_skipped_blocks(computed) + 1)

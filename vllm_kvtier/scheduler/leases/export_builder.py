@@ -107,7 +107,8 @@ class ExportBuilder:
 
     def _own(self, t: RequestState, g: int) -> int:
         """Number of blocks of group ``g`` that vLLM has freed and may have given to other requests."""
-        return self._groups[g].num_skipped_blocks(t.request.num_computed_tokens)
+        group = self._groups[g]
+        return 0 if group.kind.whole_prefix else group.num_skipped_blocks(t.request.num_computed_tokens)
 
     def _due(self) -> list[ChecksumEntry]:
         """Deferred entries, once they are due, of blocks that have the same content still."""

@@ -237,7 +237,7 @@ class Offloader:
         ended = not table.running and not leaving
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
         own, last = len(ids) if ended else 0, self._last(table, g, full)
-        if not ended and not leaving:
+        if not (kind.whole_prefix or ended or leaving):
             own = self._groups[g].first_own_block(table.request.num_computed_tokens)
         for i in range(table.offered[g], last):
             block = ids[i] if i >= own else 0
