@@ -11,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
+from cache_groups import cache_groups
 from context_fakes import engine_of
 from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
 
@@ -138,8 +139,8 @@ class FakeEngine:
             answer(
                 m.Explanation(
                     **said, stored=found.num_hash_blocks * HASH_BLOCK_SIZE, store=self._client.instance,
-                    store_seconds=found.seconds,
-                    known_seconds=found.known, stretches=stretches(found.spans, [(HASH_BLOCK_SIZE, None)], len(text)),
+                    store_seconds=found.seconds, known_seconds=found.known,
+                    stretches=stretches(found.spans, cache_groups([(HASH_BLOCK_SIZE, None)]), len(text)),
                     tiers=[tier_source(tier, HASH_BLOCK_SIZE) for tier in found.tiers],
                 )
             )  # fmt: skip

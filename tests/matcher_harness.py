@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import cache_groups, chunked, needs
 from source_fakes import make_matcher
 from tier_fakes import make_tier
 from vllm.v1.request import RequestStatus
@@ -28,6 +29,7 @@ KEYS = ContentKeys(7)
 GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    "chunks": [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9)],
 }
 ONE = [(HASH_BLOCK_SIZE, None)]
@@ -156,7 +158,7 @@ class FakePlanner:
 class World:
     def __init__(self, groups, clock=time.monotonic, make_hurry=lambda planner: None, **options):
         RequestLifecycle.violations = 0
-        self.groups = groups
+        self.groups = groups = cache_groups(groups)
         self.align = max(size for size, _ in groups)
         self.config = KVTierConfig(
             **{"bidirectional": True, "pull_threshold": 4, "store": "/nowhere/store.sock", **options}
@@ -204,8 +206,8 @@ class World:
         start = asked.start * HASH_BLOCK_SIZE
         for tokens in range(total // self.align * self.align, start, -self.align):
             rows = []
-            for g, (size, window) in enumerate(self.groups):
-                needed = 0 if window is None else max(0, tokens - window) // size
+            for g, (size, kind) in enumerate(self.groups):
+                needed = next(t for t in range(tokens) if needs(kind, tokens, t)) // size
                 row = []
                 for i in range(start // size, tokens // size):
                     unit = (i + 1) * size // HASH_BLOCK_SIZE
@@ -245,10 +247,10 @@ class World:
     # -- vLLM --------------------------------------------------------------------------------------------------------
 
     def tables(self, computed, external):
-        """Block tables as vLLM makes them: none behind the windows of the first token to compute."""
+        """Block tables as vLLM makes them: none of what the first token to compute does not read."""
         total, out = computed + external, []
-        for size, window in self.groups:
-            skipped = 0 if window is None else max(0, total - window + 1) // size
+        for group in self.groups:
+            size, skipped = group.block_tokens, group.num_skipped_blocks(total)
             ids = []
             for i in range(-(-total // size)):
                 self.last += 1

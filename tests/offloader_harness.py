@@ -9,6 +9,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+from cache_groups import cache_groups, chunked
 from offloader_fakes import FakeReactor, FakeTier
 from source_fakes import load_context
 from support import FakePool, make_request, step_output
@@ -31,6 +32,7 @@ KEYS = ContentKeys(0x51A7)
 GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    "chunks": [chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE), (HASH_BLOCK_SIZE, None)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9), (HASH_BLOCK_SIZE, None)],
 }
 
@@ -51,8 +53,9 @@ class Engine:
     def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False, lot=1):
         """``oldest``: blocks are handed out in vLLM's order instead of any. ``lot``: as BlockTables."""
         self.rng, self.oldest = random.Random(seed), oldest
+        groups = cache_groups(groups)
         self.groups, self.lag, self.lot = groups, lag, lot
-        self.full = {g for g, (_, window) in enumerate(groups) if window is None}
+        self.full = {g for g, group in enumerate(groups) if group.kind.whole_prefix}
         self.fake = FakePool(BLOCKS, HASH_BLOCK_SIZE)
         self.reactor, self.counters = FakeReactor(), Counters()
         self.tier = FakeTier([{0} if g % 2 else {0, 1} for g in range(len(groups))], self.full)
@@ -70,7 +73,7 @@ class Engine:
             self.tier, self.told, self.wake, lambda: True,
         )  # fmt: skip
         self.most = int(BLOCKS * share)
-        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, lambda ids: None, lambda t: self.offloader.wanted(), lot)
+        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, lambda ids: None, lambda t: self.offloader.wanted(), lot=lot)
         self.requests, self.made, self.step_number = {}, 0, 0
         self.content = [[None] * (4 * HASH_BLOCK_SIZE) for _ in range(BLOCKS)]
         self.meaning = {}  # (hash, salt) -> (full hash, tokens of the prefix)
@@ -112,11 +115,10 @@ class Engine:
         return r
 
     def slide(self, r):
-        for g, (size, window) in enumerate(self.groups):
-            if window is not None:
-                for i in range(min(len(r.tables[g]), max(0, r.request.num_computed_tokens - window + 1) // size)):
-                    self.give_back([r.tables[g][i]])
-                    r.tables[g][i] = 0
+        for g, group in enumerate(self.groups):
+            for i in range(min(len(r.tables[g]), group.num_skipped_blocks(r.request.num_computed_tokens))):
+                self.give_back([r.tables[g][i]])
+                r.tables[g][i] = 0
 
     def give_back(self, ids):
         self.fake.free_blocks([self.fake.blocks[i] for i in ids if i])
@@ -157,13 +159,10 @@ class Engine:
             if other is r or other.status != "running" or not n or not same:
                 continue
             tables = []
-            for g, (size, window) in enumerate(self.groups):
-                skipped = 0 if window is None else max(0, n - window + 1) // size
-                tables.append([0] * skipped + other.tables[g][skipped : n // size])
-            needed = [
-                ids[0 if window is None else max(0, n - window + 1) // size :]
-                for ids, (size, window) in zip(tables, self.groups, strict=True)
-            ]
+            for g, group in enumerate(self.groups):
+                skipped = group.num_skipped_blocks(n)
+                tables.append([0] * skipped + other.tables[g][skipped : n // group.block_tokens])
+            needed = [ids[group.num_skipped_blocks(n) :] for ids, group in zip(tables, self.groups, strict=True)]
             if all(all(ids) for ids in needed):
                 return n, tables
         return 0, [[] for _ in self.groups]

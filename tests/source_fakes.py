@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from cache_groups import cache_groups
 from support import Uncontained
 
 from vllm_kvtier.config import KVTierConfig
@@ -36,12 +37,13 @@ def load_context(
     info=(),
 ):
     """``identity``, ``info``: what differs from an engine of one rank at ("me", 9)."""
-    groups, keys = list(groups), keys or ContentKeys(3)
+    groups, keys = cache_groups(groups), keys or ContentKeys(3)
     planner = planner or LoadPlanner({"host": 1e9, "peer_gpu": 1e9})
     engine = {"address": ("me", 9), "instance": "ours/1", "content_keys": lambda: keys, "bytes_for": lambda tokens: 0}
     facts = {
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
+        "unsupported_pulls": None,
     }  # fmt: skip
     return LoadContext(
         EngineContext(

@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+from cache_groups import cache_groups
 from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
@@ -141,7 +142,11 @@ def group_view(g, tokens, window=None, *, kind="full", layers=2, heads=2, inner=
 
 
 def described(rank, groups, shards, **view):
-    return m.Described(rank, tuple(group_view(g, n, w, **view) for g, (n, w) in enumerate(groups)), tuple(shards))
+    views = [
+        group_view(g, size, kind.window, **{"kind": kind.name, **view})
+        for g, (size, kind) in enumerate(cache_groups(groups))
+    ]
+    return m.Described(rank, tuple(views), tuple(shards))
 
 
 def make_tier(

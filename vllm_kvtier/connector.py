@@ -75,6 +75,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace.fix_hash_seed(vllm_config)
             if self._info.unsupported:
                 logger.warning("kvtier: connector: disabled (%s)", self._info.unsupported)
+            elif self._info.unsupported_pulls:
+                reason = self._info.unsupported_pulls
+                logger.warning("kvtier: connector: %s: KV is stored and loaded, but not pulled", reason)
             elif not self._info.prefix_caching:
                 logger.warning(
                     "kvtier: connector: vLLM's prefix caching is off; KV is neither stored, loaded nor retained; "
@@ -105,7 +108,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(passes=(KVTierError,))
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        pool = BlockPool(gpu_block_pool)
+        pool = BlockPool(gpu_block_pool, self._info.group_ids)
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
 
     @contained(_SCHEDULER, repair=lambda self, request: self._scheduler.compute(request))
@@ -119,11 +122,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.match(request, num_computed_tokens)
 
     def _fail_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.fail_load(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.fail_load(request, self._info.followed(blocks.get_block_ids()), num_external_tokens)
 
     @contained(_SCHEDULER, repair=_fail_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.allocated(request, self._info.followed(blocks.get_block_ids()), num_external_tokens)
 
     @contained(_SCHEDULER, dict, lambda self, request, tokens: hit_sources({"peer": tokens}))
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -157,7 +160,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finished(request, block_ids)
+        return False, self._scheduler.finished(request, self._info.followed(block_ids))
 
     @contained(_SCHEDULER, bool, again=True)
     def has_pending_block_frees(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tiny_models
 
 # Devices to run the engines on; none: the CPU build.
 GPUS = [int(gpu) for gpu in os.environ.get("KVTIER_TEST_GPUS", "").split(",") if gpu]
@@ -31,10 +32,13 @@ class Layers(NamedTuple):
     groups: int
     numbers: int
     window: int | None = None
+    chunk: int | None = None
 
     def blocks(self, tokens: int, block: int) -> int:
         """Blocks that a reader of ``tokens`` tokens, who goes on with the next one, needs."""
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
+        if self.chunk is not None:
+            first = tokens // self.chunk * self.chunk
         return -(-tokens // block) - first // block
 
 
@@ -144,6 +148,16 @@ MLA = Shape(
     (Layers(count=2, groups=1, numbers=512 + 64),),
 )
 
+# Built by ``tiny_models``.
+CHUNKED = Shape(
+    "chunked",
+    {},
+    (
+        Layers(count=1, groups=1, numbers=2 * 2 * 64),
+        Layers(count=3, groups=3, numbers=2 * 2 * 64, chunk=tiny_models.CHUNK),
+    ),
+)
+
 # Short convolutions, whose state vLLM keeps in MambaSpec groups. It has no weights here: ``--load-format dummy``.
 MAMBA = Shape(
     "mamba",
@@ -172,6 +186,8 @@ MAMBA = Shape(
 
 def write(shape: Shape, directory: Path, tokenizer: Path) -> Path:
     """Make the model's directory: config.json, model.safetensors, and the tokenizer's files from ``tokenizer``."""
+    if not shape.config:
+        return tiny_models.build(shape.name, directory, tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config, indent=1))
     for name in TOKENIZER_FILES:

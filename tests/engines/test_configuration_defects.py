@@ -117,7 +117,7 @@ async def test_mamba_states_disable_connector(defects, driver):
     for reply in replies:
         assert reply.tokens == replies[0].tokens and reply.pulled == 0
         assert not {name for name in reply.params if name.startswith("remote_")}, "nothing is promised"
-    await refuses_peers(defects.mamba, "recurrent state")
+    await refuses_peers(defects.mamba, "MambaSpec")
 
 
 async def refuses_peers(engine: Engine, why: str) -> None:

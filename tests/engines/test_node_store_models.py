@@ -17,6 +17,7 @@ from engine_client import Reply, driving, random_tokens
 from engine_fixtures import start_missing
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from tiny_models import CHUNK
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
@@ -52,11 +53,13 @@ else:
     KINDS = {
         "ranks": Kind("recall", 128, ranks=2),
         "hybrid": Kind("hybrid", 64),
+        "chunked": Kind("chunked", 64),
         "mixed": Kind("hybrid", 64, BF16, tolerance=0.2, codec=MIXED),
         "fp8": Kind("dense", 32, (*FLOAT32, "--kv-cache-dtype", "fp8"), tolerance=2e-2),
     }
 SLOW = ("fp8", "mixed", "mla")
 SHAPES = {"hybrid": model_shapes.HYBRID, "mla": model_shapes.MLA, "dense": model_shapes.DENSE}
+SHAPES["chunked"] = model_shapes.CHUNKED
 PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in KINDS]
 
 
@@ -202,6 +205,8 @@ async def warm_answer(kinds: NodeDriver, pair: Pair, prompt: list[int], params=A
 def lengths_of(pair: Pair) -> list[int]:
     block, window = pair.kind.block, model_shapes.WINDOW
     lengths = [block - 1, block, block + 1, 5 * block, 7 * block + 7]
+    if pair.kind.model == "chunked":  # around the end of a chunk; of a whole prompt, its last chunk is needed
+        lengths += [CHUNK, 2 * CHUNK, 2 * CHUNK + 1, 2 * CHUNK + block, 2 * CHUNK + 2 * block + 5]
     return lengths + ([5 * block + window - 1, 5 * block + window + 1] if pair.kind.model == "hybrid" else [])
 
 

@@ -10,6 +10,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import cache_groups, chunked, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_fakes import load_context, make_matcher
@@ -84,6 +85,7 @@ class Engine:
         RequestLifecycle.violations = 0
         self.rng = random.Random(seed)
         self.orders, self.checked = [], 0
+        groups = cache_groups(groups)
         self.groups, self.align = groups, BlockGeometry(groups, HASH_BLOCK_SIZE).alignment
         self.fake = FakePool(BLOCKS, HASH_BLOCK_SIZE)
         self.pool = BlockPool(self.fake)
@@ -140,8 +142,8 @@ class Engine:
         most = (request.num_tokens - 1) // self.align * self.align
         for n in range(most, 0, -self.align):
             tables = []
-            for g, (size, window) in enumerate(self.groups):
-                skipped = 0 if window is None else max(0, n - window + 1) // size
+            for g, group in enumerate(self.groups):
+                size, skipped = group.block_tokens, group.num_skipped_blocks(n)
                 ids = [0] * skipped
                 for i in range(skipped, n // size):
                     key = (bytes(request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]), g)
@@ -159,8 +161,8 @@ class Engine:
 
     def grow(self, r: Running, tokens: int, skip_window_at: int = 0) -> tuple[list[int], ...]:
         new = []
-        for g, (size, window) in enumerate(self.groups):
-            skipped = 0 if window is None else max(0, skip_window_at - window + 1) // size
+        for g, group in enumerate(self.groups):
+            size, skipped = group.block_tokens, group.num_skipped_blocks(skip_window_at)
             fresh = []
             while len(r.tables[g]) < -(-tokens // size):
                 if len(r.tables[g]) < skipped:
@@ -174,13 +176,12 @@ class Engine:
         return tuple(new)
 
     def slide(self, r: Running) -> None:
-        """Blocks behind the window go back to the pool; vLLM does this before it allocates."""
-        for g, (size, window) in enumerate(self.groups):
-            if window is not None:
-                for i in range(min(len(r.tables[g]), max(0, r.request.num_computed_tokens - window + 1) // size)):
-                    if r.tables[g][i]:
-                        self.fake.free_blocks([self.fake.blocks[r.tables[g][i]]])
-                        r.tables[g][i] = 0
+        """Blocks that no later token reads go back to the pool; vLLM does this before it allocates."""
+        for g, group in enumerate(self.groups):
+            for i in range(min(len(r.tables[g]), group.num_skipped_blocks(r.request.num_computed_tokens))):
+                if r.tables[g][i]:
+                    self.fake.free_blocks([self.fake.blocks[r.tables[g][i]]])
+                    r.tables[g][i] = 0
 
     def release(self, r: Running) -> None:
         for ids in r.tables:
@@ -382,7 +383,7 @@ class Engine:
         for lease, block_hashes in self.loans:
             for g, group in enumerate(lease.export.groups):
                 size = group.block_tokens
-                first = lease.start if group.window is None else max(lease.start, lease.tokens - group.window)
+                first = next(t for t in range(lease.start, lease.tokens) if needs(group.kind, lease.tokens, t))
                 assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not lent"
                 for place, block in enumerate(group.ids[lease.start // size :], lease.start // size):
                     if not block:
@@ -453,11 +454,12 @@ class Engine:
 GROUPS = [
     [(HASH_BLOCK_SIZE, None)],
     [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 7)],
 ]
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=["full", "windows", "sizes"])
+@pytest.mark.parametrize("groups", GROUPS, ids=["full", "windows", "chunks", "sizes"])
 @given(seed=st.integers(0, 1 << 32), bidirectional=st.booleans(), shared=st.booleans())
 @settings(max_examples=40, phases=WITHOUT_SHRINKING)
 def test_export_builder_random_operations_keep_invariants(groups, bidirectional, shared, seed):
@@ -509,7 +511,7 @@ class Alone:
         )
         self.exporter = ExportBuilder(load.engine, self.table, self.checksum_index)
         self.tables = BlockTables(
-            [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, self.checksum_index.forget, lambda t: True
+            cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE, self.checksum_index.forget, lambda t: True
         )
         self.tracked = {}
         self.add("p", tokens, PREFILL)

@@ -4,11 +4,13 @@ import random
 import threading
 from dataclasses import dataclass, field
 
+from cache_groups import cache_groups, chunked, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from support import WITHOUT_SHRINKING, Clock
 
+from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.scheduler.leases.exports import (
     PEER_FETCH_SECONDS,
     Export,
@@ -40,7 +42,7 @@ class ModelExport:
         """Every block that a reader at ``tokens`` needs is there, spelled out token by token."""
         for group in self.export.groups:
             for t in range(start, tokens):
-                if group.window is not None and t < tokens - group.window:
+                if not needs(group.kind, tokens, t):
                     continue
                 place = t // group.block_tokens
                 if place >= len(group.ids) or not group.ids[place]:
@@ -59,13 +61,14 @@ class Exports(RuleBasedStateMachine):
                 [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
                 [(2 * HASH_BLOCK_SIZE, None)],
                 [(HASH_BLOCK_SIZE, 7), (2 * HASH_BLOCK_SIZE, None)],
+                [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
             ]
         ),
         handoff=st.integers(4, 24),
         retained=st.integers(4, 24),
     )
     def start(self, groups, handoff, retained):
-        self.groups = groups
+        self.groups = cache_groups(groups)
         self.align = max(size for size, _ in groups) // HASH_BLOCK_SIZE
         self.budget = {LeaseKind.HANDOFF: handoff, LeaseKind.RETAINED: retained, LeaseKind.PEER_FETCH: 20}
         self.clock = Clock()
@@ -114,14 +117,13 @@ class Exports(RuleBasedStateMachine):
             else len(tokens) // (HASH_BLOCK_SIZE * self.align) * (HASH_BLOCK_SIZE * self.align)
         )
         groups, pinned = [], []
-        for size, window in self.groups:
+        for size, cache_kind in self.groups:
             ids = list(range(self.next_block, self.next_block + -(-n // size)))
             self.next_block += len(ids)
-            if window is not None:  # vLLM keeps what the window reaches, sometimes a little more
-                gone = max(0, n - window + 1) // size
-                for i in range(max(0, gone - nulls % 2)):
-                    ids[i] = 0
-            groups.append(GroupBlocks(size, ids, window))
+            # vLLM keeps what the next token reads, sometimes a little more
+            for i in range(max(0, cache_kind.num_skipped_tokens(n) // size - nulls % 2)):
+                ids[i] = 0
+            groups.append(GroupBlocks(size, ids, cache_kind))
             pinned += [i for i in ids if i]
         export = Export(
             name,
@@ -377,7 +379,7 @@ def test_exports_longest_prefix_equals_leasable_tokens():
         table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100), align=align)
         export = one_export("e", tokens, 1)
         if windowed:
-            export.groups.append(GroupBlocks(HASH_BLOCK_SIZE, [0] * 6 + [50, 51], window=6))
+            export.groups.append(GroupBlocks(HASH_BLOCK_SIZE, [0] * 6 + [50, 51], SlidingWindow(6)))
         table.add(export)
         for n in range(9):
             block_hashes = block_hashes_of(tokens)[:n]
@@ -439,6 +441,7 @@ def test_exports_random_operations_keep_invariants(seed):
         [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
         [(2 * HASH_BLOCK_SIZE, None)],
         [(HASH_BLOCK_SIZE, 7), (2 * HASH_BLOCK_SIZE, None)],
+        [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     ]
     m.start(groups=rng.choice(groups), handoff=rng.randint(8, 24), retained=rng.randint(8, 24))
     leases, who, variants = [0], "xyz", [b"", b"", b"", b"v"]

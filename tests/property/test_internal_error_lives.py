@@ -83,8 +83,9 @@ class RaisingLife(Life):
         self.planner.observe_load = self.planner.observe_handover = lambda *_: None
         half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         half._matcher, half._sync_load, half._contain, half._passive = self.matcher, self.sync_load, self.contain, False
-        half._info, half._offloader, half._store = SimpleNamespace(unsupported=None), None, self.tier
-        facts = SimpleNamespace(reports_failed_requests=False)
+        half._info = SimpleNamespace(unsupported=None)
+        half._offloader, half._store = None, self.tier
+        facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)
         half._run_jobs, half._provenance = lambda: None, Provenance(None)
         half._identity = bare_identity(namespace=object())
         half._free_blocks = lambda blocks: None

@@ -42,9 +42,9 @@ def test_offloader_restarted_store_is_offered_all_blocks(groups):
             engine.step(every=1.1)
         flush(engine, r)
         engine.settle_down()
-        for g, (size, window) in enumerate(engine.groups):
-            full = r.request.num_computed_tokens // align * align // size
-            needed = 0 if window is None else max(0, full * size - window + 1) // size
+        for g, group in enumerate(engine.groups):
+            full = r.request.num_computed_tokens // align * align // group.block_tokens
+            needed = group.num_skipped_blocks(full * group.block_tokens)
             assert set(range(needed, full)) <= set(stored(engine, r, g)), f"group {g}: it could not be loaded"
     assert not any("parent_not_stored" in key for key in engine.counters.take())
     engine.end()

@@ -50,9 +50,9 @@ def test_offloader_stores_all_blocks_of_ended_burst(groups, share):
     assert engine.offloader.pinned <= engine.most
     engine.settle_down()
     for r in requests:
-        for g, (size, window) in enumerate(engine.groups):
-            full = 8 * HASH_BLOCK_SIZE // size
-            needed = 0 if window is None else max(0, 8 * HASH_BLOCK_SIZE - window + 1) // size
+        for g, group in enumerate(engine.groups):
+            full = 8 * HASH_BLOCK_SIZE // group.block_tokens
+            needed = group.num_skipped_blocks(8 * HASH_BLOCK_SIZE)
             assert set(range(needed, full)) <= set(stored(engine, r, g))
     assert lost(engine) == {} or groups != "full"
     engine.end()

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,6 +29,7 @@ HASH_BLOCK_SIZE = 4
 GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    "chunks": [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, None)],
 }
 CODES = [

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from cache_groups import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -32,6 +33,8 @@ SHAPES = [
     [GroupShape(hash_blocks_per_block=1, slot_pages=2), GroupShape(hash_blocks_per_block=3, slot_pages=7)],
     [GroupShape(hash_blocks_per_block=2, slot_pages=3), GroupShape(hash_blocks_per_block=1, slot_pages=3)],
     [GroupShape(hash_blocks_per_block=1, slot_pages=4, window=5)],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=3), GroupShape(1, slot_pages=2, window=12, kind="chunked")],
+    [GroupShape(hash_blocks_per_block=2, slot_pages=3, window=10, kind="chunked")],
 ]
 
 
@@ -165,7 +168,7 @@ class Store(RuleBasedStateMachine):
             size = shape.hash_blocks_per_block * HASH_BLOCK_SIZE
             row: list[Block | None] = [None] * (end * HASH_BLOCK_SIZE // size - start * HASH_BLOCK_SIZE // size)
             for token in range(start * HASH_BLOCK_SIZE, end * HASH_BLOCK_SIZE):
-                if shape.window is not None and token < end * HASH_BLOCK_SIZE - shape.window:
+                if not needs(shape.cache_kind, end * HASH_BLOCK_SIZE, token):
                     continue
                 block = self.usable(namespace_id, group, hashes, token // size, limit)
                 if block is None:
@@ -227,7 +230,7 @@ class Store(RuleBasedStateMachine):
         wanted: dict[tuple, tuple[Block, int]] = {}
         for (group, block_hash, parent), got in zip(items, answer, strict=True):
             key, shape = (namespace_id, group, block_hash), self.shapes[group]
-            linked = shape.window is None
+            linked = shape.cache_kind.whole_prefix
             if key in before or key in wanted:
                 assert got == EXISTS
             elif (

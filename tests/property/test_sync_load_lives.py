@@ -176,7 +176,8 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
-        half._info, half._contain, half._passive = SimpleNamespace(unsupported=None, groups=ONE), contain, False
+        half._info = SimpleNamespace(unsupported=None, groups=ONE, followed=lambda ids: ids)
+        half._contain, half._passive = contain, False
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool
         half._outcomes = load_results(world.load, world.matcher, contain)
         half._run_jobs, half._provenance = lambda: None, Provenance(pool)

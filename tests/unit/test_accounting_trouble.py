@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from cache_groups import cache_groups
 from doctor_fakes import NAMESPACE, FakeEngine
 from metrics_harness import vllm_config
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -216,7 +217,7 @@ def test_admin_requests_that_continue_run_one_per_step():
 
 def test_block_spans_are_bounded_by_the_message():
     spans = [[sm.Span(1, "memory" if i % 2 else "") for i in range(sm.MAX_SPANS)] for _ in range(3)]
-    told = stretches(spans, [(4, None), (4, None), (4, 64)], 4 * sm.MAX_SPANS)
+    told = stretches(spans, cache_groups([(4, None), (4, None), (4, 64)]), 4 * sm.MAX_SPANS)
     assert len(told) == MAX_SPANS and told[0] == m.ExplainedSpan(0, 0, 4, "")
 
 

@@ -112,8 +112,8 @@ def changed(geometry: CacheGeometry, group: dict | None = None, region: dict | N
     "group, region, words",
     [
         ({"block_tokens": 32}, None, "block size 4 here, 32 there in KV cache group 0"),
-        ({"kind": "mla"}, None, "full attention here, mla there"),
-        ({"window": 128}, None, "attention window None here, 128 there"),
+        ({"kind": "mla"}, None, "full attention here, mla attention there"),
+        ({"kind": "sliding", "window": 9}, None, "full attention here, sliding attention over 9 there"),
         (None, {"layer": "x"}, "layer g0.l0 here, x in its place there"),
         (None, {"dtype": "float16"}, "layer g0.l0: KV cache dtype bfloat16 here, float16 there"),
         (None, {"outer": 1}, "2 KV heads (or parts of a page) here, 1 there"),

@@ -81,7 +81,7 @@ def test_plan_mla_is_stored_once_for_all_ranks():
 )
 def test_plan_layers_are_grouped_by_kind(fields, layers):
     found = config(**fields)
-    assert [(each.kind, each.count, each.window) for each in found.layers] == layers
+    assert [(each.kind.name, each.count, each.kind.window) for each in found.layers] == layers
 
 
 def test_plan_reads_nested_text_config():

@@ -38,7 +38,7 @@ def test_codec_options_valid_are_accepted(value):
     [
         ("int9", ["codec: no codec is named 'int9'", "int8"]),
         ({"full": "fp9"}, ["no codec is named 'fp9'"]),
-        ({"ful": "fp8"}, ["'ful' is no kind of attention", "full, sliding"]),
+        ({"ful": "fp8"}, ["'ful' is no kind of KV cache", "full, sliding"]),
     ],
 )
 def test_codec_options_invalid_raise_with_allowed_values(value, words):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cache_groups import cache_groups
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, PoolerConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -95,7 +96,8 @@ def test_engine_info_windows_kept_as_full_attention_have_no_window(configure):
     """As without vLLM's hybrid manager: the spec names the window, and all blocks are kept."""
     unified = FullAttentionSpec(**SHAPE, sliding_window=80)
     facts = engine_info(configure(), cache(unified, SlidingWindowSpec(**SHAPE, sliding_window=80)))
-    assert facts.groups == [(BLOCK, None), (BLOCK, 80)] and facts.full_groups == [0] and not facts.unsupported
+    assert facts.groups == cache_groups([(BLOCK, None), (BLOCK, 80)]) and facts.full_groups == [0]
+    assert not facts.unsupported
 
 
 @pytest.mark.parametrize("specs", [[FULL, MLA], [FULL, WIDE]], ids=["kinds", "sizes"])
@@ -105,7 +107,7 @@ def test_engine_info_of_uniform_type_group_uses_its_layers(configure, specs):
         block_size=BLOCK, kv_cache_specs={f"layer {i}": spec for i, spec in enumerate(specs)}
     )
     facts = engine_info(configure(), cache(uniform))
-    assert facts.groups == [(BLOCK, None)] and facts.full_groups == [0] and not facts.unsupported
+    assert facts.groups == cache_groups([(BLOCK, None)]) and facts.full_groups == [0] and not facts.unsupported
 
 
 class UnknownSpec(FullAttentionSpec):
@@ -114,7 +116,37 @@ class UnknownSpec(FullAttentionSpec):
 
 @pytest.mark.parametrize("specs", [(), (UnknownSpec(**SHAPE),), (FULL, UnknownSpec(**SHAPE))])
 def test_engine_info_of_unknown_cache_is_unsupported(configure, specs):
-    assert engine_info(configure(), cache(*specs)).unsupported
+    unsupported = engine_info(configure(), cache(*specs)).unsupported
+    assert ("UnknownSpec" if specs else "no KV cache") in unsupported
+
+
+class RingSpec(FullAttentionSpec):
+    """What a request collects: no prefix is kept of it, and no kind describes it."""
+
+    prefix_cacheable = False
+
+
+def test_engine_info_leaves_groups_without_prefixes_out(configure):
+    window = SlidingWindowSpec(**SHAPE, sliding_window=80)
+    facts = engine_info(configure(), cache(RingSpec(**SHAPE), FULL, window))
+    assert not facts.unsupported and "RingSpec" in facts.unsupported_pulls, "its ring would have to go with a request"
+    assert facts.groups == cache_groups([(BLOCK, None), (BLOCK, 80)])
+    assert (facts.group_ids, facts.full_groups, facts.num_groups) == ([1, 2], [0], 3)
+    assert facts.followed(([7], [8], [9])) == ([8], [9]) and list(facts.left_out(([7], [8], [9]))) == [[7]]
+    assert engine_info(configure(), cache(RingSpec(**SHAPE), FULL)).reports_failed_requests, "vLLM counts all groups"
+    assert "no prefixes" in engine_info(configure(), cache(RingSpec(**SHAPE))).unsupported
+
+
+def test_engine_info_leaves_copies_that_vllm_rebuilds_out(configure):
+    config = cache(FULL, FULL)
+    config.kv_cache_groups[0].enable_kv_transfer = False
+    facts = engine_info(configure(), config)
+    assert facts.group_ids == [1] and not facts.unsupported and facts.unsupported_pulls is None
+
+
+def test_engine_info_of_all_groups_names_no_ids(configure):
+    facts, blocks = engine_info(configure(), cache(FULL, FULL)), ([1], [2])
+    assert facts.group_ids is None and facts.followed(blocks) is blocks and list(facts.left_out(blocks)) == []
 
 
 @pytest.mark.parametrize(("role", "required"), [("kv_both", False), ("kv_consumer", False), ("kv_producer", True)])

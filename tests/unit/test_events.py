@@ -32,7 +32,7 @@ HASHES = []
 for at in range(0, len(TOKENS), HASH_BLOCK_SIZE):
     HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + HASH_BLOCK_SIZE])).digest())
 CPU, DISK, BUCKET = PLACES
-KINDS = [("full_attention", None)]
+EVENT_GROUPS = [(0, "full_attention", None)]
 
 
 class World:
@@ -309,7 +309,7 @@ def test_events_are_decoded_by_vllm(monkeypatch, integers):
     world.store(3)
     stored = world.said()
     world.index.clear(None)
-    events = vllm_events.vllm_events([*stored, *world.said()], KINDS)
+    events = vllm_events.vllm_events([*stored, *world.said()], EVENT_GROUPS)
     batch = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
     first, second = msgspec.msgpack.Decoder(KVEventBatch).decode(batch).events
     named = [maybe_convert_block_hash(each) for each in HASHES[:3]]
@@ -326,7 +326,7 @@ def test_events_are_decoded_by_vllm(monkeypatch, integers):
     later.store(2)
     later.said()
     later.store(3)
-    [event] = vllm_events.vllm_events(later.said(), KINDS)
+    [event] = vllm_events.vllm_events(later.said(), EVENT_GROUPS)
     assert (event.block_hashes, event.parent_block_hash) == (named[2:], named[1])
     assert isinstance(second, BlockRemoved) and set(second.block_hashes) == set(named)
     assert (second.medium, second.group_idx) == ("CPU", 0)
@@ -337,7 +337,7 @@ def test_events_are_decoded_by_vllm(monkeypatch, integers):
 def test_events_for_older_vllm_have_no_locality(monkeypatch):
     older = msgspec.defstruct("BlockRemoved", ["block_hashes", "medium", "group_idx"])
     monkeypatch.setattr("vllm.distributed.kv_events.BlockRemoved", older)
-    [event] = vllm_events.vllm_events([Removed(0, DISK, [HASHES[0]])], KINDS)
+    [event] = vllm_events.vllm_events([Removed(0, DISK, [HASHES[0]])], EVENT_GROUPS)
     assert (event.medium, getattr(event, "locality", None)) == ("STORAGE", None)
 
 
@@ -350,7 +350,7 @@ def test_events_include_extra_keys_as_on_the_gpu():
     [(lora_id, lora_name, extra)] = vr.event_keys(salted, blocks[1:])
     assert (lora_id, lora_name) == (3, "poet") and extra[0] == "poet"
     label = Label(HASHES[0], b"", bytes(4 * HASH_BLOCK_SIZE), 3, "poet", ["poet", "a tenant"])
-    [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], KINDS)
+    [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], EVENT_GROUPS)
     assert (event.lora_id, event.lora_name, event.extra_keys) == (3, "poet", [("poet", "a tenant")])
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from cache_groups import cache_groups
 from events_model import FakeTier, Loop, Wire, fake_request
 from offloader_fakes import FakeReactor
 from offloader_fakes import FakeTier as FakeStore
@@ -309,7 +310,7 @@ def test_event_label_is_sent_again_for_block_stored_again():
     world.said()
     world.index.clear(None)
     jobs = StoreJobs(
-        FakeStore([{0}], {0}), [(4, None)], Counters(), FakeReactor(), lambda message: None, lambda: None
+        FakeStore([{0}], {0}), cache_groups([(4, None)]), Counters(), FakeReactor(), lambda message: None, lambda: None
     )
     table, hashes = Table([[7, 8]]), [each[:HASH] for each in HASHES[:2]]
     items = [

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import cache_groups
 from doctor_fakes import ranks
 from engine_configs import engine_config
 from source_fakes import load_context
@@ -159,7 +160,7 @@ def test_explain_uses_salt_and_adapter_in_block_hashes(monkeypatch, tmp_path):
 
 
 def test_explain_reports_only_lookup_windows():
-    full, sliding = (HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 8)
+    full, sliding = cache_groups([(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 8)])
     rows = [[sm.Span(6, "memory"), sm.Span(4, "", int(RemovalReason.CLEARED))], [sm.Span(3, ""), sm.Span(7, "memory")]]
     told = stretches(rows, [full, sliding], 40)
     assert [(s.group, s.start, s.end, s.place) for s in told] == [

@@ -286,8 +286,22 @@ def test_kv_layout_group_with_different_windows_raises():
     )
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": full(), "b": sliding})
     caches = {n: torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16) for n in "ab"}
-    with pytest.raises(UnsupportedLayout, match="different windows"):
+    with pytest.raises(UnsupportedLayout, match="full attention and sliding attention over 128"):
         cache_view(caches, old_config(3, group("ab", mixed)), config_of("FLASH_ATTN", "ab"), "cpu")
+
+
+def test_kv_layout_leaves_groups_without_prefixes_out():
+    """Our groups are numbered without them, and their memory is not described."""
+
+    class RingSpec(spec_module.FullAttentionSpec):
+        prefix_cacheable = False
+
+    ring = RingSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    caches = {n: torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16) for n in "abc"}
+    copies = group("b", full(), enable_kv_transfer=False)
+    config = old_config(3, group("a", ring), copies, group("c", full()))
+    (g,) = cache_view(caches, config, config_of("FLASH_ATTN", "abc"), "cpu").groups
+    assert g.group == 0 and {region.layer[0] for region in g.regions} == {"c"}
 
 
 def test_kv_layout_unsupported_raises_with_cause():
@@ -296,7 +310,7 @@ def test_kv_layout_unsupported_raises_with_cause():
     flash = config_of("FLASH_ATTN", "a")
     mamba = spec_module.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
     cases = [
-        ({"a": [cache]}, old_config(3, group("a", mamba)), flash, "recurrent state"),
+        ({"a": [cache]}, old_config(3, group("a", mamba)), flash, "MambaSpec is a kind of KV cache"),
         ({"a": [cache, cache]}, config, flash, "several cache tensors"),
         ({}, config, flash, "registered no KV cache for layer a"),
         ({"a": cache, "x": cache.clone()}, config, flash, "layer x has a KV cache that belongs to no"),
@@ -307,7 +321,7 @@ def test_kv_layout_unsupported_raises_with_cause():
         ({"a": cache.flatten(2)}, config, flash, "names no KV heads"),
         ({"a": cache[:, :1]}, config, flash, "no K/V dimension"),
         ({"a": cache[..., :7]}, config, flash, "not a multiple of 4"),
-        ({"a": cache}, old_config(3, group("a", full(), host_resident=True)), flash, "out of transfers"),
+        ({"a": cache}, old_config(3, group("a", full(), host_resident=True)), flash, "in host memory"),
         ({"a": cache}, old_config(3, group("", full())), flash, "no layer on this worker|no KV cache group"),
     ]
     for caches, kv_config, vllm_config, words in cases:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 # of ``FREE``.
 ALLOWED = {
     "kernels": set(),
+    "cache_kinds": set(),
     "errors": set(),
     "ewma": set(),
     "logs": set(),
@@ -42,7 +43,7 @@ ALLOWED = {
     "cli": {"wire", "store", "bench", "doctor", "plan", "proxy", "quality"},
     "devtools": {"store", "plugin", "doctor"},
 }
-FREE = {"", "errors", "ewma", "logs", "renamed", "fingerprint", "file_digests"}
+FREE = {"", "cache_kinds", "errors", "ewma", "logs", "renamed", "fingerprint", "file_digests"}
 
 # (importer, imported): packages or modules, without what is below ``vllm_kvtier``, that must not meet.
 FORBIDDEN = [
@@ -99,6 +100,7 @@ FORBIDDEN = [
 # Part -> packages of others that it must not import; within a function, where it may never run, neither.
 FOREIGN = {
     "kernels": {"vllm", "zmq", "nixl"},
+    "cache_kinds": {"vllm", "torch"},
     "jobs": {"vllm", "torch"},
     "wire": {"vllm", "torch"},
     "store": {"vllm", "torch"},

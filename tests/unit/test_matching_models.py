@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import cache_groups
 from source_fakes import load_context, make_matcher
 from support import make_request
 
@@ -127,8 +128,8 @@ def test_models_that_can_continue_from_a_prefix(mla, chunked, resumes):
 @pytest.mark.parametrize(("groups", "resumes", "by_request"), [(1, True, False), (2, True, True), (1, False, True)])
 def test_matching_failed_load_fails_by_request_or_by_step(groups, resumes, by_request):
     facts = EngineInfo(
-        engine_id="e", instance_id="i", groups=[(16, None)] * groups, full_groups=[0], world_size=1, tensor_parallel=1,
-        data_parallel_rank=0, max_tokens=99, hash_lookahead=0, step_tokens=1, link_bandwidth=1.0,
-        supports_partial_prefix=resumes, unsupported=None, release="1", config=None,
+        engine_id="e", instance_id="i", groups=cache_groups([(16, None)] * groups), full_groups=[0], world_size=1,
+        tensor_parallel=1, data_parallel_rank=0, max_tokens=99, hash_lookahead=0, step_tokens=1, link_bandwidth=1.0,
+        supports_partial_prefix=resumes, unsupported=None, release="1", config=None, num_groups=groups,
     )  # fmt: skip
     assert facts.reports_failed_requests is by_request

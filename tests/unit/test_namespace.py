@@ -13,6 +13,7 @@ import uuid
 
 import pytest
 import torch
+from cache_groups import cache_groups
 from engine_configs import at_defaults, engine_config
 from tier_fakes import NAMESPACE, described
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
@@ -460,7 +461,7 @@ def test_model_fingerprint_after_error_is_unique(folder, monkeypatch, caplog):
 
 def test_plan_slots_namespace_depends_on_vllm_release():
     """The next release may compute otherwise, and what is stored outlives engines. Pulls do not go by it."""
-    groups = [(16, None)]
+    groups = cache_groups([(16, None)])
     bases = {
         plan_slots(NAMESPACE, {0: described(0, groups, [0])}, "raw", groups, 16, release).base
         for release in ("0.32.0", "0.32.0", "0.33.0")

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cache_groups import cache_groups
 
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.leases import peer_directory_client as module
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
 
-GROUPS = [(4, 8), (16, None)]  # a window, and the group that stands for prefixes
+GROUPS = cache_groups([(4, 8), (16, None)])  # a window, and the group that stands for prefixes
 KEYS = ContentKeys(5)
 
 

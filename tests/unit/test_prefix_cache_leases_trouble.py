@@ -175,7 +175,8 @@ def test_lease_request_with_evicted_window_does_bounded_work(monkeypatch):
         return find(key)
 
     def count_cover(self, start, tokens):
-        looked["cover"] += (min(tokens - start, self.window) if self.window else tokens - start) // HASH_BLOCK_SIZE
+        window = self.kind.window or tokens
+        looked["cover"] += min(tokens - start, window) // HASH_BLOCK_SIZE
         return cover(self, start, tokens)
 
     monkeypatch.setattr(world.checksum_index, "find", count_find)

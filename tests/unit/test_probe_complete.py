@@ -64,12 +64,13 @@ ROOTS = {
     "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
     "vllm_compat/hooks/idle_hook.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
     "vllm_compat/kv_events.py": {
-        "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "group": f"{CACHE}:KVCacheGroupSpec",
-        "scheduler": SCHEDULER,
+        "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "scheduler": SCHEDULER,
     },
     "vllm_compat/engine_info.py": {
         "vllm_config": VLLM, "self.config": VLLM, "config": NONE, "kv_cache_config": f"{CACHE}:KVCacheConfig",
-        "group": f"{CACHE}:KVCacheGroupSpec", "spec": NONE,
+    },
+    "vllm_compat/layout/groups.py": {
+        "kv_cache_config": f"{CACHE}:KVCacheConfig", "group": f"{CACHE}:KVCacheGroupSpec", "spec": SPEC,
     },
     "vllm_compat/layout/kv_fields.py": {"spec": SPEC, "module": NONE},
     "vllm_compat/layout/kv_layout.py": {

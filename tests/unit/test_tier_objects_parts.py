@@ -126,9 +126,12 @@ def test_object_search_of_windowed_groups_needs_visible_blocks():
     assert run(prefix, names_of(prefix, 0, 0, 21) | names_of(prefix, 1, 0, 40))[0] == 20
 
 
-@given(st.integers(1, 60), st.integers(1, 200), st.sets(st.integers(1, 60)), st.sampled_from([None, 1, 3]))
-def test_object_search_of_windowed_groups_is_bounded_and_sound(length, window, missing, full):
-    groups = [GroupShape(1, 1, window=window), *([GroupShape(full, 1)] if full else [])]
+@given(
+    st.integers(1, 60), st.integers(1, 200), st.sets(st.integers(1, 60)), st.sampled_from([None, 1, 3]),
+    st.sampled_from(["sliding", "chunked"]),
+)  # fmt: skip
+def test_object_search_of_windowed_groups_is_bounded_and_sound(length, window, missing, full, kind):
+    groups = [GroupShape(1, 1, window=window, kind=kind), *([GroupShape(full, 1)] if full else [])]
     prefix = Prefix(16, groups, block_hashes_of((length, "x")), 0)
     there = names_of(prefix, 0, 0, length) - {prefix.block(0, end) for end in missing if end <= length}
     there |= names_of(prefix, 1, 0, length) if full else set()

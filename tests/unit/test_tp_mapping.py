@@ -129,7 +129,7 @@ def info_with(**changes):
         (lambda i: replaced(i, layer="other"), "layer g0.l0 of KV cache group 0 is on none of its ranks"),
         (lambda i: replaced(i, region=1, layer="g0.l0"), "two parts of KV cache group 0 on rank 0 have the same name"),
         (lambda i: replaced(i, region=None, block_tokens=32), "block size 4 here, 32 there"),
-        (lambda i: replaced(i, region=None, kind="sliding", window=64), "full attention, window none here, sliding"),
+        (lambda i: replaced(i, region=None, kind="sliding", window=64), "full attention here, sliding attention"),
         (info_with(groups=()), "rank 0 has no KV cache group 0"),
         (info_with(heads=()), "does not name the heads"),
         (info_with(heads=(m.HeadRange(1, 4),)), "heads 1 to 4 of 4 of g0.l0 do not exist"),

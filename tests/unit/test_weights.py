@@ -134,7 +134,8 @@ class Running:
         half._store = SimpleNamespace(renew=self.namespaces.renew)
         self.told = []
         engine = SimpleNamespace(
-            info=None, identity=half._identity, reactor=SimpleNamespace(call_soon=lambda job: job())
+            info=SimpleNamespace(unsupported_pulls=None), identity=half._identity,
+            reactor=SimpleNamespace(call_soon=lambda job: job()),
         )
         half._access = PeerAccess(engine, SimpleNamespace(close=self.told.append), None, None, None)
         pool.around_reset(half._before_reset, half._after_reset, half._contain)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_kvtier import codecs
+from vllm_kvtier.cache_kinds import KINDS
 from vllm_kvtier.codecs.base import Codec
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
@@ -11,16 +12,14 @@ from vllm_kvtier.wire.geometry import GroupView
 logger = get_logger("vllm.kvtier.choice")
 
 AUTO = "auto"
-# The values of ``GroupView.kind``.
-KINDS = ("full", "sliding", "mla", "sliding_mla", "chunked")
 
 
 def check(option: str, value: str | Mapping[str, str]) -> None:
-    """Raise ConfigError for an unknown codec or kind of attention. ``option``: the option's name, for the message."""
+    """Raise ConfigError for an unknown codec or kind of KV cache. ``option``: the option's name, for the message."""
     by_kind = {} if isinstance(value, str) else value
     for kind in by_kind:
         if kind not in KINDS:
-            raise ConfigError(f"{option}: {kind!r} is no kind of attention. There are {', '.join(KINDS)}.")
+            raise ConfigError(f"{option}: {kind!r} is no kind of KV cache. There are {', '.join(KINDS)}.")
     for name in [value] if isinstance(value, str) else value.values():
         if name != AUTO:
             try:

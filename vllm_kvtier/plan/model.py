@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier import codecs, fingerprint
+from vllm_kvtier.cache_kinds import CacheKind, of_layer_type
+from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
+from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, slot_layout
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-_KINDS = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "sliding",
-    "chunked_attention": "chunked",
-}
 # Layers that keep a state instead of a cell a token.
 _NO_KV = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 
@@ -31,11 +28,10 @@ _NO_KV = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 class Layers:
     """``count`` layers that keep KV alike; ``fields``: numbers a token and head."""
 
-    kind: str
+    kind: CacheKind
     count: int
     heads: int
     fields: tuple[Field, ...]
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,24 +102,23 @@ def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto")
     kinds = _kinds(text, remarks, name)
     layers = []
     for kind in dict.fromkeys(kinds):
-        window = text.get("sliding_window") if kind == "sliding" else text.get("attention_chunk_size")
-        layers.append(_layers(text, kind, kinds.count(kind), None if kind in ("full", "mla") else window, name))
+        layers.append(_layers(text, kind, kinds.count(kind), name))
     if not layers:
         raise KVTierError(f"{name}: none of its layers keeps KV of tokens")
     return Model(name, dtype, tuple(layers), int(text.get("max_position_embeddings", 0)) or 1 << 17, tuple(remarks))
 
 
-def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[str]:
+def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[CacheKind]]:
     """Of each layer that keeps KV of its own."""
     count = int(text["num_hidden_layers"])
     if text.get("kv_lora_rank"):
-        return ["mla"] * count
+        return [MLAAttention] * count
     given = text.get("layer_types") or text.get("layers_block_type")
     if given:
-        kinds = []
+        kinds: list[type[CacheKind]] = []
         for each in given:
-            if each in _KINDS:
-                kinds.append(_KINDS[each])
+            if (kind := of_layer_type(each)) is not None:
+                kinds.append(kind)
             elif each not in _NO_KV:
                 raise KVTierError(f"{name}: layers of type {each} are not known here")
         if len(kinds) < len(given):
@@ -134,21 +129,24 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[str]:
     else:
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
         pattern = int(text.get("sliding_window_pattern") or 0)
-        kinds = ["sliding" if window and (not pattern or (i + 1) % pattern) else "full" for i in range(count)]
+        kinds = [SlidingWindow if window and (not pattern or (i + 1) % pattern) else FullAttention
+                 for i in range(count)]  # fmt: skip
     if shared := int(text.get("num_kv_shared_layers") or 0):
         kinds = kinds[: len(kinds) - shared]
     return kinds
 
 
-def _layers(text: Mapping[str, Any], kind: str, count: int, window: int | None, name: str) -> Layers:
+def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: str) -> Layers:
     try:
-        if kind == "mla":
+        if kind is MLAAttention:
             rope = int(text["qk_rope_head_dim"])
             fields = (Field("latent", int(text["kv_lora_rank"])), Field("rope", rope))
-            return Layers(kind, count, 1, fields if rope else fields[:1])
+            return Layers(kind(), count, 1, fields if rope else fields[:1])
         heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
         size = int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
-        return Layers(kind, count, heads, (Field("k", size), Field("v", int(text.get("v_head_dim") or size))), window)
+        window = int(text[kind.window_field]) if kind.window_field else None
+        fields = (Field("k", size), Field("v", int(text.get("v_head_dim") or size)))
+        return Layers(kind(window), count, heads, fields)
     except (KeyError, TypeError, ValueError) as error:
         raise KVTierError(f"{name}: its configuration lacks or hides {error}") from error
 
@@ -191,13 +189,13 @@ def _group(layers: Layers, heads: int, block_tokens: int, dtype: str) -> GroupVi
         )
         for i in range(layers.count)
     )  # fmt: skip
-    return GroupView(0, block_tokens, layers.kind, layers.window, regions)
+    return GroupView(0, block_tokens, layers.kind.name, layers.kind.window, regions)
 
 
 def groups_in_words(model: Model) -> str:
     return ", ".join(
-        f"{layers.count} layers of {layers.kind} attention"
-        + (f" over {layers.window:,} tokens" if layers.window else "")
+        f"{layers.count} layers of {layers.kind.in_words()}"
+        + (" tokens" if layers.kind.window else "")
         + f" ({layers.heads} head{'s' * (layers.heads != 1)} of {'+'.join(str(f.count) for f in layers.fields)})"
         for layers in model.layers
     )

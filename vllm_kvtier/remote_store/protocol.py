@@ -35,7 +35,7 @@ from vllm_kvtier.store.protocol import (
 from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE = 16 << 20  # bytes
 MAX_METADATA = 4 << 20  # bytes; a few hundred per piece of the pool
 PING_SECONDS = 1.0  # heartbeat interval of a client that holds leases or waits for answers
@@ -191,7 +191,7 @@ def hit_error(offer: LookupHit, block_hashes: bytes, start: int, groups: Sequenc
         if len(row) != blocks:
             return f"{len(row)} slots for {blocks} blocks"
         slots = np.array(row, np.int64)
-        if shape.window is None and not slots.all():
+        if shape.cache_kind.whole_prefix and not slots.all():
             return "a slot is missing in a group that needs all"
         ends = slots + shape.slot_pages
         if (ends[slots > 0] > pool_bytes // PAGE).any():

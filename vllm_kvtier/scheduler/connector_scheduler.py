@@ -49,7 +49,7 @@ from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
-from vllm_kvtier.vllm_compat.engine_info import EngineInfo
+from vllm_kvtier.vllm_compat.engine_info import BlockIds, EngineInfo
 from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
@@ -152,6 +152,7 @@ class KVTierConnectorScheduler:
         self._tables = BlockTables(
             info.groups, geometry.hash_block_size, self._checksum_index.forget,
             lambda t: self._provenance.is_admitted(t) and (offload or self._exporter.checksums(t)),
+            None if info.group_ids is None else self._followed,
         )  # fmt: skip
         encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
         self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
@@ -163,6 +164,12 @@ class KVTierConnectorScheduler:
         pool.around_reset(self._before_reset, self._after_reset, containment)
         weights.watch(self)
         self._reactor.start()
+
+    def _followed(self, block_ids: BlockIds) -> BlockIds:
+        """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""
+        for ids in self._info.left_out(block_ids):
+            self._checksum_index.forget(ids)
+        return self._info.followed(block_ids)
 
     def _wire_store(self, context: LoadContext, peer_gpu: PeerGpuSource) -> None:
         """The node store, and what it brings: offloading, KV events, the other engines of the node. Or other nodes'."""
@@ -347,7 +354,7 @@ class KVTierConnectorScheduler:
 
     def take_events(self) -> list[Any]:
         """KV events for vLLM to publish after this step: blocks stored in tiers and removed from them."""
-        return vllm_events.vllm_events(self._events.take(), self._info.kinds) if self._events is not None else []
+        return vllm_events.vllm_events(self._events.take(), self._info.event_groups) if self._events is not None else []
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. vLLM may free its blocks at once: exports pin them."""

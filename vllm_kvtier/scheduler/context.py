@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm_kvtier.cache_kinds import CacheGroup
+
 if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for the others
     from vllm_kvtier.config import KVTierConfig
     from vllm_kvtier.scheduler.engine_identity import EngineIdentity
@@ -26,10 +28,9 @@ if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for t
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """``groups``: (block tokens, window) of each KV cache group. ``hash_block_size``: tokens that a block hash
-    covers."""
+    """``hash_block_size``: tokens that a block hash covers."""
 
-    groups: list[tuple[int, int | None]]
+    groups: list[CacheGroup]
     hash_block_size: int
 
     @cached_property
@@ -37,9 +38,9 @@ class BlockGeometry:
         """Tokens in which prefixes match: every group's blocks end there."""
         return math.lcm(self.hash_block_size, *(size for size, _ in self.groups))
 
-    @property
-    def windowed(self) -> bool:
-        return any(window is not None for _, window in self.groups)
+    def usable_tokens(self, tokens: int, prompt: int) -> int:
+        """As ``CacheKind.usable_tokens``, for all groups."""
+        return min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from vllm_kvtier.cache_kinds import in_words
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.integrity.checksum_index import ContentKeys
@@ -87,10 +88,11 @@ class EngineIdentity:
         return self._keys
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes that one rank copies for ``tokens`` tokens of full attention."""
+        """Bytes that one rank copies for ``tokens`` tokens of groups with ``whole_prefix``."""
         described = next(iter(self.described.values()), None)
         groups = described.groups if described is not None else ()
-        return sum(tokens // group.block_tokens * group.block_bytes for group in groups if group.window is None)
+        whole = [group for group in groups if group.cache_kind.whole_prefix]
+        return sum(tokens // group.block_tokens * group.block_bytes for group in whole)
 
     def describe(self) -> list[tuple[str, str]]:
         """What its KV depends on, for people; [] while the engine starts."""
@@ -135,7 +137,7 @@ def _layout_words(info: m.RankInfo) -> str:
             first = group.regions[0]
             order = {"outer": ", heads before tokens", "token": ", tokens before heads"}.get(first.order, "")
             shape = f" of {first.outer} heads, {first.inner} bytes a token, {first.dtype or 'bytes'}{order}"
-        window = f" over {group.window}" if group.window is not None else ""
         layers = len({region.layer for region in group.regions})
-        words.append(f"{layers} layers of {group.kind} attention{window}{shape}, blocks of {group.block_tokens} tokens")
+        kind = in_words(group.kind, group.window)
+        words.append(f"{layers} layers of {kind}{shape}, blocks of {group.block_tokens} tokens")
     return "; ".join(words)

@@ -38,7 +38,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE
 # Re-exported: clients need only this module.
 __all__ = ["EXISTS", "GroupShape", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: a first block
 MAX_HASH_BLOCKS = 1 << 17  # per message: 2 MiB
@@ -316,7 +316,7 @@ class Holder(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True, tag="found"):
     """Hash blocks ``[start, num_hash_blocks)`` are leased; ``num_hash_blocks == start``: nothing, and ``lease`` is 0.
 
-    ``slots[g][j]`` is the slot of group g's block ``start // groups[g].hash_blocks_per_block + j``; 0 if its window
+    ``slots[g][j]`` is the slot of group g's block ``start // groups[g].hash_blocks_per_block + j``; 0 if the prefix
     does not need it. ``promotion``: the one in progress. ``holders``: longest prefix first, also without a hit.
     """
 

@@ -1,27 +1,31 @@
 """What the scheduler side needs to know of its engine, read once from vLLM's configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier import fingerprint
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import kv_events, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
-from vllm_kvtier.vllm_compat.layout.kv_layout import group_kind, refuse_parallelism
+from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind
+from vllm_kvtier.vllm_compat.layout.kv_layout import refuse_parallelism
 from vllm_kvtier.vllm_compat.probe import trials
 from vllm_kvtier.vllm_compat.probe.features import granted, refused
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
+BlockIds = tuple[list[int], ...]  # by group
+
 
 @dataclass
 class EngineInfo:
     engine_id: str
     instance_id: str  # random for each start of the engine, equal in all its processes
-    groups: list[tuple[int, int | None]]  # (block tokens, window) of each KV cache group
-    full_groups: list[int]
+    groups: list[CacheGroup]  # those of ``group_ids``
+    full_groups: list[int]  # of these, the ones with ``whole_prefix``
     world_size: int
     tensor_parallel: int
     data_parallel_rank: int
@@ -35,7 +39,11 @@ class EngineInfo:
     config: Any = field(repr=False)
     peer_bandwidth: float = 200e9  # bytes/s from another device of the node before any was measured
     kv_events_enabled: bool = False
-    kinds: list[tuple[str, int | None]] = field(default_factory=list)  # of groups, in the terms of vLLM's KV events
+    # vLLM's ids of ``groups``, and how many groups it has: see ``layout.groups``. None: it has these only.
+    group_ids: list[int] | None = None
+    num_groups: int = 1
+    unsupported_pulls: str | None = None  # why its KV is neither pulled nor exported, although it is stored and loaded
+    event_groups: list[tuple[int, str, int | None]] = field(default_factory=list)  # see ``kv_events.event_groups``
     supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
     multimodal: bool = False  # vLLM also caches an encoder's outputs
@@ -43,7 +51,16 @@ class EngineInfo:
     @property
     def reports_failed_requests(self) -> bool:
         """Whether vLLM recomputes the whole request after a failed load, not only from the first bad block on."""
-        return len(self.groups) > 1 or not self.supports_partial_prefix
+        return self.num_groups > 1 or not self.supports_partial_prefix
+
+    def followed(self, block_ids: BlockIds) -> BlockIds:
+        """Of block ids by vLLM's groups, those of ``groups``."""
+        return block_ids if self.group_ids is None else tuple(block_ids[g] for g in self.group_ids)
+
+    def left_out(self, block_ids: BlockIds) -> Iterator[list[int]]:
+        """The others."""
+        if self.group_ids is not None:
+            yield from (ids for g, ids in enumerate(block_ids) if g not in self.group_ids)
 
     def fingerprint(
         self, option: str | None, on_ready: Callable[[], object], before: Callable[[], object]
@@ -69,14 +86,19 @@ class EngineInfo:
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
     parallel, on_cpu = vllm_config.parallel_config, str(vllm_config.device_config.device_type) == "cpu"
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    groups = [(spec.block_size, _window(spec)) for spec in specs]
-    full = [g for g, (_, window) in enumerate(groups) if window is None]
+    theirs = kv_cache_config.kv_cache_groups
+    ids = followed(kv_cache_config)
+    unsupported = _unsupported(vllm_config, kv_cache_config)
+    groups = [] if unsupported else [cache_group(theirs[g]) for g in ids]
+    state = left_behind(kv_cache_config)
     return EngineInfo(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         instance_id=vllm_config.instance_id,
         groups=groups,
-        full_groups=full,
+        full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
+        group_ids=None if len(ids) == len(theirs) else ids,
+        num_groups=len(theirs),
+        unsupported_pulls=f"KV cache groups of {state} do not travel with a request" if state else None,
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
@@ -88,21 +110,14 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         peer_bandwidth=1.5e9 if on_cpu else 200e9,
         supports_partial_prefix=_supports_partial_prefix(vllm_config),
         kv_events_enabled=(with_events := kv_events.enabled(vllm_config)),
-        kinds=kv_events.group_kinds(kv_cache_config) if with_events else [],
-        supports_sync_load=_supports_sync_load(vllm_config, groups),
-        unsupported=_unsupported(vllm_config, kv_cache_config),
+        event_groups=kv_events.event_groups(kv_cache_config, ids) if with_events else [],
+        supports_sync_load=len(theirs) == 1 and _supports_sync_load(vllm_config, groups),
+        unsupported=unsupported,
         release=installed_version() or "",
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         multimodal=vllm_config.model_config.is_multimodal_model,
         config=vllm_config,
     )
-
-
-def _window(spec: Any) -> int | None:
-    try:
-        return group_kind(spec)[1]
-    except UnsupportedLayout:
-        return None  # ``_unsupported`` has the reason
 
 
 def _supports_partial_prefix(vllm_config: Any) -> bool:
@@ -112,12 +127,12 @@ def _supports_partial_prefix(vllm_config: Any) -> bool:
     return not mla or bool(vllm_config.scheduler_config.enable_chunked_prefill)
 
 
-def _supports_sync_load(vllm_config: Any, groups: list[tuple[int, int | None]]) -> bool:
+def _supports_sync_load(vllm_config: Any, groups: list[CacheGroup]) -> bool:
     """vLLM rolls back bad blocks only of models with one KV cache group. Engines in lockstep with others (data parallel
     ranks, stages of a pipeline) would make those wait too."""
     parallel = vllm_config.parallel_config
     together = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1
-    single = len(groups) == 1 and groups[0][1] is None
+    single = len(groups) == 1 and groups[0].kind.whole_prefix
     return single and not together and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
 
 
@@ -126,13 +141,15 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return reason
     if not kv_cache_config.kv_cache_groups:
         return "this model has no KV cache"
+    ids = followed(kv_cache_config)
+    if not ids:
+        return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
     try:
         refuse_parallelism(vllm_config)
-        kinds = [group_kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+        for g in ids:
+            cache_group(kv_cache_config.kv_cache_groups[g])
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
-    if "chunked" in kinds:
-        return "chunked local attention is not supported: KV is neither pulled, stored nor loaded"
     by_request = len(kv_cache_config.kv_cache_groups) > 1 or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):
         return f"a failed load could not be recomputed ({refused(Feature.GROUPS)})"

@@ -26,17 +26,20 @@ def enabled(vllm_config: Any) -> bool:
     return config is not None and config.enable_kv_cache_events and granted(Feature.EVENTS)
 
 
-def group_kinds(kv_cache_config: Any) -> list[tuple[str, int | None]]:
-    """(kind of attention, window) of each KV cache group, as in vLLM's events."""
+def event_groups(kv_cache_config: Any, ids: list[int]) -> list[tuple[int, str, int | None]]:
+    """Of vLLM's groups with these ids: (id, kind of attention, window), as in vLLM's events."""
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+    specs = [(g, kv_cache_config.kv_cache_groups[g].kv_cache_spec) for g in ids]
+    return [(g, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for g, spec in specs]
 
 
-def vllm_events(events: list[Removed | Stored], kinds: list[tuple[str, int | None]]) -> "Events":
-    """In the same order. ``kinds``: the result of ``group_kinds``."""
-    return [_removed(each) if isinstance(each, Removed) else _stored(each, *kinds[each.group]) for each in events]
+def vllm_events(events: list[Removed | Stored], groups: list[tuple[int, str, int | None]]) -> "Events":
+    """In the same order. ``groups``: the result of ``event_groups``."""
+    return [
+        _removed(each, groups[each.group][0]) if isinstance(each, Removed) else _stored(each, *groups[each.group])
+        for each in events
+    ]
 
 
 def publish(scheduler: Any, events: "Events") -> None:
@@ -47,16 +50,16 @@ def publish(scheduler: Any, events: "Events") -> None:
     scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=[*own, *events]))
 
 
-def _removed(event: Removed) -> "BlockRemoved":
+def _removed(event: Removed, group: int) -> "BlockRemoved":
     from vllm.distributed.kv_events import BlockRemoved
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     hashes = [maybe_convert_block_hash(each) for each in event.hashes]
     where = _where(BlockRemoved, event.place)
-    return BlockRemoved(block_hashes=hashes, medium=event.place.medium, group_idx=event.group, **where)
+    return BlockRemoved(block_hashes=hashes, medium=event.place.medium, group_idx=group, **where)
 
 
-def _stored(event: Stored, kind: str, window: int | None) -> "BlockStored":
+def _stored(event: Stored, group: int, kind: str, window: int | None) -> "BlockStored":
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -71,7 +74,7 @@ def _stored(event: Stored, kind: str, window: int | None) -> "BlockStored":
         medium=event.place.medium,
         lora_name=first.lora_name,
         extra_keys=extra,
-        group_idx=event.group,
+        group_idx=group,
         kv_cache_spec_kind=kind,
         kv_cache_spec_sliding_window=window,
         **_where(BlockStored, event.place),

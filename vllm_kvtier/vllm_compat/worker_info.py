@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvtier.cache_kinds import KINDS
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import HeadRange
 
@@ -18,7 +19,7 @@ def rank_in_engine() -> int:
 
 
 def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
-    """By group (its kind of attention), the part of a block that this rank holds; ranks with equal parts hold equal
+    """By group (the name of its kind), the part of a block that this rank holds; ranks with equal parts hold equal
     bytes.
 
     Tensor parallelism divides KV heads over ranks and repeats them if there are more ranks than heads; every rank has
@@ -28,7 +29,7 @@ def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     stage, position = divmod(rank, size)
     heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
     copies = size // heads if size > heads and size % heads == 0 else 1
-    return tuple(stage * size + (0 if "mla" in kind else position // copies) for kind in kinds)
+    return tuple(stage * size + (position // copies if KINDS[kind].per_head else 0) for kind in kinds)
 
 
 def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:
@@ -48,7 +49,7 @@ def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[Hea
 
     def of(group: GroupView) -> HeadRange:
         outer = {region.outer for region in group.regions}
-        if "mla" in group.kind:
+        if not group.cache_kind.per_head:
             return HeadRange(0, 1) if outer == {1} else unknown
         return HeadRange(first, total) if outer == {count} else unknown
 

@@ -6,6 +6,9 @@ the handshake; ``worker.cache_view`` makes both from the engine's tensors.
 
 import msgspec
 
+from vllm_kvtier import cache_kinds
+from vllm_kvtier.cache_kinds import CacheKind, in_words
+
 
 class Field(msgspec.Struct, frozen=True):
     """Numbers of one meaning in the cells of a region: ``count`` of them for each token and head.
@@ -75,8 +78,7 @@ class Region(msgspec.Struct, frozen=True):
 class GroupView(msgspec.Struct, frozen=True):
     """One KV cache group: the layers that share a block table.
 
-    ``kind`` is "full", "sliding", "mla", "sliding_mla" or "chunked". ``window`` is the sliding window or attention
-    chunk in tokens, None for full attention. Checksums and transfers count ``regions`` in this order. Block ids of
+    ``kind`` and ``window``: see ``cache_kinds``. Checksums and transfers count ``regions`` in this order. Block ids of
     all groups index the same pool: hybrid groups may alias the same bytes, but a block belongs to one group at a time.
     """
 
@@ -90,6 +92,15 @@ class GroupView(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         """Logical bytes of one block over all layers of this group on this rank."""
         return sum(r.block_bytes for r in self.regions)
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        """Raises ValueError for an unknown one: another process may have sent this."""
+        return cache_kinds.get(self.kind, self.window)
+
+    def in_words(self) -> str:
+        """Of any kind and window, as another process may have sent them."""
+        return in_words(self.kind, self.window)
 
 
 class RegionGeometry(msgspec.Struct, frozen=True):
@@ -140,10 +151,8 @@ def geometry_mismatch(here: CacheGeometry, there: CacheGeometry) -> str | None:
         where = f" in KV cache group {number}" if len(here.groups) > 1 else ""
         if a.block_tokens != b.block_tokens:
             return f"block size {a.block_tokens} here, {b.block_tokens} there{where}"
-        if a.kind != b.kind:
-            return f"{a.kind} attention here, {b.kind} there{where}"
-        if a.window != b.window:
-            return f"attention window {a.window} here, {b.window} there{where}"
+        if (a.kind, a.window) != (b.kind, b.window):
+            return f"{in_words(a.kind, a.window)} here, {in_words(b.kind, b.window)} there{where}"
         layers_a, layers_b = (list(dict.fromkeys(r.layer for r in g.regions)) for g in (a, b))
         if layers_a != layers_b:
             if len(layers_a) != len(layers_b):

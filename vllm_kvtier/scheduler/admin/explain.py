@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.exports import ExportTable
@@ -20,23 +21,23 @@ Answer = Callable[[m.Explanation], None]
 
 
 def stretches(
-    spans: Sequence[Sequence[sm.Span]], groups: Sequence[tuple[int, int | None]], tokens: int
+    spans: Sequence[Sequence[sm.Span]], groups: Sequence[CacheGroup], tokens: int
 ) -> list[m.ExplainedSpan]:
-    """Where a prefix is, in tokens. ``spans``: by group; ``groups``: (block tokens, window); ``tokens``: of the prompt.
+    """Where a prefix is, in tokens. ``spans``: by group; ``tokens``: of the prompt.
 
-    All of groups of full attention. Of windowed groups only what is in the window before the end of the others' run in
-    memory (or the prompt's end, without others): no lookup asks for what precedes it.
+    All of groups with ``whole_prefix``. Of others only what is needed at the end of these groups' run in memory (or the
+    prompt's end, without such groups): no lookup asks for what precedes it.
     """
     explained: list[m.ExplainedSpan] = []
     end = tokens
-    rows = sorted(zip(range(len(groups)), groups, spans, strict=False), key=lambda row: row[1][1] is not None)
-    for group, (size, window), row in rows:
-        at, first = 0, 0 if window is None else max(0, end - window)
+    rows = sorted(zip(range(len(groups)), groups, spans, strict=False), key=lambda row: not row[1].kind.whole_prefix)
+    for group, (size, kind), row in rows:
+        at, first, whole = 0, kind.first_needed(end), kind.whole_prefix
         for span in row:
             start, at = at, at + span.blocks * size
-            if window is None and span.place != "memory":
+            if whole and span.place != "memory":
                 end = min(end, start)
-            if at > first and (window is None or start < end):
+            if at > first and (whole or start < end):
                 explained.append(
                     m.ExplainedSpan(group, start, at, span.place, span.removal_reason, span.newest, span.oldest)
                 )

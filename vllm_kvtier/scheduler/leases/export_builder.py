@@ -110,9 +110,9 @@ class ExportBuilder:
         return table.checksums_ready[g]
 
     def _own(self, t: RequestState, g: int) -> int:
-        """Number of blocks of group ``g`` behind its window, which vLLM may have given to other requests."""
-        size, window = self._groups[g]
-        return 0 if window is None else max(0, t.request.num_computed_tokens - window + 1) // size
+        """Number of blocks of group ``g`` that vLLM has freed and may have given to other requests."""
+        group = self._groups[g]
+        return 0 if group.kind.whole_prefix else group.num_skipped_blocks(t.request.num_computed_tokens)
 
     def _due(self) -> list[ChecksumEntry]:
         """Deferred entries, once they are due, of blocks that have the same content still."""
@@ -213,14 +213,14 @@ class ExportBuilder:
             return None
         entries: list[ChecksumEntry] = []
         groups, held = [], []
-        for g, (size, window) in enumerate(self._groups):
+        for g, (size, cache_kind) in enumerate(self._groups):
             ids = list(block_ids[g])[: -(-tokens // size)]
-            if window is not None:
-                self._keep_window(request, g, window, ids, tokens)
+            if not cache_kind.whole_prefix:
+                self._keep_freed(request, g, ids, tokens)
             entries += self._entries(t, g, ids, 0, tokens // size)
             if tokens % size:
                 entries += self._tail_entry(t, g, ids, tokens)
-            groups.append(GroupBlocks(size, ids, window))
+            groups.append(GroupBlocks(size, ids, cache_kind))
             held += ids
         # The next step computes the checksums that are missing.
         self._pending += self._checksum_index.take_missing(entries, self.step + 1)
@@ -241,11 +241,11 @@ class ExportBuilder:
             deadline=time.monotonic() + seconds,
         )
 
-    def _keep_window(self, request: Any, g: int, window: int, ids: list[int], tokens: int) -> None:
-        """Add blocks that vLLM has just freed behind the next token's window, if its prefix cache still has them. A
-        reader needs them that continues from the last whole block, or computes a prompt's last token again."""
+    def _keep_freed(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
+        """Add blocks that vLLM has just freed, because the next token does not read them, if its prefix cache still has
+        them. A reader needs them that continues from the last whole block, or computes a prompt's last token again."""
         size = self._groups[g][0]
-        for position in range(max(0, (tokens - window) // size), tokens // size):
+        for position in range(self._groups[g].first_needed_block(tokens), tokens // size):
             if ids[position]:
                 break
             ids[position] = self._pool.cached_block(

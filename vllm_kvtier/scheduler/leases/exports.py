@@ -16,6 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from vllm_kvtier.cache_kinds import CacheKind
+from vllm_kvtier.cache_kinds.full_attention import FullAttention
+
 # Seconds that a reader may keep blocks of the prefix cache that our own requests need.
 PEER_FETCH_SECONDS = 2.0
 
@@ -42,15 +45,14 @@ class GroupBlocks:
 
     block_tokens: int
     ids: list[int]
-    window: int | None = None  # sliding-window groups keep only what the window still reaches
+    kind: CacheKind = FullAttention()  # noqa: RUF009  # immutable
 
     def cover(self, start: int, tokens: int) -> bool:
         """Whether every block a reader at length ``tokens`` needs from ``start`` on is here.
 
-        One token more than the window of the next token reaches: a reader of a whole prompt computes its last
-        token again.
+        Also one that computes the last of these tokens again.
         """
-        first = start if self.window is None else max(start, tokens - self.window)
+        first = max(start, self.kind.first_needed(tokens))
         low, high = first // self.block_tokens, -(-tokens // self.block_tokens)
         return high <= len(self.ids) and all(self.ids[low:high])
 
@@ -74,8 +76,8 @@ class Export:
     ended: bool = False
 
     def covers(self, start: int, tokens: int) -> bool:
-        """Whether all groups have what a reader at ``tokens`` needs; windows first, which refuse soonest."""
-        groups = sorted(self.groups, key=lambda group: group.window is None)
+        """Whether all groups have what a reader at ``tokens`` needs; those that it needs few blocks of first."""
+        groups = sorted(self.groups, key=lambda group: group.kind.whole_prefix)
         return all(group.cover(start, tokens) for group in groups)
 
 

@@ -6,10 +6,11 @@ While there are any, blocks get checksums for them, are found by key, and each c
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.store.client import StoreClient
@@ -24,16 +25,16 @@ class PeerDirectoryClient:
         self,
         checksum_index: ChecksumIndex,
         keys: Callable[[], ContentKeys],
-        groups: list[tuple[int, int | None]],
+        groups: Sequence[CacheGroup],
         hash_block_size: int,
         instance: str,
         wake: Callable[[], None],
     ):
-        """``groups``: (block tokens, window) a group; ``hash_block_size``: tokens a block hash covers. ``wake`` has
+        """``hash_block_size``: tokens a block hash covers. ``wake`` has
         vLLM's scheduler thread call :meth:`publish_changes` soon."""
         self._checksum_index, self._keys, self._instance, self._wake = checksum_index, keys, instance, wake
         # One group stands for a block of all: one that keeps whole prefixes, if there is any.
-        self._group = next((g for g, (_, window) in enumerate(groups) if window is None), 0)
+        self._group = next((g for g, (_, kind) in enumerate(groups) if kind.whole_prefix), 0)
         self._hash_blocks_per_block = groups[self._group][0] // hash_block_size
         self._client: StoreClient | None = None
         self._address: Address | None = None

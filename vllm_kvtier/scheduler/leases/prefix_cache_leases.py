@@ -102,27 +102,27 @@ class PrefixCacheLeases:
         step ``checksums_ready``."""
         rows: dict[int, tuple[GroupBlocks, list[int]]] = {}
         longest = len(block_hashes) - len(block_hashes) % self._align
-        # Groups of full attention first: a window is needed only where the prefix ends.
-        for g in sorted(range(len(self._groups)), key=lambda g: self._groups[g][1] is not None):
-            size, window = self._groups[g]
-            ids, made = self._row(block_hashes[:longest], lora_fingerprint, start, g, window is None, checksums_ready)
-            rows[g] = GroupBlocks(size, ids, window), made
-            if window is None:
+        # Groups with ``whole_prefix`` first: of the others, only what is needed where it ends.
+        for g in sorted(range(len(self._groups)), key=lambda g: not self._groups[g].kind.whole_prefix):
+            size, kind = self._groups[g]
+            whole = kind.whole_prefix
+            ids, made = self._row(block_hashes[:longest], lora_fingerprint, start, g, whole, checksums_ready)
+            rows[g] = GroupBlocks(size, ids, kind), made
+            if whole:
                 longest = min(longest, len(ids) * size // self._hash_block_size)
                 longest -= longest % self._align
         first = start // self._hash_block_size
         groups, steps = [rows[g][0] for g in range(len(rows))], [rows[g][1] for g in range(len(rows))]
-        windows = [group for group in groups if group.window is not None]  # the others are there up to ``longest``
-        while longest > first and not all(group.cover(start, longest * self._hash_block_size) for group in windows):
+        sparse = [group for group in groups if not group.kind.whole_prefix]  # the others are there up to ``longest``
+        while longest > first and not all(group.cover(start, longest * self._hash_block_size) for group in sparse):
             longest -= self._align
         tokens = max(longest, 0) * self._hash_block_size
         for group, made in zip(groups, steps, strict=True):
             last = tokens // group.block_tokens
             del group.ids[last:], made[last:]
-            if group.window is not None:  # not needed behind the window
-                behind = max(0, tokens - group.window) // group.block_tokens
-                group.ids[:behind] = [0] * min(behind, len(group.ids))
-                made[:behind] = [-1] * min(behind, len(made))
+            unneeded = min(group.kind.first_needed(tokens) // group.block_tokens, last)
+            group.ids[:unneeded] = [0] * unneeded
+            made[:unneeded] = [-1] * unneeded
         return tokens, groups, max((step for made in steps for step in made), default=-1)
 
     def _row(

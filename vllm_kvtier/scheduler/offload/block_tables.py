@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 
 LOT_BLOCKS = 16  # looking at a request costs the engine's thread as much for one block as for many
+
+BlockIds = tuple[list[int], ...]  # by group
 
 
 @dataclass(eq=False)
 class Table:
     """Block table of one request as vLLM handed it out: ids only ever get appended.
 
-    A windowed group's blocks behind the window are given up by vLLM and stay listed here.
+    Blocks that vLLM frees while the request runs (behind a window) stay listed here.
     """
 
     groups: Sequence[list[int]]
@@ -52,21 +55,22 @@ class Growth(NamedTuple):
 class BlockTables:
     def __init__(
         self,
-        groups: list[tuple[int, int | None]],
+        groups: Sequence[CacheGroup],
         hash_block_size: int,
         handed_out: Callable[[Iterable[int]], None],
         wanted: Callable[[RequestState], bool],
+        followed: Callable[[BlockIds], BlockIds] | None = None,
         lot: int = LOT_BLOCKS,
     ):
         """``hash_block_size``: tokens a block hash covers. ``handed_out`` is called with blocks that get new content;
-        ``wanted``: whether a request is to be followed. ``lot``: blocks that a request generates between two looks at
-        it, at most."""
+        ``wanted``: whether a request is to be followed. ``followed``: of blocks by vLLM's groups, those of ``groups``;
+        None: all are. ``lot``: blocks that a request generates between two looks at it, at most."""
         self._groups, self._hash_block_size = groups, hash_block_size
-        self._handed_out, self._wanted = handed_out, wanted
+        self._handed_out, self._wanted, self._followed = handed_out, wanted, followed
         self._smallest = math.gcd(*(size for size, _ in groups))
-        # Not so many that vLLM gives one up before: of the group with the smallest window.
-        windows = [(window - 2 * size) // self._smallest for size, window in groups if window is not None]
-        self._lot = max(1, min([lot, *windows]))
+        held = [(group.kind.held_tokens(), group.block_tokens) for group in groups]
+        windows = [(tokens - 2 * size) // self._smallest for tokens, size in held if tokens is not None]
+        self._lot = max(1, min([lot, *windows]))  # not so many that vLLM has freed one of them
         self._lots = 0  # requests that began to generate
         self._tables: dict[str, Table] = {}
         self._prompts: set[str] = set()  # requests whose prompt is not computed yet
@@ -125,7 +129,8 @@ class BlockTables:
         # Hashes may lag behind by a step: then the block is looked at again.
         full = min(computed, len(request.block_hashes) * self._hash_block_size) // self._smallest
         if computed < request.num_prompt_tokens:
-            return min((full + 1) * self._smallest, request.num_prompt_tokens)
+            prompt: int = request.num_prompt_tokens
+            return min((full + 1) * self._smallest, prompt)
         lot = 1 if self.hurried else self._lot
         if request_id in self._prompts:  # their first lots differ, so that requests of one step part
             self._prompts.discard(request_id)
@@ -145,6 +150,8 @@ class BlockTables:
         self._calendar.clear()
 
     def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: RequestState | None) -> None:
+        if self._followed is not None and blocks:
+            blocks = self._followed(blocks)
         for g, ids in enumerate(blocks):
             # From the block on that the next token goes to: after a pull of the whole prompt its last token is
             # computed again, into a full block whose checksum was right until then.
@@ -169,6 +176,8 @@ class BlockTables:
                 self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
             elif blocks:
                 table = self._tables.get(request_id)
+                if self._followed is not None:
+                    blocks = self._followed(blocks)
                 for g, ids in enumerate(blocks):
                     handed_out += ids
                     if table is not None:

@@ -12,13 +12,14 @@ and any engine of the namespace reads it.
 import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import force_setattr
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.protocol import HASH, MAX_FOLLOWED, MAX_LABEL, Changes
@@ -42,11 +43,11 @@ _decoder = msgspec.msgpack.Decoder(Label)
 
 
 class Events:
-    """``groups``: (block tokens, window) a group; ``hash_block_size``: tokens a block hash covers. ``wake`` has
-    vLLM's scheduler thread take what there is, if it is idle."""
+    """``hash_block_size``: tokens a block hash covers. ``wake`` has vLLM's scheduler thread take what there is, if it
+    is idle."""
 
     def __init__(
-        self, groups: list[tuple[int, int | None]], hash_block_size: int, reactor: Reactor, wake: Callable[[], None]
+        self, groups: Sequence[CacheGroup], hash_block_size: int, reactor: Reactor, wake: Callable[[], None]
     ):
         self._groups, self._hash_block_size, self._reactor, self._wake = groups, hash_block_size, reactor, wake
         self._client: StoreClient | None = None

@@ -236,15 +236,15 @@ class Offloader:
     def _positions(self, table: Table, g: int, full: int, leaving: bool) -> list[tuple[int, int]]:
         """(index, block) of a group's blocks to pin next; they count as offered.
 
-        While the request runs, and at its end, its own; later, and behind a window, those in which vLLM's prefix cache
-        has the content. Without it neither a block is stored, nor (but for windows) those after it.
+        While the request runs, and at its end, its own; later, and of those that vLLM has freed, the ones in which its
+        prefix cache has the content. Without it a block is not stored, nor are those after it if they need it.
         """
-        (size, window), hashes = self._groups[g], table.request.block_hashes
+        (size, kind), hashes = self._groups[g], table.request.block_hashes
         ended = not table.running and not leaving
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
         own, last = len(ids) if ended else 0, self._last(table, g, full)
-        if window is not None and not ended and not leaving:
-            own = self._still_held(table.request.num_computed_tokens, size, window)
+        if not (kind.whole_prefix or ended or leaving):
+            own = self._groups[g].first_own_block(table.request.num_computed_tokens)
         for i in range(table.offered[g], last):
             block = ids[i] if i >= own else 0
             if not block and self._verified() and table.request.lora_request is None:
@@ -255,7 +255,7 @@ class Offloader:
             if block:
                 found.append((i, block))
                 room -= 1
-            elif window is None:
+            elif kind.whole_prefix:
                 self._counters.count("stores_skipped", table.why or INFLIGHT_LIMIT, last - i)
                 table.offered[g] = last
                 break
@@ -265,27 +265,21 @@ class Offloader:
         return found
 
     def _follow_store(self, table: Table, leaving: bool) -> None:
-        """If another store serves now, offer all blocks again, but for those behind a window."""
+        """If another store serves now, offer all blocks again, but for those that vLLM has freed."""
         instance = self._store.instance
         if not instance or instance == table.instance:
             return
         if table.instance:
             table.offered, table.rewinds = [0] * len(self._groups), 0
         table.instance = instance
-        for g, (size, window) in enumerate(self._groups):
-            if window is None:
+        for g, group in enumerate(self._groups):
+            if group.kind.whole_prefix:
                 continue
             if leaving:
                 own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
             else:
-                own = self._still_held(table.request.num_computed_tokens, size, window)
+                own = group.first_own_block(table.request.num_computed_tokens)
             table.offered[g] = max(table.offered[g], own)
-
-    @staticmethod
-    def _still_held(before: int, size: int, window: int) -> int:
-        """A windowed group's first block that certainly belongs to the request in a step that begins at token
-        ``before``: vLLM has freed those behind the window, and another request may have them."""
-        return min(before // size, max(0, before - window + 1) // size + 1)
 
     def _batch(self, request: Any, lora_fingerprint: bytes) -> Batch:
         salt = getattr(request, "cache_salt", None)
@@ -380,8 +374,8 @@ class Offloader:
 
     def _rewind(self, table: Table) -> None:
         """Offer the prefix from its beginning, which the store lost."""
-        for g, (_, window) in enumerate(self._groups):
-            if window is None:
+        for g, (_, kind) in enumerate(self._groups):
+            if kind.whole_prefix:
                 table.offered[g] = 0
         table.due = 0
 

@@ -7,12 +7,13 @@ The offloader (``scheduler.offload.offloader``, scheduler's thread) collects blo
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.offload.block_tables import Table
@@ -91,7 +92,7 @@ class StoreJobs:
     def __init__(
         self,
         store: NodeStoreSource,
-        groups: list[tuple[int, int | None]],
+        groups: Sequence[CacheGroup],
         counters: Counters,
         reactor: Reactor,
         send: Callable[[m.StoreBlocks | m.CancelStores], None],
@@ -177,7 +178,7 @@ class StoreJobs:
                     refused[_REFUSALS.get(slot, MALFORMED)].append(item)
                     continue
                 item.slot = slot
-                if self._groups[item.group][1] is None:
+                if self._groups[item.group].kind.whole_prefix:
                     item.after = self._flying.get((item.namespace_id, item.group, item.parent))
                 self._flying[item.name] = item
                 granted[item.group].append(item)

@@ -21,12 +21,8 @@ class LoadOrRecompute:
         if hit.start > computed or now - t.hit_at > self._config.transfer_timeout:
             return 0
         prompt = t.request.num_tokens
-        tokens = min(hit.tokens, prompt)
-        if tokens == prompt and self._geometry.windowed:
-            # vLLM would compute the last token again, after it has given up the blocks that only this token's
-            # window reaches (``get_num_skipped_tokens`` is asked for the next token's).
-            tokens -= 1
-        if (tokens < prompt - 1 and not self._resumes) or not self._covers_windows(t, tokens):
+        tokens = self._geometry.usable_tokens(hit.tokens, prompt)
+        if (tokens < prompt - 1 and not self._resumes) or not self._has_needed(t, tokens):
             return 0
         gain = tokens - computed
         if hit.source.cost_key:
@@ -48,12 +44,14 @@ class LoadOrRecompute:
             self._counters.count("estimated_seconds", "compute", t.plan.compute_seconds)
         return load
 
-    def _covers_windows(self, t: RequestState, tokens: int) -> bool:
-        """Whether the hit has all blocks that the windows of the token after ``tokens`` reach."""
+    def _has_needed(self, t: RequestState, tokens: int) -> bool:
+        """Whether the hit has all blocks that the token after ``tokens`` tokens reads. Where a prefix needs all blocks,
+        ``KVSource.fits`` has seen to it."""
         hit = t.taken_hit
-        for ids, (size, window) in zip(hit.blocks, self._geometry.groups, strict=True):
-            if window is not None:
-                skipped, first = hit.start // size, max(0, tokens - window + 1) // size
-                if not all(ids[max(0, first - skipped) : -(-tokens // size) - skipped]):
+        for ids, group in zip(hit.blocks, self._geometry.groups, strict=True):
+            if not group.kind.whole_prefix:
+                before = hit.start // group.block_tokens
+                first = max(0, group.num_skipped_blocks(tokens) - before)
+                if not all(ids[first : group.num_blocks(tokens) - before]):
                     return False
         return True

@@ -31,13 +31,13 @@ def pull_job(
     most = t.hit.tokens
     hashes, lora_fingerprint = vr.block_hashes(t.request, most, hash_block_size), lora_fingerprint_of(t.request)
     pulls, t.entries = [], []
-    for g, (size, window) in enumerate(geometry.groups):
-        theirs = GroupBlocks(size, [0] * (t.hit.start // size) + t.hit.blocks[g], window)
+    for g, (size, kind) in enumerate(geometry.groups):
+        theirs = GroupBlocks(size, [0] * (t.hit.start // size) + t.hit.blocks[g], kind)
         rows = []
         for position in range(t.num_computed_tokens // size, -(-tokens // size)):
             local = block_ids[g][position] if position < len(block_ids[g]) else 0
             if not local:
-                continue  # outside a sliding window: vLLM gave no block
+                continue  # not needed: vLLM gave no block
             end = min((position + 1) * size, most)
             block_hash = (
                 hashes[end // hash_block_size - 1] if end % hash_block_size == 0 else tail_hash(t, end, hash_block_size)
@@ -106,7 +106,7 @@ def _whole_blocks(
         blocks = np.array(block_ids[g][first:last], np.int64)
         skipped = first - t.hit.start // size
         theirs = np.array(t.hit.blocks[g][skipped : skipped + len(blocks)], np.int64)
-        rows = np.flatnonzero(blocks)  # without what lies outside a sliding window
+        rows = np.flatnonzero(blocks)  # vLLM gave no block for what is not needed
         if len(rows):
             positions = first + rows
             t.positions[g] = positions

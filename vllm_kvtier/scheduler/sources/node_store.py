@@ -255,8 +255,8 @@ class NodeStoreSource(StoreSource):
             tokens % size
             or len(slots) != (tokens - pending.start) // size
             or max(slots, default=0) + shape.slot_pages > limit
-            or (window is None and not all(slots))
-            for (size, window), shape, slots in zip(self._info.groups, self.plan.shapes, found.slots, strict=True)
+            or (kind.whole_prefix and not all(slots))
+            for (size, kind), shape, slots in zip(self._info.groups, self.plan.shapes, found.slots, strict=True)
         ):
             self.opened_client.release(found.lease, session)
             if not limit:

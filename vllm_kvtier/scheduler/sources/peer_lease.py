@@ -83,10 +83,10 @@ class PeerLeaseSource(KVSource):
         groups = self._geometry.groups
         if not (start <= hit.start < hit.tokens <= max_tokens and len(hit.blocks) == len(groups)):
             return False
-        for ids, (size, window) in zip(hit.blocks, groups, strict=True):
+        for ids, (size, kind) in zip(hit.blocks, groups, strict=True):
             if len(ids) != -(-hit.tokens // size) - hit.start // size:
                 return False
-            if window is None and not all(ids):
+            if kind.whole_prefix and not all(ids):
                 return False  # vLLM would compute on a block that no rank reads into
         return True
 

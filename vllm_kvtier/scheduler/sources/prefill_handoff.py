@@ -52,7 +52,7 @@ class PrefillHandoffSource(PeerLeaseSource):
         if ranks is None:
             return None
         pairs = zip(early.blocks, self._geometry.groups, strict=True)
-        groups = [GroupBlocks(size, ids, window) for ids, (size, window) in pairs]
+        groups = [GroupBlocks(size, ids, kind) for ids, (size, kind) in pairs]
         if not all(group.cover(start, early.tokens) for group in groups):
             return None
         blocks = [group.ids[start // group.block_tokens :] for group in groups]

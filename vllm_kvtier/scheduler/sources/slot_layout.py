@@ -4,10 +4,11 @@ which codec, and the digest of all that they depend on beside their tokens. Engi
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.store.protocol import HASH, GroupShape
@@ -67,10 +68,10 @@ class SlotPlan:
     writers: list[set[int]] = field(default_factory=list)  # the ranks that write a part
     shapes: list[GroupShape] = field(default_factory=list)
 
-    def full_bytes(self, groups: list[tuple[int, int | None]], tokens: int) -> int:
-        """Bytes that one rank loads for so many tokens in groups of full attention, of (block tokens, window)."""
+    def full_bytes(self, groups: Sequence[CacheGroup], tokens: int) -> int:
+        """Bytes that one rank loads for so many tokens in groups with ``whole_prefix``."""
         sizes = zip(groups, self.part_bytes, strict=True)
-        return sum(tokens // size * nbytes for (size, window), nbytes in sizes if window is None)
+        return sum(tokens // size * nbytes for (size, kind), nbytes in sizes if kind.whole_prefix)
 
     def hit_bytes(self, slots: list[list[int]]) -> tuple[int, int]:
         """(bytes that one rank loads, bytes of KV that these become) of slots by group, 0 where there is none."""
@@ -85,12 +86,12 @@ def plan_slots(
     namespace: m.Namespace,
     described: dict[int, m.Described],
     codec: str | Mapping[str, str],
-    groups: list[tuple[int, int | None]],
+    groups: Sequence[CacheGroup],
     hash_block_size: int,
     release: str,
 ) -> SlotPlan:
-    """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``groups``: (block
-    tokens, window). ``hash_block_size``: tokens that a hash covers. ``release``: of vLLM; the next one may compute
+    """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``hash_block_size``:
+    tokens that a hash covers. ``release``: of vLLM; the next one may compute
     otherwise, and what is stored outlives engines. Raises ValueError for blocks that fit no slot."""
     ranks = [described[r] for r in sorted(described)]
     codecs = choice.by_group(codec, [rank.groups for rank in ranks])
@@ -99,7 +100,7 @@ def plan_slots(
     for rank, theirs in zip(ranks, layouts, strict=True):
         digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
     plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
-    for g, (size, window) in enumerate(groups):
+    for g, (size, kind) in enumerate(groups):
         parts: dict[Any, tuple[int, int]] = {}  # shards -> (bytes, the rank that writes them)
         logical: dict[Any, int] = {}
         for rank, theirs in zip(ranks, layouts, strict=True):
@@ -114,6 +115,6 @@ def plan_slots(
         plan.logical.append(sum(logical.values()))
         plan.writers.append({rank for _, rank in parts.values()})
         plan.shapes.append(
-            GroupShape(hash_blocks_per_block=size // hash_block_size, slot_pages=layout.pages, window=window)
+            GroupShape(size // hash_block_size, slot_pages=layout.pages, window=kind.window, kind=kind.stored_as)
         )
     return plan

@@ -150,7 +150,7 @@ class StoreSource(KVSource):
         """Discard a block whose checksum is wrong."""
 
     def load_bytes(self, tokens: int) -> int:
-        """Bytes that one rank loads for so many tokens in groups of full attention."""
+        """Bytes that one rank loads for so many tokens, see ``SlotPlan.full_bytes``."""
         return self.plan.full_bytes(self._info.groups, tokens)
 
     # -- before a request is matched ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A stored block, and the tree of a full-attention group's blocks by parent links.
+"""A stored block, and the tree of a group's blocks by parent links, if a prefix needs all of them.
 
 Children are a ring of siblings (``first`` of the parent, ``next``/``prev``), oldest first: a few words per block, much
 less than a set.
@@ -30,7 +30,7 @@ class BlockEntry:
     namespace: "NamespaceBlocks"
     group: int
     hash: bytes
-    parent_hash: bytes | None  # None: a first block, or one of a windowed group
+    parent_hash: bytes | None  # None: a first block, or one that needs no parent
     size: int  # pages
     client: int | None  # that reserved it; None: not being written
     tenant: bytes
@@ -162,16 +162,16 @@ class NamespaceBlocks:
         end = len(block_hashes) // HASH
         bases = [start // shape.hash_blocks_per_block for shape in self.shapes]  # the first block of each group
         rows: list[list[BlockEntry | None]] = [[] for _ in self.shapes]
+        sparse = [g for g, shape in enumerate(self.shapes) if not shape.cache_kind.whole_prefix]
         for g, shape in enumerate(self.shapes):
-            if shape.window is None:
+            if g not in sparse:
                 rows[g] = self._run(g, block_hashes, bases[g], end // shape.hash_blocks_per_block, limit)
                 end = min(end, (bases[g] + len(rows[g])) * shape.hash_blocks_per_block)
         end -= end % self.align
-        windowed = [g for g, shape in enumerate(self.shapes) if shape.window is not None]
-        for g in windowed:
+        for g in sparse:
             rows[g] = self.row(g, block_hashes, bases[g], end // self.shapes[g].hash_blocks_per_block)
-        while end > start:  # each iteration ends before the last block that is missing in a window
-            gap = min((self._gap(g, rows[g], start, end, limit) for g in windowed), default=end)
+        while end > start:  # each iteration ends before the last needed block that is missing
+            gap = min((self._gap(g, rows[g], start, end, limit) for g in sparse), default=end)
             if gap == end:
                 break
             end = gap - gap % self.align
@@ -196,7 +196,7 @@ class NamespaceBlocks:
         return found
 
     def _gap(self, group: int, row: list[BlockEntry | None], start: int, end: int, limit: int) -> int:
-        """Begin of the last missing block of the window before ``end``; ``end`` if none is missing."""
+        """Begin of the last missing block of those needed before ``end``; ``end`` if none is missing."""
         shape = self.shapes[group]
         base = start // shape.hash_blocks_per_block
         first = shape.first_block(self.hash_block_size, start, end)

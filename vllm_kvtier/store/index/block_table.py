@@ -112,7 +112,7 @@ class BlockTable:
                 self._pool.free(block.position)
                 continue
             shape, table = here.shapes[group], here.tables[group]
-            parent_hash = None if shape.window is not None or block.parent == ZERO else block.parent
+            parent_hash = block.parent if shape.cache_kind.whole_prefix and block.parent != ZERO else None
             parent = None if parent_hash is None else table.get(parent_hash)
             depth = shape.hash_blocks_per_block + (parent.depth if parent else 0)
             entry = BlockEntry(here, group, block_hash, parent_hash, shape.slot_pages, None, block.tenant, depth)
@@ -142,7 +142,7 @@ class BlockTable:
         return here
 
     def _touch(self, here: NamespaceBlocks, block_hashes: bytes, start: int, found: list[list[BlockEntry]]) -> int:
-        """Touch ``found`` and, before ``start``, all blocks of full attention and those in the windows."""
+        """Touch ``found`` and, before ``start``, the blocks that a prefix needs."""
         count, used = 0, list[BlockEntry]()
         for g, shape in enumerate(here.shapes):
             first = shape.first_block(here.hash_block_size, 0, start)

@@ -87,8 +87,8 @@ class Index(BlockTable):
     def lookup(self, client: int, namespace_id: bytes, block_hashes: bytes, start: int, pages_limit: int) -> Found:
         """Find and lease the longest usable prefix from hash block ``start``. Touches it and the blocks before it.
 
-        It ends where blocks of all groups end. Full-attention groups have all their blocks, windowed groups those that
-        tokens after it can see. Only slots that end at or below page ``pages_limit`` count.
+        It ends where blocks of all groups end. Each group has the blocks that its kind needs for such a prefix. Only
+        slots that end at or below page ``pages_limit`` count.
         """
         total = len(block_hashes) // HASH
         if len(block_hashes) % HASH or start > total:
@@ -174,8 +174,9 @@ class Index(BlockTable):
     ) -> list[int]:
         """Reserve a slot (> 0) per item, or EXISTS, NO_ROOM, NO_PARENT_STORED. Items of a group: parents first.
 
-        groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Blocks of windowed
-        groups need no parent. Slots end at or below page ``pages_limit``. ``forever``: as in ``lease_blocks``.
+        groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Blocks of groups
+        without ``whole_prefix`` need no parent. Slots end at or below page ``pages_limit``. ``forever``: as in
+        ``lease_blocks``.
         """
         self.tick()
         known = self._lease_table.known(client)
@@ -190,6 +191,7 @@ class Index(BlockTable):
         self._now += 1
         answer = [EXISTS] * count
         wanted: dict[int, list[tuple[int, BlockEntry]]] = {}  # by slot size
+        linked = [shape.cache_kind.whole_prefix for shape in here.shapes]
         for i, group in enumerate(groups):
             at = i * HASH
             block_hash = hashes[at : at + HASH]
@@ -199,7 +201,7 @@ class Index(BlockTable):
             parent_hash: bytes | None = parents[at : at + HASH]
             before = table.get(parent_hash) if parent_hash and parent_hash != ZERO else None
             parent = None
-            if shape.window is not None or parent_hash == ZERO:
+            if not linked[group] or parent_hash == ZERO:
                 parent_hash = None
             elif before is None:
                 answer[i] = NO_PARENT_STORED

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import force_setattr
 
+from vllm_kvtier import cache_kinds
+from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
 HASH = 16  # bytes of a block hash; also of a namespace id and, at most, of a tenant
@@ -27,15 +30,23 @@ class GroupShape(msgspec.Struct, frozen=True):
 
     hash_blocks_per_block: HashBlocks
     slot_pages: Annotated[int, msgspec.Meta(ge=1, le=PIECE // PAGE)]  # 4 KiB pages per block, all its parts
-    window: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None = None  # attention window in tokens; None: full
+    window: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None = None  # tokens of the kind's window, if it has one
+    kind: Annotated[str, msgspec.Meta(max_length=64)] = "full"  # ``CacheKind.stored_as``
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown kind."""
+        if self.window is not None and self.kind == "full":  # in journals from before there were more kinds
+            force_setattr(self, "kind", "sliding")
+        cache_kinds.get(self.kind, self.window)
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        return cache_kinds.get(self.kind, self.window)
 
     def first_block(self, hash_block_size: int, start: int, end: int) -> int:
-        """The first block from hash block ``start`` on that a token after hash block ``end`` can see."""
-        first = start // self.hash_blocks_per_block
-        if self.window is None:
-            return first
-        seen = max(0, end * hash_block_size - self.window)
-        return max(first, seen // (self.hash_blocks_per_block * hash_block_size))
+        """The first block from hash block ``start`` on that a reader of the tokens before hash block ``end`` needs."""
+        needed = self.cache_kind.first_needed(end * hash_block_size) // hash_block_size
+        return max(start, needed) // self.hash_blocks_per_block
 
 
 @dataclass(slots=True)
@@ -44,7 +55,7 @@ class Found:
 
     lease: int
     num_hash_blocks: int  # hash blocks [start, num_hash_blocks) are in memory
-    # [group][j]: slot of block start // groups[g].hash_blocks_per_block + j; 0 if a window does not need it
+    # [group][j]: slot of block start // groups[g].hash_blocks_per_block + j; 0 if the prefix does not need it
     slots: list[list[int]]
 
 

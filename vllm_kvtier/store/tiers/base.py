@@ -22,7 +22,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     namespace_id: bytes
     group: int
     hash: bytes
-    parent: bytes  # index.types.ZERO: a first block, or one of a windowed group
+    parent: bytes  # index.types.ZERO: a first block, or one that needs no parent
     tenant: bytes
     slot: int  # its first 4 KiB page in the pool
     pages: int
@@ -56,7 +56,7 @@ class Want:
 
 @dataclass(slots=True, eq=False)
 class Find:
-    """A tier's result for a Want: hash blocks [want.start, num_hash_blocks) of all groups, as far as their windows
+    """A tier's result for a Want: hash blocks [want.start, num_hash_blocks) of all groups, as far as a prefix
     reach.
 
     ``num_hash_blocks == want.start``: nothing. A tier that can keeps the blocks until ``release`` or its own deadline.

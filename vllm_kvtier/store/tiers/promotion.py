@@ -359,7 +359,7 @@ def _blocks(find: Find) -> list[Block]:
     for end, group in ends:
         shape = want.shapes[group]
         before = (end - shape.hash_blocks_per_block) * HASH
-        parent = want.block_hashes[before - HASH : before] if before and shape.window is None else ZERO
+        parent = want.block_hashes[before - HASH : before] if before and shape.cache_kind.whole_prefix else ZERO
         name = want.block_hashes[(end - 1) * HASH : end * HASH]
         blocks.append(Block(want.namespace_id, group, name, parent, b"", 0, shape.slot_pages, end))
     return blocks

@@ -1,7 +1,7 @@
 """vLLM's GPU block pool: pins, frees and looks up blocks. On the scheduler thread only: the pool has no lock."""
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -10,8 +10,9 @@ from vllm_kvtier.containment import Containment
 
 
 class BlockPool:
-    def __init__(self, pool: Any):
-        self._pool = pool
+    def __init__(self, pool: Any, group_ids: Sequence[int] | None = None):
+        """``group_ids``: of vLLM, by this package's groups; None: they are the same (``layout.groups``)."""
+        self._pool, self._group_ids = pool, group_ids
         self.hash_block_size: int = pool.hash_block_size
         self.num_blocks: int = pool.num_gpu_blocks
         self.free_count: Callable[[], int] = pool.get_num_free_blocks
@@ -37,7 +38,11 @@ class BlockPool:
 
     def holds(self, block: int, block_hash: bytes, group: int) -> bool:
         """Whether the prefix cache has this content of a group in this block."""
-        return self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(block_hash), group)
+        name = make_block_hash_with_group_id(BlockHash(block_hash), self._id(group))
+        return bool(self._pool.blocks[block].block_hash == name)
+
+    def _id(self, group: int) -> int:
+        return group if self._group_ids is None else self._group_ids[group]
 
     def free(self, ids: list[int]) -> None:
         """Release the references; vLLM evicts the end of a sequence before its beginning."""
@@ -66,7 +71,7 @@ class BlockPool:
 
     def cached_block(self, block_hash: bytes, group: int) -> int:
         """A block of this group that holds this content, in use or free; 0 if the prefix cache has none."""
-        found = self._pool.get_cached_block(block_hash, [group])
+        found = self._pool.get_cached_block(block_hash, [self._id(group)])
         return found[0].block_id if found else 0
 
     def evict(self, hashes: Iterable[bytes], group: int) -> None:
@@ -82,6 +87,7 @@ class BlockPool:
         """As ``cached_tokens``, with few lookups; too many tokens if a block in between was evicted."""
         if not groups:
             return 0
+        groups = [self._id(group) for group in groups]
         return hash_block_size * bisect.bisect_left(
             block_hashes, True, key=lambda h: self._pool.get_cached_block(h, groups) is None
         )
@@ -91,6 +97,7 @@ class BlockPool:
         any)."""
         if not groups:
             return 0
+        groups = [self._id(group) for group in groups]
         for i, block_hash in enumerate(block_hashes):
             if self._pool.get_cached_block(block_hash, groups) is None:
                 return i * hash_block_size

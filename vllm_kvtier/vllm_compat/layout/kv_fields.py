@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvtier import cache_kinds
+from vllm_kvtier.cache_kinds import Contents
 from vllm_kvtier.vllm_compat.probe.features import granted, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.geometry import Field
@@ -21,8 +23,6 @@ ATTENTION = frozenset(
 MLA = frozenset(
     {"CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TOKENSPEED_MLA", "TRITON_MLA"}
 )
-# By exact name, as in ``vllm_compat.layout.kv_layout``: a subclass may have another meaning.
-_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -38,15 +38,17 @@ def token_fields(tensor: torch.Tensor, spec: Any, backend: str, module: Any) -> 
         return ()
     if any(value(spec, f"AttentionSpec.{name}") is not None for name in ("state_content_bytes", "num_head_slots")):
         return ()
-    kind = type(spec).__name__
+    name = type(spec).__name__
+    kind = cache_kinds.of_spec(name)
+    contents = kind.specs[name] if kind is not None else Contents.OPAQUE
     if value(spec, "AttentionSpec.tokens_per_state") != 1:
         return ()
-    if kind == "MLAAttentionSpec" and value(spec, "MLAAttentionSpec.compress_ratio") != 1:
+    if contents is Contents.LATENT and value(spec, "MLAAttentionSpec.compress_ratio") != 1:
         return ()
-    if backend in ATTENTION and kind in _ATTENTION_SPECS:
+    if backend in ATTENTION and contents is Contents.KV:
         size = spec.head_size
         return (Field("k", size), Field("v", getattr(spec, "head_size_v", None) or size))
-    if backend in MLA and kind == "MLAAttentionSpec":
+    if backend in MLA and contents is Contents.LATENT:
         latent, rope = (getattr(module, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         if isinstance(latent, int) and isinstance(rope, int) and latent > 0 <= rope:
             return (Field("latent", latent), Field("rope", rope)) if rope else (Field("latent", latent),)

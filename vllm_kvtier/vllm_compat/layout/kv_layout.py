@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout
+from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -29,16 +31,6 @@ from vllm_kvtier.worker.cache_view import NUMBER, CacheView, CpuPageKey
 # Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not listed: sparse MLA,
 # indexers and NVFP4, with scales at the end of a page; ROCm, which shuffles pages under the same names.
 _TOKEN_ADDRESSED = (ATTENTION | MLA) - {"CPU_ATTN"}
-
-# By exact class name: an unknown subclass may give the same bytes another meaning.
-_KINDS = {
-    "FullAttentionSpec": "full",
-    "TQFullAttentionSpec": "full",
-    "MLAAttentionSpec": "mla",
-    "SlidingWindowSpec": "sliding",
-    "SlidingWindowMLASpec": "sliding_mla",
-    "ChunkedLocalAttentionSpec": "chunked",
-}
 
 # Fields of these specs and of their groups in vLLM 0.25.1 to 0.33. The meaning of another field is unknown unless it
 # has its default.
@@ -80,8 +72,8 @@ def cache_view(
 
     ``kv_caches``: layer name -> tensor as handed to ``register_kv_caches``; ``kv_cache_config``: the
     connector's KVCacheConfig; ``vllm_config``: the VllmConfig, asked for each layer's attention backend.
-    Groups keep their index in ``kv_cache_config.kv_cache_groups``. Layers that share another layer's
-    cache are counted once.
+    Groups are numbered as in ``layout.groups``; the caches of those that it leaves out are not described. Layers that
+    share another layer's cache are counted once.
 
     Raises UnsupportedLayout for caches that cannot be copied page by page between engines.
     """
@@ -89,12 +81,16 @@ def cache_view(
     old = any(hasattr(t, "shared_by") for t in kv_cache_config.kv_cache_tensors)
     groups, storages, known = [], [], set()
     cpu_page_layouts: dict[CpuPageKey, torch.Tensor] = {}
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+    ids = followed(kv_cache_config)
+    others = {layer for g, group in enumerate(kv_cache_config.kv_cache_groups) if g not in ids
+              for layer in group.layer_names}  # fmt: skip
+    for number, g in enumerate(ids):
+        group = kv_cache_config.kv_cache_groups[g]
         regions: list[Region] = []
         seen: set[tuple] = set()
-        kinds: set[tuple[str, int | None]] = set()
+        kinds: set[CacheKind] = set()
         for name in group.layer_names:
-            spec = _layer_spec(group.kv_cache_spec, name)
+            spec = layer_spec(group, name)
             kinds.add(_kind(spec, group, name))
             _refuse_new_fields(spec, name)
             _refuse_new_fields(group, name)
@@ -112,12 +108,12 @@ def cache_view(
             regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config, cpu_page_layouts)
         if not regions:
             raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
-        if len(kinds) > 1 and any(window is not None for _, window in kinds):
-            raise UnsupportedLayout(f"the layers of KV cache group {number} have different windows: {kinds}")
-        kind, window = min(kinds)  # "full" where a group holds full attention and MLA
+        kind = common_kind(kinds)
         block_tokens = group.kv_cache_spec.block_size
-        groups.append(GroupView(number, block_tokens, kind, window, tuple(regions)))
+        groups.append(GroupView(number, block_tokens, kind.name, kind.window, tuple(regions)))
     for name, tensor in kv_caches.items():
+        if name in others:
+            continue
         tensors = [tensor] if isinstance(tensor, torch.Tensor) else tensor
         if any((t.data_ptr(), tuple(t.shape), t.stride()) not in known for t in tensors):
             raise UnsupportedLayout(f"layer {name} has a KV cache that belongs to no KV cache group")
@@ -134,44 +130,14 @@ def refuse_parallelism(vllm_config: Any) -> None:
             )
 
 
-def _layer_spec(spec: Any, layer: str) -> Any:
-    """The layer's own spec: groups of one type but different sizes have one for each layer."""
-    return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
-
-
-def group_kind(spec: Any) -> tuple[str, int | None]:
-    """As ``attention_kind``, of a KV cache group; "full" where a group holds full attention and MLA."""
-    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
-    return min({attention_kind(each) for each in layers})
-
-
-def attention_kind(spec: Any) -> tuple[str, int | None]:
-    """(kind of attention, window) of a layer's cache. A FullAttentionSpec of a layer with a window has the window, but
-    vLLM keeps its blocks like those of full attention.
-
-    Raises UnsupportedLayout for caches that are not KV of single tokens.
-    """
-    name = type(spec).__name__
-    kind = _KINDS.get(name)
-    if kind is None:
-        what = "recurrent state" if name == "MambaSpec" else name.removesuffix("Spec")
-        raise UnsupportedLayout(f"{what} is not KV of single tokens")
-    if kind == "chunked":
-        return kind, spec.attention_chunk_size
-    return kind, spec.sliding_window if kind.startswith("sliding") else None
-
-
-def _kind(spec: Any, group: Any, layer: str) -> tuple[str, int | None]:
+def _kind(spec: Any, group: Any, layer: str) -> CacheKind:
     try:
-        kind, window = attention_kind(spec)
+        kind = cache_kind(spec)
     except UnsupportedLayout as error:
         raise UnsupportedLayout(f"layer {layer} is not supported ({error}): requests run without pulls") from None
-    name = type(spec).__name__
-    if value(group, "KVCacheGroupSpec.host_resident") or not value(group, "KVCacheGroupSpec.enable_kv_transfer"):
-        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps out of transfers")
-    if name == "SlidingWindowMLASpec" and value(spec, "SlidingWindowMLASpec.bounded_replay"):
-        raise UnsupportedLayout(f"layer {layer} is rebuilt by replay and not addressed by block hashes")
-    return kind, window
+    if value(group, "KVCacheGroupSpec.host_resident"):
+        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps in host memory")
+    return kind
 
 
 def _refuse_new_fields(owner: Any, layer: str) -> None:

@@ -182,10 +182,12 @@ ROWS: tuple[Row, ...] = (
         trial=trials.cache_tensors, tries="fields", tried=(f"{_CACHE}:KVCacheTensor.shared_by",),
     ),
     Row(
-        "groups kept out of transfers", Feature.ALL, "vLLM names the groups that are not to be moved", Side.BOTH,
+        "groups kept out of transfers", Feature.ALL, "vLLM names the groups that are not to be moved, or not kept",
+        Side.BOTH,
         optional={
             f"{_CACHE}:KVCacheGroupSpec.host_resident": Absence(False, since=(0, 30, 0)),
             f"{_CACHE}:KVCacheGroupSpec.enable_kv_transfer": Absence(True, since=(0, 29, 0)),
+            f"{_CACHE}:KVCacheSpec.prefix_cacheable": Absence(True, since=(0, 32, 0)),
             f"{_CACHE}:SlidingWindowMLASpec.bounded_replay": Absence(False, since=(0, 31, 0)),
         },
     ),

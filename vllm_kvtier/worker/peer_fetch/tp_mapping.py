@@ -159,8 +159,7 @@ def _same_group(mine: GroupView, info: RankInfo) -> tuple[GroupView, HeadRange]:
         if group.block_tokens != mine.block_tokens:
             raise KVTierError(f"block size {mine.block_tokens} here, {group.block_tokens} there in {where}")
         if (group.kind, group.window) != (mine.kind, mine.window):
-            here, there = (f"{g.kind} attention, window {g.window or 'none'}" for g in (mine, group))
-            raise KVTierError(f"{here} here, {there} there in {where}")
+            raise KVTierError(f"{mine.in_words()} here, {group.in_words()} there in {where}")
         names = [(r.layer, r.first_token) for r in group.regions]
         if len(set(names)) != len(names):
             raise KVTierError(f"two parts of {where} on rank {info.rank} have the same name")

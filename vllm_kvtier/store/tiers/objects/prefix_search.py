@@ -1,12 +1,12 @@
 """Finds the end of a prefix in an object store with few requests.
 
-A request asks for one object and takes tens of milliseconds; many run in parallel. Blocks of full-attention groups are
-written from the first on, so the stored blocks of a prefix are assumed to be contiguous. The search asks many positions
-per round: two rounds for 60 blocks, three for 1000, four for 18000. A read finds blocks that are missing after all
-(objects expire).
+A request asks for one object and takes tens of milliseconds; many run in parallel. If a prefix needs all blocks of a
+group, they are written from the first on, and the stored ones are assumed to be contiguous. The search asks many
+positions per round: two rounds for 60 blocks, three for 1000, four for 18000. A read finds blocks that are missing
+after all (objects expire).
 
-A windowed group needs the blocks that tokens after the end can see. The search asks for a sample of each window. If a
-block is missing, the end moves before it, a bounded number of times.
+Of other groups a prefix needs the blocks near its end. The search asks for a sample of them. If a block is missing, the
+end moves before it, a bounded number of times.
 """
 
 import math
@@ -18,9 +18,9 @@ from vllm_kvtier.store.protocol import GroupShape
 
 FIRST_ROUND_REQUESTS = 4  # requests of the first round; few, because most searches find nothing and end with it
 ROUND_REQUESTS = 16  # requests of a later round
-WINDOW_SAMPLES = 8  # blocks per window
+WINDOW_SAMPLES = 8  # blocks per window or chunk
 EARLIER_ENDS = 8  # earlier ends that are asked for in the same round
-MAX_ROUNDS = 8  # for windowed groups
+MAX_ROUNDS = 8  # for groups that need blocks near the end only
 
 Name = tuple[int, bytes]  # group, hash of a block
 
@@ -53,13 +53,13 @@ def search(prefix: Prefix, known: Callable[[Name], bool | None]) -> Rounds:
     if not prefix.groups:
         return prefix.start
     step = prefix.step
-    full = [g for g, shape in enumerate(prefix.groups) if shape.window is None]
-    windowed = [g for g, shape in enumerate(prefix.groups) if shape.window is not None]
+    full = [g for g, shape in enumerate(prefix.groups) if shape.cache_kind.whole_prefix]
+    sparse = [g for g, shape in enumerate(prefix.groups) if not shape.cache_kind.whole_prefix]
     end = prefix.start + (len(prefix.hashes) // HASH - prefix.start) // step * step
     if full and end > prefix.start:
         end = yield from _beginning(prefix, full, end, known)
-    if windowed and end > prefix.start:
-        end = yield from _before_gaps(prefix, windowed, end, known)
+    if sparse and end > prefix.start:
+        end = yield from _before_gaps(prefix, sparse, end, known)
     return end
 
 
@@ -120,7 +120,7 @@ def _before_gaps(prefix: Prefix, groups: list[int], end: int, known: Callable[[N
 
 
 def _sample(prefix: Prefix, group: int, end: int) -> list[int]:
-    """Ends of a sample of the blocks that a token after ``end`` can see: the first, the last, and some between."""
+    """Ends of a sample of the blocks that a prefix up to ``end`` needs: the first, the last, and some between."""
     shape = prefix.groups[group]
     first = shape.first_block(prefix.hash_block_size, prefix.start, end)
     ends = range((first + 1) * shape.hash_blocks_per_block, end + 1, shape.hash_blocks_per_block)

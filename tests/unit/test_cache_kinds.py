@@ -1,0 +1,84 @@
+"""Kinds of KV cache groups: against vLLM's own managers, and against what each kind of attention reads."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cache_groups import needs
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import single_type_kv_cache_manager as managers
+
+import vllm_kvtier
+from vllm_kvtier import cache_kinds
+from vllm_kvtier.cache_kinds import KINDS, CacheGroup
+
+PACKAGE = Path(vllm_kvtier.__file__).parent
+MANAGERS = {
+    "full": managers.FullAttentionManager,
+    "sliding": managers.SlidingWindowManager,
+    "chunked": managers.ChunkedLocalAttentionManager,
+}
+WINDOWS = (1, 5, 8, 16)
+ALL = [kind(window) for kind in KINDS.values() for window in (WINDOWS if kind.window_field else (None,))]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.in_words())
+def test_cache_kind_skips_what_vllm_skips(kind):
+    theirs = MANAGERS[kind.stored_as].get_num_skipped_tokens
+    manager = SimpleNamespace(extra_retained_tokens=0, **({kind.window_field: kind.window} if kind.window else {}))
+    assert [kind.num_skipped_tokens(n) for n in range(70)] == [theirs(manager, n) for n in range(70)]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.in_words())
+def test_cache_kind_needs_what_attention_reads(kind):
+    for tokens in range(1, 70):
+        read = [token for token in range(tokens) if needs(kind, tokens, token)]
+        assert read == list(range(kind.first_needed(tokens), tokens))
+        assert kind.first_needed(tokens) <= kind.num_skipped_tokens(tokens), "what it loads suffices to go on"
+        assert kind.whole_prefix <= (kind.first_needed(tokens) == 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.whole_prefix], ids=lambda kind: kind.in_words())
+def test_cache_group_own_blocks_are_those_vllm_did_not_free(kind):
+    group = CacheGroup(4, kind)
+    for computed in range(70):
+        own = group.first_own_block(computed)
+        assert group.num_skipped_blocks(computed) <= own or own == computed // 4
+        assert own <= computed // 4, "the block that the step fills is the request's own"
+
+
+def test_cache_kind_of_whole_prefix_only_is_computed_again_in_place():
+    assert [kind.usable_tokens(9, 9) for kind in ALL] == [9 if kind.whole_prefix else 8 for kind in ALL]
+    assert {kind.usable_tokens(5, 9) for kind in ALL} == {5}
+
+
+def test_cache_kinds_are_found_by_specification_and_layer_type():
+    specs = [spec for kind in KINDS.values() for spec in kind.specs]
+    assert len(set(specs)) == len(specs) and all(cache_kinds.of_spec(spec).specs[spec] for spec in specs)
+    assert all(hasattr(kv_cache_interface, spec) for spec in specs if spec != "TQFullAttentionSpec"), "vLLM's names"
+    assert cache_kinds.of_spec("MambaSpec") is None and cache_kinds.of_layer_type("mamba") is None
+    assert cache_kinds.of_layer_type("chunked_attention") is KINDS["chunked"]
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("ring", None), ("full", 9), ("sliding", None), ("chunked", None), ("mla", 1)]
+)
+def test_cache_kind_unknown_or_with_wrong_window_raises(name, window):
+    with pytest.raises(ValueError, match=name):
+        cache_kinds.get(name, window)
+
+
+def test_cache_kinds_only_are_asked_what_they_are():
+    """No other module looks for a window or compares the name of a kind."""
+    names = "|".join(KINDS)
+    words = re.compile(rf"\bwindow is (not )?None|[!=]= *[\"']({names})[\"']|[\"']({names})[\"'] (not )?in ")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "cache_kinds"
+        for line in path.read_text("utf-8").splitlines()
+        if words.search(line)
+    ]
+    old = 'if self.window is not None and self.kind == "full":  # in journals from before there were more kinds'
+    assert found == [f"store/index/types.py: {old}"]

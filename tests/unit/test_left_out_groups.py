@@ -1,0 +1,70 @@
+"""Groups that vLLM keeps no prefixes of: our group 0 is vLLM's group 1, on each way between the two."""
+
+from types import SimpleNamespace
+
+from cache_groups import cache_groups
+from support import FakePool, make_request, step_output
+
+from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex
+from vllm_kvtier.scheduler.offload.block_tables import BlockTables
+from vllm_kvtier.scheduler.peer_access import PeerAccess
+from vllm_kvtier.telemetry.events import PLACES, Label, Removed, Stored
+from vllm_kvtier.vllm_compat import kv_events
+from vllm_kvtier.vllm_compat.engine_info import EngineInfo
+from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+
+SIZE = 4
+HASHES = [bytes([i]) * 32 for i in range(1, 4)]
+
+
+def info(**fields):
+    given = dict.fromkeys(EngineInfo.__dataclass_fields__)
+    return EngineInfo(**{**given, "group_ids": [1], "num_groups": 2, "groups": cache_groups([(SIZE, None)]), **fields})
+
+
+def test_block_pool_asks_for_groups_by_the_ids_of_vllm():
+    fake = FakePool(8, SIZE)
+    pool = BlockPool(fake, [1])
+    for block, block_hash in enumerate(HASHES, 3):
+        fake.cached[block_hash, 1] = block
+    assert pool.cached_block(HASHES[0], 0) == 3 and BlockPool(fake).cached_block(HASHES[0], 0) == 0
+    assert pool.cached_tokens(HASHES, [0], SIZE) == pool.cached_about(HASHES, [0], SIZE) == 3 * SIZE
+    assert BlockPool(fake).cached_tokens(HASHES, [0], SIZE) == 0
+
+
+def test_block_tables_follow_our_groups_and_forget_checksums_of_all():
+    """A block that a ring got has no checksum of earlier content any more."""
+    index = ChecksumIndex([SIZE])
+    side = SimpleNamespace(_info=info(), _checksum_index=index)
+    tables = BlockTables(
+        side._info.groups, SIZE, index.forget, lambda t: True,
+        lambda ids: KVTierConnectorScheduler._followed(side, ids),
+    )  # fmt: skip
+    for block in (5, 6, 7):
+        index.mark(ChecksumEntry(0, block, 100 + block, SIZE), 1)
+    request = make_request("r", list(range(2 * SIZE)), SIZE)
+    tracked = SimpleNamespace(request=request)
+    tables.begin_step(step_output({"r": SIZE}, new=[("r", ([5], [1, 2]), 0)]), {"r": tracked}.get)
+    assert not index.knows(5) and index.knows(6)
+    request.num_computed_tokens = SIZE
+    tables.begin_step(step_output({"r": SIZE}, cached=[("r", ([6], [3]), SIZE, False)]), {"r": tracked}.get)
+    assert not index.knows(6) and index.knows(7)
+    assert tables.forget("r").groups == [[1, 2, 3]]
+
+
+def test_events_name_the_groups_of_vllm():
+    label = Label(HASHES[0], b"", b"\0" * 4 * SIZE)
+    groups = [(1, "full_attention", None)]
+    stored, removed = kv_events.vllm_events(
+        [Stored(0, PLACES[0], [label]), Removed(0, PLACES[0], HASHES[:1])], groups
+    )
+    assert stored.group_idx == removed.group_idx == 1
+
+
+def test_peer_access_of_an_engine_without_pulls_is_refused_from_the_start():
+    engine = EngineContext(None, info(unsupported_pulls="rings do not travel"), None, None, None, None, None)
+    server = SimpleNamespace(unusable="the engine is still starting")
+    access = PeerAccess(engine, server, None, None, None)
+    assert access.closed and access.hello() is None and server.unusable == "rings do not travel"

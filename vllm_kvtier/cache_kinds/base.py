@@ -1,0 +1,93 @@
+"""The contract of a kind of KV cache groups."""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+
+class Contents(enum.Enum):
+    """What a cell of a cache holds, if the cache is not quantized: codecs encode cells of known contents only."""
+
+    KV = "K, then V"
+    LATENT = "MLA's latent, then its rotary part"
+    OPAQUE = "bytes of unknown meaning"
+
+
+@dataclass(frozen=True)
+class CacheKind(ABC):
+    """One kind, with its ``window`` in tokens if it has one (see ``window_field``). Positions and lengths are tokens
+    of a request. A group's blocks are of one size; block i of a request holds tokens [i * size, (i + 1) * size)."""
+
+    window: int | None = None
+
+    # In options, messages and digests of layouts.
+    name: ClassVar[str]
+    # The kind by whose rules a store looks its blocks up: one without names that only differ in what bytes mean.
+    stored_as: ClassVar[str]
+    # The classes of vLLM's specification. By exact name: a subclass may give the same bytes another meaning.
+    specs: ClassVar[Mapping[str, Contents]]
+    # The names of such layers in a model's configuration.
+    layer_types: ClassVar[tuple[str, ...]] = ()
+    # The field of ``window`` in the specification, which is also its name in a model's configuration; "": no window.
+    window_field: ClassVar[str] = ""
+    # Whether a prefix needs every block from its first token on. Such blocks are stored behind their parents only, and
+    # a lookup ends at the first that is missing.
+    whole_prefix: ClassVar[bool]
+    # Whether tensor parallelism divides a block's heads over ranks. False: every rank has all of it.
+    per_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if (self.window is None) == bool(self.window_field):
+            raise ValueError(f"{self.name} attention with a window of {self.window} tokens")
+
+    @abstractmethod
+    def num_skipped_tokens(self, computed: int) -> int:
+        """vLLM's ``get_num_skipped_tokens``: with ``computed`` tokens computed, vLLM has freed the blocks that end at
+        or before this position, and no later token reads them."""
+
+    def held_tokens(self) -> int | None:
+        """How many of the last computed tokens vLLM certainly holds the blocks of; None: all."""
+        return None
+
+    def first_needed(self, tokens: int) -> int:
+        """The first position that a reader of ``tokens`` tokens needs; it may compute the last of them again."""
+        return self.num_skipped_tokens(max(0, tokens - 1))
+
+    def usable_tokens(self, tokens: int, prompt: int) -> int:
+        """How many of ``tokens`` tokens that are at hand vLLM can take for a prompt of ``prompt`` tokens. It computes
+        at least the last one."""
+        return min(tokens, prompt - 1)
+
+    def in_words(self) -> str:
+        return in_words(self.name, self.window)
+
+
+def in_words(kind: str, window: int | None) -> str:
+    """Of any name and window: another process may have sent them."""
+    return f"{kind} attention" + ("" if window is None else f" over {window}")
+
+
+class CacheGroup(NamedTuple):
+    """A KV cache group: tokens of a block, and the kind."""
+
+    block_tokens: int
+    kind: CacheKind
+
+    def num_blocks(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def num_skipped_blocks(self, computed: int) -> int:
+        """Blocks that vLLM has freed; see ``CacheKind.num_skipped_tokens``."""
+        return self.kind.num_skipped_tokens(computed) // self.block_tokens
+
+    def first_needed_block(self, tokens: int) -> int:
+        """See ``CacheKind.first_needed``."""
+        return self.kind.first_needed(tokens) // self.block_tokens
+
+    def first_own_block(self, computed: int) -> int:
+        """The first block that certainly belongs to a request in a step that begins at token ``computed``: another
+        request may have those that vLLM freed. Only for groups without ``whole_prefix``: of others it frees none."""
+        return min(computed // self.block_tokens, self.num_skipped_blocks(computed) + 1)
