@@ -36,6 +36,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 import vllm_kvtier
 from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.scheduler.offload.block_tables import LOT_BLOCKS
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker import connector_worker
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -51,11 +52,11 @@ VERBOSE = bool(os.environ.get("KVTIER_DECODE_CALLS"))
 
 # A step in which no block fills and no copy runs, whatever the number of requests; other threads do nothing.
 NO_BLOCK_FILLS = {
-    ("engine", "other"): 6,  # SchedulerLock, around vLLM's schedule and update_from_output
-    ("engine", "build_connector_meta"): 68,
+    ("engine", "other"): 2,  # SchedulerLock, around vLLM's schedule and update_from_output
+    ("engine", "build_connector_meta"): 20,
     ("engine", "update_connector_output"): 2,
-    ("engine", "get_kv_connector_stats"): 11,
-    ("engine", "take_events"): 3,
+    ("engine", "get_kv_connector_stats"): 7,
+    ("engine", "take_events"): 2,
     ("runner", "bind_connector_metadata"): 3,
     ("runner", "start_load_kv"): 2,
     ("runner", "wait_for_save"): 1,
@@ -65,9 +66,13 @@ NO_BLOCK_FILLS = {
     ("runner", "get_kv_connector_stats"): 2,
     ("runner", "build_connector_worker_meta"): 1,
 }
-# Requests -> calls of build_connector_meta in a step in which each request fills a block: 67, and 35.1 a request. The
-# last few depend on whether a socket takes a message at once.
-BLOCK_FILLS = {1: 105, 64: 2330, 256: 9055}
+# Requests -> calls of build_connector_meta in a step in which each request fills a block and is looked at: about 27 a
+# request. The last few depend on whether a socket takes a message at once.
+BLOCK_FILLS = {1: 70, 64: 1775, 256: 6980}
+# With lots of 16 blocks, per block.
+CALLS_A_BLOCK = 2.5
+THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 3.5, "kvtier-worker-0": 0.8}
+WAKES_A_STEP = {"kvtier-scheduler": 0.2, "kvtier-worker-0": 0.4}
 STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whose time is observed
 # Requests -> the same of any other step, which may have to unpin what has been stored: 2 a request.
 OTHER_STEPS = {1: 95, 64: 200, 256: 600}
@@ -124,11 +129,12 @@ class Calls:
 
 
 class Engine:
-    """An engine whose requests all begin in the same step, so that they fill their blocks in the same steps."""
+    """An engine whose requests all begin in the same step, so that they fill their blocks in the same steps. ``lot``:
+    blocks between two looks at a request; with 1 all are looked at in the same step."""
 
-    def __init__(self, calls, store, root, monkeypatch, requests):
+    def __init__(self, calls, store, root, monkeypatch, requests, lot):
         self.calls, self.store, self.names = calls, store, [f"r{n}" for n in range(requests)]
-        blocks = 8 * requests + 64
+        blocks = 8 * lot * requests + 64
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
@@ -151,6 +157,7 @@ class Engine:
             block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
         )  # fmt: skip
         self.ours = self.scheduler.connector._scheduler
+        self.ours._tables._lot = lot
         self.worker = KVTierConnector(config, KVConnectorRole.WORKER, caches)
         monkeypatch.setattr(connector_worker, "NixlTransport", Transport)
         side = self.worker._worker = KVTierConnectorWorker(0, "agent", self.worker._link, [], self.worker.containment)
@@ -239,8 +246,8 @@ def engine_of(root, run_dir, monkeypatch):
     store.start("--size=64MiB")
     threading.setprofile(calls)
 
-    def make(requests):
-        made.append(Engine(calls, store, root, monkeypatch, requests))
+    def make(requests, lot=1):
+        made.append(Engine(calls, store, root, monkeypatch, requests, lot))
         made[0].begin()
         sys.setprofile(calls)
         return made[0]
@@ -296,3 +303,19 @@ def test_decode_step_calls_stay_within_bounds_for_any_number_of_requests(engine_
     others = {thread: count for (thread, method), count in others.items() if not method}
     assert beyond(others, {thread: bounds[requests] for thread, bounds in OTHER_THREADS.items()}) == {}
     assert beyond(wakes, {thread: bounds[requests] for thread, bounds in WAKES.items()}) == {}
+
+
+def test_lots_of_generated_blocks_cost_few_calls_a_block(engine_of):
+    """Requests are looked at once a lot, each in a step of its own; the blocks of many steps are reserved together."""
+    requests, blocks = 64, 2 * LOT_BLOCKS
+    engine = engine_of(requests, LOT_BLOCKS)
+    steps = [engine.counted()[0] for _ in range(blocks * BLOCK)]
+    meta = "engine", "build_connector_meta"
+    quiet = NO_BLOCK_FILLS[meta]
+    calls = sum(max(0, each[meta] - quiet) for each in steps) / (requests * blocks)
+    threads = {name: sum(each[name, ""] for each in steps) / (requests * blocks) for name in OTHER_THREADS}
+    wakes = {name: sum(each[name, "wakes"] for each in steps) / len(steps) for name in OTHER_THREADS}
+    if VERBOSE:
+        print(f"a block: {calls:.1f} calls of build_connector_meta, {threads}; wakes a step: {wakes}")
+    assert calls <= CALLS_A_BLOCK
+    assert beyond(threads, THREAD_CALLS_A_BLOCK) == {} and beyond(wakes, WAKES_A_STEP) == {}

@@ -121,8 +121,10 @@ class Offloader:
 
     def _leave_room(self, growth: list[Growth]) -> None:
         """Free blocks for the next part of prompts: vLLM preempts a request that gets none."""
-        prompts = [(t.request.num_prompt_tokens, computed) for t, _, computed in growth]
-        left = min(self._step_tokens, sum(max(0, tokens - computed) for tokens, computed in prompts))
+        left = sum([max(0, t.request.num_prompt_tokens - computed) for t, _, computed in growth])
+        if not left:
+            return
+        left = min(self._step_tokens, left)
         short = sum(-(-left // size) for size, _ in self._groups) - self._pool.free_count()
         if short > 0:
             self.cancel_for_requests(short)
@@ -196,9 +198,12 @@ class Offloader:
         return INFLIGHT_LIMIT if self._store.limit() else STORE_UNAVAILABLE
 
     def _room(self, ended: bool = False) -> int:
-        """Blocks that may be pinned now. ``ended``: of an ended request, so that vLLM has fewer free blocks then."""
-        room = self._max_pinned - self.pinned if self._store.limit() else 0
-        return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
+        """Blocks that may be pinned now, if the store is there. ``ended``: of an ended request, so that vLLM has fewer
+        free blocks then; 0 without a store."""
+        room = max(0, self._max_pinned - self.pinned)
+        if not ended:
+            return room
+        return max(0, min(room, self._pool.free_count() - self._spare)) if self._store.limit() else 0
 
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Pin blocks of the first ``full`` tokens that were not offered yet, as far as there is room. ``leaving``: the
