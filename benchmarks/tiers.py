@@ -117,8 +117,11 @@ def prepare(model: Path, max_tokens: int) -> Path:
 
 
 def other_tree(folder: str | None) -> dict[str, str]:
-    """The environment of an engine that imports vllm_kvtier from this folder."""
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} if folder else {}
+    """The environment of an engine that imports vllm_kvtier from this folder, although the current folder has one too:
+    ``python -m`` would look there first."""
+    if not folder:
+        return {}
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTHONSAFEPATH": "1"}
 
 
 class Said(NamedTuple):

@@ -205,7 +205,7 @@ class Engine:
         self.step_number += 1
         self.relieve(RESERVE_PER_REQUEST * len(scheduled) * len(self.groups))
         if self.lot > 1:
-            self.tables.hurry(self.rng.random() < 0.1)
+            self.tables.look_at_each_block(self.rng.random() < 0.1)
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():

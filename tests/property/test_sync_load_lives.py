@@ -187,7 +187,9 @@ class Life:
             needed=lambda tokens: 0, begin_step=lambda growth: [], step=1, urgent=False, drain=lambda: None,
             release_for_requests=lambda needed: None,
         )  # fmt: skip
-        half._tables = SimpleNamespace(hurried=False, hurry=lambda _: None, begin_step=lambda output, get: [])
+        half._tables = SimpleNamespace(
+            each_block=False, look_at_each_block=lambda _: None, begin_step=lambda output, get: []
+        )
         half._questions = SimpleNamespace(waiting=[])
         half._step_timer = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)

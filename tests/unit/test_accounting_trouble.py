@@ -204,7 +204,7 @@ def test_partial_block_beyond_limit_is_not_read_again(monkeypatch):
 
 def test_admin_requests_that_continue_run_one_per_step():
     questions, woken = AdminRequests.__new__(AdminRequests), []
-    questions._jobs, questions._wake = deque(), lambda: woken.append(1)
+    questions.waiting, questions._wake = deque(), lambda: woken.append(1)
 
     def again() -> None:
         assert len(woken) < 10

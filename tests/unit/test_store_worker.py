@@ -321,7 +321,7 @@ def test_stores_keep_pace_with_long_prefills(worker):
     eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
     assert not any(told.cut for told in worker.told)
     late = time.monotonic() - ends[4]
-    assert late < 2 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
+    assert late < 3 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
 
 
 @pytest.mark.parametrize("on_device", [False, True])

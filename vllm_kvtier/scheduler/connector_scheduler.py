@@ -291,8 +291,8 @@ class KVTierConnectorScheduler:
         short = needed > self._pool.free_count()
         if short:
             self._free_blocks(needed)
-        if short is not self._tables.hurried:
-            self._tables.hurry(short)
+        if short is not self._tables.each_block:
+            self._tables.look_at_each_block(short)
         growth = self._tables.begin_step(output, self._matcher.get)
         # The time of a step that waits for a load is not that of computing. Its blocks are followed once verified: as
         # the request grows further, or at its end.

@@ -76,7 +76,7 @@ class BlockTables:
         self._prompts: set[str] = set()  # requests whose prompt is not computed yet
         self._step = 0
         self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
-        self.hurried = False
+        self.each_block = False
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -84,14 +84,14 @@ class BlockTables:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tables
 
-    def hurry(self, hurried: bool) -> None:
-        """``hurried``: vLLM may soon preempt requests and reuse their blocks. Look at each block as it fills, and in
+    def look_at_each_block(self, each: bool) -> None:
+        """``each``: vLLM may soon preempt requests and reuse their blocks. Look at each block as it fills, and in
         this step at all that filled before."""
-        if hurried and not self.hurried:
+        if each and not self.each_block:
             for table in self._tables.values():
                 table.due = 0
             self._calendar[self._step + 1].update(self._tables)
-        self.hurried = hurried
+        self.each_block = each
 
     def begin_step(self, output: Any, tracked: Callable[[str], RequestState | None]) -> list[Growth]:
         """Follow a step's scheduling. Returns the followed requests that are to be looked at: those that compute their
@@ -131,7 +131,7 @@ class BlockTables:
         if computed < request.num_prompt_tokens:
             prompt: int = request.num_prompt_tokens
             return min((full + 1) * self._smallest, prompt)
-        lot = 1 if self.hurried else self._lot
+        lot = 1 if self.each_block else self._lot
         if request_id in self._prompts:  # their first lots differ, so that requests of one step part
             self._prompts.discard(request_id)
             self._lots += 1
