@@ -165,3 +165,16 @@ def test_offloader_adapter_hit_blocks_are_offered_with_computed_ones():
     engine.finish(r, True)
     [(_, items)] = engine.tier.asked
     assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]
+
+
+def test_offloader_stores_current_chunk_when_first_store_comes_late():
+    """A reader of four whole blocks needs the fourth, the first of its chunk; vLLM has freed those before it."""
+    engine = Engine(GROUPS["chunks"], 1, 0, share=1.0)
+    engine.tier.die("s1")
+    r = engine.new_request([i % 7 for i in range(4 * HASH_BLOCK_SIZE + 3)], 4 * HASH_BLOCK_SIZE + 2)
+    run(engine, r)
+    engine.read_outputs()
+    engine.finish(r, True)
+    engine.tier.live()
+    engine.settle_down()
+    assert stored(engine, r, 1) == [0, 1, 2, 3] and 3 in stored(engine, r, 0)

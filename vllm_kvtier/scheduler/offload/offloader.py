@@ -270,7 +270,8 @@ class Offloader:
         return found
 
     def _follow_store(self, table: Table, leaving: bool) -> None:
-        """If another store serves now, offer all blocks again, but for those that vLLM has freed."""
+        """If another store serves now, or the first one, offer all blocks again that a reader of the whole blocks
+        needs: of those that vLLM has freed, the ones in its prefix cache (``_positions``)."""
         instance = self._store.instance
         if not instance or instance == table.instance:
             return
@@ -283,7 +284,9 @@ class Offloader:
             if leaving:
                 own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
             else:
-                own = group.first_own_block(table.request.num_computed_tokens)
+                computed = table.request.num_computed_tokens
+                whole = computed // group.block_tokens * group.block_tokens
+                own = min(group.first_own_block(computed), group.first_needed_block(whole))
             table.offered[g] = max(table.offered[g], own)
 
     def _batch(self, request: Any, lora_fingerprint: bytes) -> Batch:
