@@ -37,6 +37,7 @@ def sums(text: str) -> dict[tuple[str, str], float]:
 async def grown(node: Node, nodes):
     """What a computed and a loaded request added to A's metrics: {(sample, kind): value}; and the whole text."""
     prompt = random_tokens(seeded("metrics"), 700)
+    await nodes.uses_store(node.first)  # its memory is mapped a moment after the engine serves
     await nodes.flushed(node.first)
     before = sums(await asyncio.to_thread(read, node.first))
     await nodes.asked(node.first, prompt)
