@@ -70,14 +70,16 @@ class InProcess:
         [answer] = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
-    def settle(self) -> None:
-        """What was computed is stored; nothing is in vLLM's own cache. Without a loop, requests let time pass."""
-        for i in range(100):
+    def settle(self, stored: float = 0) -> None:
+        """So many blocks in all have been stored, and nothing is in vLLM's own cache: resetting it cancels copies.
+
+        Without a loop, requests let time pass."""
+        for i in range(600):
             self.ask([300 + i], 1)
             time.sleep(0.05)
-            if i > 10 and self._llm.reset_prefix_cache():
+            if self.counts.get("stored_blocks", 0) >= stored and self._llm.reset_prefix_cache():
                 return
-        raise AssertionError("the prefix cache cannot be reset")
+        raise AssertionError(f"{self.counts.get('stored_blocks', 0):g} of {stored:g} blocks are stored")
 
     def verified(self, prompt: list[int], count: int, truth: list[int]) -> list:
         """(whether the answer is right, loads that a step waited for and that were right, that were wrong)."""
@@ -101,8 +103,9 @@ def main(model: str) -> None:
     memory, rng = Memory(map_pool(store_path())), random.Random(1)
     for length, which, count in CASES:
         prompt = [rng.randrange(300, 2000) for _ in range(length)]
-        before, truth = memory.written(), engine.ask(prompt, 24)
-        engine.settle()
+        before, stored = memory.written(), engine.counts.get("stored_blocks", 0)
+        truth = engine.ask(prompt, 24)
+        engine.settle(stored + (length + 23) // BLOCK)
         told = {"good": engine.verified(prompt, 24, truth)}
         engine.settle()
         pages = sorted(memory.written() - before)[which * SLOT_PAGES :][: SLOT_PAGES - 1]
