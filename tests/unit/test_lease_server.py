@@ -17,6 +17,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
+from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import lease_connections
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -320,9 +321,11 @@ def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
         answer(Refusal.BUSY)
 
     source = make(Source, lend=lend)
-    asker = make(Asker, check=lambda ranks: "2 ranks here, 1 there")
-    assert asker.answer(source.address).code == "layout" and asker.answer(source.address, lend=True).code == "layout"
-    assert asker.answer(source.address, lend=True, mapped=True).code == "peer_busy" and len(lent) == 1
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({ReadPath.MAPPED}), "2 ranks here, 1 there"))
+    assert asker.answer(source.address, lend=True).code == "peer_busy" and lent.pop().mapped
+    asker.peers.unmappable("source/1")
+    got = asker.answer(source.address, lend=True)
+    assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
 
 
 def test_lease_server_refuses_other_protocol_and_layout(make):
@@ -330,7 +333,7 @@ def test_lease_server_refuses_other_protocol_and_layout(make):
     with raw(source.address, greet=False) as (_, send, receive):
         send(m.Hello(m.PROTOCOL + 1, "x", NAMESPACE))
         assert "run the same vllm-kvtier on both" in receive().reason
-    asker = make(Asker, check=lambda ranks: "16 heads here, 8 there")
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset(), "16 heads here, 8 there"))
     got = asker.answer(source.address)
     assert (got.code, got.reason) == ("layout", "16 heads here, 8 there")
 
