@@ -66,7 +66,7 @@ def test_staged_pulls_equal_reference(seed, corrupt):
         results = {result.request_id: result for result in ended(pulls)}
         check(case, number, orders, results, spoilt)
         ring = pulls._staged.ring
-        assert not orders or sorted(ring.free) == list(range(staged_reads.NUM_CHUNKS)) and not transport.running
+        assert not orders or (sorted(ring.free) == list(range(staged_reads.NUM_CHUNKS)) and not transport.running)
 
 
 @given(seed=st.integers(0, 1 << 32))

@@ -56,10 +56,11 @@ def reach(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> Reach:
     paths = set()
     if not reason:
         paths.add(ReadPath.DIRECT)
-    if all(_on_one_node(info, sources[info.rank]) for info in ours):
-        paths.add(ReadPath.MAPPED)
-    if not (without_nixl or _is_opaque(ours, theirs)):
-        paths.add(ReadPath.STAGED)
+    if not _is_opaque(ours, theirs):
+        if all(_on_one_node(info, sources[info.rank]) for info in ours):
+            paths.add(ReadPath.MAPPED)
+        if not without_nixl:
+            paths.add(ReadPath.STAGED)
     return Reach(frozenset(paths), reason if paths else without_nixl or reason)
 
 
