@@ -672,3 +672,54 @@ def test_lease_server_and_client_idle_use_no_cpu(make):
     process, begin = time.process_time(), time.monotonic()
     threading.Event().wait(1.5)  # measuring, not waiting for anything
     assert time.process_time() - process < 0.01 * (time.monotonic() - begin)
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+DIRECT, MAPPED, STAGED = ReadPath
+
+
+@pytest.mark.parametrize(
+    "option, paths, prefer, wanted",
+    [
+        ("auto", set(ReadPath), False, DIRECT),
+        ("auto", set(ReadPath), True, MAPPED),
+        ("auto", {MAPPED, STAGED}, False, MAPPED),
+        ("auto", {STAGED}, True, STAGED),
+        ("mapped", set(ReadPath), False, MAPPED),
+        ("mapped", {DIRECT, STAGED}, False, DIRECT),
+        ("nixl", set(ReadPath), False, DIRECT),
+        ("nixl", {MAPPED, STAGED}, False, STAGED),
+        ("nixl", {MAPPED, STAGED}, True, MAPPED),  # peer fetches are no pulls
+    ],
+)
+def test_lease_client_path_of_a_pull(make, option, paths, prefer, wanted):
+    source = make(Source)
+    source.table.add(export())
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset(paths)), same_node_pulls=option)
+    got = asker.answer(source.address, export="e", digest=b"digest", prefer_mapped=prefer)
+    assert got.path is wanted and got.same_layout is (DIRECT in paths)
+    served = source.on_reactor(source.table.counts)["served"]
+    assert served == (wanted is not MAPPED), "the source drives NIXL only for those that use it"
+    if not asker.near:  # a hand-off's connection
+        early = DIRECT in paths and not (option == "mapped" and MAPPED in paths)
+        assert (asker.peers.known(source.address, "source/1") is not None) == early
+    asker.peers.release(got, done=True)
+
+
+def test_lease_client_reads_unmappable_engine_by_nixl(make):
+    source = make(Source)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED, STAGED})))
+    first = asker.answer(source.address)
+    asker.peers.unmappable("source/1")
+    second = asker.answer(source.address)
+    assert (first.path, second.path) == (MAPPED, STAGED)
+    for leased in (first, second):
+        asker.peers.release(leased, done=True)
+
+
+def test_lease_client_option_nixl_refuses_what_only_maps(make):
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED}), "4 KV heads here"), same_node_pulls="nixl")
+    got = asker.answer(make(Source).address)
+    assert (got.code, got.reason) == ("layout", "4 KV heads here")
