@@ -5,56 +5,12 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from peer_caches import Group, Layout, content, expected, keys_of, pull_of, rank_of, ranks_of, sums_of
-from pull_fakes import FakeTransport
+from peer_caches import keys_of
+from staged_support import BLOCKS, EVEN, StagedPair
 
-from vllm_kvtier.jobs.transfer_jobs import PullJob
 from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
 from vllm_kvtier.worker.nixl_pull import staged_reads
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
-from vllm_kvtier.worker.nixl_pull.pulls import Pulls
-
-MODEL = (Group(layers=3, heads=4), Group(layers=2, heads=1, kind="mla", inner=12))
-BLOCKS = 16
-EVEN = [2, 4, 6, 8, 10, 12, 14]  # of group 0, see ``sums_of``
-
-
-class Pair:
-    """Our rank 0 of 2, and a source of one rank and another layout."""
-
-    def __init__(self, transport=None, agent="source", metadata=b"metadata", **source):
-        self.content = content(MODEL, 1, BLOCKS)
-        self.source = ranks_of(MODEL, self.content, **{"tp": 1, "layout": Layout(token=True, gap=(4, 0, 8)), **source})
-        for rank in self.source:
-            sums_of(rank, MODEL, range(1, BLOCKS))
-        self.rank = rank_of(MODEL, BLOCKS, 0, 2)
-        self.transport = transport or FakeTransport()
-        self.pulls = Pulls(self.transport, self.rank.memory, 0, self.rank.heads)
-        infos = [
-            msgspec.structs.replace(rank.info, agent=f"{agent} {n}", agent_metadata=metadata)
-            for n, rank in enumerate(self.source)
-        ]
-        self.pulls.add_engine("s/1", infos)
-
-    def start(self, local, remote, name="r", timeout=5.0, **more):
-        return self.pulls.start(PullJob(name, "s/1", [pull_of(local, remote, 4, **more)], timeout, staged=True))
-
-    def run(self, rounds=1000):
-        results = []
-        for _ in range(rounds):
-            results += self.pulls.poll()
-            if not self.pulls.active:
-                break
-        return results
-
-    def landed(self, local, remote):
-        pages = [self.rank.view.pages(r)[local].numpy() for r in self.rank.view.groups[0].regions]
-        wanted = expected(MODEL, self.content, self.rank, 0, 2, 1, 0, remote)
-        return all(np.array_equal(a, b) for a, b in zip(pages, wanted, strict=True))
-
-    @property
-    def free_chunks(self):
-        return len(self.pulls._staged.ring.free)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +26,7 @@ def clock(monkeypatch):
 
 
 def test_staged_pulls_wait_for_a_chunk():
-    pair = Pair()
+    pair = StagedPair()
     pair.transport.polls = 3
     many = staged_reads.NUM_CHUNKS + 2
     for n in range(many):
@@ -84,7 +40,7 @@ def test_staged_pulls_wait_for_a_chunk():
 
 
 def test_staged_pull_reads_a_round_for_each_chunkful_and_rank():
-    pair = Pair(tp=4)
+    pair = StagedPair(tp=4)
     assert pair.start([1, 3, 5], [4, 2, 6]) is None
     [result] = pair.run()
     assert not result.failed and all(map(pair.landed, [1, 3, 5], [4, 2, 6]))
@@ -94,7 +50,7 @@ def test_staged_pull_reads_a_round_for_each_chunkful_and_rank():
 
 
 def test_staged_pull_failed_read_keeps_its_chunk_until_agent_ended(clock):
-    pair = Pair()
+    pair = StagedPair()
     pair.transport.fault, pair.transport.refuse_end = "never", 3
     assert pair.start([1], [2], timeout=2.0) is None
     clock.now += 2.1
@@ -115,7 +71,7 @@ def test_staged_pull_failed_read_keeps_its_chunk_until_agent_ended(clock):
 
 def test_staged_pull_goes_on_with_a_new_agent():
     """The agent ends between two of its rounds, because another pull failed."""
-    pair = Pair()
+    pair = StagedPair()
     assert pair.start([1, 3], [2, 4]) is None
     pair.pulls.poll()
     while pair.free_chunks < staged_reads.NUM_CHUNKS:  # until the first round is verified
@@ -128,7 +84,7 @@ def test_staged_pull_goes_on_with_a_new_agent():
 
 @pytest.mark.parametrize("fault", ["fails", "start", "corrupt"])
 def test_staged_pull_transport_faults_fail_and_give_chunks_back(fault):
-    pair = Pair()
+    pair = StagedPair()
     pair.transport.fault = fault
     result = pair.start([1, 3], [2, 4]) or pair.run()[0]
     assert result.failed and result.checksum_mismatch == (fault == "corrupt")
@@ -140,13 +96,13 @@ def test_staged_pull_transport_faults_fail_and_give_chunks_back(fault):
 
 @pytest.mark.parametrize("remote", [0, BLOCKS, 1 << 40])
 def test_staged_pull_of_block_that_does_not_exist_fails_at_once(remote):
-    pair = Pair()
+    pair = StagedPair()
     result = pair.start([1], [remote])
     assert result.failed and f"outside 1..{BLOCKS - 1}" in result.reason and not pair.pulls.active
 
 
 def test_staged_pull_of_block_larger_than_a_chunk_is_refused():
-    pair = Pair()
+    pair = StagedPair()
     assert pair.start([1], [2]) is None and not pair.run()[0].failed
     ring = pair.pulls._staged.ring
     ring.chunk_bytes -= 64
@@ -156,7 +112,7 @@ def test_staged_pull_of_block_larger_than_a_chunk_is_refused():
 
 
 def test_staged_pull_ends_with_the_cache():
-    pair = Pair()
+    pair = StagedPair()
     pair.transport.polls = 100
     pair.transport.close = lambda: None
     assert pair.start([1], [2]) is None
@@ -172,7 +128,7 @@ def test_staged_pulls_with_nixl(theirs):
         reader = NixlTransport(f"staged-reader-{theirs}", ["UCX"])
     except Exception as error:
         pytest.skip(f"NIXL: {error}")
-    pair = Pair(reader, tp=theirs)
+    pair = StagedPair(reader, tp=theirs)
     infos = []
     for rank, server in zip(pair.source, servers, strict=True):
         rank.memory.register(server)
