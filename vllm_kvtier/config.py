@@ -83,6 +83,14 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "the engine neither fetches from peers nor leases blocks to them."
         ),
     ] = "auto"
+    same_node_pulls: Annotated[
+        Literal["auto", "mapped", "nixl"],
+        _doc(
+            "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
+            "same shape, otherwise copied from its mapped memory, which peer_fetch must permit on both. mapped: always "
+            "copied, if its memory can be mapped. nixl: always by NIXL. See `engine-shapes.md`."
+        ),
+    ] = "auto"
     peer_lease_share: Annotated[
         float, _doc("Maximum share of the KV cache that is leased to peers of this node at a time.", gt=0, le=1)
     ] = 0.5

@@ -138,7 +138,7 @@ class KVTierConnectorScheduler:
         )  # fmt: skip
         # -- sources; the store's answer names the peers whose GPUs are queried next
         self._peers = LeaseClient(
-            self._reactor, config, key, lambda: self._access.hello(), identity.check_ranks, info.world_size
+            self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size
         )
         context = LoadContext(engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds())
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)

@@ -44,6 +44,7 @@ from typing import Any, ClassVar, Literal
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
 from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
 
 Job = PullJob | LoadJob | PeerFetchJob
@@ -108,7 +109,7 @@ class LookupHit:
     # of engines
     address: Address = field(default=("", 0), kw_only=True)
     ranks: list[m.RankInfo] | None = field(default=None, kw_only=True)  # workers need them to reach the engine
-    mapped: bool = field(default=False, kw_only=True)  # to be copied from the engine's mapped memory
+    path: ReadPath = field(default=ReadPath.DIRECT, kw_only=True)  # how our ranks read the engine
     same_layout: bool = field(default=True, kw_only=True)  # rank for rank, the engine's pages are as ours
     # of stores
     session: int = field(default=0, kw_only=True)  # the connection that the lease is on
@@ -117,6 +118,10 @@ class LookupHit:
     remote: RemoteStoreInfo | None = field(default=None, kw_only=True)  # if workers read the store themselves
 
     found: ClassVar[Literal[True]] = True
+
+    @property
+    def mapped(self) -> bool:
+        return self.path is ReadPath.MAPPED
 
 
 @dataclass(frozen=True)
