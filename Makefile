@@ -71,7 +71,10 @@ ENGINES += $(wildcard tests/chaos/test_engines_*.py)
 WAITS := $(filter-out $(ENGINES),$(wildcard tests/chaos/test_*.py))
 endif
 
+# Without helm the tests of its chart are skipped.
 test: lint
+	@[ -n "$$($(PY) -c 'import shutil, sys; print(shutil.which("helm", path=sys.prefix + "/bin") or "")')" ] || \
+		$(PY) tools/get_helm.py || echo "no helm: the tests of examples/helm are skipped"
 	@status=0; \
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
