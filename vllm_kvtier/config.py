@@ -261,6 +261,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _doc(
             "Other nodes' stores (host:port,host:port) for lookups of what is not on this node; see cluster_key_file. "
+            "dns:name:port is each of the name's addresses, which are looked up again every 10 s. "
             "With store off the engine itself looks up and loads from them, and stores nothing."
         ),
     ] = ""
