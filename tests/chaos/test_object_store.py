@@ -4,9 +4,7 @@ import hashlib
 import logging
 import mmap
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -53,14 +51,14 @@ def blocks_of(block_hashes: bytes, half: int = 0) -> list[Block]:
 class Node:
     """A tier with a pool and a reactor, as a store has them; its calls block here."""
 
-    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", backend: str = "boto3", **seconds):
+    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", **seconds):
         self.pids: list[int] = []
         self.command_lines: list[str] = []
         self.fd = os.memfd_create("pool")
         os.ftruncate(self.fd, POOL)
         self.pool = mmap.mmap(self.fd, POOL)
         self.reactor = Reactor("node")
-        options = {"url": url, "endpoint": endpoint, "region": REGION, "backend": backend}
+        options = {"url": url, "endpoint": endpoint, "region": REGION, "size": 1 << 30}
         waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **seconds}
         self.tier = ObjectTier(TierContext(self.fd, POOL, self.reactor, spawn=self._spawn), {**options, **waits})
         self.reactor.call_soon(self.tier.start)
@@ -296,45 +294,3 @@ def test_credentials_are_required_and_never_logged(monkeypatch, caplog):
     assert "the secret key is not the one" in caplog.text
     text = caplog.text + "".join(said)
     assert not [word for word in (SECRET, "AKIANOBODYATALL", *reader.values(), *writer.values()) if word in text]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for a stand-in of libcuobjclient")
-def test_object_tier_uses_nixl_obj_plugin_where_it_loads(monkeypatch, tmp_path):
-    """NIXL's own plugin. What it lacks here, a library for transfers straight to GPUs, is only there to be loaded."""
-    plugin = pytest.importorskip("nixl_cu13")
-    plugins = Path(plugin.__file__).parents[1] / "nixl_cu13.libs" / "nixl" / "libplugin_OBJ.so"
-    names = subprocess.run(["nm", "-D", "--undefined-only", plugins], capture_output=True, text=True).stdout.split()
-    (tmp_path / "stand_in.c").write_text(
-        "".join(f"int {name}(void) {{ return -1; }}\n" for name in names if "cuObjClient" in name)
-    )
-    library = tmp_path / "libcuobjclient.so.1"
-    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "stand_in.c"]
-    subprocess.run(command, check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # it would wait for a machine's role while it is opened
-    log = tmp_path / "requests"
-    own = S3Server(log).start()
-    node = Node(own.endpoint, backend="OBJ")
-    try:
-        own.client().create_bucket(Bucket=BUCKET)
-        node.ready()
-        assert node.tier.counts().reason == ""
-        block_hashes = block_hashes_of("by OBJ")
-        assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
-        assert node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
-        assert log.read_text().count(" 206 ") == BLOCKS, "it reads ranges; boto3 does not"
-        key = f"shared/{NAMESPACE_ID.hex()}/0/{blocks_of(block_hashes)[7].hash.hex()}"
-        own.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(100))
-        good, _ = node.read(block_hashes)
-        assert good[:8] == [True] * 7 + [False]
-        own.client().delete_object(Bucket=BUCKET, Key=key)
-        find = node.find(block_hashes)
-        good = node.ask(lambda done: node.tier.read(find, [blocks_of(block_hashes, half=1)[7]], done))
-        assert good == [False] and node.tier.usable, "a missing object is nobody's fault"
-        own.kill()
-        told = node.begin(lambda done: node.tier.read(find, blocks_of(block_hashes, half=1)[:2], done))
-        eventually(lambda: told, 30)
-        assert told == [[False, False]] and "cannot be reached" in node.tier.counts().reason
-    finally:
-        node.stop()
-        own.kill()
