@@ -147,7 +147,12 @@ class ObjectProcess:
             return
 
         def begin() -> None:
-            self._scans.do(directory.scan_if_due, lambda _: self._scan_later())
+            self._scans.do(directory.scan_if_due, scanned)
+
+        def scanned(result: object) -> None:
+            if isinstance(result, tuple):
+                self._host.send(m.Scanned(*result))
+            self._scan_later()
 
         seconds = max(MIN_CHECK_SECONDS, self._scan_seconds / CHECKS)
         self._host.reactor.call_later(seconds, self._host.guard(begin))

@@ -19,11 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
-
-logger = get_logger(__name__)
 
 SCAN_SECONDS = 30.0
 WRITTEN_SHARE = 0.02  # of the size
@@ -68,9 +65,9 @@ class SharedDirectory:
             with suppress(OSError):  # read-only, or another user's
                 os.utime(self._root / key)
 
-    def scan_if_due(self) -> tuple[int, int]:
-        """Remove files if it is time to, and another store does not. Returns (bytes in blocks before, files removed);
-        (0, 0): it did not scan."""
+    def scan_if_due(self) -> tuple[int, int] | None:
+        """Remove files if it is time to, and another store does not. Returns (bytes in blocks, files removed); None: it
+        did not scan."""
         with suppress(FileNotFoundError):
             turn = self._stamp.stat().st_mtime
             if turn != self._seen:  # another store has scanned, or does
@@ -78,19 +75,16 @@ class SharedDirectory:
                 self._written = 0
         late = time.monotonic() - self._scanned >= self._scan_seconds
         if not (late or self._full or self._written >= WRITTEN_SHARE * self._size) or not self._take_turn():
-            return 0, 0
+            return None
         began, self._written = time.monotonic(), 0
         full, self._full = self._full, False
         used = self._by_time()
         total = sum(used.values())
         limit = min(self._size, total) if full else self._size
-        removed = self._remove(used, total - int(KEPT_SHARE * limit)) if total > limit or full else 0
+        files, nbytes = self._remove(used, total - int(KEPT_SHARE * limit)) if total > limit or full else (0, 0)
         self._end_turn(PAUSE * (time.monotonic() - began))
         self._scanned = time.monotonic()
-        if removed:
-            had = total >> 20
-            logger.info("kvtier: object tier: removed %d files of %s, which had %d MiB", removed, self._root, had)
-        return total, removed
+        return total - nbytes, files
 
     def _take_turn(self) -> bool:
         new = f"{self._stamp}#{secrets.token_hex(8)}"
@@ -130,23 +124,24 @@ class SharedDirectory:
                     os.unlink(path)
         return used
 
-    def _remove(self, used: Counter[int], excess: int) -> int:
-        """Remove at least ``excess`` bytes of the blocks that were used longest ago; returns the number of files."""
+    def _remove(self, used: Counter[int], excess: int) -> tuple[int, int]:
+        """Remove at least ``excess`` bytes of the blocks that were used longest ago. Returns the files and bytes."""
         newest, older = 0, 0  # second up to which all are removed, bytes before it
         for newest in sorted(used):
             older += used[newest]
             if older >= excess:
                 break
-        left, removed = excess - (older - used[newest]), 0  # bytes to remove of the last second
+        left = excess - (older - used[newest])  # bytes to remove of the last second
+        files = nbytes = 0
         for path, name, found in self._files():
             second = int(found.st_mtime)
             if not _BLOCK.fullmatch(name) or second > newest or (second == newest and left <= 0):
                 continue
             with suppress(OSError):
                 os.unlink(path)
-                removed += 1
+                files, nbytes = files + 1, nbytes + found.st_size
                 left -= found.st_size if second == newest else 0
-        return removed
+        return files, nbytes
 
     def _files(self) -> Iterator[tuple[str, str, os.stat_result]]:
         """Path, name and stat of all files; keeps the turn meanwhile."""
