@@ -7,7 +7,9 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
+from functools import partial
 
 import pytest
 from object_nodes import BLOCKS, NAMESPACE_ID, SIZE, Node, block_hashes_of, blocks_of, contents
@@ -174,6 +176,32 @@ def test_full_file_system_makes_the_tier_read_only_for_a_while(root, node_of, mo
     eventually(lambda: node.tier.writable, 10)
     assert node.write(blocks_of(more)) == [True] * BLOCKS
     assert check_files(root, [kept, more]) == 0 and node.tier.counts().restarts == 0
+
+
+def test_small_file_system_is_used_without_an_end_of_errors(root, node_of, monkeypatch, caplog):
+    """Smaller than the tier's size: room is made for what is new."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", root], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        monkeypatch.setattr(tier_module, "REFUSED_SECONDS", (0.3, 0.3))
+        node = node_of(scan_seconds=0.2).ready()
+        prompts = [block_hashes_of(f"prompt {number}") for number in range(6)]
+        states = set()
+
+        def is_stored(blocks) -> bool:
+            if node.write(blocks) == [True] * len(blocks):
+                return True
+            states.add(node.tier.counts().state)
+            eventually(lambda: node.tier.writable, 10)
+            return False
+
+        for prompt in prompts:
+            eventually(partial(is_stored, blocks_of(prompt)[:8]), 20)
+        assert states == {"read_only"} and node.tier.counts().evicted_blocks > 0
+        assert check_files(root, prompts) == 0 and node.tier.counts().restarts == 0
+        assert not [record for record in caplog.records if "unavailable" in record.message]
+    finally:
+        subprocess.run(["umount", "-l", root], check=True)
 
 
 def test_directory_removed_beneath_is_not_made_again(root, node_of):
