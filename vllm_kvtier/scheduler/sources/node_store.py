@@ -39,7 +39,7 @@ MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 def _store_options(config: KVTierConfig) -> StoreOptions:
     """Those of a store that this engine starts: what the engine's options say with ``store_`` before the name."""
     given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
-    given |= {name: str(given[name]) for name in ("size", "disk_size")}
+    given |= {name: str(given[name]) for name in ("size", "disk_size", "object_size")}
     given["cluster_key_file"] = config.cluster_key_file
     return StoreOptions(**{name: value for name, value in given.items() if value is not None})
 
