@@ -16,7 +16,6 @@ Collecting and unpinning happen here, on the scheduler's thread (the pool has no
 ``store_jobs``.
 """
 
-import functools
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -38,8 +37,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     StoreJobs,
 )
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import HASH, MAX_ITEMS, NO_PARENT
+from vllm_kvtier.store.protocol import HASH, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
@@ -145,7 +143,8 @@ class Offloader:
                     self._keep_ended(table)
                 elif self._left(table):
                     self._give_up_ended(table)
-        self._ask(last)
+        if last:
+            self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
         """The first of these tokens whose full blocks are to be stored."""
@@ -301,37 +300,15 @@ class Offloader:
         return batch
 
     def _ask(self, now: bool) -> None:
-        """Reserve the collected blocks, once that is worth a message."""
+        """Have the collected blocks reserved, once that is worth a message."""
         for key, batch in list(self._open.items()):
-            at, after = (limits[0 if batch.soon else 1] for limits in (RESERVE_AT_BLOCKS, RESERVE_AFTER_STEPS))
-            if not (now or len(batch.items) >= at or self._step - batch.since >= after):
-                continue
-            while batch.items:
-                self._reserve(batch, batch.items[:MAX_ITEMS])
-            del self._open[key]
-            if self.events is not None:
-                self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
-
-    def _reserve(self, batch: Batch, items: list[Item]) -> None:
-        instance = self._store.instance
-        groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
-        parents = b"".join([item.parent for item in items])
-        self.jobs.asked()
-        try:
-            pending = self._store.reserve(batch.namespace_id, batch.tenant, groups, hashes, parents)
-        except Exception:
-            self._reactor.call_soon(self.jobs.count_answer)
-            raise
-        del batch.items[: len(items)]
-        answered = functools.partial(self._on_answer, batch, items, instance)
-        try:
-            pending.then(answered)
-        except Exception:  # else the blocks would stay pinned for ever
-            pending.then(answered)
-            raise
-
-    def _on_answer(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
-        self._reactor.call_soon(lambda: self.jobs.reserved(batch, items, pending, instance, self.events))
+            kind = 0 if batch.soon else 1
+            late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
+            if now or late or len(batch.items) >= RESERVE_AT_BLOCKS[kind]:
+                self.jobs.ask(batch, self.events)
+                del self._open[key]
+                if self.events is not None:
+                    self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
 
     def drain(self) -> None:
         """Unpin what was copied or refused, and offer again what is to be stored nevertheless."""
