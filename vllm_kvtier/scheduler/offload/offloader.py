@@ -217,18 +217,20 @@ class Offloader:
         for g, (size, _) in enumerate(self._groups):
             if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
                 continue
-            batch, keys = self._batch(request, lora_fingerprint), self._keys()
+            batch, per, raws = self._batch(request, lora_fingerprint), size // self._hash_block_size, []
             # All that may raise comes first, so that no block is pinned that is in no batch.
-            per, items, raws = size // self._hash_block_size, [], []
-            whole = [bytes(hashes[(i + 1) * per - 1]) for i, _ in positions]
-            for (i, block), key, h in zip(positions, keys.of(whole, g, lora_fingerprint), whole, strict=True):
-                parent = bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT
-                item = Item(table, g, i, block, key, batch.namespace_id, h[:HASH], parent, table.begun)
-                if self.events is not None:
-                    item.label = self.events.label_of(batch.namespace_id, g, h)
-                items.append(item)
+            whole = [hashes[(i + 1) * per - 1] for i, _ in positions]
+            parents = [hashes[i * per - 1][:HASH] if i else NO_PARENT for i, _ in positions]
+            keys = self._keys().of(whole, g, lora_fingerprint)
+            namespace_id, begun = batch.namespace_id, table.begun
+            items = [
+                Item(table, g, i, block, key, namespace_id, h[:HASH], parent, begun)
+                for (i, block), key, h, parent in zip(positions, keys, whole, parents, strict=True)
+            ]
             if self.events is not None:
-                raws = self.events.describe(batch.namespace_id, request, g, [i for i, _ in positions])
+                for item, h in zip(items, whole, strict=True):
+                    item.label = self.events.label_of(namespace_id, g, h)
+                raws = self.events.describe(namespace_id, request, g, [i for i, _ in positions])
             blocks = self._pool.pin([block for _, block in positions])
             self.pinned += len(blocks)
             self._held.update(blocks)
@@ -246,10 +248,13 @@ class Offloader:
         (size, kind), hashes = self._groups[g], table.request.block_hashes
         ended = not table.running and not leaving
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
-        own, last = len(ids) if ended else 0, self._last(table, g, full)
+        own, first, last = len(ids) if ended else 0, table.offered[g], self._last(table, g, full)
         if not (kind.whole_prefix or ended or leaving):
             own = self._groups[g].first_own_block(table.request.num_computed_tokens)
-        for i in range(table.offered[g], last):
+        if own <= first and last - first <= room and 0 not in (new := ids[first:last]):  # mostly
+            table.offered[g] = max(first, last)
+            return list(enumerate(new, first))
+        for i in range(first, last):
             block = ids[i] if i >= own else 0
             if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
@@ -305,7 +310,7 @@ class Offloader:
             kind = 0 if batch.soon else 1
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
             if now or late or len(batch.items) >= RESERVE_AT_BLOCKS[kind]:
-                self.jobs.ask(batch, self.events)
+                self.jobs.ask(batch, self.events, now)
                 del self._open[key]
                 if self.events is not None:
                     self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
@@ -319,8 +324,8 @@ class Offloader:
             self._pool.free(ids)
             returned.popleft()
             self.pinned -= len(ids)
-            self._held.subtract(ids)
             for i in ids:
+                self._held[i] -= 1
                 if not self._held[i]:
                     del self._held[i]
             if why == STORED_ALREADY:

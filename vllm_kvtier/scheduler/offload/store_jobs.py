@@ -35,6 +35,9 @@ STORED, STORED_ALREADY, PARENT_NOT_STORED, COPY_DROPPED = "", "already_stored", 
 MALFORMED = "malformed_answer"
 INTERNAL_ERROR = "internal_error"
 STORE_UNAVAILABLE, BLOCKS_NEEDED, INFLIGHT_LIMIT = "store_unavailable", "blocks_needed", "inflight_limit"
+# Seconds after which blocks that a step collected are reserved: when its forward has been launched, mostly, and vLLM
+# waits for the device. Before, the threads that handle the messages would take the interpreter from the launch.
+RESERVE_WITHIN = 4e-3
 _REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store_full", NO_PARENT_STORED: PARENT_NOT_STORED}
 
 
@@ -115,15 +118,18 @@ class StoreJobs:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, events: Events | None) -> None:
+    def ask(self, batch: Batch, events: Events | None, now: bool) -> None:
         """Have the reactor's thread reserve the blocks of ``batch``, and take them from it. ``events`` sends labels
-        again that the store may have lost."""
+        again that the store may have lost. ``now``: no step is launched."""
         while batch.items:
             items = batch.items[:MAX_ITEMS]
             reserve = partial(self._reserve, batch, items, events)
             with self._quiet:
                 self._sent += 1
-            self._reactor.call_soon(reserve)
+            if now:
+                self._reactor.call_soon(reserve)
+            else:
+                self._reactor.call_within(RESERVE_WITHIN, reserve)
             del batch.items[: len(items)]
 
     def cut_flights(self, short: int, held_once: Callable[[list[int]], int]) -> None:
