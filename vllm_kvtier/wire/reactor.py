@@ -8,6 +8,7 @@ import ctypes
 import functools
 import heapq
 import itertools
+import math
 import os
 import struct
 import threading
@@ -54,7 +55,7 @@ class Reactor:
         self._alarm = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._alarm < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
-        self._alarm_set = False  # under the lock
+        self._alarm_at = math.inf  # when it rings; under the lock
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitored socket -> its monitor
         self._fds: dict[int, Callable[[int], None]] = {}
@@ -85,9 +86,10 @@ class Reactor:
         """As ``call_soon``, but the thread wakes only after ``seconds``, or with what wakes it before: until then it
         does not take the interpreter from the caller."""
         self._soon.append(callback)
+        at = time.monotonic() + seconds
         with self._wake_lock:
-            if not (self._alarm_set or self._wake_closed):
-                self._alarm_set = True
+            if at < self._alarm_at and not self._wake_closed:
+                self._alarm_at = at
                 _libc.timerfd_settime(self._alarm, 0, struct.pack("4l", 0, 0, *divmod(int(seconds * 1e9), 10**9)), None)
 
     def stop(self, timeout: float = 5.0) -> None:
@@ -158,7 +160,7 @@ class Reactor:
 
     def _alarm_rang(self, events: int) -> None:
         with self._wake_lock:  # what was queued before is run next
-            self._alarm_set = False
+            self._alarm_at = math.inf
         with contextlib.suppress(BlockingIOError):
             os.read(self._alarm, 8)
 
