@@ -66,4 +66,4 @@ class KVEvents:
         if self._ending:
             await asyncio.wait(self._ending)
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)

@@ -103,6 +103,10 @@ class BlockIndex:
             self._group, self._block_size = event.group, event.block_size
         elif event.group != self._group:
             return
+        if self._has_ghosts and len(self._blocks) + len(event.hashes) > self.capacity:
+            # Blocks whose removal was lost must not fill the index for ever.
+            self.clear()
+            self._group = event.group
         if event.adapter is not None and len(self._adapters) < _MAX_ADAPTERS:
             self._adapters.add(event.adapter)
         bit = 1 << event.tier
@@ -113,7 +117,7 @@ class BlockIndex:
             block_hash = _fold(each)
             value = self._blocks.get(block_hash)
             if value is None:
-                if len(self._blocks) >= self.capacity and not self._make_room():
+                if len(self._blocks) >= self.capacity:
                     self.dropped += 1
                     parent = block_hash
                     continue
@@ -140,15 +144,6 @@ class BlockIndex:
             key = value >> _TIER_BITS
             if self._hashes.get(key) == block_hash:
                 del self._hashes[key]
-
-    def _make_room(self) -> bool:
-        """Blocks whose removal was lost must not fill the index for ever."""
-        if not self._has_ghosts:
-            return False
-        group = self._group
-        self.clear()
-        self._group = group
-        return True
 
 
 def _fold(block_hash: BlockHash) -> int:

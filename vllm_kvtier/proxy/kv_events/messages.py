@@ -123,8 +123,8 @@ def decode(payload: bytes) -> Batch | None:
 
 def _event(raw: msgspec.Raw) -> Stored | Removed | Cleared | None:
     """None: of a group that does not say which prefixes there are. Raises ``UNREADABLE``."""
-    first = bytes(raw[:1])
-    is_array = b"\x90" <= first <= b"\x9f" or first in (b"\xdc", b"\xdd")
+    first = memoryview(raw)[0]
+    is_array = 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)  # as in msgpack's specification
     event = _DECODERS[_Array if is_array else _Map].decode(raw)
     match type(event).__name__:
         case "BlockStored":

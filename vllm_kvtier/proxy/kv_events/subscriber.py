@@ -89,6 +89,7 @@ class EventSubscriber:
                         await asyncio.sleep(0)  # requests come first
             finally:
                 socket.disable_monitor()
+                monitor.close(linger=0)
 
     async def on_message(self, frames: list[bytes]) -> None:
         """A message of the publisher: topic, number, batch."""
@@ -158,27 +159,27 @@ class EventSubscriber:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
             socket.connect(f"tcp://{self._replay_address}")
             await socket.send_multipart([b"", begin.to_bytes(8, "big")])
-            is_first = True
+            applied, is_first = 0, True
             while True:
                 async with time_limit(_REPLAY_SECONDS):
                     frames = await socket.recv_multipart()
                 number, batch = _read(frames)
+                is_known = is_first and self._next is not None
+                is_first = False
                 if number is None:  # the end; vLLM sends -1
-                    if is_first and self._next is not None:
+                    if is_known:
                         self._begin_anew()
-                        return False
-                    return True
-                if is_first and self._next is not None and batch is not None:
-                    if number == self._next - 1 and batch.time != self._time:
-                        self._begin_anew()
-                        return False
-                    if number > self._next:
-                        self._lose(number)
-                if not is_first and number > (self._next or 0):
+                    return not is_known
+                if is_known and batch is not None and number == self._next - 1 and batch.time != self._time:
+                    self._begin_anew()
                     return False
+                if self._next is not None and number > self._next:
+                    if applied:
+                        return False
+                    self._lose(number)  # not even at the beginning of a replay
                 if self._next is None or number >= self._next:
                     self._apply(number, batch, "replayed")
-                is_first = False
+                    applied += 1
                 await asyncio.sleep(0)
 
 
