@@ -9,7 +9,11 @@ from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import EngineSlot
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.feeds import KVEvents
+from vllm_kvtier.proxy.kv_events.index import BlockIndex, PromptTokens
+from vllm_kvtier.proxy.kv_events.messages import Stored, Tier
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name
+from vllm_kvtier.proxy.routing.policies import POLICIES
+from vllm_kvtier.proxy.routing.policies.kv_events import KVEventsPolicy
 from vllm_kvtier.proxy.routing.policies.prefix_hash import PrefixHash
 from vllm_kvtier.proxy.routing.prefixes import Piece, PrefixMemory, Seen
 from vllm_kvtier.proxy.routing.prompt import Prompt
@@ -228,3 +232,87 @@ def test_concurrent_failures_count_once():
         await engine.aclose()
 
     asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- by KV events
+
+
+class KVWorld(World):
+    """Engines whose blocks of 100 tokens are as given to ``has``; loading costs 0, 0.1, 0.3 and 0.5 of computing."""
+
+    SIZE = 100
+
+    def __init__(self, **options):
+        super().__init__(routing_policy="kv_events", **options)
+        self.indexes = {}
+        events = KVEvents(self.fleet)
+        events.index_of = lambda engine: self.indexes.get((engine.role, engine.index))
+        self.events = events
+        self.router.policy = KVEventsPolicy(self.prefixes, events)
+
+    def has(self, engine, tokens: int, tier: Tier = Tier.GPU) -> None:
+        index = self.indexes.setdefault((engine.role, engine.index), BlockIndex(1000))
+        count = tokens // self.SIZE
+        extra = [["salt"]] + [None] * (count - 1)
+        index.apply([Stored(tier, 0, self.SIZE, None, [i + 1 for i in range(count)], [1] * tokens, extra)])
+
+    def first(self, tokens=1000, **more) -> tuple[int, int]:
+        """(index of the chosen decode engine, tokens that it computes)"""
+        prompt = Prompt(ONCE, tokens, PromptTokens([1] * tokens, "salt"))
+        choice = self.router.choose_decode(prompt, more.get("route"), more.get("prefilled", False))
+        return choice.engine.index, choice.tokens
+
+
+def test_kv_events_policy_weighs_tiers_and_load():
+    w = KVWorld(d=(1.0, 1.0, 1.0), request_cost_tokens=0)
+    w.has(w.d[0], 400)
+    w.has(w.d[1], 900, Tier.HOST)
+    w.has(w.d[2], 900, Tier.DISK)
+    assert w.first() == (1, 100), "900 from memory cost 90, and 100 are computed: less than 600, or than 270 and 100"
+    held = [EngineSlot(w.d[1], 200)]
+    assert w.first() == (2, 100)
+    held.append(EngineSlot(w.d[2], 1000))
+    held.append(EngineSlot(w.d[1], 500))
+    assert w.first() == (0, 600)
+    for each in held:
+        each.release()
+    w.events.load_costs._shares[w.d[1].url] = (0.0, 1.0, 1.0, 1.0)
+    assert w.first() == (2, 100), "measured: this engine loads no faster than it computes"
+
+
+def test_kv_events_policy_without_events_or_ids_uses_prefixes():
+    w = KVWorld(d=(1.0, 1.0), request_cost_tokens=0)
+    ask = prompt("system", "question")
+    w.prefixes.enter(ask.pieces, w.d[1])
+    w.has(w.d[0], 1000)
+    assert w.router.choose_decode(Prompt(ask, 2000), None, False).engine is w.d[1], "no ids"
+    ids = PromptTokens([1] * 2000, "salt")
+    choice = w.router.choose_decode(Prompt(ask, 2000, ids), None, False)
+    assert (choice.engine, choice.tokens) == (w.d[1], 0), "this engine sends no events, but has got the prompt"
+
+
+def test_kv_events_policy_leaves_busy_engine_of_conversation():
+    w = KVWorld(d=(1.0, 1.0))
+    w.has(w.d[0], 1000)
+    w.has(w.d[1], 1000, Tier.HOST)
+    route = ConversationRoute((Holder(0, 0),))
+    assert w.first(route=route) == (0, 0)
+    slot = EngineSlot(w.d[0], 300)
+    assert w.first(route=route) == (1, 0), "100 to load are less than 300 to wait for"
+    assert w.first(route=route, prefilled=True)[0] == 0, "it only takes what was computed elsewhere"
+    slot.prompt_computed()
+    assert w.d[0].tokens == 0 and w.d[0].outstanding == 1
+
+
+@pytest.mark.parametrize("policy", ["least_load", "round_robin"])
+def test_policies_without_prompts(policy):
+    w = World(d=(1.0, 1.0))
+    w.router.policy = POLICIES[policy](w.prefixes, KVEvents(w.fleet))
+    w.prefixes.enter(prompt("a").pieces, w.d[0])
+    held = [EngineSlot(w.d[0]), EngineSlot(w.d[0])]
+    w.d[1].weighted_picks = 3.0
+    chosen = w.decodes(prompt("a"), ConversationRoute((Holder(0, 0),)), prefilled=False)[0]
+    assert chosen == (1 if policy == "least_load" else 0)
+    assert w.decodes(NAMED, ConversationRoute((Holder(1, 0),)))[0] == 1, "a conversation with an id stays"
+    for each in held:
+        each.release()

@@ -10,6 +10,7 @@ Nothing here waits for the engine longer than ``_REPLAY_SECONDS``, and no reques
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import zmq
 import zmq.asyncio
@@ -159,28 +160,35 @@ class EventSubscriber:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
             socket.connect(f"tcp://{self._replay_address}")
             await socket.send_multipart([b"", begin.to_bytes(8, "big")])
-            applied, is_first = 0, True
-            while True:
+
+            async def receive() -> list[bytes]:
                 async with time_limit(_REPLAY_SECONDS):
-                    frames = await socket.recv_multipart()
-                number, batch = _read(frames)
-                is_known = is_first and self._next is not None
-                is_first = False
-                if number is None:  # the end; vLLM sends -1
-                    if is_known:
-                        self._begin_anew()
-                    return not is_known
-                if is_known and batch is not None and number == self._next - 1 and batch.time != self._time:
+                    return await socket.recv_multipart()
+
+            return await self._take_replay(receive)
+
+    async def _take_replay(self, receive: Callable[[], Awaitable[list[bytes]]]) -> bool:
+        """Apply the answer to a request for what follows the last applied batch, and that batch itself."""
+        applied, is_first = 0, True
+        while True:
+            number, batch = _read(await receive())
+            is_known = is_first and self._next is not None
+            is_first = False
+            if number is None:  # the end; vLLM sends -1
+                if is_known:
                     self._begin_anew()
+                return not is_known
+            if is_known and batch is not None and number == self._next - 1 and batch.time != self._time:
+                self._begin_anew()
+                return False
+            if self._next is not None and number > self._next:
+                if applied:
                     return False
-                if self._next is not None and number > self._next:
-                    if applied:
-                        return False
-                    self._lose(number)  # not even at the beginning of a replay
-                if self._next is None or number >= self._next:
-                    self._apply(number, batch, "replayed")
-                    applied += 1
-                await asyncio.sleep(0)
+                self._lose(number)  # not even at the beginning of a replay
+            if self._next is None or number >= self._next:
+                self._apply(number, batch, "replayed")
+                applied += 1
+            await asyncio.sleep(0)
 
 
 def _read(frames: list[bytes]) -> tuple[int | None, messages.Batch | None]:

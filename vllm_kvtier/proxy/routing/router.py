@@ -5,7 +5,8 @@ under way, plus ``request_cost_tokens`` for each of them, divided by the weight;
 policy says. The cheapest engine is chosen; among equals, the one with the fewest picks by weight.
 
 A decode engine pulls what it lacks of a prefilled prompt, at a sixteenth of the cost of computing. A conversation stays
-on its decode engine unless that is much busier than the least busy (``affinity_slack``), unavailable or full.
+on its decode engine unless that is much busier than the least busy (``affinity_slack``), unavailable or full, or the
+policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
@@ -58,7 +59,8 @@ class Router:
         share = _PULL_SHARE if prefilled else 1
         candidates.sort(key=lambda engine: (not engine.healthy, *self._rank(engine, expected(engine).cost * share)))
         named = prompt.name.explicit
-        previous = self._previous_engine(prompt.name, route) if named or self.policy.keeps_conversations else None
+        keeps = named or self.policy.keeps_conversation(prompt, prefilled)
+        previous = self._previous_engine(prompt.name, route) if keeps else None
         if previous is not None and previous.usable and previous in candidates:
             least = min(engine.load for engine in candidates if engine.healthy)
             if named or previous.load <= least + self.config.affinity_slack:

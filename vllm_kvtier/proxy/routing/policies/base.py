@@ -21,13 +21,10 @@ class Expected(NamedTuple):
 class RoutingPolicy(ABC):
     """Says what a prompt costs at each engine, and what the requests before it cost; the router takes the cheapest.
 
-    ``name``: of the option ``routing_policy``. ``keeps_conversations``: a conversation that the proxy recognises stays
-    on its decode engine within ``affinity_slack`` (one with an id does in any case). ``reads_tokens``: it wants the
-    prompt's token ids.
+    ``name``: of the option ``routing_policy``. ``reads_tokens``: it wants the prompt's token ids.
     """
 
     name: ClassVar[str]
-    keeps_conversations: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = False
 
     def __init__(self, prefixes: PrefixMemory, events: KVEvents):
@@ -37,6 +34,11 @@ class RoutingPolicy(ABC):
     @abstractmethod
     def expect(self, prompt: Prompt) -> Callable[[Engine], Expected]:
         """What the prompt needs at an engine. The result is used for one decision, at once."""
+
+    def keeps_conversation(self, prompt: Prompt, prefilled: bool) -> bool:
+        """Whether a conversation that the proxy recognises stays on its decode engine within ``affinity_slack``, as one
+        with an id does in any case. ``prefilled``: a prefill engine computes the prompt."""
+        return True
 
     def queued(self, engine: Engine, request_cost: int) -> float:
         """The cost of the requests under way there, before this one's first token, in tokens."""

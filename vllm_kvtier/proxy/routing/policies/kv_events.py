@@ -15,6 +15,10 @@ class KVEventsPolicy(PrefixHash):
     name = "kv_events"
     reads_tokens = True
 
+    def keeps_conversation(self, prompt: Prompt, prefilled: bool) -> bool:
+        # What the engine of the last turn has of it is in its cost already; other engines may be sooner by loading it.
+        return prefilled or prompt.ids is None
+
     def expect(self, prompt: Prompt) -> Callable[[Engine], Expected]:
         ids = prompt.ids
         by_text = super().expect(prompt)

@@ -11,10 +11,12 @@ class LeastLoad(RoutingPolicy):
     """Ignores prompts, for comparisons."""
 
     name = "least_load"
-    keeps_conversations = False
 
     def expect(self, prompt: Prompt) -> Callable[[Engine], Expected]:
         return lambda engine: Expected(prompt.tokens, 0.0)
+
+    def keeps_conversation(self, prompt: Prompt, prefilled: bool) -> bool:
+        return False
 
     def queued(self, engine: Engine, request_cost: int) -> float:
         return engine.load
