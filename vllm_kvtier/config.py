@@ -80,7 +80,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc(
             "Prefixes in GPU caches of this node's other engines. auto: the engine copies them if that is expected to "
             "be faster than loading or computing them; needs the node store, which has the directory of blocks. off: "
-            "the engine neither fetches from peers nor leases blocks to them."
+            "the engine neither fetches from peers nor leases blocks to them, and no pull uses mapped memory."
         ),
     ] = "auto"
     same_node_pulls: Annotated[

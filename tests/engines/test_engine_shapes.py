@@ -36,7 +36,8 @@ def engines(request, model_path, log_dir, plain) -> Iterator[Shapes]:
     for name, ranks in (("one", 1), ("two", 2)):
         name = f"{request.param}-{name}"
         faults[name] = FaultFile(log_dir / f"{name}.faults")
-        extra = {**SHORT, "endpoint_port": free_port(), "same_node_pulls": pulls}
+        # Two ranks and their peer on two cores: an answer may take long.
+        extra = {**SHORT, "endpoint_port": free_port(), "same_node_pulls": pulls, "lookup_timeout": 5.0}
         kv = {**kvtier(extra), "kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
         env = {**TESTS_ON_PATH, VARIABLE: str(log_dir / f"{name}.faults")}
         made.append(
@@ -97,6 +98,27 @@ async def test_handoff_and_next_turn_between_unequal_sizes(shapes):
             await driver.assert_right(reply, longer, (p.name, d.name, length))
         assert await transfers(driver, d, engines.path) == before + len(LENGTHS)
         assert await failures(driver, d) == await failures(driver, p) == 0
+
+
+async def test_handoff_and_next_turn_between_pipeline_stages_and_one_rank(make_engine, plain):
+    """Layers of one engine are spread over two stages of the other."""
+    extra = {**SHORT, "lookup_timeout": 5.0}
+    stages = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--pipeline-parallel-size", "2")}
+    one = make_engine("one", extra, **ENGINE_FLAGS)
+    two = make_engine("two-stages", extra, worker_process=True, **stages)
+    start_missing([one, two, plain])
+    async with driving(plain) as driver:
+        for p, d in ((one, two), (two, one)):
+            for length in (33, 200, 700):
+                prompt = random_tokens(random.Random(f"stages {p.name} {length}"), length)
+                answer = await handed_off(driver, p, d, prompt)
+                longer = prompt + answer + random_tokens(random.Random(length), 30)
+                reply = await driver.prefill(p, longer, with_sources(d))
+                assert reply.pulled >= BLOCK, reply.report
+                await driver.assert_right(reply, longer, (p.name, d.name, length))
+            assert await transfers(driver, d, "mapped") >= 3
+            assert await failures(driver, d) == await failures(driver, p) == 0
+        await driver.until_idle(one, two)
 
 
 async def test_many_handoffs_at_once_between_unequal_sizes(shapes):

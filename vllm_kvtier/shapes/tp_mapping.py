@@ -77,8 +77,8 @@ def map_source_ranks(
     ordered = sorted(theirs, key=lambda info: (info.rank - rank) % count)
     found: dict[int, list[SourceGroup]] = {}
     for group, our_heads in zip(mine, heads, strict=True):
-        for info, part in _group_parts(group, our_heads, rank, ordered):
-            found.setdefault(info.rank, []).append(part)
+        for info, taken in _group_parts(group, our_heads, rank, ordered):
+            found.setdefault(info.rank, []).append(taken)
     parts = [SourceRank(info, tuple(found[info.rank])) for info in theirs if info.rank in found]
     for part in parts:
         _check_pages(part.source)
