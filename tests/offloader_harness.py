@@ -9,7 +9,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-from cache_groups import cache_groups, chunked
+from cache_groups import cache_groups, chunked, mamba
 from offloader_fakes import FakeReactor, FakeTier
 from source_fakes import load_context
 from support import FakePool, make_request, step_output
@@ -33,6 +33,7 @@ GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
     "chunks": [chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE), (HASH_BLOCK_SIZE, None)],
+    "states": [(HASH_BLOCK_SIZE, None), mamba(2 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9), (HASH_BLOCK_SIZE, None)],
 }
 
@@ -208,6 +209,7 @@ class Engine:
             self.tables.look_at_each_block(self.rng.random() < 0.1)
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
         self.offloader.begin_step(self.step_number, growth)
+        self.offloader.offer_states(list(self.states(scheduled)))
         for name, chunk in scheduled.items():
             self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + chunk)
         for name, chunk in scheduled.items():
@@ -219,6 +221,15 @@ class Engine:
                 r.unread += 1
         if not self.lag:
             self.read_outputs()
+
+    def states(self, scheduled):
+        """The states at ends of blocks that the step leaves behind, as vLLM names them."""
+        for name, chunk in scheduled.items():
+            r, table = self.requests[name], self.tables.get(name)
+            tokens = r.request.num_computed_tokens + chunk
+            for g, (size, kind) in enumerate(self.groups):
+                if table is not None and not kind.by_position and tokens % size == 0:
+                    yield table, g, r.tables[g][tokens // size - 1], tokens
 
     def cache(self, r, tokens):
         """As vLLM does when it allocates: full blocks of tokens that are known."""

@@ -51,7 +51,8 @@ class EngineInfo:
     @property
     def reports_failed_requests(self) -> bool:
         """Whether vLLM recomputes the whole request after a failed load, not only from the first bad block on."""
-        return self.num_groups > 1 or not self.supports_partial_prefix
+        whole = all(group.kind.whole_prefix for group in self.groups)
+        return self.num_groups > 1 or not self.supports_partial_prefix or not whole
 
     def followed(self, block_ids: BlockIds) -> BlockIds:
         """Of block ids by vLLM's groups, those of ``groups``."""
@@ -90,7 +91,6 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
     ids = followed(kv_cache_config)
     unsupported = _unsupported(vllm_config, kv_cache_config)
     groups = [] if unsupported else [cache_group(theirs[g]) for g in ids]
-    state = left_behind(kv_cache_config)
     return EngineInfo(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         instance_id=vllm_config.instance_id,
@@ -98,7 +98,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
         group_ids=None if len(ids) == len(theirs) else ids,
         num_groups=len(theirs),
-        unsupported_pulls=f"KV cache groups of {state} do not travel with a request" if state else None,
+        unsupported_pulls=_unsupported_pulls(groups, left_behind(kv_cache_config)),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
@@ -118,6 +118,13 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         multimodal=vllm_config.model_config.is_multimodal_model,
         config=vllm_config,
     )
+
+
+def _unsupported_pulls(groups: list[CacheGroup], left_behind: str) -> str | None:
+    states = dict.fromkeys(group.kind.in_words() for group in groups if not group.kind.by_position)
+    if left_behind or states:
+        return f"{left_behind or ', '.join(states)} does not travel with a request"
+    return None
 
 
 def _supports_partial_prefix(vllm_config: Any) -> bool:
@@ -146,11 +153,13 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
     try:
         refuse_parallelism(vllm_config)
-        for g in ids:
-            cache_group(kv_cache_config.kv_cache_groups[g])
+        groups = [cache_group(kv_cache_config.kv_cache_groups[g]) for g in ids]
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
-    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not _supports_partial_prefix(vllm_config)
+    if not all(group.kind.by_position for group in groups) and not granted(Feature.STATES):
+        return f"vLLM does not tell which states can be stored ({refused(Feature.STATES)})"
+    whole = all(group.kind.whole_prefix for group in groups)
+    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not whole or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):
         return f"a failed load could not be recomputed ({refused(Feature.GROUPS)})"
     return _whole_prompts(vllm_config)

@@ -25,7 +25,7 @@ from typing import Any
 from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
-from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
 from vllm_kvtier.scheduler.offload.store_jobs import (
     BLOCKS_NEEDED,
     INFLIGHT_LIMIT,
@@ -56,6 +56,8 @@ MAX_ENDED_TABLES = 1024  # each keeps its whole request
 # Steps between counts of the pinned blocks that no request holds, after a count that was too low: a count takes a
 # millisecond with tens of thousands of pins, and vLLM may be short of blocks in every step.
 RECOUNT_AFTER_STEPS = 8
+
+BoundaryState = tuple[Table, int, int, int]  # of a request: group, block, tokens that it is the state of
 
 
 class Offloader:
@@ -113,6 +115,34 @@ class Offloader:
         if growth:
             self._leave_room(growth)
 
+    def offer_states(self, states: list[BoundaryState]) -> None:
+        """Pin the states that vLLM names in a step, and store them behind its forward. What finds no room is skipped:
+        without it, a lookup ends at an earlier state."""
+        for table, g, block, tokens in states if self.wanted() and self._store.limit() else ():
+            hashes, per = table.request.block_hashes, self._groups[g].block_tokens // self._hash_block_size
+            last = tokens // self._hash_block_size
+            if last % per or tokens % self._hash_block_size or last > len(hashes):
+                continue  # within a block, or not hashed yet
+            if not self._room():
+                self._counters.count("stores_skipped", self._no_room())
+                continue
+            lora_fingerprint, block_hash = vr.lora_fingerprint(table.request), bytes(hashes[last - 1])
+            assert lora_fingerprint is not None, "the request is private"
+            parent = bytes(hashes[last - per - 1])[:HASH] if last > per else NO_PARENT
+            batch = self._batch(table.request, lora_fingerprint)
+            key, index = self._keys().key(block_hash, g, lora_fingerprint), last // per - 1
+            item = Item(table, g, index, block, key, batch.namespace_id, block_hash[:HASH], parent, table.begun)
+            raws: list[Raw] = []
+            if self.events is not None:
+                item.label = self.events.label_of(batch.namespace_id, g, block_hash)
+                raws = self.events.describe(batch.namespace_id, table.request, g, [index])
+            self._held.update(self._pool.pin([block]))
+            self.pinned += 1
+            batch.items.append(item)
+            batch.raws += raws
+            batch.soon |= tokens <= table.request.num_prompt_tokens
+            batch.step = max(batch.step, self._step)
+
     def idle(self) -> None:
         """The engine has no requests: go on with blocks of ended ones."""
         self.drain()
@@ -156,6 +186,8 @@ class Offloader:
         return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
 
     def _last(self, table: Table, g: int, full: int) -> int:
+        if not self._groups[g].kind.by_position:
+            return table.offered[g]  # see ``offer_states``
         return min(full // self._groups[g][0], len(table.groups[g]))
 
     def _offer_ended(self) -> None:
@@ -215,8 +247,10 @@ class Offloader:
         request = table.request
         lora_fingerprint, hashes = vr.lora_fingerprint(request), request.block_hashes
         assert lora_fingerprint is not None, "the request is private"
-        for g, (size, _) in enumerate(self._groups):
-            if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
+        for g, (size, kind) in enumerate(self._groups):
+            if full // size <= table.offered[g] or not kind.by_position:
+                continue
+            if not (positions := self._positions(table, g, full, leaving)):
                 continue
             batch, keys = self._batch(request, lora_fingerprint), self._keys()
             # All that may raise comes first, so that no block is pinned that is in no batch.
