@@ -35,6 +35,7 @@ KINDS = {
     "chunked": Kind(64, 4, FLOAT32),
     "gdn": Kind(640, 3, ("--dtype", "bfloat16"), tolerance=0.1),
     "mamba2": Kind(384, 3, (*FLOAT32, "--max-num-batched-tokens", "384")),
+    "mamba2-only": Kind(512, 1, (*FLOAT32, "--max-num-batched-tokens", "512", "--enable-prefix-caching")),
     "short-conv": Kind(128, 2, FLOAT32),
 }
 

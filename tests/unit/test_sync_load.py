@@ -313,7 +313,6 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     ]
     half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)
     half.has_pending_frees = lambda: False
-    half._geometry = SimpleNamespace(by_position=True)
     half._step_timer = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
     half._tables = SimpleNamespace(each_block=False, begin_step=lambda output, get: growth)
     half._exporter = SimpleNamespace(

@@ -7,7 +7,7 @@ asks it; nothing compares names of kinds or looks for a window.
   (``whole_prefix``, ``first_needed``), and so does ``scheduler.leases`` for other engines. ``scheduler.planner`` cuts a
   hit to what vLLM can take (``usable_tokens``, ``num_skipped_tokens``).
 * Storing: ``scheduler.offload`` stores blocks that are still the request's own (``num_skipped_tokens``), behind their
-  parents if a prefix needs all (``whole_prefix``); or those that vLLM names (``by_position``).
+  parents if a prefix needs all (``whole_prefix``); or those that vLLM's prefix cache names (``by_position``).
 * Layout: ``vllm_compat.layout`` finds the kind of a specification by ``specs``, which also say what a cell holds:
   codecs encode cells whose contents are known. ``vllm_compat.worker_info`` asks how a block is divided over ranks
   (``split``).

@@ -45,7 +45,7 @@ class CacheKind(ABC):
     # Whether a prefix needs every block from its first token on. Such blocks are stored behind their parents only, and
     # a lookup ends at the first that is missing.
     whole_prefix: ClassVar[bool]
-    # Whether a running request's table says which block has which content. False: vLLM names the blocks to store.
+    # Whether a request's table says which block has which content. False: only vLLM's prefix cache does.
     by_position: ClassVar[bool] = True
     split: ClassVar[Split] = Split.HEADS
     # Fields of the specification that must have these values; others cannot be stored.

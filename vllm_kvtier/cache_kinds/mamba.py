@@ -7,8 +7,8 @@ from vllm_kvtier.cache_kinds.base import CacheKind, Contents, Split
 
 class Mamba(CacheKind):
     """A block holds the whole state behind its last token, not its tokens. With vLLM's ``mamba_cache_mode`` "align" a
-    request has the state behind its last token and, now and then, one at the end of a block, which vLLM names
-    (``boundary_state_offloads``); elsewhere its table has no blocks.
+    request has one state, behind its last token, which each step changes in place. Where a step ends with a block, the
+    next one goes on in another block. vLLM's prefix cache keeps some of those left behind; the table has no others.
 
     A prefix needs the one state exactly at its end. No token can be computed again behind a state: it would take the
     token twice.

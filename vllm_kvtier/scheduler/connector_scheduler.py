@@ -6,7 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvtier.codecs import Codec, choice
@@ -35,7 +35,7 @@ from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.matching.transfer_params import write, write_report
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.scheduler.offload.kv_events import Events
-from vllm_kvtier.scheduler.offload.offloader import BoundaryState, Offloader
+from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.scheduler.planner.step_timer import StepTimer
@@ -99,9 +99,6 @@ class KVTierConnectorScheduler:
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
         geometry = BlockGeometry(info.groups, pool.hash_block_size)
-        self._geometry = geometry
-        # Our groups by the ids of vLLM.
-        self._our_groups = {id_: g for g, id_ in enumerate(info.group_ids or range(info.num_groups))}
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -307,23 +304,11 @@ class KVTierConnectorScheduler:
         checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
             self._offloader.begin_step(self._exporter.step, growth)
-            if not (self._geometry.by_position or synchronous):
-                self._offloader.offer_states(list(self._states(output)))
         if self._matcher.prefetching:
             self._matcher.expire_prefetches()
         if self._sharing is not None:
             self._sharing.publish_changes()
         return checksums
-
-    def _states(self, output: Any) -> Iterator[BoundaryState]:
-        """The states that are in their blocks once this step ran, of requests that may share them."""
-        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
-            tracked, table = self._matcher.get(request_id), self._tables.get(request_id)
-            if tracked is None or table is None or not self._provenance.may_share(tracked):
-                continue
-            for group, block, tokens in offers:
-                if group in self._our_groups:
-                    yield table, self._our_groups[group], block, tokens
 
     def missed_step(self) -> StepWork:
         """In place of ``begin_step``, if it failed as a whole."""

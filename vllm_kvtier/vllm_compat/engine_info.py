@@ -157,7 +157,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
     if not all(group.kind.by_position for group in groups) and not granted(Feature.STATES):
-        return f"vLLM does not tell which states can be stored ({refused(Feature.STATES)})"
+        return f"the layout of states is not known ({refused(Feature.STATES)}): KV is neither pulled, stored nor loaded"
     whole = all(group.kind.whole_prefix for group in groups)
     by_request = len(kv_cache_config.kv_cache_groups) > 1 or not whole or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):

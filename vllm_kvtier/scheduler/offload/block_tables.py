@@ -124,9 +124,6 @@ class BlockTables:
                 self._calendar[self._step + max(1, (table.due - computed) // max(1, tokens))].add(request_id)
         return out
 
-    def get(self, request_id: str) -> Table | None:
-        return self._tables.get(request_id)
-
     def _next(self, request_id: str, request: Any, computed: int) -> int:
         """The number of computed tokens at which this request is to be looked at again."""
         # Hashes may lag behind by a step: then the block is looked at again.

@@ -9,6 +9,9 @@ again with the next block that their request fills, and after it ended well, whi
 Blocks of a LoRA adapter are offered once, when their request has ended (see ``provenance``): vLLM's prefix cache may
 have the KV of other weights under their hashes later.
 
+Of recurrent states (kinds that are not ``by_position``) those are stored that vLLM's prefix cache keeps, and no others:
+under whose hash it has a block is looked up when the request fills a block, and at its end.
+
 A stored prefix has no gap: a block is committed after its parent, or not at all. Jobs of a group are copied in their
 order; if one is cut short, so is all that depends on its missing blocks.
 
@@ -25,7 +28,7 @@ from typing import Any
 from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
-from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
+from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.scheduler.offload.store_jobs import (
     BLOCKS_NEEDED,
     INFLIGHT_LIMIT,
@@ -57,8 +60,6 @@ MAX_ENDED_TABLES = 1024  # each keeps its whole request
 # millisecond with tens of thousands of pins, and vLLM may be short of blocks in every step.
 RECOUNT_AFTER_STEPS = 8
 
-BoundaryState = tuple[Table, int, int, int]  # of a request: group, block, tokens that it is the state of
-
 
 class Offloader:
     def __init__(
@@ -77,7 +78,7 @@ class Offloader:
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._verified, self.events = verified, events
-        self._hash_block_size = engine.geometry.hash_block_size
+        self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
@@ -115,34 +116,6 @@ class Offloader:
         if growth:
             self._leave_room(growth)
 
-    def offer_states(self, states: list[BoundaryState]) -> None:
-        """Pin the states that vLLM names in a step, and store them behind its forward. What finds no room is skipped:
-        without it, a lookup ends at an earlier state."""
-        for table, g, block, tokens in states if self.wanted() and self._store.limit() else ():
-            hashes, per = table.request.block_hashes, self._groups[g].block_tokens // self._hash_block_size
-            last = tokens // self._hash_block_size
-            if last % per or tokens % self._hash_block_size or last > len(hashes):
-                continue  # within a block, or not hashed yet
-            if not self._room():
-                self._counters.count("stores_skipped", self._no_room())
-                continue
-            lora_fingerprint, block_hash = vr.lora_fingerprint(table.request), bytes(hashes[last - 1])
-            assert lora_fingerprint is not None, "the request is private"
-            parent = bytes(hashes[last - per - 1])[:HASH] if last > per else NO_PARENT
-            batch = self._batch(table.request, lora_fingerprint)
-            key, index = self._keys().key(block_hash, g, lora_fingerprint), last // per - 1
-            item = Item(table, g, index, block, key, batch.namespace_id, block_hash[:HASH], parent, table.begun)
-            raws: list[Raw] = []
-            if self.events is not None:
-                item.label = self.events.label_of(batch.namespace_id, g, block_hash)
-                raws = self.events.describe(batch.namespace_id, table.request, g, [index])
-            self._held.update(self._pool.pin([block]))
-            self.pinned += 1
-            batch.items.append(item)
-            batch.raws += raws
-            batch.soon |= tokens <= table.request.num_prompt_tokens
-            batch.step = max(batch.step, self._step)
-
     def idle(self) -> None:
         """The engine has no requests: go on with blocks of ended ones."""
         self.drain()
@@ -179,6 +152,8 @@ class Offloader:
 
     def _full(self, request: Any, tokens: int) -> int:
         """The first of these tokens whose full blocks are to be stored."""
+        if request.lora_request is not None and not self._by_position:
+            return 0  # only vLLM's prefix cache says where the states are
         full = min(tokens, len(request.block_hashes) * self._hash_block_size)
         return min(full, request.num_prompt_tokens) if self._prompts_only else full
 
@@ -186,9 +161,12 @@ class Offloader:
         return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
 
     def _last(self, table: Table, g: int, full: int) -> int:
-        if not self._groups[g].kind.by_position:
-            return table.offered[g]  # see ``offer_states``
-        return min(full // self._groups[g][0], len(table.groups[g]))
+        size, kind = self._groups[g]
+        if kind.by_position:
+            return min(full // size, len(table.groups[g]))
+        # Of generated tokens one state is stored, at the end. With speculation, the state of a step is right only after
+        # its sampling.
+        return (min(full, table.request.num_prompt_tokens) if table.running else full) // size
 
     def _offer_ended(self) -> None:
         """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
@@ -247,10 +225,8 @@ class Offloader:
         request = table.request
         lora_fingerprint, hashes = vr.lora_fingerprint(request), request.block_hashes
         assert lora_fingerprint is not None, "the request is private"
-        for g, (size, kind) in enumerate(self._groups):
-            if full // size <= table.offered[g] or not kind.by_position:
-                continue
-            if not (positions := self._positions(table, g, full, leaving)):
+        for g, (size, _) in enumerate(self._groups):
+            if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
                 continue
             batch, keys = self._batch(request, lora_fingerprint), self._keys()
             # All that may raise comes first, so that no block is pinned that is in no batch.
@@ -280,6 +256,8 @@ class Offloader:
         """
         (size, kind), hashes = self._groups[g], table.request.block_hashes
         ended = not table.running and not leaving
+        if not kind.by_position:
+            return self._states(table, g, self._last(table, g, full), self._room(ended))
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
         own, last = len(ids) if ended else 0, self._last(table, g, full)
         if not (kind.whole_prefix or ended or leaving):
@@ -303,6 +281,23 @@ class Offloader:
             table.offered[g] = i + 1
         return found
 
+    def _states(self, table: Table, g: int, last: int, room: int) -> list[tuple[int, int]]:
+        """As ``_positions``, up to block ``last``, of a group whose blocks only vLLM's prefix cache names: all of the
+        prompt's states that it keeps, and the last one of generated tokens."""
+        size, request, found = self._groups[g].block_tokens, table.request, list[tuple[int, int]]()
+        per, generated = size // self._hash_block_size, request.num_prompt_tokens // size
+        for i in range(table.offered[g], last if self._verified() else 0):
+            block = self._pool.cached_block(bytes(request.block_hashes[(i + 1) * per - 1]), g)
+            if block and found and found[-1][0] >= generated:
+                found[-1] = i, block
+            elif block and len(found) < room:
+                found.append((i, block))
+            elif block:
+                table.why = self._no_room()
+                break
+            table.offered[g] = i + 1
+        return found
+
     def _follow_store(self, table: Table, leaving: bool) -> None:
         """If another store serves now, or the first one, offer all blocks again that a reader of the whole blocks
         needs: of those that vLLM has freed, the ones in its prefix cache (``_positions``)."""
@@ -313,7 +308,7 @@ class Offloader:
             table.offered, table.rewinds = [0] * len(self._groups), 0
         table.instance = instance
         for g, group in enumerate(self._groups):
-            if group.kind.whole_prefix:
+            if group.kind.whole_prefix or not group.kind.by_position:
                 continue
             if leaving:
                 own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
@@ -417,7 +412,7 @@ class Offloader:
     def _rewind(self, table: Table) -> None:
         """Offer the prefix from its beginning, which the store lost."""
         for g, (_, kind) in enumerate(self._groups):
-            if kind.whole_prefix:
+            if kind.whole_prefix or not kind.by_position:
                 table.offered[g] = 0
         table.due = 0
 

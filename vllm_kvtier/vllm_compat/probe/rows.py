@@ -216,13 +216,6 @@ ROWS: tuple[Row, ...] = (
         tried=(f"{_BASE}:KVConnectorTransferResults", *_all(_SCHEDULER, "failed_recving_kv_req_ids requests")),
     ),
     Row(
-        "states that can be stored", Feature.STATES, "a step's output names them, with their blocks", since=(0, 32, 0),
-        fields={
-            f"{_OUTPUT}:SchedulerOutput": "kv_connector_block_state",
-            f"{_OUTPUT}:KVConnectorBlockState": "boundary_state_offloads",
-        },
-    ),
-    Row(
         "layout of states", Feature.STATES, "shapes, dtypes, and the order of a convolution's state", Side.BOTH,
         since=(0, 32, 0),
         fields={f"{_CACHE}:MambaSpec": "shapes dtypes mamba_type mamba_cache_mode"},
