@@ -47,6 +47,7 @@ class EngineInfo:
     supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
     multimodal: bool = False  # vLLM also caches an encoder's outputs
+    speculates: bool = False  # so that a step's sampling decides which state is behind its last token
 
     @property
     def reports_failed_requests(self) -> bool:
@@ -116,6 +117,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         release=installed_version() or "",
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         multimodal=vllm_config.model_config.is_multimodal_model,
+        speculates=vllm_config.speculative_config is not None,
         config=vllm_config,
     )
 

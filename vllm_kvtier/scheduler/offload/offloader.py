@@ -79,6 +79,7 @@ class Offloader:
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._verified, self.events = verified, events
         self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
+        self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
@@ -164,9 +165,9 @@ class Offloader:
         size, kind = self._groups[g]
         if kind.by_position:
             return min(full // size, len(table.groups[g]))
-        # Of generated tokens one state is stored, at the end. With speculation, the state of a step is right only after
-        # its sampling.
-        return (min(full, table.request.num_prompt_tokens) if table.running else full) // size
+        if table.running or self._speculates:  # of generated tokens one state is stored, once it is certain
+            full = min(full, table.request.num_prompt_tokens)
+        return full // size
 
     def _offer_ended(self) -> None:
         """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
