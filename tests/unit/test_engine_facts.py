@@ -146,9 +146,12 @@ def test_engine_info_leaves_copies_that_vllm_rebuilds_out(configure):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_engine_info_of_states_stores_without_pulls(configure, alone):
+def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alone):
     state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    facts = engine_info(configure(), cache(*([] if alone else [FULL]), state))
+    configuration = configure()
+    if alone:  # vLLM caches prefixes of models without attention if it is told to
+        monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
+    facts = engine_info(configuration, cache(*([] if alone else [FULL]), state))
     assert not facts.unsupported and "mamba" in facts.unsupported_pulls
     assert facts.full_groups == ([] if alone else [0]) and not facts.supports_sync_load
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"

@@ -164,18 +164,20 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     by_request = len(kv_cache_config.kv_cache_groups) > 1 or not whole or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):
         return f"a failed load could not be recomputed ({refused(Feature.GROUPS)})"
-    return _whole_prompts(vllm_config)
+    return _whole_prompts(vllm_config, not any(group.kind.by_position for group in groups))
 
 
-def _whole_prompts(vllm_config: Any) -> str | None:
+def _whole_prompts(vllm_config: Any, only_states: bool = False) -> str | None:
     """Why this engine must compute each prompt as a whole; None if it need not. vLLM hashes blocks for any connector,
     even if it disabled its own prefix cache because continuing from a prefix would be wrong.
 
     vLLM computes prompts in chunks only if all of the model's attention is causal and nothing needs the whole prompt at
     once. On CPUs MLA's backends cannot, though the model could: see ``_supports_partial_prefix``.
+
+    only_states: vLLM caches prefixes of models without attention if it is told to.
     """
     model, caching = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
-    if not model.is_prefix_caching_supported:
+    if not (model.is_prefix_caching_supported or (only_states and caching)):
         why = "vLLM does not support prefix caching for this model or its kind of pooling"
     elif caching:
         return None
