@@ -9,6 +9,9 @@ again with the next block that their request fills, and after it ended well, whi
 Blocks of a LoRA adapter are offered once, when their request has ended (see ``provenance``): vLLM's prefix cache may
 have the KV of other weights under their hashes later.
 
+Of recurrent states (kinds that are not ``by_position``) those are stored that vLLM's prefix cache keeps, and no others:
+under whose hash it has a block is looked up when the request fills a block, and at its end.
+
 A stored prefix has no gap: a block is committed after its parent, or not at all. Jobs of a group are copied in their
 order; if one is cut short, so is all that depends on its missing blocks.
 
@@ -73,7 +76,8 @@ class Offloader:
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._verified, self.events = verified, events
-        self._hash_block_size = engine.geometry.hash_block_size
+        self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
+        self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
@@ -148,6 +152,8 @@ class Offloader:
 
     def _full(self, request: Any, tokens: int) -> int:
         """The first of these tokens whose full blocks are to be stored."""
+        if request.lora_request is not None and not self._by_position:
+            return 0  # only vLLM's prefix cache says where the states are
         full = min(tokens, len(request.block_hashes) * self._hash_block_size)
         return min(full, request.num_prompt_tokens) if self._prompts_only else full
 
@@ -155,7 +161,12 @@ class Offloader:
         return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
 
     def _last(self, table: Table, g: int, full: int) -> int:
-        return min(full // self._groups[g][0], len(table.groups[g]))
+        size, kind = self._groups[g]
+        if kind.by_position:
+            return min(full // size, len(table.groups[g]))
+        if table.running or self._speculates:  # of generated tokens one state is stored, once it is certain
+            full = min(full, table.request.num_prompt_tokens)
+        return full // size
 
     def _offer_ended(self) -> None:
         """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
@@ -247,6 +258,8 @@ class Offloader:
         """
         (size, kind), hashes = self._groups[g], table.request.block_hashes
         ended = not table.running and not leaving
+        if not kind.by_position:
+            return self._states(table, g, self._last(table, g, full), self._room(ended))
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
         own, first, last = len(ids) if ended else 0, table.offered[g], self._last(table, g, full)
         if not (kind.whole_prefix or ended or leaving):
@@ -273,6 +286,23 @@ class Offloader:
             table.offered[g] = i + 1
         return found
 
+    def _states(self, table: Table, g: int, last: int, room: int) -> list[tuple[int, int]]:
+        """As ``_positions``, up to block ``last``, of a group whose blocks only vLLM's prefix cache names: all of the
+        prompt's states that it keeps, and the last one of generated tokens."""
+        size, request, found = self._groups[g].block_tokens, table.request, list[tuple[int, int]]()
+        per, generated = size // self._hash_block_size, request.num_prompt_tokens // size
+        for i in range(table.offered[g], last if self._verified() else 0):
+            block = self._pool.cached_block(bytes(request.block_hashes[(i + 1) * per - 1]), g)
+            if block and found and found[-1][0] >= generated:
+                found[-1] = i, block
+            elif block and len(found) < room:
+                found.append((i, block))
+            elif block:
+                table.why = self._no_room()
+                break
+            table.offered[g] = i + 1
+        return found
+
     def _follow_store(self, table: Table, leaving: bool) -> None:
         """If another store serves now, or the first one, offer all blocks again that a reader of the whole blocks
         needs: of those that vLLM has freed, the ones in its prefix cache (``_positions``)."""
@@ -283,7 +313,7 @@ class Offloader:
             table.offered, table.rewinds = [0] * len(self._groups), 0
         table.instance = instance
         for g, group in enumerate(self._groups):
-            if group.kind.whole_prefix:
+            if group.kind.whole_prefix or not group.kind.by_position:
                 continue
             if leaving:
                 own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
@@ -365,7 +395,7 @@ class Offloader:
     def _rewind(self, table: Table) -> None:
         """Offer the prefix from its beginning, which the store lost."""
         for g, (_, kind) in enumerate(self._groups):
-            if kind.whole_prefix:
+            if kind.whole_prefix or not kind.by_position:
                 table.offered[g] = 0
         table.due = 0
 
