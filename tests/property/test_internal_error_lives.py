@@ -93,6 +93,7 @@ class RaisingLife(Life):
         half._access = SimpleNamespace(closed=True)
         half._tables = SimpleNamespace(forget=lambda name: None)
         half._exports, half._events = SimpleNamespace(end_export=lambda name: False), None
+        half._checksum_index = SimpleNamespace(clear=lambda: None)
         half._outcomes = load_results(self.load, self.matcher, self.contain)
         made = KVTierConnector.__new__(KVTierConnector)
         made.containment, made._scheduler, made._worker, made._info = self.contain, half, None, facts

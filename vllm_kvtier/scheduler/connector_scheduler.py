@@ -389,6 +389,7 @@ class KVTierConnectorScheduler:
         attempt("dropping a request", self._release_all, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.end_export, request_id)
+        attempt("forgetting checksums", self._checksum_index.clear)  # it may name some that no step computes
         self._provenance.forget(request)
 
     def has_pending_frees(self) -> bool:
