@@ -4,11 +4,13 @@ import http.server
 import itertools
 import math
 import os
+import ssl
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+from proxy_authority import Authority
 
 from vllm_kvtier.store.tiers.objects import object_client
 from vllm_kvtier.store.tiers.objects.object_client import PART_BYTES, ObjectClient
@@ -221,6 +223,27 @@ def test_create_is_conditional_where_the_store_can(server, client):
 
 def test_object_store_without_server(client):
     assert "cannot be reached" in str(trouble_of(lambda: client_of("s3://bucket/x", "http://localhost:9").size("k")))
+
+
+def test_certificate_of_aws_ca_bundle_is_trusted(monkeypatch, tmp_path):
+    server = Server()
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("server"))
+    server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+    server.reply = 200, {}, b"12345"
+    endpoint = server.endpoint.replace("http:", "https:")
+    try:
+        assert "certificate is not trusted" in str(trouble_of(lambda: client_of("s3://bucket/x", endpoint).size("k")))
+        monkeypatch.setenv("AWS_CA_BUNDLE", authority.ca_file)
+        client = client_of("s3://bucket/x", endpoint)
+        assert client.size("k") == 5
+        client.put("k", memoryview(b"x"))
+        signed = {name.lower(): value for name, value in server.seen[-1][2].items()}["x-amz-content-sha256"]
+        assert signed == "UNSIGNED-PAYLOAD", "TLS protects it"
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
 
 
 def test_profiles_need_boto3_and_must_exist(monkeypatch, server):
