@@ -25,7 +25,7 @@ def test_doctor_tries_a_shared_directory_and_leaves_nothing(tmp_path, mounts):
     url = f"file://{root}"
     (missing,) = objects(url, "", "", 1, mounts)
     assert missing.state == "fail" and "there is no directory" in missing.message and missing.fix == "create it"
-    root.mkdir()
+    root.mkdir(mode=0o700)
     (good,) = objects(url, "", "", 1, mounts)
     assert good.state == "ok" and "no store has used it" in good.message and os.listdir(root) == []
     (root / ".kvtier").write_bytes(FORMAT)
@@ -33,6 +33,8 @@ def test_doctor_tries_a_shared_directory_and_leaves_nothing(tmp_path, mounts):
     assert [check.state for check in objects(url, "", "", 1 << 60, mounts)] == ["ok", "warn"]
     mounts.write_text("/dev/sda / ext4 rw 0 0\n")
     assert "of this node only (ext4)" in objects(url, "", "", 1, mounts)[1].message
+    root.chmod(0o755)
+    assert "other users" in objects(url, "", "", 1, mounts)[-1].message
     (root / ".kvtier").write_bytes(b"another")
     assert "use another prefix" in objects(url, "", "", 1, mounts)[0].fix
     for wrong in ("file://relative/x", "ftp://x", "s3://key:hush@bucket/x"):

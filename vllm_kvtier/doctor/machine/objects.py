@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import stat
 import time
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def _directory(name: str, location: ObjectLocation, size: int, mounts: Path) -> 
     if kind not in _SHARED and not kind.startswith("fuse."):
         message = f"it is on a file system of this node only ({kind or 'unknown'}): other nodes do not see it"
         checks.append(warn(name, message, "a directory of NFS, CephFS, Lustre or the like; or --disk for a local disk"))
+    if root.stat().st_mode & stat.S_IRWXO:
+        message = "other users of the nodes may read or write it"
+        checks.append(warn(name, message, f"chmod o-rwx {root}: KV tells what prompts were, and data may be planted"))
     if free < size:  # it may be full of blocks already
         message = f"{in_words(free)} are free, {in_words(size)} are configured"
         checks.append(warn(name, message, "a smaller store_object_size, unless blocks of other stores take the rest"))
