@@ -166,7 +166,7 @@ def test_store_metrics_old_series_exist_only_with_hidden_metrics(hidden, tmp_pat
         assert sample.name == "kvtier_store_looked_up_units_total" and sample.value == 0
 
 
-# -- options without effect ---------------------------------------------------------------------------------------------
+# -- options without effect ------------------------------------------------------------------------------------------
 
 
 def test_unused_store_option_is_accepted_with_one_warning(warnings, monkeypatch):
