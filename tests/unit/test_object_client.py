@@ -14,7 +14,7 @@ from proxy_authority import Authority
 
 from vllm_kvtier.store.tiers.objects import object_client
 from vllm_kvtier.store.tiers.objects.object_client import PART_BYTES, ObjectClient
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
+from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble, explain
 from vllm_kvtier.store.tiers.objects.object_names import parse_url
 
 KEY_ID, SECRET, TOKEN = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters", "session-token-of-a-test"
@@ -141,9 +141,13 @@ def test_object_store_errors_are_translated(server, url, status, code, kind, wor
     server.error(status, code.replace("<", "&lt;"))
     client = client_of(url, server.endpoint)
     into = memoryview(bytearray(10))
-    for call in (lambda: client.get("k", into, math.inf), lambda: client.put("k", into), lambda: client.read("k", 9)):
+    for call in (lambda: client.get("k", into, math.inf), lambda: client.read("k", 9)):
         trouble = trouble_of(call)
         assert trouble.kind is kind and words in str(trouble)
+    trouble = trouble_of(lambda: client.put("k", into))
+    if kind is Kind.ABSENT:  # what is missing must be the bucket
+        kind, words = Kind.FAILED, "there is no such bucket"
+    assert trouble.kind is kind and words in str(trouble)
 
 
 def test_missing_object_without_list_permission_is_absent(server, client):
@@ -309,4 +313,5 @@ def test_directory_errors_are_translated(tmp_path, monkeypatch):
     for number, kind in kinds.items():
         trouble = fail(number)
         assert trouble.kind is kind and os.strerror(number) in str(trouble) and "secret" not in str(trouble)
-    assert fail(116).kind is Kind.ABSENT, "ESTALE: removed by another node"
+    assert "no such" in str(fail(116)), "ESTALE"
+    assert explain(OSError("(os error 116)"), client.location).kind is Kind.ABSENT, "of a read: another node removed it"

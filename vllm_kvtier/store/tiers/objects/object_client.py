@@ -114,6 +114,9 @@ class ObjectClient:
         try:
             return self._explained(put)
         except Trouble as trouble:
+            if trouble.kind is Kind.ABSENT:  # not the object, which is just being written
+                missing = "there is no such bucket, container or directory"
+                raise Trouble(f"the object store of {self.location}: {missing}") from None
             if mode != "create" or "HTTP 501" not in str(trouble):
                 raise
         self._creates = False  # a store without conditional writes
