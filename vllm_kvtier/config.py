@@ -80,7 +80,15 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc(
             "Prefixes in GPU caches of this node's other engines. auto: the engine copies them if that is expected to "
             "be faster than loading or computing them; needs the node store, which has the directory of blocks. off: "
-            "the engine neither fetches from peers nor leases blocks to them."
+            "the engine neither fetches from peers nor leases blocks to them, and no pull uses mapped memory."
+        ),
+    ] = "auto"
+    same_node_pulls: Annotated[
+        Literal["auto", "mapped", "nixl"],
+        _doc(
+            "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
+            "same shape, otherwise copied from its mapped memory, which peer_fetch must permit on both. mapped: always "
+            "copied, if its memory can be mapped. nixl: always by NIXL. See `engine-shapes.md`."
         ),
     ] = "auto"
     peer_lease_share: Annotated[
@@ -259,6 +267,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _doc(
             "Other nodes' stores (host:port,host:port) for lookups of what is not on this node; see cluster_key_file. "
+            "dns:name:port is each of the name's addresses, which are looked up again every 10 s. "
             "With store off the engine itself looks up and loads from them, and stores nothing."
         ),
     ] = ""

@@ -1,4 +1,4 @@
-"""Requests to objects through obstore, and what its errors become: our words, without anything that a server said."""
+"""Requests to objects through obstore, and what its errors become: messages without anything that a server sent."""
 
 import http.server
 import itertools
@@ -63,7 +63,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def error(self, status, code):
-        """What a server might say that repeats all it was told."""
+        """A server that repeats all that it was sent."""
         said = f"{KEY_ID} {SECRET} {TOKEN}"
         body = f"<Error><Code>{code}</Code><Message>{said}</Message><AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId></Error>"
         self.reply = status, {"Content-Type": "application/xml"}, body.encode()
@@ -83,7 +83,7 @@ def surroundings(monkeypatch, server):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or "proxy" in name.lower():
             monkeypatch.delenv(name)
     server.seen.clear()
-    # The tests are about what is said at last, not about how often it is tried.
+    # The tests are about the message in the end, not about how often it is tried.
     monkeypatch.setattr(object_client, "RETRIES", 0)
     monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)

@@ -81,7 +81,11 @@ class StoreOptions:
     object_admission: str = _option(
         "reuse", "Which blocks are demoted to the object store, as disk_admission.", ("all", "reuse")
     )
-    nodes: str = _option("", "Other nodes' stores for lookups of what is not on this node: host:port,host:port.")
+    nodes: str = _option(
+        "",
+        "Other nodes' stores for lookups of what is not on this node: host:port,host:port. dns:name:port is each of "
+        "the name's addresses, which are looked up again every 10 s.",
+    )
     node_listen: str = _option("", "host:port on which this store serves other nodes' stores; empty: none.")
     cluster_key_file: str = _option("", "Key of the cluster; without one the store uses only loopback addresses.")
     metrics_port: int = _option(0, "Port of 127.0.0.1 for Prometheus; 0: none.")
