@@ -85,7 +85,7 @@ class Node:
         return result[0]
 
     def begin(self, call) -> list:
-        """``call(done)`` on the reactor; what done was told, as soon as it is."""
+        """``call(done)`` on the reactor; the arguments of done, as soon as it is called."""
         told: list = []
         self.reactor.call_soon(lambda: call(told.append))
         return told
@@ -109,7 +109,7 @@ class Node:
         return self.ask(lambda done: self.tier.write(blocks, done))
 
     def read(self, block_hashes: bytes) -> tuple[list[bool], list[bool]]:
-        """(what was said to be there, what is right) of all that is found."""
+        """(what is reported as read, what is right) of all that is found."""
         find = self.find(block_hashes)
         if not find.num_hash_blocks:
             return [], []

@@ -51,7 +51,7 @@ def test_docs_host_cache_commands_run(place):
         place.until_as_shown(step)
 
 
-@pytest.mark.parametrize("page", ["disk", "s3"])
+@pytest.mark.parametrize("page", ["disk", "objects"])
 def test_docs_secondary_tiers_commands_run(place, page):
     """The store that the engine started is ended, and the page's takes its place; the engine goes on."""
 
@@ -114,7 +114,7 @@ def test_docs_data_parallel_commands_run(model_path, log_dir, tmp_path):
 def test_docs_every_guide_with_commands_is_run(root):
     """And none has commands that are run by nobody."""
     text = Path(__file__).read_text("utf-8")
-    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "s3"}
+    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "objects"}
     assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run
 
 

@@ -1,18 +1,20 @@
-"""Requests to objects through obstore, and what its errors become: our words, without anything that a server said."""
+"""Requests to objects through obstore, and what its errors become: messages without anything that a server sent."""
 
 import http.server
 import itertools
 import math
 import os
+import ssl
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+from proxy_authority import Authority
 
 from vllm_kvtier.store.tiers.objects import object_client
 from vllm_kvtier.store.tiers.objects.object_client import PART_BYTES, ObjectClient
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
+from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble, explain
 from vllm_kvtier.store.tiers.objects.object_names import parse_url
 
 KEY_ID, SECRET, TOKEN = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters", "session-token-of-a-test"
@@ -61,7 +63,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def error(self, status, code):
-        """What a server might say that repeats all it was told."""
+        """A server that repeats all that it was sent."""
         said = f"{KEY_ID} {SECRET} {TOKEN}"
         body = f"<Error><Code>{code}</Code><Message>{said}</Message><AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId></Error>"
         self.reply = status, {"Content-Type": "application/xml"}, body.encode()
@@ -81,7 +83,7 @@ def surroundings(monkeypatch, server):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or "proxy" in name.lower():
             monkeypatch.delenv(name)
     server.seen.clear()
-    # The tests are about what is said at last, not about how often it is tried.
+    # The tests are about the message in the end, not about how often it is tried.
     monkeypatch.setattr(object_client, "RETRIES", 0)
     monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
@@ -139,9 +141,13 @@ def test_object_store_errors_are_translated(server, url, status, code, kind, wor
     server.error(status, code.replace("<", "&lt;"))
     client = client_of(url, server.endpoint)
     into = memoryview(bytearray(10))
-    for call in (lambda: client.get("k", into, math.inf), lambda: client.put("k", into), lambda: client.read("k", 9)):
+    for call in (lambda: client.get("k", into, math.inf), lambda: client.read("k", 9)):
         trouble = trouble_of(call)
         assert trouble.kind is kind and words in str(trouble)
+    trouble = trouble_of(lambda: client.put("k", into))
+    if kind is Kind.ABSENT:  # what is missing must be the bucket
+        kind, words = Kind.FAILED, "there is no such bucket"
+    assert trouble.kind is kind and words in str(trouble)
 
 
 def test_missing_object_without_list_permission_is_absent(server, client):
@@ -223,6 +229,27 @@ def test_object_store_without_server(client):
     assert "cannot be reached" in str(trouble_of(lambda: client_of("s3://bucket/x", "http://localhost:9").size("k")))
 
 
+def test_certificate_of_aws_ca_bundle_is_trusted(monkeypatch, tmp_path):
+    server = Server()
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("server"))
+    server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+    server.reply = 200, {}, b"12345"
+    endpoint = server.endpoint.replace("http:", "https:")
+    try:
+        assert "certificate is not trusted" in str(trouble_of(lambda: client_of("s3://bucket/x", endpoint).size("k")))
+        monkeypatch.setenv("AWS_CA_BUNDLE", authority.ca_file)
+        client = client_of("s3://bucket/x", endpoint)
+        assert client.size("k") == 5
+        client.put("k", memoryview(b"x"))
+        signed = {name.lower(): value for name, value in server.seen[-1][2].items()}["x-amz-content-sha256"]
+        assert signed == "UNSIGNED-PAYLOAD", "TLS protects it"
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+
+
 def test_profiles_need_boto3_and_must_exist(monkeypatch, server):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
@@ -286,4 +313,5 @@ def test_directory_errors_are_translated(tmp_path, monkeypatch):
     for number, kind in kinds.items():
         trouble = fail(number)
         assert trouble.kind is kind and os.strerror(number) in str(trouble) and "secret" not in str(trouble)
-    assert fail(116).kind is Kind.ABSENT, "ESTALE: removed by another node"
+    assert "no such" in str(fail(116)), "ESTALE"
+    assert explain(OSError("(os error 116)"), client.location).kind is Kind.ABSENT, "of a read: another node removed it"

@@ -28,6 +28,7 @@ RENAMED_LOG = "vllm.kvtier.renamed"
 def warnings(caplog, monkeypatch):
     """Messages of warnings about renamed options so far."""
     renamed.warn.cache_clear()
+    renamed.warn_unused.cache_clear()
     monkeypatch.setattr(logging.getLogger(RENAMED_LOG), "propagate", True)
     with caplog.at_level(logging.WARNING, RENAMED_LOG):
         yield lambda: [record.getMessage() for record in caplog.records if record.name == RENAMED_LOG]
@@ -163,3 +164,16 @@ def test_store_metrics_old_series_exist_only_with_hidden_metrics(hidden, tmp_pat
     if hidden:
         [sample] = families["kvtier_store_looked_up_units"].samples
         assert sample.name == "kvtier_store_looked_up_units_total" and sample.value == 0
+
+
+# -- options without effect ------------------------------------------------------------------------------------------
+
+
+def test_unused_store_option_is_accepted_with_one_warning(warnings, monkeypatch):
+    started = []
+    monkeypatch.setattr("vllm_kvtier.store.__main__.run", lambda path, options: started.append(options) or 0)
+    command = ["store", "--socket", "/nowhere", "--object-backend", "boto3", "--object-url", "s3://blocks"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert started == [StoreOptions(object_url="s3://blocks")]
+    assert parse(["--object-backend=OBJ", "--object-url=s3://blocks"]) == started[0]
+    assert len(warnings()) == 1 and "option object_backend has no effect" in warnings()[0]

@@ -18,6 +18,7 @@ from vllm_kvtier.store.options import StoreOptions, parse
         ({"node_listen": "0.0.0.0:99"}, "requires a cluster key"),
         ({"cluster_key_file": "/nowhere/key"}, "No such file"),
         ({"object_url": "http://bucket/p"}, "must be s3://"),
+        ({"object_url": "file:///kv", "object_size": "much"}, "object_size 'much'"),
         ({"object_url": "s3://key:hush@bucket/p"}, "must not contain credentials"),
         ({"object_endpoint": "http://key:hush@host"}, "must not contain credentials"),  # without a url, too
         ({"disk_admission": "some"}, "choose one of all, reuse"),

@@ -12,7 +12,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.index.types import HASH
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.objects.object_errors import Trouble
-from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation, check_endpoint, parse_url
+from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation, check_endpoint, parse_url, store_digest
 from vllm_kvtier.store.tiers.objects.prefix_search import (
     FIRST_ROUND_REQUESTS,
     MAX_ROUNDS,
@@ -33,6 +33,22 @@ def test_object_keys_follow_from_block_hashes():
     assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH) == f"kv/70b/{NAMESPACE_ID.hex()}/3/{'ff' * 16}"
     assert place.marker == "kv/70b/.kvtier"
     assert parse_url("s3://bucket").key(NAMESPACE_ID, 0, bytes(HASH)) == f"{NAMESPACE_ID.hex()}/0/{'00' * 16}"
+
+
+def test_object_locations_of_clouds_and_directories():
+    for scheme in ("s3", "gs", "az"):
+        place = parse_url(f"{scheme}://blocks/kv/")
+        assert place == ObjectLocation("blocks", "kv", scheme) and str(place) == f"{scheme}://blocks/kv"
+    place = parse_url("file:///mnt/my%20share/kv@home/")
+    assert place == ObjectLocation("/mnt/my share/kv@home", "", "file") and place.marker == ".kvtier"
+    assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH) == f"{NAMESPACE_ID.hex()}/3/ff/{'ff' * 16}"
+    assert len({store_digest(f"{scheme}://blocks", "") for scheme in ("s3", "gs", "az")}) == 3
+
+
+@pytest.mark.parametrize("url", ["file://", "file:///", "file://host/x", "file:///x#1", "file:///x?y", "file:///\n"])
+def test_directory_url_invalid_raises(url):
+    with pytest.raises(ConfigError):
+        parse_url(url)
 
 
 @pytest.mark.parametrize("url", ["", "bucket", "http://bucket/x", "s3://", "s3:///x", "s3://B/x", "s3://bucket/a?b"])

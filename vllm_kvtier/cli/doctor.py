@@ -33,6 +33,12 @@ Endpoints = Annotated[
 Socket = Annotated[str | None, typer.Option("--socket", help="The node store's socket; default: this user's store.")]
 Disk = Annotated[Path | None, typer.Option("--disk", help="Directory of a disk tier, existing or planned.")]
 DiskSize = Annotated[str, typer.Option("--disk-size", help="As store_disk_size.")]
+ObjectUrl = Annotated[
+    str, typer.Option("--object-url", help="As store_object_url: writes, reads and deletes an object.")
+]
+ObjectEndpoint = Annotated[str, typer.Option("--object-endpoint", help="As store_object_endpoint.")]
+ObjectRegion = Annotated[str, typer.Option("--object-region", help="As store_object_region.")]
+ObjectSize = Annotated[str, typer.Option("--object-size", help="As store_object_size.")]
 StoreSize = Annotated[str, typer.Option("--store-size", help="As store_size: checks that it fits; 'off': no store.")]
 Listen = Annotated[list[str] | None, typer.Option("--listen", help="HOST:PORT to listen on: checks that it is free.")]
 Backends = Annotated[list[str] | None, typer.Option("--nixl-backend", help="As nixl_backends; repeatable.")]
@@ -59,6 +65,10 @@ def doctor(
     socket: Socket = None,
     disk: Disk = None,
     disk_size: DiskSize = "64GiB",
+    object_url: ObjectUrl = "",
+    object_endpoint: ObjectEndpoint = "",
+    object_region: ObjectRegion = "",
+    object_size: ObjectSize = "64GiB",
     store_size: StoreSize = "10%",
     listen: Listen = None,
     cluster_key: inputs.Key = None,
@@ -75,7 +85,9 @@ def doctor(
 ) -> None:
     """Find problems and how to fix them: this machine, engines, the node store, or why a prompt missed.
 
-    Changes nothing. Exit status: 0 no problem, 1 warnings, 2 errors or wrong options.
+    Changes nothing, but for an object that --object-url writes and deletes.
+
+    Exit status: 0 no problem, 1 warnings, 2 errors or wrong options.
     """
     console = Console(soft_wrap=True, highlight=False)
     with inputs.errors_as_messages(code=2):
@@ -84,7 +96,7 @@ def doctor(
         other = inputs.read_file(file, messages is not None) if file else None
         if other is not None and asked is None:
             raise typer.BadParameter("needs --prompt or --messages to compare with", param_hint="--compare-with")
-        if remote and not any((server, endpoint, socket, disk, listen, cluster_key, asked)):
+        if remote and not any((server, endpoint, socket, disk, object_url, listen, cluster_key, asked)):
             raise typer.BadParameter(
                 "leaves nothing to check: give --server, --endpoint or --socket", param_hint="--remote"
             )
@@ -95,6 +107,10 @@ def doctor(
             socket_given=socket is not None,
             disk=disk,
             disk_size=disk_size,
+            object_url=object_url,
+            object_endpoint=object_endpoint,
+            object_region=object_region,
+            object_size=object_size,
             store_size=store_size,
             listen=tuple(listen or ()),
             cluster_key=cluster_key,

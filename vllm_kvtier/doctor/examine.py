@@ -9,7 +9,7 @@ from vllm_kvtier.doctor import store
 from vllm_kvtier.doctor.engines import checks as engines
 from vllm_kvtier.doctor.engines import compatibility
 from vllm_kvtier.doctor.engines.server import Prompt, Server
-from vllm_kvtier.doctor.machine import disk, gpus, limits, packages, ports
+from vllm_kvtier.doctor.machine import disk, gpus, limits, objects, packages, ports
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
@@ -27,6 +27,10 @@ class Options:
     socket_given: bool = False
     disk: Path | None = None
     disk_size: str = "64GiB"
+    object_url: str = ""
+    object_endpoint: str = ""
+    object_region: str = ""
+    object_size: str = "64GiB"
     store_size: str = "10%"
     listen: tuple[str, ...] = ()
     cluster_key: Path | None = None
@@ -58,6 +62,8 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
         add(limits.open_files(), packages.nixl(options.backends))
     if options.disk is not None:
         add(limits.asynchronous_io(), *_disk(options))
+    if options.object_url:
+        add(*_objects(options))
     key = None
     if options.cluster_key is not None:
         check, key = _cluster_key(options.cluster_key)
@@ -96,6 +102,14 @@ def _disk(options: Options) -> list[Check]:
     except KVTierError as error:
         return [fail(f"disk {options.disk}", str(error), "give --disk-size as store_disk_size")]
     return disk.disk(options.disk, size)
+
+
+def _objects(options: Options) -> list[Check]:
+    try:
+        size = parse_bytes(options.object_size, "--object-size")
+    except KVTierError as error:
+        return [fail("objects", str(error), "give --object-size as store_object_size")]
+    return objects.objects(options.object_url, options.object_endpoint, options.object_region, size)
 
 
 def versions(known: list[engines.Engine]) -> list[Check]:

@@ -10,7 +10,7 @@ from vllm_kvtier.store.memory.memory_limits import in_words
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
 
 _TEST_BYTES = 64 << 10
-_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 
 
 def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Path("/proc/self/mounts")) -> list[Check]:
@@ -66,10 +66,10 @@ def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
 
 
 def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
-    kind = _file_system(parent, mounts)
+    kind = file_system(parent, mounts)
     if kind == "tmpfs":
         return [warn(name, "it is memory (tmpfs), not a disk: it counts against the container", "choose a disk")]
-    if kind in _REMOTE:
+    if kind in REMOTE:
         return [warn(name, f"it is remote ({kind}): another node's store must not use it too", "choose a local disk")]
     try:
         files.close(files.open(str(parent), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
@@ -79,7 +79,7 @@ def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
     return []
 
 
-def _file_system(path: Path, mounts: Path) -> str:
+def file_system(path: Path, mounts: Path) -> str:
     best, kind = -1, ""
     try:
         lines = mounts.read_text().splitlines()

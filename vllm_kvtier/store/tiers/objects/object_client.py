@@ -1,10 +1,8 @@
 """Objects in a bucket or directory, through obstore: blocking requests with deadlines, from any thread.
 
-obstore finds credentials where each cloud's own tools do. For profiles of AWS, and external accounts of Google, it
-needs the cloud's library.
+obstore finds credentials where each cloud's own tools do. Only for profiles of AWS it needs boto3.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -114,6 +112,9 @@ class ObjectClient:
         try:
             return self._explained(put)
         except Trouble as trouble:
+            if trouble.kind is Kind.ABSENT:  # not the object, which is just being written
+                missing = "there is no such bucket, container or directory"
+                raise Trouble(f"the object store of {self.location}: {missing}") from None
             if mode != "create" or "HTTP 501" not in str(trouble):
                 raise
         self._creates = False  # a store without conditional writes
@@ -168,8 +169,6 @@ def _open(location: ObjectLocation, endpoint: str, region: str, limits: dict[str
         config["virtual_hosted_style_request"] = not endpoint and "." not in location.bucket
         config["disable_bulk_delete"] = True  # one object at a time is deleted, and not every service has it
         config["unsigned_payload"] = not plain  # TLS protects it; without TLS the signature covers it
-    elif location.scheme == "gs":
-        provider = _google_credentials()
     options: dict[str, Any] = {each: timedelta(seconds=seconds) for each, seconds in limits.items()}
     options["allow_http"] = plain
     if location.scheme == "s3" and (certificates := os.environ.get("AWS_CA_BUNDLE")):
@@ -203,18 +202,3 @@ def _aws_credentials() -> Any:
         except ValueError:  # no credentials in the files: perhaps a region only
             return None
     raise Trouble(wrong, Kind.DENIED)
-
-
-def _google_credentials() -> Any:
-    """google-auth's, for accounts of other clouds; None: obstore finds them."""
-    path = Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))
-    if not path.is_file() or json.loads(path.read_bytes()).get("type") in ("service_account", "authorized_user"):
-        return None
-    try:
-        import google.auth
-        from obstore.auth.google import GoogleCredentialProvider
-    except ImportError:
-        missing = "these Google credentials need google-auth; `pip install google-auth requests`"
-        raise Trouble(missing, Kind.DENIED) from None
-    scope = "https://www.googleapis.com/auth/devstorage.read_write"
-    return GoogleCredentialProvider(google.auth.default(scopes=[scope])[0])

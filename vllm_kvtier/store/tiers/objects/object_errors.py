@@ -65,7 +65,8 @@ def explain(error: Exception, location: ObjectLocation) -> Trouble:
     code = match[1] if (match := _CODE.search(text)) else ""
     status = int(match[1]) if (match := _STATUS.search(text)) else 0
     name = type(error).__name__
-    if _FOR_CREDENTIALS.search(text) or (name == "UnauthenticatedError" and not status):
+    unidentified = name == "UnauthenticatedError" or "ccount must be specified" in text
+    if _FOR_CREDENTIALS.search(text) or (unidentified and not status):
         missing = f"credentials for it were not found or cannot be used; {CREDENTIALS[location.scheme]}"
         return _trouble(location, missing, name, Kind.DENIED)
     if status:
