@@ -439,8 +439,9 @@ def run(engine, r, steps=40):
 
 
 def flush(engine, r):
-    """Ask for all that was collected so far, as the end of any request does."""
+    """Reserve all that was collected so far, as the end of the last request does."""
     engine.offloader.finished(r.tracked, None, (), True)
+    engine.reactor.run()
 
 
 def stored(engine, r, g=0):

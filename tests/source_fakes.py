@@ -91,5 +91,5 @@ def load_results(load, matcher, contain=None, *, prompts_since=lambda moment: Fa
 
 
 def source_of(matcher, name):
-    (found,) = (source for source in matcher._sources if source.name == name)
+    (found,) = (source for source in matcher._source_selector.sources if source.name == name)
     return found

@@ -107,6 +107,7 @@ def test_offloader_lost_prefix_costs_one_rewind():
     engine.tier.forget(set(engine.tier.items))
     for _ in range(3 * offloader.RESERVE_AFTER_STEPS[1]):
         engine.step(every=1.1)
+    engine.reactor.run()
     assert len(engine.tier.asked) >= 2
     table = engine.tables._tables[r.request.request_id]
     engine.settle_down()
@@ -150,6 +151,7 @@ def test_offloader_adapter_blocks_are_offered_once(why):
     engine = Engine(GROUPS["full"], 1, 0, share=0.04 if why == "too many" else 0.5)
     r = of_adapter(engine)
     engine.finish(r, True)
+    engine.reactor.run()
     [(pending, items)] = engine.tier.asked
     assert len(items) == (4 if why == "too many" else 8) - (why != "too many")
     engine.tier.asked.clear()
@@ -167,6 +169,7 @@ def test_offloader_adapter_hit_blocks_are_offered_with_computed_ones():
     r = of_adapter(engine)
     engine.tables._tables[r.request.request_id].offered = [3]
     engine.finish(r, True)
+    engine.reactor.run()
     [(_, items)] = engine.tier.asked
     assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]
 

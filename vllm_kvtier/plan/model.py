@@ -46,7 +46,8 @@ class Model:
 @dataclass(frozen=True)
 class Footprint:
     """Of a token. ``gpu``: bytes in one rank's cache; ``stored``: bytes in the store, all ranks; ``loaded``: bytes that
-    one rank loads; ``pages``: 4 KiB pages of a block, by group; ``logical``: bytes of KV, each once."""
+    one rank loads; ``pages``: 4 KiB pages of a block, by group; ``logical``: bytes of KV, each once; ``parts``: of a
+    block in the store, of all groups and ranks."""
 
     block_tokens: int
     gpu: float
@@ -54,6 +55,7 @@ class Footprint:
     loaded: float
     logical: float
     pages: tuple[int, ...]
+    parts: int
 
     def tokens_in_store(self, nbytes: int) -> int:
         """Tokens that fit into ``nbytes``: whole slots, none across a piece of pinned memory, page 0 unused."""
@@ -153,6 +155,7 @@ def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: st
 def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: int = 16) -> Footprint:
     """Raises KVTierError if the heads cannot be divided over the ranks, or if the codec does not exist."""
     gpu = stored = loaded = logical = 0.0
+    parts = 0
     pages = []
     for layers in model.layers:
         ranks, heads = _spread(layers, tensor_parallel, model.name)
@@ -160,11 +163,12 @@ def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: 
         part = part_layout(group, codecs.choose(codec, group)).nbytes
         slot = slot_layout([part] * ranks).pages
         pages.append(slot)
+        parts += ranks
         gpu += group.block_bytes / block_tokens
         loaded += part / block_tokens
         stored += slot * PAGE / block_tokens
         logical += group.block_bytes * ranks / block_tokens
-    return Footprint(block_tokens, gpu, stored, loaded, logical, tuple(pages))
+    return Footprint(block_tokens, gpu, stored, loaded, logical, tuple(pages), parts)
 
 
 def _spread(layers: Layers, tensor_parallel: int, name: str) -> tuple[int, int]:

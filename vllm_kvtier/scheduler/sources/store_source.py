@@ -52,7 +52,7 @@ class StoreSource(KVSource):
 
     name = cost_key = "host"
     stage_metric = "host_hit_seconds"
-    answers_soon = holds_hit = can_cancel_load = True
+    answers_soon = holds_hit = can_cancel_load = looks_ahead = True
 
     def __init__(self, context: LoadContext, prefetches: bool):
         """``prefetches``: whether lookups are sent for queued requests too."""
