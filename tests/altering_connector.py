@@ -1,7 +1,7 @@
 """A connector that changes what it loaded, after its checksum was found right: for negative controls of real engines.
 
 The environment variable KVTIER_ALTER names a file: "zero GROUP", or "exchange GROUP" for the content of the load before
-it, or nothing. The engine needs this folder in PYTHONPATH, and runs on a CPU:
+it if that was of as many blocks, or nothing. The engine needs this folder in PYTHONPATH, and runs on a CPU:
 
     "kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"
 """
@@ -26,7 +26,10 @@ def _altered_load(self, group, blocks, keys, slots, after=None):
         loaded = [pages[ids] for pages in views]
         how, _, which = Path(os.environ[VARIABLE]).read_text().partition(" ")
         for pages, other in zip(views, _before.get(group, loaded), strict=True) if which == str(group) else ():
-            pages[ids] = 0 if how == "zero" else other
+            if how == "zero":
+                pages[ids] = 0
+            elif len(other) == len(ids):
+                pages[ids] = other
         _before[group] = loaded
     return copy
 

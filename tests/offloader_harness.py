@@ -55,7 +55,8 @@ class Engine:
     def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False, lot=1):
         """``oldest``: blocks are handed out in vLLM's order instead of any. ``lot``: as BlockTables."""
         self.rng, self.oldest = random.Random(seed), oldest
-        self.dense = random.Random(~seed).random() < 0.3  # the prefix cache keeps all states that steps leave behind
+        # Of the states that steps leave behind, the prefix cache keeps a prompt's last one, some others too, or all.
+        self.keeps = random.Random(~seed).choice(["last", "some", "all"])
         groups = cache_groups(groups)
         self.groups, self.lag, self.lot = groups, lag, lot
         self.full = {g for g, group in enumerate(groups) if group.kind.whole_prefix}
@@ -66,6 +67,7 @@ class Engine:
         self.given = {}  # (rank, order) -> [blocks copied, blocks to copy]
         self.well = []  # requests that ended well, how many tokens were written, and after which step
         self.entered = {}  # (hash, group) -> step in which it came into the prefix cache last
+        self.owners = {}  # the same -> request that brought it
         self.woken = 0
         self.offloader = Offloader(
             load_context(
@@ -238,12 +240,12 @@ class Engine:
         """As vLLM does when it allocates: full blocks of tokens that are known; of states few, or all."""
         for g, (size, kind) in enumerate(self.groups):
             for i in range(min(tokens, r.request.num_tokens) // size):
-                few = not (kind.by_position or self.dense or i + 1 == (r.prompt - 1) // size)
-                if r.tables[g][i] and not (few and r.request.block_hashes[i][0] % 4):
+                kept = kind.by_position or self.keeps == "all" or i + 1 == (r.prompt - 1) // size
+                if r.tables[g][i] and (kept or (self.keeps == "some" and not r.request.block_hashes[i][0] % 4)):
                     name = bytes(r.request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]), g
                     if name not in self.fake.cached:
                         self.fake.cached[name] = r.tables[g][i]
-                        self.entered[name] = self.step_number
+                        self.entered[name], self.owners[name] = self.step_number, r
 
     def forward(self, r, first, last):
         """In the model it runs at once; orders of the step may be copied from now on."""

@@ -216,6 +216,14 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_tenant_share: Annotated[
         float, _doc("Maximum share of the node store that one tenant (cache salt) may fill.", gt=0, le=1)
     ] = 1.0
+    store_state_share: Annotated[
+        float,
+        _doc(
+            "Share of the node store beyond which recurrent states evict older states only, once it is full.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.5
     store_disk_path: Annotated[
         str,
         _doc(

@@ -22,21 +22,23 @@ ANSWER = 8  # tokens
 
 
 class Kind(NamedTuple):
-    """``block``: tokens. ``groups``: that vLLM makes of the layers. ``tolerance``: rounding moves a logprob by less."""
+    """``block``: tokens. ``groups``: that vLLM makes of the layers; so many of these have recurrent ``states``.
+    ``tolerance``: rounding moves a logprob by less."""
 
     block: int
     groups: int
     flags: tuple[str, ...]
+    states: int = 0
     tolerance: float = 2e-3
 
 
 FLOAT32 = ("--dtype", "float32")
 KINDS = {
     "chunked": Kind(64, 4, FLOAT32),
-    "gdn": Kind(640, 3, ("--dtype", "bfloat16"), tolerance=0.1),
-    "mamba2": Kind(384, 3, (*FLOAT32, "--max-num-batched-tokens", "384")),
-    "mamba2-only": Kind(512, 1, (*FLOAT32, "--max-num-batched-tokens", "512", "--enable-prefix-caching")),
-    "short-conv": Kind(128, 2, FLOAT32),
+    "gdn": Kind(640, 3, ("--dtype", "bfloat16"), 2, tolerance=0.1),
+    "mamba2": Kind(384, 3, (*FLOAT32, "--max-num-batched-tokens", "384"), 2),
+    "mamba2-only": Kind(512, 1, (*FLOAT32, "--max-num-batched-tokens", "512", "--enable-prefix-caching"), 1),
+    "short-conv": Kind(128, 2, FLOAT32, 1),
 }
 
 
@@ -139,3 +141,31 @@ async def test_cache_kind_altered_blocks_of_any_group_change_the_answer(kinds, p
         assert reply.pulled == 5 * block, reply.report
         moved = off(reply, cold, tolerance)
         assert moved > 3 * tolerance if plan else moved < tolerance, (plan, moved)
+
+
+async def test_cache_kind_stale_states_change_the_answer(kinds, pair: Pair):
+    """The right request's state, of a block before."""
+    if not pair.kind.states:
+        pytest.skip("attention only")
+    rng = seeded(f"stale {pair.engine.name}")
+    block, tolerance = pair.kind.block, pair.kind.tolerance
+    prompt = random_tokens(rng, 3 * block + 9)
+    earlier = prompt[: 2 * block + 9]
+    cold = await kinds.ask(pair.engine, prompt, ANSWER)
+    await kinds.stored(pair.engine, prompt, 3 * block)
+    await kinds.reset(pair.engine)
+    await kinds.ask(pair.engine, earlier, 1)
+    await kinds.stored(pair.engine, earlier, 2 * block)
+    moved = []
+    for group in range(pair.kind.groups):
+        await kinds.reset(pair.engine)
+        assert (await kinds.ask(pair.engine, earlier, 1, ASKED)).pulled == 2 * block
+        pair.plan.write_text(f"exchange {group}")
+        try:
+            reply = await kinds.ask(pair.engine, prompt, ANSWER, ASKED)
+        finally:
+            pair.plan.write_text("")
+        assert reply.pulled == block, reply.report
+        moved.append(off(reply, cold, tolerance))
+    assert sum(each > 3 * tolerance for each in moved) == pair.kind.states, moved
+    assert sum(each < tolerance for each in moved) == pair.kind.groups - pair.kind.states, moved

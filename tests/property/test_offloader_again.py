@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import offloader_harness
 import pytest
 from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, cached_states, flush, run, stored
 
@@ -208,3 +209,21 @@ def test_offloader_late_store_gets_states_that_vllm_keeps(groups, ends):
             last = 29 // group.block_tokens - 1
             assert last in cached_states(engine, r, g) and last in stored(engine, r, g)
     engine.end()
+
+
+def test_offloader_conversation_stores_one_state_a_turn(monkeypatch):
+    """Not one a step or a block: each prompt has the one before, its answer and something new."""
+    monkeypatch.setattr(offloader_harness, "BLOCKS", 300)
+    engine = Engine(GROUPS["states"], 4, 0, share=1.0)
+    engine.keeps, turns, said = "last", 30, []
+    for turn in range(turns):
+        said = said + [turn * 9 + i for i in range(5 * HASH_BLOCK_SIZE)]
+        r = engine.new_request(said + list(range(3 * HASH_BLOCK_SIZE)), len(said))
+        run(engine, r, 1000)
+        engine.read_outputs()
+        engine.finish(r, True)
+        engine.settle_down()
+        said = r.plan
+    for g in (1, 2):
+        kept = [item for item in engine.tier.items.values() if item.group == g and item.fate == "committed"]
+        assert len(kept) == turns < len(said) // engine.groups[g].block_tokens

@@ -196,6 +196,12 @@ def test_offloader_successful_copies_store_all_blocks_still_cached(groups, lag, 
                 names = [bytes(r.request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]) for i in range(first + 1)]
                 there = [(h, g) in engine.fake.cached and engine.entered[h, g] <= step for h in names]
                 assert not all(there), f"{len(have)} of {full}"
+        for g in set(range(len(engine.groups))) - engine.full:
+            if not engine.groups[g].kind.by_position:
+                size, have = engine.groups[g].block_tokens, stored(engine, r, g)
+                for i in cached_states(engine, r, g):
+                    name = bytes(r.request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]), g
+                    assert i in have or engine.owners[name] is not r or (i + 1) * size > written, f"state {i}"
     engine.end()
 
 

@@ -95,10 +95,12 @@ class Store(RuleBasedStateMachine):
         shapes=st.sampled_from(SHAPES),
         policy=st.sampled_from(sorted(POLICIES)),
         tenant_share=st.sampled_from([1.0, 1.0, 0.4]),
+        state_share=st.sampled_from([1.0, 0.3]),
         ready=st.integers(0, PAGES),
     )
-    def start(self, shapes, policy, tenant_share, ready):
-        self.shapes, self.tenant_share, self.policy = shapes, tenant_share, policy
+    def start(self, shapes, policy, tenant_share, state_share, ready):
+        self.shapes, self.policy = shapes, policy
+        self.tenant_share, self.state_share = tenant_share, state_share
         self.align = {1: 1, 2: 2, 3: 3}[max(s.hash_blocks_per_block for s in shapes)]
         self.clock = Clock()
         self.make()
@@ -114,7 +116,7 @@ class Store(RuleBasedStateMachine):
             self.pool,
             POLICIES[self.policy],
             self.clock,
-            IndexLimits(LEASE, RESERVE, pin_share=0.3, tenant_share=self.tenant_share),
+            IndexLimits(LEASE, RESERVE, pin_share=0.3, tenant_share=self.tenant_share, state_share=self.state_share),
         )
         for client in CLIENTS:
             self.index.connect(client, HASH_BLOCK_SIZE, self.shapes)
@@ -516,6 +518,8 @@ class Store(RuleBasedStateMachine):
         assert stats.namespaces == len({key[0] for key in self.listed})
         assert stats.tenants == len({b.tenant for b in blocks})
         assert stats.evictions == self.evicted
+        states = [b for b in blocks if self.shapes[b.key[1]].kind == "mamba"]
+        assert self.index._room.state_pages == sum(b.size for b in states)
         if self.tenant_share < 1:
             for tenant in (b"t", b"u"):
                 assert sum(b.size for b in blocks if b.tenant == tenant) <= self.tenant_share * PAGES
@@ -532,7 +536,8 @@ class Store(RuleBasedStateMachine):
         stats = self.index.stats()
         assert not (stats.used_pages or stats.entries or stats.pinned_entries or stats.namespaces or stats.tenants)
         assert not self.pool._slabs
-        assert not any(len(policy) for policy in self.index._room._policies.values())
+        room = self.index._room
+        assert not any(len(queue) for queues in (room._policies, room._states) for queue in queues.values())
 
 
 Store.TestCase.settings = settings(settings.default, stateful_step_count=40)
@@ -549,6 +554,7 @@ def test_store_index_random_operations_keep_invariants(seed):
         shapes=rng.choice(SHAPES),
         policy=rng.choice(sorted(POLICIES)),
         tenant_share=rng.choice([1.0, 1.0, 0.4]),
+        state_share=rng.choice([1.0, 0.3]),
         ready=rng.randint(0, PAGES),
     )
 

@@ -149,7 +149,7 @@ def test_engine_info_leaves_copies_that_vllm_rebuilds_out(configure):
 def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alone):
     state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     configuration = configure()
-    if alone:  # vLLM caches prefixes of models without attention if it is told to
+    if alone:  # vLLM caches prefixes of models without attention if a flag asks for it
         monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
     facts = engine_info(configuration, cache(*([] if alone else [FULL]), state))
     assert not facts.unsupported and "mamba" in facts.unsupported_pulls

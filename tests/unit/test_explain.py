@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from cache_groups import cache_groups
+from cache_groups import cache_groups, mamba
 from doctor_fakes import ranks
 from engine_configs import engine_config
 from source_fakes import load_context
@@ -12,7 +12,9 @@ from tier_fakes import FakePending
 from vllm.lora.request import LoRARequest
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.doctor import removal_text
 from vllm_kvtier.scheduler.admin.explain import Explainer, stretches
+from vllm_kvtier.scheduler.admin.gpu_prefix import gpu_prefix
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.store import protocol as sm
@@ -174,6 +176,32 @@ def test_explain_reports_only_lookup_windows():
     )
     alone = stretches([[sm.Span(7, ""), sm.Span(3, "memory")]], [sliding], 40)
     assert [(s.start, s.end, s.place) for s in alone] == [(28, 40, "memory")]
+
+
+def test_explain_state_that_vllm_did_not_keep_is_no_missed_prompt():
+    groups = [*cache_groups([(HASH_BLOCK_SIZE, None)]), mamba(2 * HASH_BLOCK_SIZE)]
+    rows = [[sm.Span(6, "memory"), sm.Span(4, "")], [sm.Span(1, ""), sm.Span(1, "memory"), sm.Span(3, "")]]
+    told = [span for span in stretches(rows, groups, 40) if not span.place]
+    assert [(s.group, s.start, s.end, s.removal_reason) for s in told] == [(0, 24, 40, 0), (1, 16, 40, 10)]
+    assert removal_text.short(told[1]) == "no state stored" and removal_text.key(told[1]) == "no_state"
+    rows[1][-1] = sm.Span(3, "", int(RemovalReason.EVICTED))
+    assert stretches(rows, groups, 40)[-1].removal_reason == RemovalReason.EVICTED
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_gpu_prefix_with_states_ends_at_a_state(alone):
+    hashes, pool = make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes, FakePool(20, HASH_BLOCK_SIZE)
+    groups = [mamba(2 * HASH_BLOCK_SIZE)] if alone else [*cache_groups([(HASH_BLOCK_SIZE, None)]), mamba(8)]
+    info = SimpleNamespace(groups=groups, full_groups=[] if alone else [0])
+    for i in range(0 if alone else 5):
+        pool.cached[bytes(hashes[i]), 0] = i + 1
+    state = len(groups) - 1
+    assert gpu_prefix(BlockPool(pool), info, hashes) == 0
+    pool.cached[bytes(hashes[1]), state], pool.cached[bytes(hashes[3]), state] = 7, 8
+    assert gpu_prefix(BlockPool(pool), info, hashes) == 16
+    if not alone:
+        del pool.cached[bytes(hashes[2]), 0]
+        assert gpu_prefix(BlockPool(pool), info, hashes) == 8
 
 
 def test_identity_text_names_all_parts(monkeypatch, tmp_path):

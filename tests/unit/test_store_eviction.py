@@ -270,6 +270,30 @@ def test_eviction_tenant_over_share_evicts_its_own_blocks():
     assert all(slot > 0 for slot in store(index, block_hashes("e", 2), tenant=b"a"))
 
 
+STATES = [GroupShape(hash_blocks_per_block=1, slot_pages=1), GroupShape(1, slot_pages=8, kind="mamba")]
+
+
+def test_eviction_states_over_share_evict_states():
+    """The conversation's prompts leave a state each; its own last one and the KV of another stay."""
+    index = make(pages=129, shapes=STATES, state_share=0.5)
+    kv, turns = block_hashes("kv", 56), block_hashes("turn", 100)
+    store(index, kv)
+    for i in range(100):
+        assert store(index, turns[i * HASH :][:HASH], group=1)[0] > 0
+        assert index._room.state_pages <= 64
+    assert index.inspect(1, NAMESPACE_ID, kv).blocks[0] == 56
+    held = index.inspect(1, NAMESPACE_ID, turns).blocks[1]
+    newest = index.inspect(1, NAMESPACE_ID, turns[-held * HASH :]).blocks[1]
+    assert newest == held == 8, "the older ones went"
+
+
+def test_eviction_states_alone_fill_all_memory():
+    index = make(pages=129, shapes=STATES, state_share=0.5)
+    for i in range(40):
+        assert store(index, block_hashes(f"{i}", 1), group=1)[0] > 0
+    assert index._room.state_pages == 15 * 8
+
+
 def test_index_blocks_after_a_gap_are_found_when_it_is_filled():
     index = make()
     hashes = block_hashes("a", 5)

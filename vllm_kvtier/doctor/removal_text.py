@@ -51,6 +51,11 @@ CAUSES = {
         "its promotion failed to read it",
         "see the tier's checks, dmesg, and the store's log beside its socket",
     ),
+    RemovalReason.NO_STATE: Cause(
+        "no state stored",
+        "vLLM keeps recurrent states only at the end of a prompt's last whole block and where prompts part",
+        f"{_NONE}with --prefix-cache-retention-interval it keeps more, and all of them are stored",
+    ),
 }
 NEVER_STORED = "never_stored"
 NEVER = Cause(
@@ -82,7 +87,8 @@ def short(span: ExplainedSpan) -> str:
     """The cell of a table: the tier that has the span, or why none has it and since when."""
     if span.place:
         return {"memory": "in memory", "writing": "being stored"}.get(span.place, f"on {span.place}, not in memory")
-    return _cause(span.removal_reason).name + (f", {_ago(span)} ago" if span.removal_reason else "")
+    removed = span.removal_reason not in (0, RemovalReason.NO_STATE)
+    return _cause(span.removal_reason).name + (f", {_ago(span)} ago" if removed else "")
 
 
 def message_and_fix(span: ExplainedSpan, all: Explanation) -> tuple[str, str]:

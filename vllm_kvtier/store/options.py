@@ -46,6 +46,10 @@ class StoreOptions:
     idle_seconds: float = _option(600.0, "End after this time without an engine; 0: never.")
     policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
     tenant_share: float = _option(1.0, "Maximum share of the memory, 0 to 1, of one named tenant.")
+    state_share: float = _option(
+        0.5,
+        "Share of the memory, 0 to 1, beyond which recurrent states evict older states only, once it is full.",
+    )
     pin_share: float = _option(0.5, "Maximum share of the memory, 0 to 1, for pinned blocks.")
     lease_seconds: float = _option(60.0, "Duration of a lease: a longer load is no longer protected from eviction.")
     reserve_seconds: float = _option(120.0, "Duration of a reservation: a longer write loses its slots.")
@@ -115,7 +119,7 @@ class StoreOptions:
             parse_bytes(self.object_size, "store option object_size")
         check_endpoint(self.object_endpoint)
         NodeOptions.parse({name: getattr(self, name) for name in ("nodes", "node_listen", "cluster_key_file")})
-        for name in ("tenant_share", "pin_share"):
+        for name in ("tenant_share", "state_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")
         for name in ("lease_seconds", "reserve_seconds"):

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from vllm_kvtier import __version__
+from vllm_kvtier.store.index.removal_history import RemovalReason
 from vllm_kvtier.store.index.types import (
     EXISTS,
     HASH,
@@ -36,7 +37,7 @@ from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.slots import PAGE, PIECE
 
 # Re-exported: clients need only this module.
-__all__ = ["EXISTS", "GroupShape", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE"]
+__all__ = ["EXISTS", "GroupShape", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE", "RemovalReason"]
 
 PROTOCOL = 8
 MAX_FRAME = 16 << 20  # bytes

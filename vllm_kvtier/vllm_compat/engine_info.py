@@ -174,7 +174,7 @@ def _whole_prompts(vllm_config: Any, only_states: bool = False) -> str | None:
     vLLM computes prompts in chunks only if all of the model's attention is causal and nothing needs the whole prompt at
     once. On CPUs MLA's backends cannot, though the model could: see ``_supports_partial_prefix``.
 
-    only_states: vLLM caches prefixes of models without attention if it is told to.
+    only_states: vLLM caches prefixes of models without attention if a flag asks for it.
     """
     model, caching = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
     if not (model.is_prefix_caching_supported or (only_states and caching)):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.admin.explain import Explainer
+from vllm_kvtier.scheduler.admin.gpu_prefix import gpu_prefix
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.exports import ExportTable
@@ -101,11 +102,10 @@ class AdminRequests:
         self._wake()
 
     def _look_up(self, query: m.Query, block_hashes: list[bytes], stored: int) -> m.PrefixLengths:
-        hash_block_size = self._pool.hash_block_size
         return m.PrefixLengths(
             query.question,
             prompt=len(query.tokens),
-            gpu_cache=self._pool.cached_tokens(block_hashes, self._info.full_groups, hash_block_size),
+            gpu_cache=gpu_prefix(self._pool, self._info, block_hashes),
             exported=self._exports.longest_prefix(block_hashes, b""),
             stored=stored,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vllm_kvtier.cache_kinds import CacheGroup
+from vllm_kvtier.scheduler.admin.gpu_prefix import gpu_prefix
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.exports import ExportTable
@@ -38,9 +39,9 @@ def stretches(
             if whole and span.place != "memory":
                 end = min(end, start)
             if at > first and (whole or start < end):
-                explained.append(
-                    m.ExplainedSpan(group, start, at, span.place, span.removal_reason, span.newest, span.oldest)
-                )
+                never = 0 if span.place or kind.by_position else sm.RemovalReason.NO_STATE
+                reason = span.removal_reason or never
+                explained.append(m.ExplainedSpan(group, start, at, span.place, reason, span.newest, span.oldest))
                 if len(explained) == MAX_SPANS:  # the engine's own thread makes these
                     return explained
     return explained
@@ -89,7 +90,7 @@ class Explainer:
     ) -> m.Explanation:
         hash_block_size, tokens = self._pool.hash_block_size, len(question.tokens)
         there = outcome if isinstance(outcome, sm.Explained) else sm.Explained(0, 0, [])
-        cached = self._pool.cached_tokens(block_hashes, self._info.full_groups, hash_block_size)
+        cached = gpu_prefix(self._pool, self._info, block_hashes)
         stored = there.num_hash_blocks * hash_block_size
         holders = [(f"{h.host}:{h.port}", h.num_hash_blocks * hash_block_size) for h in there.holders]
         return m.Explanation(

@@ -53,6 +53,11 @@ class BlockEntry:
         return self.namespace.name, self.group, self.hash
 
     @property
+    def is_state(self) -> bool:
+        """Whether it holds a recurrent state."""
+        return self.namespace.states[self.group]
+
+    @property
     def key(self) -> Key:
         """The name that a policy remembers after eviction. Without the namespace: a clash only costs a worse guess."""
         return self.hash, self.group
@@ -107,10 +112,12 @@ class NamespaceBlocks:
     shapes: list[GroupShape]
     align: int  # hash blocks between positions where blocks of all groups end
     tables: list[dict[bytes, BlockEntry]] = field(init=False)  # per group: by hash
+    states: list[bool] = field(init=False)  # per group: whether its blocks hold recurrent states
     orphans: dict[tuple[int, bytes], dict[BlockEntry, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tables = [{} for _ in self.shapes]
+        self.states = [not shape.cache_kind.by_position for shape in self.shapes]
 
     @property
     def empty(self) -> bool:

@@ -48,11 +48,11 @@ KeptT = TypeVar("KeptT", bound=Kept)
 class BlockTable:
     """The base class of ``Index``. ``removal_history`` must be set before the first block is stored."""
 
-    def __init__(self, pool: SlotPool, policy: Callable[[], Policy], tenant_share: float):
+    def __init__(self, pool: SlotPool, policy: Callable[[], Policy], tenant_share: float, state_share: float):
         self.watches: list[Watch] = []
         self.removal_history: RemovalHistory | None = None
         self._pool = pool
-        self._room = SlotAllocator(pool, policy, tenant_share, self._evicted)
+        self._room = SlotAllocator(pool, policy, tenant_share, state_share, self._evicted)
         self._namespaces: dict[bytes, NamespaceBlocks] = {}
         self._now = 0  # requests so far: the clock of entry.used
         self._stats = IndexStats()

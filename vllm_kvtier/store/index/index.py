@@ -37,12 +37,13 @@ from vllm_kvtier.store.memory.slot_pool import SlotPool
 @dataclass(frozen=True)
 class IndexLimits:
     """``lease_seconds``, ``reserve_seconds``: deadlines of leases and reservations. ``pin_share``: of the pool, for
-    pinned blocks. ``tenant_share``: see ``SlotAllocator``."""
+    pinned blocks. ``tenant_share``, ``state_share``: see ``SlotAllocator``."""
 
     lease_seconds: float = 60.0
     reserve_seconds: float = 120.0
     pin_share: float = 0.5
     tenant_share: float = 1.0
+    state_share: float = 1.0
 
 
 class Index(BlockTable):
@@ -58,7 +59,7 @@ class Index(BlockTable):
         clock: Callable[[], float],
         limits: IndexLimits = IndexLimits(),
     ):
-        super().__init__(pool, policy or POLICIES[DEFAULT_POLICY], limits.tenant_share)
+        super().__init__(pool, policy or POLICIES[DEFAULT_POLICY], limits.tenant_share, limits.state_share)
         self._pin_share = limits.pin_share
         self._lease_table = LeaseTable(clock, limits.lease_seconds, limits.reserve_seconds)
 
@@ -190,7 +191,7 @@ class Index(BlockTable):
         here = self._namespace(client, namespace_id) or self._make(namespace_id, known.hash_block_size, known.shapes)
         self._now += 1
         answer = [EXISTS] * count
-        wanted: dict[int, list[tuple[int, BlockEntry]]] = {}  # by slot size
+        wanted: dict[tuple[int, bool], list[tuple[int, BlockEntry]]] = {}  # by slot size, and whether they are states
         linked = [shape.cache_kind.whole_prefix for shape in here.shapes]
         for i, group in enumerate(groups):
             at = i * HASH
@@ -211,7 +212,7 @@ class Index(BlockTable):
             depth = shape.hash_blocks_per_block + (before.depth if before is not None else 0)
             entry = BlockEntry(here, group, block_hash, parent_hash, shape.slot_pages, client, tenant, depth)
             here.insert(entry, parent)
-            wanted.setdefault(entry.size, []).append((i, entry))
+            wanted.setdefault((entry.size, entry.is_state), []).append((i, entry))
         got: list[BlockEntry] = []
         for items in wanted.values():
             entries = [entry for _, entry in items]

@@ -28,6 +28,7 @@ class RemovalReason(enum.IntEnum):
     DIED = 7  # its writer disconnected before the block was complete
     NO_ROOM = 8  # no slot: all memory was in use, pinned or being written
     UNREAD = 9  # its promotion failed
+    NO_STATE = 10  # not removed: vLLM kept no recurrent state there. Engines set this one, not the store
 
 
 class RemovalHistory:

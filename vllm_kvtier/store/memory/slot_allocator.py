@@ -27,14 +27,25 @@ class SlotAllocator:
 
     tenant_share: of the pool, for one named tenant; 1.0: no limit. Beyond it only the tenant's own blocks are evicted
     for it. Requests without a tenant (b"") have no limit.
+
+    state_share: of the pool. If recurrent states fill more and no slot is free, a state evicts the coldest states
+    rather than other blocks: there is one for each prompt, which is as large as the KV of many tokens, and most are
+    superseded by the next prompt of their conversation.
     """
 
     def __init__(
-        self, pool: SlotPool, policy: Callable[[], Policy], tenant_share: float, forget: Callable[[BlockEntry], None]
+        self,
+        pool: SlotPool,
+        policy: Callable[[], Policy],
+        tenant_share: float,
+        state_share: float,
+        forget: Callable[[BlockEntry], None],
     ):
         self.pool = pool
         self.evictions = 0
-        self._share, self._forget = tenant_share, forget
+        self.state_pages = 0
+        self._share, self._state_share, self._forget = tenant_share, state_share, forget
+        self._states: defaultdict[int, Lru] = defaultdict(Lru)  # ready states by slot size
         self._policies: defaultdict[int, Policy] = defaultdict(policy)  # by slot size
         self._at: dict[int, BlockEntry] = {}  # every slot in use
         self._tenants: defaultdict[bytes, Tenant] = defaultdict(Tenant)
@@ -44,7 +55,8 @@ class SlotAllocator:
         return len(self._tenants)
 
     def take(self, entries: Sequence[BlockEntry], limit: int) -> int:
-        """Give slots to the first of ``entries`` (one size, one tenant), ascending, below page ``limit``.
+        """Give slots to the first of ``entries`` (one size, one tenant, states or none), ascending, below page
+        ``limit``.
 
         Returns the number of entries that got one. They are RESERVED and linked already, so that no parent can be a
         victim.
@@ -58,6 +70,10 @@ class SlotAllocator:
                 self._evict(tenant.queues[size], -(-over // size), limit, name)
             n = max(0, min(n, (due - tenant.pages) // size))
         slots = self.pool.alloc(size, n, limit)
+        state = entries[0].is_state
+        if state and len(slots) < n and self.state_pages + n * size > self._state_share * self.pool.pages:
+            self._evict(self._states[size], n - len(slots), limit)
+            slots += self.pool.alloc(size, n - len(slots), limit)
         while len(slots) < n and self._reclaim_slab(size, limit, force=False):
             slots += self.pool.alloc(size, n - len(slots), limit)
         if len(slots) < n:
@@ -71,6 +87,7 @@ class SlotAllocator:
             self._at[slot] = entry
         tenant = self._tenants.setdefault(name, tenant)  # the eviction of its last block may have removed it
         tenant.pages += len(slots) * size
+        self.state_pages += len(slots) * size * state
         if not tenant.pages:
             del self._tenants[name]
         return len(slots)
@@ -79,11 +96,13 @@ class SlotAllocator:
         """Add a restored block, whose slot the pool has taken (``SlotPool.restore``)."""
         self._at[entry.slot] = entry
         self._tenants[entry.tenant].pages += entry.size
+        self.state_pages += entry.size * entry.is_state
 
     def free(self, entry: BlockEntry) -> None:
         """Free the block's slot."""
         del self._at[entry.slot]
         self.pool.free(entry.slot)
+        self.state_pages -= entry.size * entry.is_state
         tenant = self._tenants[entry.tenant]
         tenant.pages -= entry.size
         if not tenant.pages:
@@ -93,19 +112,25 @@ class SlotAllocator:
         """Make ready, unpinned blocks evictable. The last block of a prefix first."""
         for entry in entries:
             self._policies[entry.size].add(entry)
+            if entry.is_state:
+                self._states[entry.size].add(entry)
             if self._share < 1:
                 self._tenants[entry.tenant].queues[entry.size].add(entry)
 
     def withdraw(self, entry: BlockEntry, evicted: bool = False) -> None:
         """The opposite of ``admit``."""
         self._policies[entry.size].remove(entry, evicted)
+        if entry.is_state:
+            self._states[entry.size].remove(entry, evicted)
         if self._share < 1:
             self._tenants[entry.tenant].queues[entry.size].remove(entry, evicted)
 
     def touch(self, size: int, entries: list[BlockEntry]) -> None:
-        """Blocks were used by one request: all admitted, of one size, the last block of a prefix first."""
+        """Blocks of one group were used by one request: all admitted, the last block of a prefix first."""
         if entries:
             self._policies[size].touch(entries)
+            if entries[0].is_state:
+                self._states[size].touch(entries)
             if self._share < 1:
                 for entry in entries:
                     self._tenants[entry.tenant].queues[size].touch((entry,))

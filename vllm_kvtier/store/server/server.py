@@ -94,7 +94,13 @@ class StoreServer:
                 SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
                 POLICIES[self.policy],
                 time.monotonic,
-                IndexLimits(options.lease_seconds, options.reserve_seconds, options.pin_share, options.tenant_share),
+                IndexLimits(
+                    options.lease_seconds,
+                    options.reserve_seconds,
+                    options.pin_share,
+                    options.tenant_share,
+                    options.state_share,
+                ),
             )
             self.index.removal_history = RemovalHistory(time.monotonic)
             self.tiers = open_tiers(options, self.index, self.memory, self.reactor, self._watch_deadlines)
