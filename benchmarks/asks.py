@@ -23,6 +23,7 @@ from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient, LeasedBlocks
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
+from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import CacheGeometry
@@ -81,9 +82,8 @@ def lend(step: float, launch: float) -> None:
 def ask(port: int, near: str, seconds: float) -> list[float]:
     """Milliseconds of each lease request, sequentially, at random times."""
     reactor, rng, took = Reactor("asker"), random.Random(1), []
-    peers = LeaseClient(
-        reactor, KVTierConfig(), None, lambda: m.Hello(m.PROTOCOL, "asker/1", NAMESPACE), lambda ranks: None
-    )  # fmt: skip
+    hello, mapped = m.Hello(m.PROTOCOL, "asker/1", NAMESPACE), Reach(frozenset({ReadPath.MAPPED}))
+    peers = LeaseClient(reactor, KVTierConfig(), None, lambda: hello, lambda ranks: mapped)
     reactor.start()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -91,7 +91,7 @@ def ask(port: int, near: str, seconds: float) -> list[float]:
         begun = time.perf_counter()
         pending = peers.ask(
             ("127.0.0.1", port), same_node_instance=near, block_hashes=BLOCK_HASHES, start=0, lora_fingerprint=b"",
-            lend=True, mapped=True,
+            lend=True,
         )  # fmt: skip
         pending.wait(10.0)
         took.append((time.perf_counter() - begun) * 1e3)

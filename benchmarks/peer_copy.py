@@ -27,6 +27,7 @@ import torch
 from vllm_kvtier.kernels.peer_copy_plan import SHAPE, Shape
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
 from vllm_kvtier.worker.cache_view import CacheView
@@ -36,7 +37,6 @@ from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.peer_fetch import cuda_ipc
 from vllm_kvtier.worker.peer_fetch.base import CopyJob
 from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGES = (4, 8, 16, 32, 64, 256)

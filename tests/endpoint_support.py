@@ -18,6 +18,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
+from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.geometry import CacheGeometry
@@ -26,6 +27,7 @@ from vllm_kvtier.wire.reactor import Reactor
 HASH_BLOCK_SIZE = 4
 BLOCK_HASHES = [bytes([i]) * 8 for i in range(1, 9)]
 NAMESPACE = m.Namespace("model", "bf16", "sha256_cbor", "seed", HASH_BLOCK_SIZE, 1, 1)
+ALL_PATHS = Reach(frozenset(ReadPath))
 STOP_SECONDS = 20.0  # what a busy machine may take for what happens at once
 FAST = dict(bidirectional=True, lease_seconds=0.6, lookup_timeout=1.5, handshake_timeout=1.5)
 
@@ -83,10 +85,10 @@ class Asker:
 
     near = ""  # the instance that it takes for one of its own node
 
-    def __init__(self, key=None, namespace=NAMESPACE, check=lambda ranks: None, hello=True, **options):
+    def __init__(self, key=None, namespace=NAMESPACE, reach=lambda ranks: ALL_PATHS, hello=True, **options):
         self.reactor = Reactor("asker")
         self.greeting = m.Hello(m.PROTOCOL, "asker/1", namespace) if hello is True else hello
-        self.peers = LeaseClient(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: self.greeting, check)
+        self.peers = LeaseClient(self.reactor, KVTierConfig(**{**FAST, **options}), key, lambda: self.greeting, reach)
         self.reactor.start()
 
     def ask(self, address, start=0, block_hashes=BLOCK_HASHES, **fields):

@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from cache_groups import cache_groups, chunked, needs
+from cache_groups import cache_groups, chunked, mamba, needs
 from source_fakes import make_matcher
 from tier_fakes import make_tier
 from vllm.v1.request import RequestStatus
@@ -19,6 +19,7 @@ from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, Conten
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import HASH, Done, Found, Holder
 from vllm_kvtier.telemetry.stats import Counters
@@ -29,6 +30,7 @@ KEYS = ContentKeys(7)
 GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    "states": [(HASH_BLOCK_SIZE, None), mamba(HASH_BLOCK_SIZE)],
     "chunks": [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9)],
 }
@@ -46,13 +48,13 @@ class FakePeers:
         self.dropped: list[tuple] = []
         self.introduced = ["a/1", "b/1"]
 
-    def ask(self, address, timeout=2.0, same_node_instance="", **fields):
+    def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, **fields):
         assert timeout > 0 and set(fields) <= {
             "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest", "lend",
-            "mapped",
             "wait_seconds",
         }  # fmt: skip
-        pending = PendingLease(address, m.LeaseRequest(len(self.offered), "", **fields), self.clock() + 2.0)
+        ask = m.LeaseRequest(len(self.offered), "", **fields)
+        pending = PendingLease(address, ask, self.clock() + 2.0, same_node_instance)
         m.decode_engine(m.encode(pending.ask))  # it can be sent
         self.open.append(pending)
         return pending
@@ -89,8 +91,13 @@ class FakePeers:
             blocks = [list(range(1, 1 + -(-tokens // size) - start // size)) for size, _ in self.groups]
         fields = (pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
         if pending.ask.lend:
-            return LeasedBlocks(*fields, same_layout=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
-        return LeasedBlocks(*fields)
+            path = ReadPath.MAPPED if lease % 4 else ReadPath.STAGED
+            return LeasedBlocks(*fields, path=path, same_layout=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
+        path = list(ReadPath)[lease % 3]
+        return LeasedBlocks(*fields, path=path, same_layout=path is ReadPath.DIRECT)
+
+    def unmappable(self, instance):
+        """Nothing is asked of it that it does not offer."""
 
 
 def end_all(matcher, live, peers) -> None:

@@ -80,7 +80,15 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc(
             "Prefixes in GPU caches of this node's other engines. auto: the engine copies them if that is expected to "
             "be faster than loading or computing them; needs the node store, which has the directory of blocks. off: "
-            "the engine neither fetches from peers nor leases blocks to them."
+            "the engine neither fetches from peers nor leases blocks to them, and no pull uses mapped memory."
+        ),
+    ] = "auto"
+    same_node_pulls: Annotated[
+        Literal["auto", "mapped", "nixl"],
+        _doc(
+            "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
+            "same shape, otherwise copied from its mapped memory, which peer_fetch must permit on both. mapped: always "
+            "copied, if its memory can be mapped. nixl: always by NIXL. See `engine-shapes.md`."
         ),
     ] = "auto"
     peer_lease_share: Annotated[
@@ -240,12 +248,18 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_object_url: Annotated[
         str,
         _doc(
-            "s3://bucket/prefix of the object tier of a node store that this engine starts, shared with other nodes. "
-            "Credentials: AWS's default chain."
+            "Where the object tier of a node store that this engine starts is, shared with other nodes: "
+            "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory on a shared file system, "
+            "file:///directory. Credentials: where the cloud's own tools find them."
         ),
     ] = ""
-    store_object_endpoint: Annotated[str, _doc("URL of an S3-compatible service; empty: AWS.")] = ""
-    store_object_region: Annotated[str, _doc("Region of the bucket; empty: AWS's default chain.")] = ""
+    store_object_endpoint: Annotated[
+        str, _doc("URL of an S3-compatible or other service; empty: the cloud's own.")
+    ] = ""
+    store_object_region: Annotated[str, _doc("Region of an S3 bucket; empty: as AWS_REGION says.")] = ""
+    store_object_size: Annotated[
+        str | int, _doc("Maximum size of a shared directory, file:///directory. Buckets have none.")
+    ] = "64GiB"
     store_object_admission: Annotated[
         Literal["reuse", "all"], _doc("Which blocks are demoted to the object store, as store_disk_admission.")
     ] = "reuse"

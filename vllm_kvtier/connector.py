@@ -178,7 +178,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         config, cache_config = self._vllm_config, self._kv_cache_config
         rank, device = rank_in_engine(), cache_device(kv_caches)
-        shares = self._options.peer_fetch == "auto" and self._options.store != "off"
         self._worker = KVTierConnectorWorker(
             rank,
             f"{self._info.engine_id}.{self._info.instance_id}.{rank}",
@@ -193,8 +192,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: cache_view(kv_caches, cache_config, config, device),
             self._share,
             lambda view: shards(config, [group.kind for group in view.groups], rank),
-            # () if this engine neither fetches from peers nor serves them: then no process may read its memory.
-            lambda view: heads(config, view.groups, rank) if shares else (),
+            lambda view: heads(config, view.groups, rank),
+            shares=self._options.peer_fetch == "auto",
         )
         self._worker.register(setup)
 

@@ -8,10 +8,10 @@ import torch
 from vllm_kvtier.kernels import checksum_reference, peer_copy_reference
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.shapes.tp_mapping import SourceRank
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared, SharedSpan
 from vllm_kvtier.worker.cache_view import CacheView
-from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceRank
 
 ALIGN = 64
 ORDERS = ("block-outer-token", "block-token-outer", "outer-block-token")

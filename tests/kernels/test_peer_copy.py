@@ -13,9 +13,9 @@ from msgspec import structs
 from peer_engines import Layer, Layout
 from vllm_kvtier.kernels import peer_copy, peer_copy_plan
 
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.worker.device.cuda_driver import Driver
 from vllm_kvtier.worker.peer_fetch.kernel_args import Batch, GroupTable, max_words, pack, room
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 SPREADS = [(1, 1, 2), (1, 2, 4), (2, 1, 4), (4, 2, 4), (2, 4, 8), (1, 3, 3), (2, 2, 1), (1, 2, 1), (4, 2, 2)]
 

@@ -18,12 +18,12 @@ from support import WITHOUT_SHRINKING
 from vllm_kvtier.kernels import peer_copy, peer_copy_plan
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.wire.messages import Shared, SharedSpan
 from vllm_kvtier.worker.copy import pinned_buffers
 from vllm_kvtier.worker.device.cuda_driver import CudaError
 from vllm_kvtier.worker.peer_fetch import cuda_copier, cuda_ipc, process_memory
 from vllm_kvtier.worker.peer_fetch.base import CopyJob
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 SHAPE = peer_copy_plan.Shape(((64, 2),), warps=1, programs=2)
 

@@ -15,10 +15,10 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.peer_fetch.base import CopyJob
 from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -36,6 +36,7 @@ from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
+from vllm_kvtier.shapes.read_paths import Reach
 from vllm_kvtier.store import protocol as sm
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.adapters import Adapters
@@ -131,7 +132,7 @@ def test_refusal_code_of_peer_outside_the_table_becomes_refused():
     """Whoever listens at an address that a client named says what it likes."""
     reactor = SimpleNamespace(on_stop=lambda _: None, call_later=lambda *_: SimpleNamespace(cancel=lambda: None))
     dealer = SimpleNamespace(close=lambda: None)
-    peers = LeaseClient(reactor, KVTierConfig(), None, lambda: None, lambda ranks: None)
+    peers = LeaseClient(reactor, KVTierConfig(), None, lambda: None, lambda ranks: Reach(frozenset()))
     seen = set()
     for ask in (0, 1):
         for code in ("peer_restarted", "a word of its own", "another", *REFUSAL_CODES):

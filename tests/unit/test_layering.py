@@ -21,16 +21,18 @@ ALLOWED = {
     "containment": {"telemetry"},
     "config": set(),
     "wire": set(),
+    "shapes": {"wire"},
     "jobs": {"wire"},
     "codecs": {"wire", "kernels", "quality"},  # ``codec: auto`` reads the record of quality
     "quality": {"codecs"},
     "remote_store": {"wire", "store"},
     "store": {"wire", "remote_store"},
     "telemetry": {"store", "proxy"},  # the table of all metrics
-    "worker": {"wire", "codecs", "kernels", "jobs", "store", "remote_store", "vllm_compat", "containment"},
+    "worker": {"wire", "shapes", "codecs", "kernels", "jobs", "store", "remote_store", "vllm_compat", "containment"},
     "vllm_compat": {"wire", "jobs", "worker", "telemetry", "containment"},
     "scheduler": {
-        "wire", "codecs", "config", "containment", "jobs", "store", "remote_store", "telemetry", "vllm_compat",
+        "wire", "shapes", "codecs", "config", "containment", "jobs", "store", "remote_store", "telemetry",
+        "vllm_compat",
     },
     "connector": {
         "wire", "codecs", "config", "containment", "jobs", "scheduler", "worker", "vllm_compat", "telemetry",
@@ -40,7 +42,7 @@ ALLOWED = {
     "proxy": {"wire", "cli"},  # ``python -m vllm_kvtier.proxy`` runs the command
     "plan": {"wire", "codecs", "store"},
     "bench": {"wire", "codecs", "store", "worker"},
-    "doctor": {"wire", "store", "vllm_compat"},
+    "doctor": {"wire", "shapes", "store", "vllm_compat"},
     "cli": {"wire", "store", "bench", "doctor", "plan", "proxy", "quality"},
     "devtools": {"store", "plugin", "doctor"},
 }
@@ -104,6 +106,7 @@ FOREIGN = {
     "cache_kinds": {"vllm", "torch"},
     "jobs": {"vllm", "torch"},
     "wire": {"vllm", "torch"},
+    "shapes": {"vllm", "torch"},
     "store": {"vllm", "torch"},
     "remote_store": {"vllm", "torch"},
     "scheduler.planner": {"vllm", "torch"},

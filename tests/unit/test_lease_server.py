@@ -17,6 +17,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
+from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import lease_connections
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -320,9 +321,11 @@ def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
         answer(Refusal.BUSY)
 
     source = make(Source, lend=lend)
-    asker = make(Asker, check=lambda ranks: "2 ranks here, 1 there")
-    assert asker.answer(source.address).code == "layout" and asker.answer(source.address, lend=True).code == "layout"
-    assert asker.answer(source.address, lend=True, mapped=True).code == "peer_busy" and len(lent) == 1
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({ReadPath.MAPPED}), "2 ranks here, 1 there"))
+    assert asker.answer(source.address, lend=True).code == "peer_busy" and lent.pop().mapped
+    asker.peers.unmappable("source/1")
+    got = asker.answer(source.address, lend=True)
+    assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
 
 
 def test_lease_server_refuses_other_protocol_and_layout(make):
@@ -330,7 +333,7 @@ def test_lease_server_refuses_other_protocol_and_layout(make):
     with raw(source.address, greet=False) as (_, send, receive):
         send(m.Hello(m.PROTOCOL + 1, "x", NAMESPACE))
         assert "run the same vllm-kvtier on both" in receive().reason
-    asker = make(Asker, check=lambda ranks: "16 heads here, 8 there")
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset(), "16 heads here, 8 there"))
     got = asker.answer(source.address)
     assert (got.code, got.reason) == ("layout", "16 heads here, 8 there")
 
@@ -669,3 +672,54 @@ def test_lease_server_and_client_idle_use_no_cpu(make):
     process, begin = time.process_time(), time.monotonic()
     threading.Event().wait(1.5)  # measuring, not waiting for anything
     assert time.process_time() - process < 0.01 * (time.monotonic() - begin)
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+DIRECT, MAPPED, STAGED = ReadPath
+
+
+@pytest.mark.parametrize(
+    "option, paths, prefer, wanted",
+    [
+        ("auto", set(ReadPath), False, DIRECT),
+        ("auto", set(ReadPath), True, MAPPED),
+        ("auto", {MAPPED, STAGED}, False, MAPPED),
+        ("auto", {STAGED}, True, STAGED),
+        ("mapped", set(ReadPath), False, MAPPED),
+        ("mapped", {DIRECT, STAGED}, False, DIRECT),
+        ("nixl", set(ReadPath), False, DIRECT),
+        ("nixl", {MAPPED, STAGED}, False, STAGED),
+        ("nixl", {MAPPED, STAGED}, True, MAPPED),  # peer fetches are no pulls
+    ],
+)
+def test_lease_client_path_of_a_pull(make, option, paths, prefer, wanted):
+    source = make(Source)
+    source.table.add(export())
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset(paths)), same_node_pulls=option)
+    got = asker.answer(source.address, export="e", digest=b"digest", prefer_mapped=prefer)
+    assert got.path is wanted and got.same_layout is (DIRECT in paths)
+    served = source.on_reactor(source.table.counts)["served"]
+    assert served == (wanted is not MAPPED), "the source drives NIXL only for those that use it"
+    if not asker.near:  # a hand-off's connection
+        early = DIRECT in paths and not (option == "mapped" and MAPPED in paths)
+        assert (asker.peers.known(source.address, "source/1") is not None) == early
+    asker.peers.release(got, done=True)
+
+
+def test_lease_client_reads_unmappable_engine_by_nixl(make):
+    source = make(Source)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED, STAGED})))
+    first = asker.answer(source.address)
+    asker.peers.unmappable("source/1")
+    second = asker.answer(source.address)
+    assert (first.path, second.path) == (MAPPED, STAGED)
+    for leased in (first, second):
+        asker.peers.release(leased, done=True)
+
+
+def test_lease_client_option_nixl_refuses_what_only_maps(make):
+    asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED}), "4 KV heads here"), same_node_pulls="nixl")
+    got = asker.answer(make(Source).address)
+    assert (got.code, got.reason) == ("layout", "4 KV heads here")

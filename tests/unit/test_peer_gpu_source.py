@@ -7,8 +7,9 @@ from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.jobs.results import FetchResult
-from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit
+from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
 from vllm_kvtier.scheduler.sources.peer_gpu import UNKNOWN_COST_WAIT, PeerGpuSource
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.telemetry.stats import Counters
 
 BYTES = 100  # a token
@@ -54,20 +55,20 @@ def stored(tokens):
 
 
 def lent(tokens):
-    return LookupHit(None, "other/1", 1, 0, tokens, [[]], mapped=True, nbytes=tokens * BYTES)
+    return LookupHit(None, "other/1", 1, 0, tokens, [[]], path=ReadPath.MAPPED, nbytes=tokens * BYTES)
 
 
 @pytest.mark.parametrize(
     "case, expected, reason",
     [
         (dict(tokens=640), True, None),
-        (dict(tokens=640, computed=624), None, "below_threshold"),
-        (dict(tokens=640, free=39), None, "no_free_blocks"),
+        (dict(tokens=640, computed=624), False, "below_threshold"),
+        (dict(tokens=640, free=39), False, "no_free_blocks"),
         (dict(tokens=640, held=640), True, None),  # ten times as fast as host memory
-        (dict(tokens=320, held=640), None, "store_faster"),  # and the rest would be computed
-        (dict(tokens=640, held=640, gpu=1e4), None, "store_faster"),
-        (dict(tokens=640, instance="me/1"), None, None),
-        (dict(tokens=640, computed=8), None, None),  # inside a block
+        (dict(tokens=320, held=640), False, "store_faster"),  # and the rest would be computed
+        (dict(tokens=640, held=640, gpu=1e4), False, "store_faster"),
+        (dict(tokens=640, instance="me/1"), False, None),
+        (dict(tokens=640, computed=8), False, None),  # inside a block
     ],
 )
 def test_peer_gpu_candidates_are_ordered(case, expected, reason):
@@ -79,23 +80,26 @@ def test_peer_gpu_candidates_are_ordered(case, expected, reason):
     assert counters.take() == ({f"peer_fetches_skipped|{reason}": 1} if reason else {})
 
 
-def test_peer_gpu_unmappable_engine_is_read_by_nixl_or_skipped():
+def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     made, _ = make()
-    for instance, same_layout in (("other/1", True), ("odd/1", False)):
-        t = request()
-        t.hit = LookupHit(made, instance, 1, 0, 640, [[]], mapped=True, same_layout=same_layout)
-        made.on_load_failed(t, FetchResult("r", {1}, True, "no", 0, 0.1, unmappable="another pid namespace"))
-    assert made.is_eligible(request(), holder(640), 0) is False
-    assert made.is_eligible(request(), holder(640, "odd/1"), 0) is None
+    unmappable = []
+    made._lease_client = SimpleNamespace(unmappable=unmappable.append)
+    t = request()
+    t.hit = lent(640)
+    made.on_load_failed(t, FetchResult("r", {1}, True, "no", 0, 0.1, unmappable="another pid namespace"))
+    assert unmappable == ["other/1"] and made.is_eligible(request(), holder(640), 0), "NIXL may read it"
+    answer = SimpleNamespace(outcome=LookupMiss("layout", "32 layers here"), same_node_instance="odd/1")
+    assert made.read_answer(SimpleNamespace(answer=answer)).code == "layout"
+    assert not made.is_eligible(request(), holder(640, "odd/1"), 0)
     t = request()
     t.failed.add("third/1")
-    assert made.is_eligible(t, holder(640, "third/1"), 0) is None, "it failed this request before"
+    assert not made.is_eligible(t, holder(640, "third/1"), 0), "it failed this request before"
 
 
 def test_peer_fetch_skipped_if_computed_within_running_step():
     made, counters = make()
     assert made.is_eligible(request(), holder(96), 0) is True
-    assert made.is_eligible(request(), holder(96), 0, alone=False) is None, "0.096 s of a step of 0.1"
+    assert made.is_eligible(request(), holder(96), 0, alone=False) is False, "0.096 s of a step of 0.1"
     assert counters.take() == {"peer_fetches_skipped|compute_within_step": 1}
     assert made.is_eligible(request(), holder(112), 0, alone=False) is True
     always, _ = make(load_policy="always")

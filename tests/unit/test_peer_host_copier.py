@@ -11,11 +11,11 @@ from peer_process import PeerProcess
 from support import stop
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.worker.peer_fetch import process_memory
 from vllm_kvtier.worker.peer_fetch.base import CopyJob
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import make_peer_copier
 from vllm_kvtier.worker.peer_fetch.host_copier import HostPeerCopier
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 MODEL = (Group(layers=3, heads=4), Group(layers=2, heads=1, kind="mla", inner=12))
 BLOCKS = 16

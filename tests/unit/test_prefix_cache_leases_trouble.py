@@ -17,6 +17,7 @@ from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.wire import messages as m
 
@@ -28,7 +29,7 @@ class Peers:
     def __init__(self):
         self.given_back = []
 
-    def ask(self, address, timeout, same_node_instance="", **fields):
+    def ask(self, address, timeout, same_node_instance="", prefer_mapped=False, **fields):
         return PendingLease(address, m.LeaseRequest(1, "", **fields), time.monotonic() + 2.0)
 
     def release(self, offer, done):
@@ -220,10 +221,10 @@ def test_peer_with_failed_lease_is_not_retried_by_other_name():
     external, _ = matcher.match(request, 0)
     matcher.allocated(request, ([11, 12, 13],), external)
     peers = source_of(matcher, "peer_gpu")
-    t.hit = LookupHit(peers, "y/1", 7, 0, 12, [[5, 6, 7]], mapped=True, nbytes=10)  # as it called itself
+    t.hit = LookupHit(peers, "y/1", 7, 0, 12, [[5, 6, 7]], path=ReadPath.MAPPED, nbytes=10)  # as it called itself
     matcher.on_load_ended("r", failed=True)
     assert t.life.state is State.NEW
-    assert peers.is_eligible(t, Candidate(peers, ("there", 1), "it/1", 13), 0) is None
+    assert peers.is_eligible(t, Candidate(peers, ("there", 1), "it/1", 13), 0) is False
 
 
 def test_engine_without_peer_copy_reports_it():

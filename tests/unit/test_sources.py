@@ -147,9 +147,9 @@ def test_late_result_of_other_source_is_ignored():
     request = SimpleNamespace(hit=SimpleNamespace(instance="innocent", mapped=True, session=1))
     fetched = FetchResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True)
     NodeStoreSource.on_load_failed(SimpleNamespace(), request, fetched)  # whatever it used would raise
-    peers = SimpleNamespace(_backoff_until={}, _unmapped={})
+    peers = SimpleNamespace(_backoff_until={}, _lease_client=None)
     PeerGpuSource.on_load_failed(peers, request, LoadResult("r", {1}, "wrong", 0, 0.1, 0.0, [(0, 4)]))
-    assert not peers._backoff_until and not peers._unmapped
+    assert not peers._backoff_until
     PeerGpuSource.on_load_failed(peers, request, fetched)
     assert list(peers._backoff_until) == ["innocent"]
 

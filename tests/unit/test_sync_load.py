@@ -19,6 +19,7 @@ from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
 from vllm_kvtier.scheduler.sources.base import LookupHit
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
@@ -83,7 +84,7 @@ def tracked(tokens=17, lender=""):
     blocks, tokens = [[5, 6, 7, 8]], tokens // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
     if lender:
         peer_gpu = PeerGpuSource.__new__(PeerGpuSource)
-        t.hit = LookupHit(peer_gpu, lender, 1, 0, tokens, blocks, nbytes=10, mapped=True)
+        t.hit = LookupHit(peer_gpu, lender, 1, 0, tokens, blocks, nbytes=10, path=ReadPath.MAPPED)
     else:
         t.hit = LookupHit(NodeStoreSource.__new__(NodeStoreSource), "life", 1, 0, tokens, blocks, session=1, nbytes=10)
     t.plan = LoadDecision(True, 0.1, 1.0, "faster")

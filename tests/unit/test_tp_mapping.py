@@ -8,9 +8,9 @@ import pytest
 from peer_caches import Group, Layout, head_range, held, ranks_of
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.shapes.tp_mapping import check_memory, map_source_ranks
 from vllm_kvtier.vllm_compat.worker_info import heads
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.worker.peer_fetch.tp_mapping import check_memory, map_source_ranks
 
 SIZES = (1, 2, 4, 8)
 
@@ -136,7 +136,6 @@ def info_with(**changes):
         (info_with(heads=(m.HeadRange(4, 8),)), "only engines with the same tensor parallel size"),
         (info_with(heads=(m.HeadRange(0, 0),)), "only engines with the same tensor parallel size"),
         (lambda i: replaced(i, outer=3), "none of its ranks holds KV head 3"),
-        (info_with(shared=None), "rank 0 does not share its memory"),
         (lambda i: info_with(geometry=msgspec.structs.replace(i.geometry, byte_order="big"))(i), "byte order"),
     ],
 )
@@ -160,6 +159,7 @@ def test_tp_mapping_with_missing_ranks_is_refused(ranks):
 @pytest.mark.parametrize(
     "spoil",
     [
+        info_with(shared=None),
         info_with(checksum_table_addr=0),
         info_with(num_blocks=0),
         info_with(num_blocks=1 << 30),

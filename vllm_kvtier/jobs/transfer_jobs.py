@@ -63,6 +63,7 @@ class PullJob(FillingJob):
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
     promised: bool = False  # read before the lease is granted: the source may still lack checksums
+    staged: bool = False  # through a ring of ours, because pages or ranks there differ
 
 
 @dataclass(eq=False)

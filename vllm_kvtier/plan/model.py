@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier import codecs, fingerprint
-from vllm_kvtier.cache_kinds import CacheKind, of_layer_type
+from vllm_kvtier.cache_kinds import CacheKind, Contents, of_layer_type
 from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.codecs.parts import part_layout
@@ -20,8 +20,6 @@ from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, slot_layout
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-# Layers that keep a state instead of a cell a token.
-_NO_KV = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 
 
 @dataclass(frozen=True)
@@ -120,13 +118,14 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
         kinds: list[type[CacheKind]] = []
         for each in given:
             if (kind := of_layer_type(each)) is not None:
-                kinds.append(kind)
-            elif each not in _NO_KV:
+                if Contents.STATE not in kind.specs.values():
+                    kinds.append(kind)
+            else:
                 raise KVTierError(f"{name}: layers of type {each} are not known here")
         if len(kinds) < len(given):
             remarks.append(
-                f"{len(given) - len(kinds)} of {len(given)} layers keep a state, not blocks: vllm-kvtier leaves "
-                "such models alone"
+                f"{len(given) - len(kinds)} of {len(given)} layers keep states, a few for each prompt, which are not "
+                "counted here"
             )
     else:
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None

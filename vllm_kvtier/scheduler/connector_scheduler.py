@@ -138,7 +138,7 @@ class KVTierConnectorScheduler:
         )  # fmt: skip
         # -- sources; the store's answer names the peers whose GPUs are queried next
         self._peers = LeaseClient(
-            self._reactor, config, key, lambda: self._access.hello(), identity.check_ranks, info.world_size
+            self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size
         )
         context = LoadContext(engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds())
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
@@ -213,7 +213,8 @@ class KVTierConnectorScheduler:
         if self._passive:
             return self.compute(request)
         self._identity.resolve_namespace()
-        self._run_jobs()
+        if self._questions.waiting or self.has_pending_frees():
+            self._run_jobs()
         if self._info.unsupported:
             return 0, False
         admitted = self._provenance.admit(request, self._identity.namespace is not None)

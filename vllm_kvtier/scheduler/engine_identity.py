@@ -11,9 +11,9 @@ from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.integrity.checksum_index import ContentKeys
 from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.shapes.read_paths import Reach, reach
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.geometry import geometry_mismatch
 
 # Seconds that vLLM's scheduler thread waits, once and before it serves, for the weights' files to be read. A thousand
 # files on a slow file system take longer; the engine serves meanwhile.
@@ -110,18 +110,9 @@ class EngineIdentity:
     def hello(self) -> m.Hello | None:
         return m.Hello(m.PROTOCOL, self.instance, self.namespace) if self.namespace is not None else None
 
-    def check_ranks(self, theirs: list[m.RankInfo]) -> str | None:
-        """Why a peer's pages cannot be read as they lie, or None."""
-        if sorted(info.rank for info in theirs) != sorted(self.ranks):
-            return f"tensor or pipeline parallelism differs: {len(self.ranks)} ranks here, {len(theirs)} there"
-        for info in theirs:
-            ours = self.ranks[info.rank]
-            if not (info.agent and ours.agent):
-                return f"NIXL does not work {'there' if ours.agent else 'here'}"
-            reason = geometry_mismatch(ours.geometry, info.geometry)
-            if reason:
-                return reason
-        return None
+    def reach(self, theirs: list[m.RankInfo]) -> Reach:
+        """How our ranks can read a peer's."""
+        return reach(list(self.ranks.values()), theirs)
 
 
 def _codec_words(codec: str | Mapping[str, str]) -> str:

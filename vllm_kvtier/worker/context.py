@@ -29,10 +29,12 @@ class CacheSetup:
 
     ``share`` makes what peers read: the cache itself, its mirror or encoded blocks. ``shards`` names, by group, the
     part of a block that this rank holds; ranks with equal bytes name the same part. ``heads`` names, by group, the KV
-    heads; () if they are unknown: then this rank neither shares with other engines of the node nor fetches from them.
+    heads; () if they are unknown. Only with heads, and if ``shares``, other processes of the node may read this rank's
+    memory, and this rank reads theirs.
     """
 
     describe: Callable[[], CacheView]
     share: Callable[[CacheView], PeerMemory]
     shards: Callable[[CacheView], tuple[int, ...]]
     heads: Callable[[CacheView], tuple[m.HeadRange, ...]] = lambda view: ()
+    shares: bool = True

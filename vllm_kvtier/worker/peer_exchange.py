@@ -176,7 +176,7 @@ class PeerExchange:
             memory = self.memory = setup.share(view)
             heads = setup.heads(view)
             shared = None
-            if heads:
+            if heads and setup.shares:
                 self.fetching, shared = open_node(self._context, memory, heads, self.poll_soon)
                 if self.fetching is not None:
                     self.fetching.add_engines(self._engines)
@@ -202,7 +202,7 @@ class PeerExchange:
             return
         if transport is not None:
             self.transport = transport
-            self.pulls = Pulls(transport, memory, self._rank)
+            self.pulls = Pulls(transport, memory, self._rank, heads)
             for instance, ranks in self._engines.items():
                 self.pulls.add_engine(instance, ranks)
         self._send(m.Register(info, memory.wire_codec))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from vllm_kvtier.doctor.engines.endpoint import Identity, field_label
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
-from vllm_kvtier.wire.geometry import geometry_mismatch
+from vllm_kvtier.shapes.read_paths import ReadPath, reach
 
 _FIXES = {
     "model": "serve the same model, revision and weights on both; if the files are copies that differ only in "
@@ -75,16 +75,22 @@ def compatibility(engines: Mapping[str, Identity]) -> list[Check]:
 def _layout(name: str, a: str, one: Identity, b: str, other: Identity) -> Check:
     if not one.ranks or not other.ranks:
         return unknown(name, "one of them does not report its cache layout")
-    if len(one.ranks) != len(other.ranks):
-        message = f"they differ in tensor parallel size: {len(one.ranks)} ranks on {a}, {len(other.ranks)} on {b}; "
-        message += "they share nothing in the node store, and refuse NIXL pulls from each other"
-        return warn(name, message, "give both the same --tensor-parallel-size (and --pipeline-parallel-size)")
-    for mine, theirs in zip(one.ranks, other.ranks, strict=True):
-        if reason := geometry_mismatch(mine.geometry, theirs.geometry):
-            reason = reason.replace(" here", f" on {a}").replace(" there", f" on {b}")
+    for here, there in ((one, other), (other, one)):
+        ways = reach(here.ranks, there.ranks)
+        names = (a, b) if here is one else (b, a)
+        reason = ways.reason.replace(" here", f" on {names[0]}").replace(" there", f" on {names[1]}")
+        if not ways.paths and len(one.ranks) == len(other.ranks):
             fix = "give both the same block size, attention backend and KV cache layout (VLLM_KV_CACHE_LAYOUT)"
             return fail(name, f"they cannot read each other's pages: {reason}", fix)
-    return ok(name, f"they can use each other's KV{_reach(one, other)}")
+        if not ways.paths:
+            break
+    if len(one.ranks) != len(other.ranks):
+        message = f"they differ in tensor parallel size: {len(one.ranks)} ranks on {a}, {len(other.ranks)} on {b}; "
+        message += "they share nothing in the node store, and "
+        message += "pulls are re-sliced" if ways.paths else f"cannot read each other's pages: {reason}"
+        return warn(name, message, "give both the same --tensor-parallel-size (and --pipeline-parallel-size)")
+    resliced = "" if ReadPath.DIRECT in ways.paths else f"; pulls are re-sliced, since their pages differ ({reason})"
+    return ok(name, f"they can use each other's KV{_reach(one, other)}{resliced}")
 
 
 def _reach(one: Identity, other: Identity) -> str:

@@ -213,7 +213,14 @@ class ExportTable:
             self._checksums_ready_step = max(self._checksums_ready_step, step)
 
     def lease_export(
-        self, export_id: str, digest: bytes, lora_fingerprint: bytes, start: int, connection: Hashable, seconds: float
+        self,
+        export_id: str,
+        digest: bytes,
+        lora_fingerprint: bytes,
+        start: int,
+        connection: Hashable,
+        seconds: float,
+        served: bool = True,
     ) -> Lease | Refusal:
         """Lease a whole export by id; ``digest`` proves that the peer's prompt is the export's."""
         with self._lock:
@@ -222,10 +229,16 @@ class ExportTable:
                 return Refusal.UNKNOWN
             if export.digest != digest or export.lora_fingerprint != lora_fingerprint:
                 return Refusal.DIGEST
-            return self._grant(export, start, export.tokens, connection, seconds)
+            return self._grant(export, start, export.tokens, connection, seconds, served)
 
     def lease_by_hashes(
-        self, block_hashes: Sequence[bytes], lora_fingerprint: bytes, start: int, connection: Hashable, seconds: float
+        self,
+        block_hashes: Sequence[bytes],
+        lora_fingerprint: bytes,
+        start: int,
+        connection: Hashable,
+        seconds: float,
+        served: bool = True,
     ) -> Lease | Refusal:
         """Lease the longest prefix of ``block_hashes`` that one export still has, from token ``start`` on."""
         with self._lock:
@@ -233,7 +246,7 @@ class ExportTable:
             longest = len(block_hashes) - len(block_hashes) % self._align
             for i in range(longest - 1, start // self._hash_block_size - 1, -self._align):
                 for export in self._holders(block_hashes, i, lora_fingerprint):
-                    granted = self._grant(export, start, (i + 1) * self._hash_block_size, connection, seconds)
+                    granted = self._grant(export, start, (i + 1) * self._hash_block_size, connection, seconds, served)
                     if isinstance(granted, Lease):
                         return granted
                     if granted is Refusal.NOT_READY:
@@ -328,12 +341,14 @@ class ExportTable:
             if export.kind is kind:
                 self._end(export)
 
-    def _grant(self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float) -> Lease | Refusal:
+    def _grant(
+        self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool
+    ) -> Lease | Refusal:
         if export.ready_step > self._checksums_ready_step:
             return Refusal.NOT_READY
         if start >= tokens or not export.covers(start, tokens):
             return Refusal.NOTHING
-        return self._lease(export, start, tokens, connection, seconds, True)
+        return self._lease(export, start, tokens, connection, seconds, served)
 
     def _lease(
         self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool

@@ -27,6 +27,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.exports import Refusal
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
+from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
@@ -55,7 +56,7 @@ LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreach
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``same_layout``: rank for rank, its pages are as ours."""
+    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours."""
 
     address: Address
     instance: str
@@ -64,6 +65,7 @@ class LeasedBlocks:
     tokens: int
     blocks: list[list[int]]
     ranks: list[m.RankInfo]
+    path: ReadPath = ReadPath.DIRECT
     same_layout: bool = True
     nbytes: int = 0
 
@@ -76,6 +78,8 @@ class PendingLease:
     ask: m.LeaseRequest
     deadline: float
     same_node_instance: str = ""  # the instance, if it should be on this node
+    prefer_mapped: bool = False
+    path: ReadPath = ReadPath.DIRECT  # once it is sent
     outcome: LeasedBlocks | LookupMiss | None = None
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
@@ -90,7 +94,7 @@ class PendingLease:
 @dataclass(eq=False)
 class _Connection(ClientConnection):
     welcome: m.Welcome | None = None
-    unlike: str | None = None  # why its pages cannot be read as they lie; mapped, they can be rearranged
+    reach: Reach | None = None  # with ``welcome``
     waiting: list[PendingLease] = field(default_factory=list)  # for the handshake
     asked: dict[int, PendingLease] = field(default_factory=dict)
     unanswered: int = 0  # asks in a row that timed out
@@ -104,27 +108,34 @@ class LeaseClient(LeaseConnections[_Connection]):
         config: KVTierConfig,
         key: ClusterKey | None,
         hello: Callable[[], m.Hello | None],
-        check_ranks: Callable[[list[m.RankInfo]], str | None],
+        reach: Callable[[list[m.RankInfo]], Reach],
         world: int = 1,
     ):
-        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``check_ranks``: why
-        a peer's pages cannot be read as they lie, or None. ``world``: our ranks."""
+        """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``reach``: how our
+        ranks can read a peer's. ``world``: the number of our ranks."""
         super().__init__(reactor, m.decode_engine, _Connection)
         self._config, self._key = config, key
-        self._hello, self._check_ranks, self._world = hello, check_ranks, world
+        self._hello, self._reach, self._world = hello, reach, world
+        self._unmappable: set[str] = set()  # instances
         self._ask_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
     # -- scheduler's thread ------------------------------------------------------------------------------------
 
     def ask(
-        self, address: Address, timeout: float = math.inf, same_node_instance: str = "", **fields: Any
+        self,
+        address: Address,
+        timeout: float = math.inf,
+        same_node_instance: str = "",
+        prefer_mapped: bool = False,
+        **fields: Any,
     ) -> PendingLease:
         """Queue a request; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, if fewer
-        than the option's. ``same_node_instance``: the instance, if it should be on this node."""
+        than the option's. ``same_node_instance``: the instance, if it should be on this node. ``prefer_mapped``: copy
+        from mapped memory, if that is possible, whatever the option ``same_node_pulls`` says."""
         ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", **fields)
         deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
-        pending = PendingLease(address, ask, deadline, same_node_instance)
+        pending = PendingLease(address, ask, deadline, same_node_instance, prefer_mapped)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -154,14 +165,30 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._reactor.call_soon(drop)
 
     def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
-        """The ranks of an engine that we shook hands with, if it is still that instance."""
+        """The ranks of an engine that we shook hands with, if it is still that instance and NIXL reads its pages as
+        they lie."""
         connection = self._connections.get(address)
         if self._hello() is None or connection is None:
             return None
-        welcome = connection.welcome  # read first: the reactor sets ``unlike`` before it
-        if welcome is None or welcome.instance != instance or connection.unlike or connection.lost is not None:
+        welcome, reach = connection.welcome, connection.reach  # the reactor sets ``reach`` last
+        if welcome is None or reach is None or welcome.instance != instance or connection.lost is not None:
             return None
-        return welcome.ranks
+        return welcome.ranks if self._path(instance, reach, False) is ReadPath.DIRECT else None
+
+    def unmappable(self, instance: str) -> None:
+        """The workers cannot map this engine's memory: from now on it is read by NIXL, if at all."""
+        self._unmappable.add(instance)
+
+    def _path(self, instance: str, reach: Reach, prefer_mapped: bool) -> ReadPath | None:
+        """The path by which this engine is read; None: by none."""
+        nixl = [ReadPath.DIRECT, ReadPath.STAGED]
+        order = [ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.STAGED]
+        if prefer_mapped or self._config.same_node_pulls == "mapped":
+            order = [ReadPath.MAPPED, *nixl]
+        elif self._config.same_node_pulls == "nixl":
+            order = nixl
+        mappable = instance not in self._unmappable
+        return next((path for path in order if path in reach.paths and (mappable or path in nixl)), None)
 
     def held_leases(self) -> int:
         return sum(len(c.leases) for c in list(self._connections.values()))
@@ -279,21 +306,24 @@ class LeaseClient(LeaseConnections[_Connection]):
             self._begin(pending)
 
     def _welcomed(self, connection: _Connection, welcome: m.Welcome) -> None:
-        connection.unlike = self._check_ranks(welcome.ranks)
         connection.cancel("hello")
-        connection.welcome = welcome
+        connection.welcome, connection.reach = welcome, self._reach(welcome.ranks)
         waiting, connection.waiting = connection.waiting, []
         for pending in waiting:
             if pending.outcome is None and not pending.cancelled:
                 self._send_ask(connection, pending)
 
     def _send_ask(self, connection: _Connection, pending: PendingLease) -> None:
-        assert connection.welcome is not None, "requests wait for the handshake"
-        if connection.unlike and not pending.ask.mapped:
-            self._settle(pending, LookupMiss("layout", connection.unlike))
+        welcome, reach = connection.welcome, connection.reach
+        assert welcome is not None and reach is not None, "requests wait for the handshake"
+        path = self._path(welcome.instance, reach, pending.prefer_mapped)
+        if path is None:
+            self._settle(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
             return
+        pending.path = path
         connection.asked[pending.ask.ask] = pending
-        self._send(connection, msgspec.structs.replace(pending.ask, instance=connection.welcome.instance))
+        mapped = path is ReadPath.MAPPED
+        self._send(connection, msgspec.structs.replace(pending.ask, instance=welcome.instance, mapped=mapped))
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
         pending = connection.asked.pop(granted.ask, None)
@@ -308,14 +338,15 @@ class LeaseClient(LeaseConnections[_Connection]):
             self._settle(pending, leased)
 
     def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
-        welcome = connection.welcome
+        welcome, reach = connection.welcome, connection.reach
         ranks = welcome.ranks if welcome is not None else []
         groups = ranks[0].groups if ranks else ()
         nbytes = sum(len(ids) * group.block_bytes for ids, group in zip(granted.blocks, groups, strict=False))
         return LeasedBlocks(
             connection.address if pending is None else pending.address,
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
-            granted.blocks, ranks, connection.unlike is None, int(nbytes * len(ranks) / max(1, self._world)),
+            granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
+            reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
         )  # fmt: skip
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:

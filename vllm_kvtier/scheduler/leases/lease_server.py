@@ -232,12 +232,11 @@ class LeaseServer(LeaseListener[Connection]):
                 lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, ask, deadline, found)),
             )
             return
+        what = ask.lora_fingerprint, ask.start, identity, seconds, not ask.mapped
         if ask.export:
-            found = self._exports.lease_export(
-                ask.export, ask.digest, ask.lora_fingerprint, ask.start, identity, seconds
-            )
+            found = self._exports.lease_export(ask.export, ask.digest, *what)
         else:
-            found = self._exports.lease_by_hashes(ask.block_hashes, ask.lora_fingerprint, ask.start, identity, seconds)
+            found = self._exports.lease_by_hashes(ask.block_hashes, *what)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
         self._settled(identity, ask, deadline, found)

@@ -44,6 +44,7 @@ from typing import Any, ClassVar, Literal
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
 from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
 
 Job = PullJob | LoadJob | PeerFetchJob
@@ -108,7 +109,7 @@ class LookupHit:
     # of engines
     address: Address = field(default=("", 0), kw_only=True)
     ranks: list[m.RankInfo] | None = field(default=None, kw_only=True)  # workers need them to reach the engine
-    mapped: bool = field(default=False, kw_only=True)  # to be copied from the engine's mapped memory
+    path: ReadPath = field(default=ReadPath.DIRECT, kw_only=True)  # how our ranks read the engine
     same_layout: bool = field(default=True, kw_only=True)  # rank for rank, the engine's pages are as ours
     # of stores
     session: int = field(default=0, kw_only=True)  # the connection that the lease is on
@@ -117,6 +118,10 @@ class LookupHit:
     remote: RemoteStoreInfo | None = field(default=None, kw_only=True)  # if workers read the store themselves
 
     found: ClassVar[Literal[True]] = True
+
+    @property
+    def mapped(self) -> bool:
+        return self.path is ReadPath.MAPPED
 
 
 @dataclass(frozen=True)
@@ -179,9 +184,10 @@ class KVSource(ABC):
     holds_hit: ClassVar[bool] = False  # its hit is kept while other candidates are asked for more
     can_cancel_load: ClassVar[bool] = False  # the workers can stop a load that no request waits for
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
+    looks_ahead: ClassVar[bool] = False  # it is told of queued requests
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
 
-    # -- before a request is matched ---------------------------------------------------------------------------------
+    # -- before a request is matched: called if ``looks_ahead`` ------------------------------------------------------
 
     def prefetch_lookup(self, request: Any) -> None:
         """Send the lookup of a queued request (vLLM's own object) before vLLM matches it."""

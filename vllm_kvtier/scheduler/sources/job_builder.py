@@ -12,6 +12,7 @@ from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, Conten
 from vllm_kvtier.scheduler.leases.exports import GroupBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources.base import BlockIds, RequestState
+from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 
 
@@ -54,7 +55,8 @@ def pull_job(
                 np.array([e.valid for e, _ in rows], np.int32),
             )
         )
-    return PullJob(t.request.request_id, t.hit.instance, pulls, timeout, promised=not t.hit.lease)
+    staged = t.hit.path is ReadPath.STAGED
+    return PullJob(t.request.request_id, t.hit.instance, pulls, timeout, promised=not t.hit.lease, staged=staged)
 
 
 def load_job(

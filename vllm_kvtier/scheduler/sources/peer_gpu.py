@@ -6,7 +6,16 @@ from collections.abc import Iterable
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.sources import job_builder
-from vllm_kvtier.scheduler.sources.base import BlockIds, Candidate, Job, LookupHit, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources.base import (
+    BlockIds,
+    Candidate,
+    Job,
+    LookupHit,
+    LookupMiss,
+    Need,
+    PendingLookup,
+    RequestState,
+)
 from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
 
 # Seconds that a request may wait for blocks that a peer computes, while the cost of computing is not known.
@@ -23,8 +32,7 @@ class PeerGpuSource(PeerLeaseSource):
     memory, compute. Before a peer is asked, the copy that it might grant is compared with the held hit and with
     computing. When it has granted a lease, the lease is compared with the held hit.
 
-    The ranks copy from the peer's mapped memory. A peer whose memory cannot be mapped is read by NIXL, if its layout is
-    this engine's.
+    The ranks copy from the peer's mapped memory. A peer whose memory cannot be mapped is read by NIXL.
     """
 
     name = cost_key = "peer_gpu"
@@ -36,7 +44,7 @@ class PeerGpuSource(PeerLeaseSource):
     def __init__(self, context: LoadContext):
         super().__init__(context)
         self._backoff_until: dict[str, float] = {}  # instance -> until when it is not asked
-        self._unmapped: dict[str, bool] = {}  # instance that cannot be mapped here -> whether NIXL reads it
+        self._unreadable: set[str] = set()  # instances; the lease client has logged the reason
 
     def candidates(self, request: RequestState) -> Iterable[Candidate]:
         return ()
@@ -44,29 +52,32 @@ class PeerGpuSource(PeerLeaseSource):
     def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if need.tokens <= 0:
             return None
-        mapped = self.is_eligible(request, candidate, need.start, need.alone)
-        if mapped is None or request.epoch != self._context.namespace_ids.epoch:
+        if not self.is_eligible(request, candidate, need.start, need.alone):
+            return None
+        if request.epoch != self._context.namespace_ids.epoch:
             return None
         wait_seconds = self.wait_seconds(request, candidate, need.start)
         hashes = self._block_hashes(request, min(candidate.tokens, request.request.num_tokens))
         return self._ask(
             request, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
-            same_node_instance=candidate.instance, lend=True, mapped=mapped, wait_seconds=wait_seconds,
+            same_node_instance=candidate.instance, prefer_mapped=True, lend=True, wait_seconds=wait_seconds,
         )  # fmt: skip
 
-    def is_eligible(self, request: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool | None:
-        """Whether the candidate is worth asking. True: its memory is to be mapped; False: NIXL is to read it; None: no.
-        ``alone``: no other request is in the engine."""
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        result = super().read_answer(pending)
+        if not result.found and result.code == "layout":
+            self._unreadable.add(pending.answer.same_node_instance)
+        return result
+
+    def is_eligible(self, request: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool:
+        """Whether the candidate is worth asking. ``alone``: no other request is in the engine."""
         instance, prompt = candidate.instance, request.request.num_tokens
-        mapped = instance not in self._unmapped
         tokens = min(candidate.tokens, prompt)
         reason = None
         if instance == self._engine.identity.instance or instance in request.failed or start % self._geometry.alignment:
-            return None
-        if self._backoff_until.get(instance, 0.0) > time.monotonic():
-            return None
-        if not mapped and not self._unmapped[instance]:
-            return None  # the worker logged it; the store has what it can
+            return False
+        if instance in self._unreadable or self._backoff_until.get(instance, 0.0) > time.monotonic():
+            return False
         nbytes = self._engine.identity.bytes_for(tokens - start)
         if tokens - start < max(1, self._config.pull_threshold):
             reason = "below_threshold"
@@ -78,8 +89,7 @@ class PeerGpuSource(PeerLeaseSource):
             reason = "store_faster"
         if reason is not None:
             self._counters.count("peer_fetches_skipped", reason)
-            return None
-        return mapped
+        return reason is None
 
     def _computed_meanwhile(self, instance: str, nbytes: int, start: int, tokens: int, prompt: int) -> bool:
         """Whether computing the tokens ends before a copy is of use: after steps of other requests or, if the copy is
@@ -149,12 +159,12 @@ class PeerGpuSource(PeerLeaseSource):
         instance = request.hit.instance
         if result.kind != "fetch" or not request.hit.mapped:  # or the late result of an earlier job of another source
             return
+        if getattr(result, "unmappable", ""):
+            self._lease_client.unmappable(instance)
         if result.checksum_mismatch:
             now = time.monotonic()
             self._backoff_until = {name: until for name, until in self._backoff_until.items() if until > now}
             self._backoff_until[instance] = now + CORRUPT_BACKOFF_SECONDS
-        if getattr(result, "unmappable", ""):
-            self._unmapped[instance] = request.hit.same_layout
 
     def describe(self, hit: LookupHit) -> str:
         return f"gpu {super().describe(hit)}"

@@ -1,8 +1,13 @@
-"""Base class of the sources that read GPU blocks of another engine, under a lease of ``LeaseClient``."""
+"""Base class of the sources that read GPU blocks of another engine, under a lease of ``LeaseClient``.
+
+The lease client chooses the path (``shapes.read_paths``) when it asks; here it selects the workers' job.
+"""
 
 import math
 from typing import Any
 
+from vllm_kvtier.jobs.results import Result
+from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.matching.transfer_params import Address
@@ -21,7 +26,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 
 
 class PeerLeaseSource(KVSource):
-    """Blocks are pulled by NIXL and counted as pulled."""
+    """Blocks count as pulled, by whichever path."""
 
     def __init__(self, context: LoadContext):
         self._context, self._engine = context, context.engine
@@ -68,12 +73,12 @@ class PeerLeaseSource(KVSource):
         return {"reply_host": host, "reply_port": port}
 
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
-        leased, ask = pending.answer.outcome, pending.answer.ask
+        leased = pending.answer.outcome
         if isinstance(leased, LookupMiss):
             return leased
         return LookupHit(
             self, leased.instance, leased.lease, leased.start, leased.tokens, leased.blocks, address=leased.address,
-            ranks=leased.ranks, mapped=ask.mapped, same_layout=leased.same_layout, nbytes=leased.nbytes,
+            ranks=leased.ranks, path=leased.path, same_layout=leased.same_layout, nbytes=leased.nbytes,
         )  # fmt: skip
 
     def fits(self, request: RequestState, hit: LookupHit) -> bool:
@@ -95,10 +100,17 @@ class PeerLeaseSource(KVSource):
 
     def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
         keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
-        return job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
+        job = job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
+        if request.hit.mapped:
+            return PeerFetchJob(job.request_id, job.source, job.groups, timeout)
+        return job
 
     def on_loaded(self, request: RequestState) -> None:
         self._counters.count("pulled_tokens", self.name, request.num_external_tokens)
+
+    def on_load_failed(self, request: RequestState, result: Result) -> None:
+        if request.hit.mapped and getattr(result, "unmappable", ""):
+            self._lease_client.unmappable(request.hit.instance)
 
     def cancel(self, pending: PendingLookup) -> None:
         self._lease_client.cancel(pending.answer)

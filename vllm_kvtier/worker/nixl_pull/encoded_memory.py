@@ -19,6 +19,7 @@ from vllm_kvtier.codecs import Codec
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull
+from vllm_kvtier.shapes.read_paths import ENCODED
 from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align, layout_digest
@@ -120,6 +121,6 @@ def _row(group: GroupView, layout: PartLayout, address: int, stride: int) -> Gro
     region = Region(
         layer="encoded", base=address, block_stride=stride, outer=1, outer_stride=0, first_token=0, tokens=1,
         token_stride=0, inner=layout.nbytes, cell_tokens=group.block_tokens,
-        packing=f"encoded {layout_digest([group], [layout]).hex()[:32]}", dtype="bytes",
+        packing=f"{ENCODED}{layout_digest([group], [layout]).hex()[:32]}", dtype="bytes",
     )  # fmt: skip
     return GroupView(group.group, group.block_tokens, group.kind, group.window, (region,))

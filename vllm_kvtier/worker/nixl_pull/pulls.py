@@ -5,12 +5,15 @@ more). It is reported only at the second, so that nothing writes into a block th
 read that did not end, the second comes when the agent that reads has ended (see ``worker.nixl_pull.nixl_transport``).
 The agent is then *retiring*: no read begins with it, reads under way have ``GRACE_SECONDS`` to end, and the others fail
 with it.
+
+``DirectReads`` and ``StagedReads`` know what is read, where to, and how it is verified. A staged pull reads in several
+rounds, one after another.
 """
 
 import enum
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,10 +21,11 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import PullResult, failed_result
 from vllm_kvtier.jobs.transfer_jobs import PullJob
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.wire.messages import RankInfo
-from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
-from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory, Check
+from vllm_kvtier.wire.messages import HeadRange, RankInfo
+from vllm_kvtier.worker.nixl_pull.direct_reads import DirectRead, DirectReads
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
+from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
+from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
 
 logger = get_logger("vllm.kvtier.pulls")
 
@@ -36,7 +40,7 @@ RECHECK_SECONDS = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read: for its event, for another try, or for a new agent
+    WAITING = "waiting"  # to read: for its event, for another try, for a new agent, or for room in the ring
     READING = "reading"
     VERIFYING = "verifying"
     FAILED = "failed"  # the agent that reads may still write its blocks
@@ -51,28 +55,27 @@ class _Pull:
     transfer: Transfer | None = None
     stage: Stage = Stage.READING
     reason: str = ""
-    check: Check | None = None
-    bytes: int = 0
-    moves: list = field(default_factory=list)
+    read: DirectRead | StagedRead | None = None  # once it began
     after: torch.cuda.Event | None = None  # an earlier step uses its blocks until then
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
     rereads: int = 0
 
-
-@dataclass
-class _Peer:
-    rows: PageRows
-    local: Any  # NIXL's prepared lists
-    remote: Any
+    @property
+    def bytes(self) -> int:
+        return self.read.bytes if self.read is not None else 0
 
 
 class Pulls:
-    def __init__(self, transport: NixlTransport, memory: CacheMemory, rank: int):
-        self._transport, self._memory, self._rank = transport, memory, rank
-        self._sources: dict[str, RankInfo] = {}
+    def __init__(
+        self, transport: NixlTransport, memory: PeerMemory, rank: int, heads: Sequence[HeadRange] = ()
+    ):
+        """``heads``: by group, the KV heads that this rank holds; (): unknown."""
+        self._transport, self._memory = transport, memory
+        self._sources: dict[str, list[RankInfo]] = {}
+        self._direct = DirectReads(transport, memory, rank, heads)
+        self._staged = StagedReads(transport, memory, rank, heads)
         self._pulls: list[_Pull] = []
-        self._peers: dict[str, _Peer] = {}
         self._logged: set[str] = set()
         self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
         self._next_check = 0.0  # of the retired agents; 0: none was found alive yet
@@ -92,14 +95,12 @@ class Pulls:
         return all(pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls)
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
-        for info in ranks:
-            if info.rank == self._rank:
-                self._sources[instance] = info
+        self._sources[instance] = ranks
+        self._direct.forget(instance)
 
     def connected(self, source: str) -> bool:
         """Whether a pull from this engine can start without a new connection."""
-        info = self._sources.get(source)
-        known = info is not None and info.agent in self._peers and self._transport.knows(info.agent)
+        known = self._direct.connected(source) or self._staged.connected(source)
         return known and self._retire_by is None
 
     def start(self, job: PullJob, after: torch.cuda.Event | None = None) -> PullResult | None:
@@ -152,6 +153,7 @@ class Pulls:
                 pull.deadline = 0.0  # if this raises, ``poll`` must not begin it
         self._end_agent(time.monotonic())
         self._transport.close()
+        self._staged.close()
         if self._memory.view.device.type == "cuda":
             torch.cuda.synchronize(self._memory.view.device)  # checks and decoding
         over = [pull for pull in self._pulls if pull.stage is not Stage.RETIRING]
@@ -163,36 +165,13 @@ class Pulls:
 
     def _read(self, pull: _Pull) -> None:
         pull.began = time.monotonic()
-        info = self._sources.get(pull.job.source)
-        if info is None:
-            raise KVTierError(f"rank {self._rank} of that engine is unknown")
-        for g in pull.job.groups:
-            if len(g.remote) and (int(g.remote.max()) >= info.num_blocks or int(g.remote.min()) < 1):
-                raise KVTierError(f"a block id outside 1..{info.num_blocks - 1} in the lease")
-        peer = self._peer(info)
-        triples = [(g.group, g.local, g.remote) for g in pull.job.groups]
-        # Without a device the cost of a read is that of its bytes: merging reads gains nothing.
-        read = peer.rows.indices(triples, rearrange=self._memory.on_device)
-        pull.moves, pull.bytes = read.moves, read.size
-        pull.transfer = self._transport.read(info.agent, peer.local, read.local, peer.remote, read.remote, read.size)
-
-    def _peer(self, info: RankInfo) -> _Peer:
-        """Connect and prepare descriptor lists, once per connection."""
-        peer = self._peers.get(info.agent)
-        if peer is None or not self._transport.knows(info.agent):
-            memory = self._memory
-            self._transport.add_peer(info.agent_metadata, info.agent)
-            groups, arrived = memory.transfer_view.groups, memory.arrived.data_ptr()
-            rows = PageRows(
-                Side(groups, memory.view.num_blocks, arrived, memory.device_id),
-                Side(info.groups, info.num_blocks, info.checksum_table_addr, info.device),
-            )
-            peer = self._peers[info.agent] = _Peer(
-                rows,
-                self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True),
-                self._transport.prepare(info.agent, rows.remote, info.memory, ours=False),
-            )
-        return peer
+        ranks = self._sources.get(pull.job.source)
+        if ranks is None:
+            raise KVTierError("that engine is unknown")
+        if pull.read is None:
+            pull.read = (self._staged if pull.job.staged else self._direct).open(pull.job, ranks)
+        pull.transfer = pull.read.start()
+        pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
 
     def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
         now = time.monotonic()
@@ -207,22 +186,24 @@ class Pulls:
                 self._read(pull)
             except Exception as error:
                 return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
-            pull.stage = Stage.READING
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
             if state is TransferState.DONE:
                 transfer, pull.transfer = pull.transfer, None
                 pull.stage = Stage.VERIFYING
                 self._transport.release(transfer)
-                pull.check = self._memory.begin_check(pull.job.groups, pull.moves)
+                pull.read.begin_check()
             elif state is TransferState.FAILED:
                 pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} failed"
                 self._begin_retiring(now)
             elif now >= pull.deadline:
                 self._begin_retiring(now)
         if pull.stage is Stage.VERIFYING:
-            bad = self._memory.end_check(pull.check)
+            bad = pull.read.end_check()
             if bad is None:
+                return None
+            if pull.read.more:
+                pull.stage = Stage.WAITING
                 return None
             if bad and pull.job.promised and pull.rereads < len(REREAD_SECONDS):
                 again = now + REREAD_SECONDS[pull.rereads]
@@ -266,7 +247,8 @@ class Pulls:
                 transfer, pull.transfer = pull.transfer, None
                 self._transport.release(transfer)
                 del transfer  # a reference to its handle keeps the agent alive
-        self._peers.clear()  # so do prepared lists
+        self._direct.drop_lists()  # so do prepared lists
+        self._staged.drop_lists()
         self._retire_by, self._next_check = None, 0.0
         self._transport.retire()
 
@@ -297,6 +279,9 @@ class Pulls:
         return PullResult(pull.job.request_id, bad, True, reason, pull.bytes, seconds, checksum_mismatch=True)
 
     def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
+        """Nothing writes its blocks, or what it holds of the ring, any more."""
+        if pull.read is not None:
+            pull.read.close()
         self._log_once(pull.job.source, reason)
         result = failed_result(pull.job, reason, time.monotonic() - pull.started)
         result.bytes = pull.bytes

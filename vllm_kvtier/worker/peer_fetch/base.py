@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
-from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceRank
+from vllm_kvtier.shapes.tp_mapping import SourceRank
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class PeerCopier(Protocol):
     """Not thread-safe: one thread at a time."""
 
     def add(self, source: str, parts: Sequence[SourceRank]) -> None:
-        """Map and prepare the ranks of a source that ``worker.peer_fetch.tp_mapping`` selected; idempotent. May take
+        """Map and prepare the ranks of a source that ``shapes.tp_mapping`` selected; idempotent. May take
         milliseconds. Raises KVTierError if this source can never be read."""
 
     def forget(self, source: str) -> None:

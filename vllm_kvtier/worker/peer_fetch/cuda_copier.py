@@ -14,13 +14,13 @@ import torch
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.kernels import peer_copy, peer_copy_plan
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank, SourceRegion
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.pinned_buffers import PinnedArgs
 from vllm_kvtier.worker.device.cuda_driver import Driver
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob
 from vllm_kvtier.worker.peer_fetch.cuda_ipc import Mapped, Mappings
 from vllm_kvtier.worker.peer_fetch.kernel_args import Batch, GroupTable, max_words, pack, padded, room
-from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceGroup, SourceRank, SourceRegion
 
 logger = get_logger("vllm.kvtier.cuda_copier")
 

@@ -22,12 +22,12 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import FetchResult, failed_result
 from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.shapes.tp_mapping import check_memory, map_source_ranks
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch import process_memory
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob, PeerCopier
-from vllm_kvtier.worker.peer_fetch.tp_mapping import map_source_ranks
 
 logger = get_logger("vllm.kvtier.fetch_jobs")
 
@@ -221,6 +221,8 @@ class PeerFetches:
             raise KVTierError("that engine is unknown")
         try:
             parts = map_source_ranks(self._view.groups, self._heads, self._rank, ranks)
+            for part in parts:
+                check_memory(part.source)
             self._copier.add(source, parts)
         except Exception as error:  # drivers raise their own classes
             if not isinstance(error, KVTierError):

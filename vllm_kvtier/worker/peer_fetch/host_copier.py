@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank, SourceRegion
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import align
 from vllm_kvtier.worker.cache_view import CacheView, dense_region
@@ -26,7 +27,6 @@ from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.nixl_pull.descriptors import page_chunks
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob
 from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory
-from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceGroup, SourceRank, SourceRegion
 
 # Bytes of a piece: 4 ms of a core that reads and verifies 1 GB/s.
 PIECE_BYTES = 4 << 20

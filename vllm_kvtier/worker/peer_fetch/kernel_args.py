@@ -13,7 +13,7 @@ import torch
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.kernels import checksum, peer_copy_plan
-from vllm_kvtier.worker.peer_fetch.tp_mapping import SourceGroup, SourceRegion
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRegion
 
 _MAX_SEGMENTS = 1024  # of a round
 _MAX_KINDS = 64  # of a group: layers of one model have one or two

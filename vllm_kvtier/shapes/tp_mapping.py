@@ -5,7 +5,8 @@ Engines divide KV heads over tensor-parallel ranks and layers over pipeline stag
 than heads, and have page layouts of their own: a reader matches by layer names and head numbers alone. It reads whole
 blocks of each rank, because a checksum covers all that the rank holds of a block.
 
-No torch. A source's description of its memory is checked, so that a reader touches nothing outside of it.
+A source's description of its pages is checked. Before its memory is mapped, ``check_memory`` checks that all of them
+are within what it shares.
 """
 
 import sys
@@ -76,12 +77,23 @@ def map_source_ranks(
     ordered = sorted(theirs, key=lambda info: (info.rank - rank) % count)
     found: dict[int, list[SourceGroup]] = {}
     for group, our_heads in zip(mine, heads, strict=True):
-        for info, part in _group_parts(group, our_heads, rank, ordered):
-            found.setdefault(info.rank, []).append(part)
+        for info, taken in _group_parts(group, our_heads, rank, ordered):
+            found.setdefault(info.rank, []).append(taken)
     parts = [SourceRank(info, tuple(found[info.rank])) for info in theirs if info.rank in found]
     for part in parts:
-        check_memory(part.source)
+        _check_pages(part.source)
     return sorted(parts, key=lambda part: part.source.rank)
+
+
+def _check_pages(info: RankInfo) -> None:
+    if sys.byteorder != info.geometry.byte_order:
+        raise KVTierError(f"byte order {sys.byteorder} here, {info.geometry.byte_order} there")
+    for group in info.groups:
+        if group.block_bytes > _MAX_BLOCK_BYTES:
+            raise KVTierError(f"blocks of {group.block_bytes} bytes on rank {info.rank} are too large to be read")
+        for region in group.regions:
+            if not _sound(region):
+                raise KVTierError(f"rank {info.rank} describes impossible pages of {region.layer}")
 
 
 def check_memory(info: RankInfo) -> None:
@@ -89,8 +101,7 @@ def check_memory(info: RankInfo) -> None:
     shares."""
     if info.shared is None:
         raise KVTierError(f"rank {info.rank} does not share its memory")
-    if sys.byteorder != info.geometry.byte_order:
-        raise KVTierError(f"byte order {sys.byteorder} here, {info.geometry.byte_order} there")
+    _check_pages(info)
     if (
         info.num_blocks < 1
         or not _within(info.shared, info.checksum_table_addr, 8 * info.num_blocks)
@@ -98,11 +109,7 @@ def check_memory(info: RankInfo) -> None:
     ):
         raise KVTierError(f"the checksums of rank {info.rank} are not in the memory that it shares")
     for group in info.groups:
-        if group.block_bytes > _MAX_BLOCK_BYTES:
-            raise KVTierError(f"blocks of {group.block_bytes} bytes on rank {info.rank} are too large to be read")
         for region in group.regions:
-            if not _sound(region):
-                raise KVTierError(f"rank {info.rank} describes impossible pages of {region.layer}")
             nbytes = (info.num_blocks - 1) * region.block_stride + region.page_extent
             if not _within(info.shared, region.base, nbytes):
                 raise KVTierError(f"pages of {region.layer} on rank {info.rank} are not in the memory that it shares")

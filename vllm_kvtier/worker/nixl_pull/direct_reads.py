@@ -1,0 +1,108 @@
+"""Reads of pages into our pages by NIXL, byte for byte, from the one rank of the source whose pages lie as ours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.transfer_jobs import PullJob
+from vllm_kvtier.shapes.read_paths import direct_source
+from vllm_kvtier.wire.messages import HeadRange, RankInfo
+from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer
+
+
+@dataclass
+class _Peer:
+    rows: PageRows
+    local: Any  # NIXL's prepared lists
+    remote: Any
+
+
+class DirectReads:
+    def __init__(self, transport: NixlTransport, memory: CacheMemory, rank: int, heads: Sequence[HeadRange]):
+        self._transport, self.memory, self._rank, self._heads = transport, memory, rank, heads
+        self._geometry = memory.geometry()
+        self._chosen: dict[str, RankInfo] = {}  # by source
+        self._peers: dict[str, _Peer] = {}  # by agent
+
+    def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "DirectRead":
+        """Raises KVTierError for a block that does not exist."""
+        info = self._chosen.get(job.source)
+        if info is None:
+            info = self._chosen[job.source] = direct_source(self._rank, self._geometry, self._heads, ranks)
+        check_blocks(job, info.num_blocks)
+        return DirectRead(self, job, info)
+
+    def connected(self, source: str) -> bool:
+        info = self._chosen.get(source)
+        return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
+
+    def forget(self, source: str) -> None:
+        """Its ranks may be others than before."""
+        self._chosen.pop(source, None)
+
+    def drop_lists(self) -> None:
+        self._peers.clear()
+
+    def start(self, read: "DirectRead") -> Transfer:
+        info, triples = read.info, [(g.group, g.local, g.remote) for g in read.job.groups]
+        peer = self._peer(info)
+        # Without a device the cost of a read is that of its bytes: merging reads gains nothing.
+        elements = peer.rows.indices(triples, rearrange=self.memory.on_device)
+        read.moves, read.bytes = elements.moves, elements.size
+        return self._transport.read(
+            info.agent, peer.local, elements.local, peer.remote, elements.remote, elements.size
+        )
+
+    def _peer(self, info: RankInfo) -> _Peer:
+        """Connect and prepare descriptor lists, once per connection."""
+        peer = self._peers.get(info.agent)
+        if peer is None or not self._transport.knows(info.agent):
+            memory = self.memory
+            self._transport.add_peer(info.agent_metadata, info.agent)
+            groups, arrived = memory.transfer_view.groups, memory.arrived.data_ptr()
+            rows = PageRows(
+                Side(groups, memory.view.num_blocks, arrived, memory.device_id),
+                Side(info.groups, info.num_blocks, info.checksum_table_addr, info.device),
+            )
+            peer = self._peers[info.agent] = _Peer(
+                rows,
+                self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True),
+                self._transport.prepare(info.agent, rows.remote, info.memory, ours=False),
+            )
+        return peer
+
+
+@dataclass(eq=False)
+class DirectRead:
+    """One pull, in one round."""
+
+    reads: DirectReads
+    job: PullJob
+    info: RankInfo
+    bytes: int = 0
+    moves: list = field(default_factory=list)
+    check: Any = None
+    more = False
+
+    def start(self) -> Transfer:
+        return self.reads.start(self)
+
+    def begin_check(self) -> None:
+        self.check = self.reads.memory.begin_check(self.job.groups, self.moves)
+
+    def end_check(self) -> set[int] | None:
+        """Our block ids whose checksum is wrong; None while the device is computing."""
+        return self.reads.memory.end_check(self.check)
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def check_blocks(job: PullJob, num_blocks: int) -> None:
+    """Raise KVTierError for a block that the source does not have: a job repeats a peer's answer."""
+    for g in job.groups:
+        if len(g.remote) and (int(g.remote.max()) >= num_blocks or int(g.remote.min()) < 1):
+            raise KVTierError(f"a block id outside 1..{num_blocks - 1} in the lease")
