@@ -62,6 +62,7 @@ def test_chart_by_default_is_the_plain_manifests():
 
 SETS = {
     "default": [],
+    "shared stores": ["--set", "store.shared=true"],
     "events": ["--set", "engine.kvEvents=tcp://*:5557"],
     "options": [
         "--set-json", 'engine.connector={"codec":"fp8","bidirectional":false}',
@@ -102,6 +103,17 @@ def test_chart_options_reach_their_programs():
     proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
     assert (proxy["queue_limit"], proxy["drain_delay"], proxy["drain_timeout"]) == (500, 0, 60)
     assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
+
+
+def test_chart_with_shared_stores_finds_them_by_the_name_of_their_service():
+    found = render(*SETS["shared stores"])
+    service = found["Service", "store"]["spec"]
+    assert service["clusterIP"] == "None" and [port["port"] for port in service["ports"]] == [7300]
+    (container,) = found["DaemonSet", "store"]["spec"]["template"]["spec"]["containers"]
+    options = dict(word.removeprefix("--").split("=", 1) for word in container["args"])
+    assert (options["nodes"], options["node-listen"]) == ("dns:store:7300", "$(POD_IP):7300")
+    peers = [rule["from"][0] for rule in found["NetworkPolicy", "store"]["spec"]["ingress"] if "ports" not in rule]
+    assert peers == [{"podSelector": {"matchLabels": {"app": "store"}}}]
 
 
 def test_chart_without_prefill_engines_has_decode_engines_alone():

@@ -53,8 +53,10 @@ class NodeOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "NodeOptions":
-        """``nodes``: host:port, or dns:name:port for all addresses of a name. Raises ConfigError for an invalid address,
-        and for one beyond loopback without a cluster key."""
+        """``nodes``: host:port, or dns:name:port for all addresses of a name.
+
+        Raises ConfigError for an invalid address, and for one beyond loopback without a cluster key.
+        """
         file = str(options.get("cluster_key_file", ""))
         key = ClusterKey.load(file) if file else None
         words = [word.strip() for word in str(options.get("nodes", "")).split(",") if word.strip()]
