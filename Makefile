@@ -17,9 +17,11 @@ DIST ?= dist
 ifdef VLLM_PYTHON
 PY := $(VLLM_PYTHON)
 SETUP :=
+HELM :=
 else
 PY := .venv/bin/python
 SETUP := .venv/.installed
+HELM := .venv/bin/helm
 endif
 
 .DEFAULT_GOAL := help
@@ -71,7 +73,11 @@ ENGINES += $(wildcard tests/chaos/test_engines_*.py)
 WAITS := $(filter-out $(ENGINES),$(wildcard tests/chaos/test_*.py))
 endif
 
-test: lint
+# Without helm the tests of its chart are skipped.
+.venv/bin/helm: tools/get_helm.py | .venv/.installed
+	@$(PY) tools/get_helm.py || echo "no helm: the tests of examples/helm are skipped"
+
+test: lint $(HELM)
 	@status=0; \
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \

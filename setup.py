@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_kvtier/__init__.py").read_text("utf-8"), re.M)[1]
 README = ROOT / "README.md"
+OBSTORE = "obstore>=0.12,<0.13"
 DOCS = ["mkdocs-material>=9.5,<10"]  # the site of docs/; pure Python
 
 setup(
@@ -47,8 +48,8 @@ setup(
         "cpu": ["nixl-cu13>=1.5"],
         # The kvtier command. Not required: engines start their store with `python -m`, which needs neither.
         "cli": ["typer>=0.12", "rich>=13"],
-        # An S3 bucket as a tier of the node store. NIXL's OBJ moves the bytes where it can be loaded, else boto3 does.
-        "object": ["boto3>=1.36"],
+        # A bucket (S3, Google, Azure) or a shared directory as a tier of the node store. AWS's profiles need boto3 too.
+        "object": [OBSTORE],
         "proxy": ["aiohttp>=3.10", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
         "docs": DOCS,
         "test": [
@@ -64,7 +65,8 @@ setup(
             # Engines that the proxy's tests make up, and certificates for them.
             "fastapi>=0.110",
             "cryptography>=41",
-            # A real S3-speaking server for the object tier, without the rest of what moto[server] brings.
+            # The object tier, and a real S3-speaking server for it, without the rest of what moto[server] brings.
+            OBSTORE,
             "boto3>=1.36",
             "moto[s3]>=5.0",
             "flask>=2.2",

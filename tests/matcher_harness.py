@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from cache_groups import cache_groups, chunked, needs
+from cache_groups import cache_groups, chunked, mamba, needs
 from source_fakes import make_matcher
 from tier_fakes import make_tier
 from vllm.v1.request import RequestStatus
@@ -30,6 +30,7 @@ KEYS = ContentKeys(7)
 GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
+    "states": [(HASH_BLOCK_SIZE, None), mamba(HASH_BLOCK_SIZE)],
     "chunks": [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9)],
 }

@@ -17,6 +17,9 @@ class FakeReactor:
     def call_soon(self, callback):
         self.queue.append(callback)
 
+    def call_within(self, seconds, callback):
+        self.queue.append(callback)
+
     def run(self):
         while self.queue:
             self.queue.pop(0)()

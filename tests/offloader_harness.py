@@ -9,7 +9,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-from cache_groups import cache_groups, chunked
+from cache_groups import cache_groups, chunked, mamba
 from offloader_fakes import FakeReactor, FakeTier
 from source_fakes import load_context
 from support import FakePool, make_request, step_output
@@ -33,6 +33,8 @@ GROUPS = {
     "full": [(HASH_BLOCK_SIZE, None)],
     "windows": [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)],
     "chunks": [chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE), (HASH_BLOCK_SIZE, None)],
+    "states": [(HASH_BLOCK_SIZE, None), mamba(2 * HASH_BLOCK_SIZE), mamba(2 * HASH_BLOCK_SIZE)],
+    "states alone": [mamba(HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 9), (HASH_BLOCK_SIZE, None)],
 }
 
@@ -53,6 +55,7 @@ class Engine:
     def __init__(self, groups, seed, lag, write="all", share=0.5, step_tokens=0, oldest=False, lot=1):
         """``oldest``: blocks are handed out in vLLM's order instead of any. ``lot``: as BlockTables."""
         self.rng, self.oldest = random.Random(seed), oldest
+        self.dense = random.Random(~seed).random() < 0.3  # the prefix cache keeps all states that steps leave behind
         groups = cache_groups(groups)
         self.groups, self.lag, self.lot = groups, lag, lot
         self.full = {g for g, group in enumerate(groups) if group.kind.whole_prefix}
@@ -130,19 +133,29 @@ class Engine:
 
     def grow(self, r, tokens):
         """Blocks for ``tokens``; None if there are not enough."""
-        sizes = [size for size, _ in self.groups]
-        lacking = sum(max(0, -(-tokens // n) - len(ids)) for n, ids in zip(sizes, r.tables, strict=True))
-        if lacking > len(self.fake.free_ids()):
+        lacking = [max(0, -(-tokens // size) - len(ids)) for (size, _), ids in zip(self.groups, r.tables, strict=True)]
+        if sum(n if kind.by_position else min(n, 1) for n, (_, kind) in zip(lacking, self.groups, strict=True)) > len(
+            self.fake.free_ids()
+        ):
             return None
         new = []
-        for g, (size, _) in enumerate(self.groups):
-            fresh = []
-            while len(r.tables[g]) < -(-tokens // size):
+        for g, (_, kind) in enumerate(self.groups):
+            fresh = [] if kind.by_position else [0] * (lacking[g] - 1)  # a step leaves one state behind
+            r.tables[g] += fresh
+            while len(fresh) < lacking[g]:
                 block = next(iter(self.fake.oldest)) if self.oldest else self.rng.choice(self.fake.free_ids())
                 fresh.append(self.fake.take(block))
                 r.tables[g].append(fresh[-1])
             new.append(fresh)
         return tuple(new)
+
+    def end_at_state(self, first, tokens):
+        """As vLLM does: no step passes the end of a block of states and goes on."""
+        for size, kind in self.groups:
+            end = first + tokens
+            if not kind.by_position and end // size > first // size:
+                tokens = (end // size * size if first % size == 0 else first // size * size + size) - first
+        return tokens
 
     def relieve(self, needed):
         """As ``KVTierConnectorScheduler`` does."""
@@ -188,6 +201,7 @@ class Engine:
             if chunk <= 0:
                 continue
             before = request.num_computed_tokens
+            chunk = self.end_at_state(before, chunk)
             if r.status == "running":
                 self.slide(r)
             fresh = self.grow(r, before + chunk)
@@ -206,10 +220,10 @@ class Engine:
         self.relieve(RESERVE_PER_REQUEST * len(scheduled) * len(self.groups))
         if self.lot > 1:
             self.tables.look_at_each_block(self.rng.random() < 0.1)
-        growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
-        self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
             self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + chunk)
+        growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
+        self.offloader.begin_step(self.step_number, growth)
         for name, chunk in scheduled.items():
             r = self.requests[name]
             first = r.request.num_computed_tokens
@@ -221,10 +235,11 @@ class Engine:
             self.read_outputs()
 
     def cache(self, r, tokens):
-        """As vLLM does when it allocates: full blocks of tokens that are known."""
-        for g, (size, _) in enumerate(self.groups):
+        """As vLLM does when it allocates: full blocks of tokens that are known; of states few, or all."""
+        for g, (size, kind) in enumerate(self.groups):
             for i in range(min(tokens, r.request.num_tokens) // size):
-                if r.tables[g][i]:
+                few = not (kind.by_position or self.dense or i + 1 == (r.prompt - 1) // size)
+                if r.tables[g][i] and not (few and r.request.block_hashes[i][0] % 4):
                     name = bytes(r.request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]), g
                     if name not in self.fake.cached:
                         self.fake.cached[name] = r.tables[g][i]
@@ -232,7 +247,10 @@ class Engine:
 
     def forward(self, r, first, last):
         """In the model it runs at once; orders of the step may be copied from now on."""
-        for g, (size, _) in enumerate(self.groups):
+        for g, (size, kind) in enumerate(self.groups):
+            if not kind.by_position:  # one state, in place or in a new block
+                self.content[r.tables[g][(last - 1) // size]][:1] = [(r.request.cache_salt, *r.plan[:last])]
+                continue
             for at in range(first, last):
                 block = r.tables[g][at // size]
                 if block:
@@ -353,7 +371,10 @@ class Engine:
             tokens = len(prefix) - 1  # without the salt
             assert tokens % size == 0
             expected = [prefix[: tokens - size + j + 2] for j in range(size)]
-            assert self.content[block][:size] == expected, "this is not what the hash says"
+            if self.groups[order.group].kind.by_position:
+                assert self.content[block][:size] == expected, "this is not what the hash says"
+            else:
+                assert self.content[block][0] == prefix, "this is another state"
             if tokens > size:
                 assert self.meaning[item.parent][1] == prefix[: tokens - size + 1]
             else:
@@ -416,8 +437,9 @@ def run(engine, r, steps=40):
 
 
 def flush(engine, r):
-    """Ask for all that was collected so far, as the end of any request does."""
+    """Reserve all that was collected so far, as the end of the last request does."""
     engine.offloader.finished(r.tracked, None, (), True)
+    engine.reactor.run()
 
 
 def stored(engine, r, g=0):
@@ -428,3 +450,10 @@ def stored(engine, r, g=0):
     present = {(group, h) for (_, group, h) in engine.tier.entries} & ready
     blocks = range(len(r.plan) // size)
     return [i for i in blocks if (g, bytes(hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1])[:HASH]) in present]
+
+
+def cached_states(engine, r, g):
+    """Numbers of the blocks of the prompt whose states the prefix cache has."""
+    per = engine.groups[g][0] // HASH_BLOCK_SIZE
+    hashes = r.request.block_hashes[per - 1 : r.prompt // HASH_BLOCK_SIZE : per]
+    return [i for i, h in enumerate(hashes) if (bytes(h), g) in engine.fake.cached]

@@ -56,6 +56,9 @@ class S3Server:
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    def create(self, bucket: str) -> None:
+        self.client().create_bucket(Bucket=bucket)
+
     def check(self, credentials: bool = True) -> None:
         """Whether credentials matter from now on."""
         url, after = f"{self.endpoint}/moto-api/reset-auth", b"0" if credentials else b"inf"

@@ -43,7 +43,7 @@ def load_context(
     facts = {
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
-        "unsupported_pulls": None,
+        "unsupported_pulls": None, "speculates": False,
     }  # fmt: skip
     return LoadContext(
         EngineContext(
@@ -91,5 +91,5 @@ def load_results(load, matcher, contain=None, *, prompts_since=lambda moment: Fa
 
 
 def source_of(matcher, name):
-    (found,) = (source for source in matcher._sources if source.name == name)
+    (found,) = (source for source in matcher._source_selector.sources if source.name == name)
     return found

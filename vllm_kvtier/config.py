@@ -248,12 +248,18 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_object_url: Annotated[
         str,
         _doc(
-            "s3://bucket/prefix of the object tier of a node store that this engine starts, shared with other nodes. "
-            "Credentials: AWS's default chain."
+            "Where the object tier of a node store that this engine starts is, shared with other nodes: "
+            "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory on a shared file system, "
+            "file:///directory. Credentials: where the cloud's own tools find them."
         ),
     ] = ""
-    store_object_endpoint: Annotated[str, _doc("URL of an S3-compatible service; empty: AWS.")] = ""
-    store_object_region: Annotated[str, _doc("Region of the bucket; empty: AWS's default chain.")] = ""
+    store_object_endpoint: Annotated[
+        str, _doc("URL of an S3-compatible or other service; empty: the cloud's own.")
+    ] = ""
+    store_object_region: Annotated[str, _doc("Region of an S3 bucket; empty: as AWS_REGION says.")] = ""
+    store_object_size: Annotated[
+        str | int, _doc("Maximum size of a shared directory, file:///directory. Buckets have none.")
+    ] = "64GiB"
     store_object_admission: Annotated[
         Literal["reuse", "all"], _doc("Which blocks are demoted to the object store, as store_disk_admission.")
     ] = "reuse"
@@ -261,6 +267,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _doc(
             "Other nodes' stores (host:port,host:port) for lookups of what is not on this node; see cluster_key_file. "
+            "dns:name:port is each of the name's addresses, which are looked up again every 10 s. "
             "With store off the engine itself looks up and loads from them, and stores nothing."
         ),
     ] = ""

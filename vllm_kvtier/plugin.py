@@ -1,5 +1,6 @@
 """The ``vllm.general_plugins`` entry point: makes ``"kv_connector": "KVTierConnector"`` known to vLLM."""
 
+from vllm_kvtier import dynamo
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.version import check_supported
@@ -12,7 +13,9 @@ logger = get_logger("vllm.kvtier.plugin")
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory; vLLM calls this in each of its processes, maybe repeatedly.
+    """Register the connector with vLLM's factory, and in a Dynamo worker with Dynamo.
+
+    vLLM calls this in each of its processes, maybe repeatedly.
 
     Never raises: an engine without our connector must start whatever the state of this package. An engine with it gets
     vLLM's "unsupported connector" error, with this function's warning above it.
@@ -31,3 +34,4 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
     except ValueError as error:  # it is registered already
         logger.debug("kvtier: plugin: %s: %s", CONNECTOR_NAME, error)
+    dynamo.register(CONNECTOR_NAME)

@@ -1,126 +1,18 @@
 """Two nodes' object tiers, each with its pool and its mover's process, and a real S3-speaking server between them."""
 
-import hashlib
 import logging
-import mmap
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import pytest
-from s3_server import REGION, S3Server
+from object_nodes import BLOCKS, BUCKET, NAMESPACE_ID, SIZE, Node, block_hashes_of, blocks_of, contents
+from s3_server import S3Server
 from support import eventually
 
-from vllm_kvtier.store.index.types import HASH, ZERO, GroupShape
-from vllm_kvtier.store.tiers.base import Block, Want
-from vllm_kvtier.store.tiers.objects.tier import ObjectTier
 from vllm_kvtier.store.tiers.process import tier_process as tier_process_module
-from vllm_kvtier.store.tiers.process.child import spawn
-from vllm_kvtier.store.tiers.process.tier_process import TierContext
-from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE
 
-NAMESPACE_ID = b"a space 16 bytes"
-BUCKET = "kv-blocks"
-BLOCKS, PAGES = 24, 16  # of 64 KiB
-SIZE = PAGES * PAGE
-POOL = (1 + 2 * BLOCKS * PAGES) * PAGE
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"  # as Amazon's manuals print it
-
-
-def block_hashes_of(name: str, length: int = BLOCKS) -> bytes:
-    return b"".join(hashlib.blake2b(f"{name} {i}".encode(), digest_size=HASH).digest() for i in range(length))
-
-
-def contents(block: Block) -> bytes:
-    return (hashlib.sha512(block.hash).digest() * (SIZE // 64 + 1))[:SIZE]
-
-
-def blocks_of(block_hashes: bytes, half: int = 0) -> list[Block]:
-    """Of a chain, in the first half of a pool or in the second."""
-    hashes = [block_hashes[i : i + HASH] for i in range(0, len(block_hashes), HASH)]
-    first = 1 + half * BLOCKS * PAGES
-    return [
-        Block(NAMESPACE_ID, 0, block_hash, hashes[i - 1] if i else ZERO, b"", first + i * PAGES, PAGES, i + 1)
-        for i, block_hash in enumerate(hashes)
-    ]
-
-
-class Node:
-    """A tier with a pool and a reactor, as a store has them; its calls block here."""
-
-    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", backend: str = "boto3", **seconds):
-        self.pids: list[int] = []
-        self.command_lines: list[str] = []
-        self.fd = os.memfd_create("pool")
-        os.ftruncate(self.fd, POOL)
-        self.pool = mmap.mmap(self.fd, POOL)
-        self.reactor = Reactor("node")
-        options = {"url": url, "endpoint": endpoint, "region": REGION, "backend": backend}
-        waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **seconds}
-        self.tier = ObjectTier(TierContext(self.fd, POOL, self.reactor, spawn=self._spawn), {**options, **waits})
-        self.reactor.call_soon(self.tier.start)
-        self.reactor.start()
-
-    def _spawn(self, kind, sock, pool_fd, pool_bytes):
-        """As ``spawn_mover``; it logs all that it may."""
-        command = [sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}", "--log-level=debug"]
-        command += [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
-        child = spawn(command, (sock.fileno(), pool_fd))
-        self.pids.append(child.pid)
-        self.command_lines.append(Path(f"/proc/{child.pid}/cmdline").read_bytes().decode())
-        return child
-
-    def ready(self) -> "Node":
-        eventually(lambda: self.tier.usable, 30, "usable")
-        return self
-
-    def stop(self) -> None:
-        self.on(self.tier.stop)
-        self.reactor.stop()
-        os.close(self.fd)
-
-    def on(self, call):
-        done, result = threading.Event(), []
-        self.reactor.call_soon(lambda: (result.append(call()), done.set()))
-        assert done.wait(20)
-        return result[0]
-
-    def begin(self, call) -> list:
-        """``call(done)`` on the reactor; what done was told, as soon as it is."""
-        told: list = []
-        self.reactor.call_soon(lambda: call(told.append))
-        return told
-
-    def ask(self, call):
-        told = self.begin(call)
-        eventually(lambda: told, 40)
-        return told[0]
-
-    def find(self, block_hashes: bytes, start: int = 0):
-        return self.ask(
-            lambda done: self.tier.find(Want(NAMESPACE_ID, 16, [GroupShape(1, PAGES)], block_hashes, start), done)
-        )
-
-    def fill(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            self.pool[block.slot * PAGE : block.slot * PAGE + SIZE] = contents(block)
-
-    def write(self, blocks: list[Block]) -> list[bool]:
-        self.fill(blocks)
-        return self.ask(lambda done: self.tier.write(blocks, done))
-
-    def read(self, block_hashes: bytes) -> tuple[list[bool], list[bool]]:
-        """(what was said to be there, what is right) of all that is found."""
-        find = self.find(block_hashes)
-        blocks = blocks_of(block_hashes, half=1)[: find.num_hash_blocks]
-        good = self.ask(lambda done: self.tier.read(find, blocks, done))
-        right = [self.pool[b.slot * PAGE : b.slot * PAGE + SIZE] == contents(b) for b in blocks]
-        return good, right
 
 
 @pytest.fixture(scope="module")
@@ -296,45 +188,3 @@ def test_credentials_are_required_and_never_logged(monkeypatch, caplog):
     assert "the secret key is not the one" in caplog.text
     text = caplog.text + "".join(said)
     assert not [word for word in (SECRET, "AKIANOBODYATALL", *reader.values(), *writer.values()) if word in text]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for a stand-in of libcuobjclient")
-def test_object_tier_uses_nixl_obj_plugin_where_it_loads(monkeypatch, tmp_path):
-    """NIXL's own plugin. What it lacks here, a library for transfers straight to GPUs, is only there to be loaded."""
-    plugin = pytest.importorskip("nixl_cu13")
-    plugins = Path(plugin.__file__).parents[1] / "nixl_cu13.libs" / "nixl" / "libplugin_OBJ.so"
-    names = subprocess.run(["nm", "-D", "--undefined-only", plugins], capture_output=True, text=True).stdout.split()
-    (tmp_path / "stand_in.c").write_text(
-        "".join(f"int {name}(void) {{ return -1; }}\n" for name in names if "cuObjClient" in name)
-    )
-    library = tmp_path / "libcuobjclient.so.1"
-    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "stand_in.c"]
-    subprocess.run(command, check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # it would wait for a machine's role while it is opened
-    log = tmp_path / "requests"
-    own = S3Server(log).start()
-    node = Node(own.endpoint, backend="OBJ")
-    try:
-        own.client().create_bucket(Bucket=BUCKET)
-        node.ready()
-        assert node.tier.counts().reason == ""
-        block_hashes = block_hashes_of("by OBJ")
-        assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
-        assert node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
-        assert log.read_text().count(" 206 ") == BLOCKS, "it reads ranges; boto3 does not"
-        key = f"shared/{NAMESPACE_ID.hex()}/0/{blocks_of(block_hashes)[7].hash.hex()}"
-        own.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(100))
-        good, _ = node.read(block_hashes)
-        assert good[:8] == [True] * 7 + [False]
-        own.client().delete_object(Bucket=BUCKET, Key=key)
-        find = node.find(block_hashes)
-        good = node.ask(lambda done: node.tier.read(find, [blocks_of(block_hashes, half=1)[7]], done))
-        assert good == [False] and node.tier.usable, "a missing object is nobody's fault"
-        own.kill()
-        told = node.begin(lambda done: node.tier.read(find, blocks_of(block_hashes, half=1)[:2], done))
-        eventually(lambda: told, 30)
-        assert told == [[False, False]] and "cannot be reached" in node.tier.counts().reason
-    finally:
-        node.stop()
-        own.kill()

@@ -111,13 +111,13 @@ async def test_pooling_over_whole_prompt_disables_connector(defects, driver):
     await refuses_peers(engine, "pooling")
 
 
-async def test_mamba_states_disable_connector(defects, driver):
+async def test_mamba_states_are_promised_to_no_peer(defects, driver):
     prompt = random_tokens(seeded("mamba"), 300)
     replies = [await driver.ask(defects.mamba, prompt, 4, params) for params in (ASKED, PREFILL, ASKED)]
     for reply in replies:
         assert reply.tokens == replies[0].tokens and reply.pulled == 0
         assert not {name for name in reply.params if name.startswith("remote_")}, "nothing is promised"
-    await refuses_peers(defects.mamba, "MambaSpec")
+    await refuses_peers(defects.mamba, "amba")
 
 
 async def refuses_peers(engine: Engine, why: str) -> None:

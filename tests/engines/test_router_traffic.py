@@ -1,13 +1,17 @@
-"""What vLLM's own routers send, field by field: its toy proxy, and its proxy for several turns."""
+"""What other routers send, field by field: vLLM's toy proxy and its proxy for several turns, llm-d, Dynamo."""
 
+import asyncio
 import json
 import random
+import sys
+import types
 import uuid
 
 import httpx
 import pytest
 from engine_client import PREFILL, random_tokens
 
+from vllm_kvtier import dynamo
 from vllm_kvtier.vllm_compat.version import check_supported
 
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
@@ -72,6 +76,52 @@ async def test_router_with_nixl_fields_only_still_pulls(fleet, driver, http):
     reply = await driver.ask(fleet.decode, prompt, 12, params)
     assert reply.pulled == 200
     await driver.assert_right(reply, prompt)
+
+
+# llm-d's P2P sharing (experimental) names a peer of OffloadingConnector, at a port where nothing of ours listens.
+KV_SOURCE = {"remote_kv_source": {"kv_request_id": "kv-1", "remote_host": "127.0.0.1", "remote_port": 7777}}
+
+
+@pytest.mark.parametrize("added", [{}, KV_SOURCE], ids=["plain", "with_a_peer"])
+async def test_llm_d_sidecar_nixlv2_pulls(fleet, driver, http, added):
+    """The sidecar's default: null fields to the prefill engine, its answer unread to the decode engine."""
+    prompt = random_tokens(random.Random(f"nixlv2 {sorted(added)}"), 210)
+    request_id, body = str(uuid.uuid4()), request_for(prompt, 12)
+    params = await one_token(http, fleet.prefill, body, {**PREFILL, **added}, request_id)
+    reply = await driver.ask(fleet.decode, prompt, 12, params)
+    assert reply.pulled == 210
+    await driver.assert_right(reply, prompt)
+    await driver.until_no_exports(fleet.prefill)
+
+
+async def test_llm_d_sidecar_offloading_computes_on_both(fleet, driver, http):
+    """Its keys mean another connector's peers: both engines answer right, and neither pulls nor holds anything."""
+    prompt = random_tokens(random.Random("offloading"), 150)
+    prefiller = {"kv_request_id": "kv-2", "remote_host": "127.0.0.1", "remote_port": 7777}
+    params = [{"remote_decoder": {"kv_request_id": "kv-2"}}, {"remote_prefiller": prefiller}]
+    params.append({"remote_decoder": {"kv_request_id": "kv-2"}, **KV_SOURCE})
+    engines = [fleet.prefill, fleet.decode, fleet.prefill]
+    asked = (driver.ask(engine, prompt, 12, each) for engine, each in zip(engines, params, strict=True))
+    for reply in await asyncio.gather(*asked):
+        assert reply.pulled == 0
+        await driver.assert_right(reply, prompt)
+
+
+async def test_dynamo_params_pull(fleet, driver, http, monkeypatch):
+    """Dynamo's worker takes the params from the registered protocol, and adds hints for other connectors."""
+    module = types.ModuleType(dynamo.MODULE)
+    module.KvConnectorProtocol, module.KV_CONNECTOR_PROTOCOLS = object, {}
+    monkeypatch.setitem(sys.modules, dynamo.MODULE, module)
+    assert dynamo.register("KVTierConnector")
+    protocol = module.KV_CONNECTOR_PROTOCOLS["KVTierConnector"]()
+    prompt = random_tokens(random.Random("dynamo"), 180)
+    asked = {**protocol.prefill_request_kv_transfer_params(), "kv_hint": {"type": "transfer", "sources": []}}
+    answer = await one_token(http, fleet.prefill, request_for(prompt, 12), asked, str(uuid.uuid4()))
+    params = protocol.decode_request_kv_transfer_params(types.SimpleNamespace(kv_transfer_params=answer))
+    reply = await driver.ask(fleet.decode, prompt, 12, params)
+    assert reply.pulled == 180
+    await driver.assert_right(reply, prompt)
+    await driver.until_no_exports(fleet.prefill)
 
 
 async def test_vllm_multi_turn_proxy_works_unchanged(fleet, driver, http):

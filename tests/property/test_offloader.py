@@ -90,6 +90,7 @@ def test_offloader_reserves_prompt_soon_and_output_in_larger_batches():
     for number in range(soon + 2 * late):
         before = len(engine.tier.asked)
         engine.step(every=1.1)
+        engine.reactor.run()
         steps += [number] * (len(engine.tier.asked) - before)
     first, second = steps[:2]
     assert soon <= first <= soon + 6, "a few steps for the prompt, and then some more"

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, flush, run, stored
+from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, cached_states, flush, run, stored
 
 from vllm_kvtier.scheduler.offload import offloader
 from vllm_kvtier.store.client import Failed
@@ -43,6 +43,9 @@ def test_offloader_restarted_store_is_offered_all_blocks(groups):
         flush(engine, r)
         engine.settle_down()
         for g, group in enumerate(engine.groups):
+            if not group.kind.by_position:
+                assert set(cached_states(engine, r, g)) <= set(stored(engine, r, g))
+                continue
             full = r.request.num_computed_tokens // align * align // group.block_tokens
             needed = group.num_skipped_blocks(full * group.block_tokens)
             assert set(range(needed, full)) <= set(stored(engine, r, g)), f"group {g}: it could not be loaded"
@@ -103,6 +106,7 @@ def test_offloader_lost_prefix_costs_one_rewind():
     engine.tier.forget(set(engine.tier.items))
     for _ in range(3 * offloader.RESERVE_AFTER_STEPS[1]):
         engine.step(every=1.1)
+    engine.reactor.run()
     assert len(engine.tier.asked) >= 2
     table = engine.tables._tables[r.request.request_id]
     engine.settle_down()
@@ -146,6 +150,7 @@ def test_offloader_adapter_blocks_are_offered_once(why):
     engine = Engine(GROUPS["full"], 1, 0, share=0.04 if why == "too many" else 0.5)
     r = of_adapter(engine)
     engine.finish(r, True)
+    engine.reactor.run()
     [(pending, items)] = engine.tier.asked
     assert len(items) == (4 if why == "too many" else 8) - (why != "too many")
     engine.tier.asked.clear()
@@ -163,6 +168,7 @@ def test_offloader_adapter_hit_blocks_are_offered_with_computed_ones():
     r = of_adapter(engine)
     engine.tables._tables[r.request.request_id].offered = [3]
     engine.finish(r, True)
+    engine.reactor.run()
     [(_, items)] = engine.tier.asked
     assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]
 
@@ -178,3 +184,27 @@ def test_offloader_stores_current_chunk_when_first_store_comes_late():
     engine.tier.live()
     engine.settle_down()
     assert stored(engine, r, 1) == [0, 1, 2, 3] and 3 in stored(engine, r, 0)
+
+
+@pytest.mark.parametrize("groups", ["states", "states alone"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_offloader_late_store_gets_states_that_vllm_keeps(groups, ends):
+    """A step names its states once, and the store's memory may be mapped after the first prompts."""
+    engine = Engine(GROUPS[groups], 1, 0, share=1.0)
+    engine.tier.die("s1")
+    r = engine.new_request([i % 7 for i in range(64)], 30)
+    while r.request.num_computed_tokens < 40:
+        engine.step(every=1.1)
+    if ends:
+        engine.read_outputs()
+        engine.finish(r, True)
+    engine.tier.live()
+    if not ends:
+        run(engine, r)
+        flush(engine, r)
+    engine.settle_down()
+    for g, group in enumerate(engine.groups):
+        if not group.kind.by_position:
+            last = 29 // group.block_tokens - 1
+            assert last in cached_states(engine, r, g) and last in stored(engine, r, g)
+    engine.end()

@@ -35,6 +35,8 @@ SHAPES = [
     [GroupShape(hash_blocks_per_block=1, slot_pages=4, window=5)],
     [GroupShape(hash_blocks_per_block=1, slot_pages=3), GroupShape(1, slot_pages=2, window=12, kind="chunked")],
     [GroupShape(hash_blocks_per_block=2, slot_pages=3, window=10, kind="chunked")],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=2), GroupShape(2, slot_pages=9, kind="mamba")],
+    [GroupShape(hash_blocks_per_block=1, slot_pages=7, kind="mamba")],
 ]
 
 

@@ -18,6 +18,7 @@ MANAGERS = {
     "full": managers.FullAttentionManager,
     "sliding": managers.SlidingWindowManager,
     "chunked": managers.ChunkedLocalAttentionManager,
+    "mamba": managers.MambaManager,
 }
 WINDOWS = (1, 5, 8, 16)
 ALL = [kind(window) for kind in KINDS.values() for window in (WINDOWS if kind.window_field else (None,))]
@@ -27,7 +28,7 @@ ALL = [kind(window) for kind in KINDS.values() for window in (WINDOWS if kind.wi
 def test_cache_kind_skips_what_vllm_skips(kind):
     theirs = MANAGERS[kind.stored_as].get_num_skipped_tokens
     manager = SimpleNamespace(extra_retained_tokens=0, **({kind.window_field: kind.window} if kind.window else {}))
-    assert [kind.num_skipped_tokens(n) for n in range(70)] == [theirs(manager, n) for n in range(70)]
+    assert [kind.num_skipped_tokens(n) for n in range(70)] == [max(0, theirs(manager, n)) for n in range(70)]
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.in_words())
@@ -48,8 +49,10 @@ def test_cache_group_own_blocks_are_those_vllm_did_not_free(kind):
         assert own <= computed // 4, "the block that the step fills is the request's own"
 
 
-def test_cache_kind_of_whole_prefix_only_is_computed_again_in_place():
-    assert [kind.usable_tokens(9, 9) for kind in ALL] == [9 if kind.whole_prefix else 8 for kind in ALL]
+def test_cache_kinds_with_a_whole_prompt_at_hand_take_what_can_be_computed_again():
+    """Over the same blocks, or without the last token; behind a state no token can be computed again."""
+    taken = {kind.stored_as: (kind.usable_tokens(9, 9), kind.lookup_tokens(9)) for kind in ALL}
+    assert taken == {"full": (9, 9), "sliding": (8, 9), "chunked": (8, 9), "mamba": (0, 8)}
     assert {kind.usable_tokens(5, 9) for kind in ALL} == {5}
 
 
@@ -57,7 +60,7 @@ def test_cache_kinds_are_found_by_specification_and_layer_type():
     specs = [spec for kind in KINDS.values() for spec in kind.specs]
     assert len(set(specs)) == len(specs) and all(cache_kinds.of_spec(spec).specs[spec] for spec in specs)
     assert all(hasattr(kv_cache_interface, spec) for spec in specs if spec != "TQFullAttentionSpec"), "vLLM's names"
-    assert cache_kinds.of_spec("MambaSpec") is None and cache_kinds.of_layer_type("mamba") is None
+    assert cache_kinds.of_spec("RingSpec") is None and cache_kinds.of_layer_type("ring") is None
     assert cache_kinds.of_layer_type("chunked_attention") is KINDS["chunked"]
 
 

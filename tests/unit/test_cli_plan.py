@@ -90,7 +90,7 @@ def test_plan_reads_nested_text_config():
 
 def test_plan_hybrid_model_has_remark():
     found = config(layer_types=["linear_attention"] * 3 + ["full_attention"])
-    assert found.layers[0].count == 1 and "3 of 4 layers keep a state" in found.remarks[0]
+    assert found.layers[0].count == 1 and "3 of 4 layers keep states" in found.remarks[0]
 
 
 @pytest.mark.parametrize(

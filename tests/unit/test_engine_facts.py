@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -142,6 +143,20 @@ def test_engine_info_leaves_copies_that_vllm_rebuilds_out(configure):
     config.kv_cache_groups[0].enable_kv_transfer = False
     facts = engine_info(configure(), config)
     assert facts.group_ids == [1] and not facts.unsupported and facts.unsupported_pulls is None
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alone):
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    configuration = configure()
+    if alone:  # vLLM caches prefixes of models without attention if it is told to
+        monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
+    facts = engine_info(configuration, cache(*([] if alone else [FULL]), state))
+    assert not facts.unsupported and "mamba" in facts.unsupported_pulls
+    assert facts.full_groups == ([] if alone else [0]) and not facts.supports_sync_load
+    assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
+    none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")
+    assert "mamba_cache_mode none" in engine_info(configure(), cache(FULL, none)).unsupported
 
 
 def test_engine_info_of_all_groups_names_no_ids(configure):

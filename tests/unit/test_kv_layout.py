@@ -310,7 +310,7 @@ def test_kv_layout_unsupported_raises_with_cause():
     flash = config_of("FLASH_ATTN", "a")
     mamba = spec_module.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
     cases = [
-        ({"a": [cache]}, old_config(3, group("a", mamba)), flash, "MambaSpec is a kind of KV cache"),
+        ({"a": [cache]}, old_config(3, group("a", mamba)), flash, "mamba_cache_mode none"),
         ({"a": [cache, cache]}, config, flash, "several cache tensors"),
         ({}, config, flash, "registered no KV cache for layer a"),
         ({"a": cache, "x": cache.clone()}, config, flash, "layer x has a KV cache that belongs to no"),

@@ -37,7 +37,8 @@ ALLOWED = {
     "connector": {
         "wire", "codecs", "config", "containment", "jobs", "scheduler", "worker", "vllm_compat", "telemetry",
     },
-    "plugin": {"vllm_compat"},
+    "dynamo": set(),
+    "plugin": {"vllm_compat", "dynamo"},
     "proxy": {"wire", "cli"},  # ``python -m vllm_kvtier.proxy`` runs the command
     "plan": {"wire", "codecs", "store"},
     "bench": {"wire", "codecs", "store", "worker"},

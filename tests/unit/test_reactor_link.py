@@ -41,6 +41,21 @@ def test_reactor_calls_and_timers_run_in_order(reactor):
     assert seen == ["soon", "early", "late"]
 
 
+def test_reactor_call_within_wakes_it_after_that_time_or_with_another_call(reactor):
+    seen, done = [], threading.Event()
+    reactor.start()
+    for seconds, wakes in ((0.2, 1), (60.0, 2), (0.01, 1)):
+        began = time.monotonic()
+        done.clear()
+        reactor.call_within(seconds, done.set)
+        if wakes > 1:
+            assert not done.wait(0.1)
+            reactor.call_soon(lambda: None)
+        assert done.wait(30)
+        seen.append(time.monotonic() - began)
+    assert seen[0] >= 0.2 and 0.1 <= seen[1] < 30
+
+
 def test_reactor_requeued_call_does_not_starve_others(reactor):
     """The worker polls like this for as long as something is under way; sockets and stop must get a turn."""
     a, b = reactor.context.socket(zmq.PAIR), reactor.context.socket(zmq.PAIR)

@@ -1,5 +1,6 @@
 """Stores of different nodes that ask and answer over real loopback sockets; the NIXL agents are stand-ins."""
 
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -90,11 +91,12 @@ class Store:
 class Asker:
     """A NodeProcess without a process."""
 
-    def __init__(self, *stores: Store, key=None, objects=""):
+    def __init__(self, *stores: Store, key=None, objects="", names=""):
         self.pool = SimpleNamespace(address=1 << 40, nbytes=POOL)
         self.reactor, self.heard, self.failed = Reactor("asker"), [], []
         self.guard, self.fail = lambda call: call, self.failed.append
-        self.tier_process = node_mover.NodeProcess(self, {"nodes": ",".join(str(s.address) for s in stores)})
+        nodes = ",".join([*(str(s.address) for s in stores), names])
+        self.tier_process = node_mover.NodeProcess(self, {"nodes": nodes})
         self.tier_process._options = self.tier_process._peers._options = NodeOptions(
             tuple(store.address for store in stores), None, key, objects
         )
@@ -354,3 +356,25 @@ def test_remote_store_ignores_unrequested_promotion(made):
     store.reactor.call_soon(lambda: store.serving.promotion_status(m.PromotionStatus(ask.id, 9, 1.0)))
     eventually(lambda: asker.do(lambda: len(asker.tier_process._peers)) == 0)
     assert eventually(lambda: [x for x in asker.heard if isinstance(x, m.Located)])[0].token == 0
+
+
+def test_store_found_by_name_is_asked_until_dns_drops_it(made, monkeypatch):
+    """Two addresses of a name, one of them of no store. Blocks are found at the other one; then DNS has none."""
+    store = made(Store)
+    hosts = ["127.0.0.1", "127.0.0.9"]
+
+    def getaddrinfo(host, port, type):
+        if not hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        return [(socket.AF_INET, type, 6, "", (host, port)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    asker = made(Asker, names=f"dns:localhost:{store.port}")
+    assert asker.look().num_hash_blocks == 0, "nothing is resolved yet"
+    asker.tier_process._names.refresh()
+    assert asker.look().num_hash_blocks == 6
+    asked = len(store.of(m.LeaseRequest))
+    hosts.clear()
+    asker.tier_process._names.refresh()
+    assert asker.look().num_hash_blocks == 0
+    assert len(store.of(m.LeaseRequest)) == asked

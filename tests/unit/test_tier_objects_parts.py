@@ -11,6 +11,7 @@ from store_support import NAMESPACE_ID, block_hashes_of
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.index.types import HASH
 from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation, check_endpoint, parse_url
 from vllm_kvtier.store.tiers.objects.prefix_search import (
     FIRST_ROUND_REQUESTS,
@@ -20,7 +21,6 @@ from vllm_kvtier.store.tiers.objects.prefix_search import (
     search,
 )
 from vllm_kvtier.store.tiers.objects.request_pool import Job, Lane, Presence
-from vllm_kvtier.store.tiers.objects.s3_client import Trouble
 
 KEY_ID, SECRET = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters"
 

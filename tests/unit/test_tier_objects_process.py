@@ -12,9 +12,9 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.objects import process as object_mover
+from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, ObjectLocation
 from vllm_kvtier.store.tiers.objects.request_pool import RequestPool
-from vllm_kvtier.store.tiers.objects.s3_client import Kind, Trouble
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.wire.slots import PAGE
 
@@ -53,16 +53,20 @@ class FakeBucket:
         if len(self.objects[key]) != len(into):
             raise Trouble("another length", Kind.ABSENT)
         into[:] = self.objects[key]
+        return 0.0
 
     def read(self, key, most):
         self._ask("read", key, True)
         return self.objects[key][:most]
 
-    def put(self, key, data):
+    def put(self, key, data, create=False):
         self._ask("put", key, False)
         if not self.writes:
             raise Trouble("may not write", Kind.FORBIDDEN)
+        if create and key in self.objects:
+            return False
         self.objects[key] = bytes(data)
+        return True
 
     def delete(self, key):
         self._ask("delete", key, False)
@@ -99,10 +103,9 @@ class MoverBench:
         self.pool = pool
         host = SimpleNamespace(reactor=self.loop, pool=pool, send=self.sent.append, guard=lambda call: call)
         self.bucket = FakeBucket()
-        monkeypatch.setattr(object_mover, "Bucket", lambda *a, **k: self.bucket)
+        monkeypatch.setattr(object_mover, "ObjectClient", lambda *a, **k: self.bucket)
         monkeypatch.setattr(object_mover, "RequestPool", FakeHands)
-        monkeypatch.setattr("vllm_kvtier.store.tiers.objects.transfers.RequestPool", FakeHands)
-        self.tier_process = object_mover.ObjectProcess(host, {"url": str(PLACE), "backend": "boto3", **options})
+        self.tier_process = object_mover.ObjectProcess(host, {"url": str(PLACE), **options})
         self.last = 0
 
     def ask(self, kind, *arguments):
@@ -292,13 +295,6 @@ def test_object_tier_process_exits_on_malformed_message(bench):
             bench.loop.run()
     bench.tier_process.handle(m.Release(1))
     bench.tier_process.close()
-
-
-def test_object_tier_process_falls_back_to_boto3(monkeypatch):
-    monkeypatch.setattr("vllm_kvtier.store.tiers.objects.transfers.LIBRARY", "libno-such-thing.so.1")
-    note = MoverBench(monkeypatch, backend="OBJ").tier_process.open().note
-    assert "boto3 is used instead" in note and "libno-such-thing.so.1" in note
-    assert MoverBench(monkeypatch, backend="auto").tier_process.open().note == ""
 
 
 def test_object_request_pool_reports_results_and_error_class_only():

@@ -18,7 +18,10 @@ from vllm_kvtier.scheduler.matching.transfer_params import (
     write_report,
 )
 
-FIELDS = ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier"]
+FIELDS = [
+    "do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier",
+    "remote_decoder", "remote_prefiller", "remote_kv_source", "kv_hint",
+]  # fmt: skip
 OURS = ["export", "sources", "stores", "host", "port", "v"]
 
 json_values = st.recursive(
@@ -113,3 +116,33 @@ def test_transfer_params_round_trip():
 )
 def test_transfer_params_name_remote_stores(listed, taken):
     assert read({"kvtier": {"stores": listed}}).stores == taken
+
+
+# What llm-d's sidecar and Dynamo send (/docs/guides/llm-d.md, dynamo.md).
+NIXL_V2 = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+DECODER = {"remote_decoder": {"kv_request_id": "4b2f"}}
+PEER = {"kv_request_id": "4b2f", "remote_host": "10.0.0.7", "remote_port": 7777}
+
+
+@pytest.mark.parametrize(
+    ("params", "hints"),
+    [
+        (NIXL_V2, Hints(export_prefill=True, asked=True)),
+        ({**NIXL_V2, "remote_kv_source": PEER}, Hints(export_prefill=True, asked=True)),
+        ({**NIXL_V2, "kv_hint": {"type": "transfer", "source_control_endpoint": "tcp://10.0.0.7:5600"}},
+         Hints(export_prefill=True, asked=True)),
+        (DECODER, Hints(asked=True)),
+        ({"remote_prefiller": PEER}, Hints(asked=True)),
+        ({**DECODER, "remote_kv_source": PEER}, Hints(asked=True)),
+        ({"remote_kv_source": PEER}, Hints(asked=True)),
+        ({"remote_decoder": None, "remote_prefiller": [], "remote_kv_source": 7}, Hints(asked=True)),
+        ({"kv_hint": {"type": "transfer"}}, Hints(asked=True)),
+        ({}, Hints(asked=True)),
+    ],
+)  # fmt: skip
+def test_transfer_params_of_llm_d_and_dynamo(params, hints):
+    """The peers that they name speak another connector's protocol: no address of theirs is used."""
+    assert read(params) == hints

@@ -7,10 +7,10 @@ asks it; nothing compares names of kinds or looks for a window.
   (``whole_prefix``, ``first_needed``), and so does ``scheduler.leases`` for other engines. ``scheduler.planner`` cuts a
   hit to what vLLM can take (``usable_tokens``, ``num_skipped_tokens``).
 * Storing: ``scheduler.offload`` stores blocks that are still the request's own (``num_skipped_tokens``), behind their
-  parents if a prefix needs all (``whole_prefix``).
+  parents if a prefix needs all (``whole_prefix``); or those that vLLM's prefix cache names (``by_position``).
 * Layout: ``vllm_compat.layout`` finds the kind of a specification by ``specs``, which also say what a cell holds:
   codecs encode cells whose contents are known. ``vllm_compat.worker_info`` asks how a block is divided over ranks
-  (``per_head``).
+  (``split``).
 * Reports: ``kvtier plan`` reads a model's configuration by ``layer_types``; reports and refusals have ``in_words()``.
 
 A specification that no kind names is refused for that engine. Groups that vLLM keeps no prefixes for are left out
@@ -19,15 +19,17 @@ A specification that no kind names is refused for that engine. Groups that vLLM 
 
 from functools import cache
 
-from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, in_words
+from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, Split, in_words
 from vllm_kvtier.cache_kinds.chunked_local_attention import ChunkedLocalAttention
 from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
+from vllm_kvtier.cache_kinds.mamba import Mamba
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow, SlidingWindowMLA
 
-__all__ = ["KINDS", "CacheGroup", "CacheKind", "Contents", "get", "in_words", "of_layer_type", "of_spec"]
+__all__ = ["KINDS", "CacheGroup", "CacheKind", "Contents", "Split", "get", "in_words", "of_layer_type", "of_spec"]
 
 KINDS: dict[str, type[CacheKind]] = {
-    kind.name: kind for kind in (FullAttention, SlidingWindow, MLAAttention, SlidingWindowMLA, ChunkedLocalAttention)
+    kind.name: kind
+    for kind in (FullAttention, SlidingWindow, MLAAttention, SlidingWindowMLA, ChunkedLocalAttention, Mamba)
 }
 
 

@@ -4,6 +4,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 
@@ -13,6 +14,15 @@ class Contents(enum.Enum):
     KV = "K, then V"
     LATENT = "MLA's latent, then its rotary part"
     OPAQUE = "bytes of unknown meaning"
+    STATE = "a recurrent state: the whole block is one cell"
+
+
+class Split(enum.Enum):
+    """How tensor parallelism divides a block over ranks."""
+
+    HEADS = "by KV heads, which are repeated if there are more ranks"
+    COPIES = "not at all: every rank has all of it"
+    RANKS = "each rank has a part of its own"
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,11 @@ class CacheKind(ABC):
     # Whether a prefix needs every block from its first token on. Such blocks are stored behind their parents only, and
     # a lookup ends at the first that is missing.
     whole_prefix: ClassVar[bool]
-    # Whether tensor parallelism divides a block's heads over ranks. False: every rank has all of it.
-    per_head: ClassVar[bool] = True
+    # Whether a request's table says which block has which content. False: only vLLM's prefix cache does.
+    by_position: ClassVar[bool] = True
+    split: ClassVar[Split] = Split.HEADS
+    # Fields of the specification that must have these values; others cannot be stored.
+    required: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         if (self.window is None) == bool(self.window_field):
@@ -59,6 +72,10 @@ class CacheKind(ABC):
         """How many of ``tokens`` tokens that are at hand vLLM can take for a prompt of ``prompt`` tokens. It computes
         at least the last one."""
         return min(tokens, prompt - 1)
+
+    def lookup_tokens(self, prompt: int) -> int:
+        """How many tokens of a prompt are worth looking up."""
+        return prompt
 
     def in_words(self) -> str:
         return in_words(self.name, self.window)

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm_kvtier.cache_kinds.base import CacheKind, Contents
+from vllm_kvtier.cache_kinds.base import CacheKind, Contents, Split
 
 
 class FullAttention(CacheKind):
@@ -25,4 +25,4 @@ class MLAAttention(FullAttention):
     name = "mla"
     specs: ClassVar = {"MLAAttentionSpec": Contents.LATENT}
     layer_types: ClassVar[tuple[str, ...]] = ()
-    per_head = False
+    split = Split.COPIES

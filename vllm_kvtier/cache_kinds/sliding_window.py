@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm_kvtier.cache_kinds.base import CacheKind, Contents
+from vllm_kvtier.cache_kinds.base import CacheKind, Contents, Split
 
 
 class SlidingWindow(CacheKind):
@@ -24,4 +24,4 @@ class SlidingWindowMLA(SlidingWindow):
     name = "sliding_mla"
     specs: ClassVar = {"SlidingWindowMLASpec": Contents.OPAQUE}
     layer_types: ClassVar[tuple[str, ...]] = ()
-    per_head = False
+    split = Split.COPIES

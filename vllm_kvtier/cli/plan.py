@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_kvtier.cli import inputs
+from vllm_kvtier.cli import inputs, plan_cluster
 from vllm_kvtier.doctor.engines import server as vllm_server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan import pays
@@ -60,12 +60,21 @@ def plan(
     prefill: PrefillRate = "",
     machine: Machine = None,
     server: Server = None,
+    nodes: plan_cluster.Nodes = None,
+    routing: plan_cluster.Routing = None,
+    shared: plan_cluster.Shared = None,
+    load: plan_cluster.Load = 0.1,
+    pool: plan_cluster.Pool = "",
+    replicas: plan_cluster.Replicas = 1,
+    peers: plan_cluster.Peers = 64,
+    network_rate: plan_cluster.NetworkRate = "",
     as_json: inputs.AsJson = False,
 ) -> None:
     """Show how many tokens fit per tier and codec, the hit rates of a trace, and the break-even prompt length.
 
     Sizes come from the layouts that engines use; hits from a replay through the store's own policies, for one engine
-    and without limits of speed; the break-even length from the given rates. Exit status: 0, or 1.
+    and without limits of speed; the break-even length from the given rates. With --nodes the trace is replayed over so
+    many nodes instead: hits by tier, and the load on network, master and router. Exit status: 0, or 1.
     """
     with inputs.errors_as_messages():
         if policy not in POLICIES:
@@ -76,7 +85,16 @@ def plan(
         rates = _rates(load_rate, disk_rate, prefill, machine, server)
         found["break_even"] = _break_even(found, rates)
         found["rates"] = {name: value for name, value in rates.items() if name != "prefill"}
-        if trace is not None:
+        if nodes:
+            if trace is None:
+                raise KVTierError("--nodes replays a trace: give --trace")
+            options = plan_cluster.ClusterOptions(
+                nodes, routing or ["kv"], shared or ["none"], load, pool, replicas, peers, network_rate
+            )
+            found["cluster"] = plan_cluster.replay(
+                found, trace, trace_tokens, (codec or ["raw"])[0], (policy, disk_admission), rates, options
+            )
+        elif trace is not None:
             found["trace"] = _replay(found, trace, trace_tokens, codec or ["raw"], disk_admission, policy)
     if as_json:
         print(json.dumps(found))
@@ -119,6 +137,7 @@ def _sizes(
         "kv_cache_dtype": read.dtype,
         "tensor_parallel_size": tensor_parallel,
         "block_tokens": block,
+        "parts_per_block": sizes["raw"].parts,
         "longest_prompt": read.longest,
         "bytes_per_token_and_gpu": of.gpu,
         "remarks": list(read.remarks),
@@ -242,6 +261,8 @@ def _show(found: dict[str, Any], console: Console) -> None:
     _show_break_even(found, names, console)
     if "trace" in found:
         _show_trace(found["trace"], names, console)
+    if "cluster" in found:
+        plan_cluster.show(found["cluster"], console)
 
 
 def _show_break_even(found: dict[str, Any], names: dict[str, str], console: Console) -> None:

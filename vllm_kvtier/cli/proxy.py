@@ -13,7 +13,7 @@ from vllm_kvtier.cli import inputs
 from vllm_kvtier.proxy.config import RENAMED, ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, Settings, load_settings
 
-_ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,weight=N]"
+_ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,events=HOST:PORT][,replay=HOST:PORT][,weight=N]"
 
 
 def proxy(config: str | None, **options: Any) -> None:

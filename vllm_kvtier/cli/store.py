@@ -13,10 +13,11 @@ from rich.table import Table
 
 from vllm_kvtier.cli import inputs
 from vllm_kvtier.doctor.store import request, request_counts
+from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
 from vllm_kvtier.store.memory.memory_limits import in_words
-from vllm_kvtier.store.options import StoreOptions, help_of
+from vllm_kvtier.store.options import UNUSED_BACKEND, StoreOptions, help_of
 
 ANSWER_SECONDS = 10.0
 # {old: new} keys of ``stats --json``, for one release.
@@ -45,10 +46,17 @@ def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @_with_store_options
-def serve(name: inputs.StoreName = "default", socket: inputs.StoreSocket = None, **options) -> None:
+def serve(
+    name: inputs.StoreName = "default",
+    socket: inputs.StoreSocket = None,
+    object_backend: Annotated[str | None, typer.Option("--object-backend", hidden=True)] = None,
+    **options,
+) -> None:
     """Serve this node's store until Ctrl-C. An engine that finds no store starts one itself."""
     from vllm_kvtier.store.__main__ import run  # imports the server, which the other commands do not need
 
+    if object_backend:
+        warn_unused(*UNUSED_BACKEND)
     with inputs.errors_as_messages():
         raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier import codecs, fingerprint
-from vllm_kvtier.cache_kinds import CacheKind, of_layer_type
+from vllm_kvtier.cache_kinds import CacheKind, Contents, of_layer_type
 from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.codecs.parts import part_layout
@@ -20,8 +20,6 @@ from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE, slot_layout
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-# Layers that keep a state instead of a cell a token.
-_NO_KV = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class Model:
 @dataclass(frozen=True)
 class Footprint:
     """Of a token. ``gpu``: bytes in one rank's cache; ``stored``: bytes in the store, all ranks; ``loaded``: bytes that
-    one rank loads; ``pages``: 4 KiB pages of a block, by group; ``logical``: bytes of KV, each once."""
+    one rank loads; ``pages``: 4 KiB pages of a block, by group; ``logical``: bytes of KV, each once; ``parts``: of a
+    block in the store, of all groups and ranks."""
 
     block_tokens: int
     gpu: float
@@ -56,6 +55,7 @@ class Footprint:
     loaded: float
     logical: float
     pages: tuple[int, ...]
+    parts: int
 
     def tokens_in_store(self, nbytes: int) -> int:
         """Tokens that fit into ``nbytes``: whole slots, none across a piece of pinned memory, page 0 unused."""
@@ -118,13 +118,14 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
         kinds: list[type[CacheKind]] = []
         for each in given:
             if (kind := of_layer_type(each)) is not None:
-                kinds.append(kind)
-            elif each not in _NO_KV:
+                if Contents.STATE not in kind.specs.values():
+                    kinds.append(kind)
+            else:
                 raise KVTierError(f"{name}: layers of type {each} are not known here")
         if len(kinds) < len(given):
             remarks.append(
-                f"{len(given) - len(kinds)} of {len(given)} layers keep a state, not blocks: vllm-kvtier leaves "
-                "such models alone"
+                f"{len(given) - len(kinds)} of {len(given)} layers keep states, a few for each prompt, which are not "
+                "counted here"
             )
     else:
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
@@ -154,6 +155,7 @@ def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: st
 def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: int = 16) -> Footprint:
     """Raises KVTierError if the heads cannot be divided over the ranks, or if the codec does not exist."""
     gpu = stored = loaded = logical = 0.0
+    parts = 0
     pages = []
     for layers in model.layers:
         ranks, heads = _spread(layers, tensor_parallel, model.name)
@@ -161,11 +163,12 @@ def footprint(model: Model, codec: str, tensor_parallel: int = 1, block_tokens: 
         part = part_layout(group, codecs.choose(codec, group)).nbytes
         slot = slot_layout([part] * ranks).pages
         pages.append(slot)
+        parts += ranks
         gpu += group.block_bytes / block_tokens
         loaded += part / block_tokens
         stored += slot * PAGE / block_tokens
         logical += group.block_bytes * ranks / block_tokens
-    return Footprint(block_tokens, gpu, stored, loaded, logical, tuple(pages))
+    return Footprint(block_tokens, gpu, stored, loaded, logical, tuple(pages), parts)
 
 
 def _spread(layers: Layers, tensor_parallel: int, name: str) -> tuple[int, int]:

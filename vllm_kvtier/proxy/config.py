@@ -10,6 +10,10 @@ from vllm_kvtier.errors import ConfigError
 #: Roles of engines. ``pooling``: embeddings, scores and the like, of a model that does not generate.
 ROLES = ("prefill", "decode", "pooling")
 
+#: How an engine is chosen. ``prefix_hash``: by load and by the prefixes that the proxy sent there; ``kv_events``: by
+#: load and by what the engines' KV events say they have; ``least_load``, ``round_robin``: without regard to prompts.
+ROUTING_POLICIES = ("prefix_hash", "kv_events", "least_load", "round_robin")
+
 
 # {old: new}: the old names of options work for one release.
 RENAMED = {
@@ -44,10 +48,17 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cert_file: str | None = None
     #: Key of the client certificate.
     key_file: str | None = None
+    #: ``HOST:PORT`` of its KV events (vLLM's ``--kv-events-config``), for ``routing_policy: kv_events``.
+    events: str | None = None
+    #: ``HOST:PORT`` of their ``replay_endpoint``.
+    replay: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "EngineAddress":
-        """Parse ``http://host:port[,kv=HOST:PORT][,weight=N]``. Raises ConfigError."""
+        """Parse ``http://host:port[,kv=HOST:PORT][,events=HOST:PORT][,replay=HOST:PORT][,weight=N]``.
+
+        Raises ConfigError.
+        """
         url, *extras = [part.strip() for part in text.split(",")]
         options: dict = {}
         for extra in extras:
@@ -58,9 +69,13 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 except ValueError as error:
                     raise ConfigError(f"The engine address {text!r} has {extra!r}; a weight is a number.") from error
                 continue
+            if name in ("events", "replay"):
+                options[name] = value  # `check` reads it
+                continue
             if name != "kv":
                 raise ConfigError(
-                    f"The engine address {text!r} has {extra!r} after the URL; write kv=HOST:PORT or weight=N there."
+                    f"The engine address {text!r} has {extra!r} after the URL; write kv=HOST:PORT, events=HOST:PORT, "
+                    "replay=HOST:PORT or weight=N there."
                 )
             options |= kv_address(value, text)
         return cls(url=url.rstrip("/"), **options)
@@ -79,6 +94,11 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"The weight of {self.url} is {self.weight}; it must be 0 (drained) or more.")
         if self.max_requests is not None and self.max_requests < 0:
             raise ConfigError(f"max_requests of {self.url} is {self.max_requests}; it must be 0 (no limit) or more.")
+        for name in ("events", "replay"):
+            if (value := getattr(self, name)) is not None:
+                _host_and_port(value, self.url, name)
+        if self.replay is not None and self.events is None:
+            raise ConfigError(f"{self.url} has replay without events; give both.")
         if (self.cert_file is None) != (self.key_file is None):
             raise ConfigError(f"{self.url} has only one of cert_file and key_file; give both or none.")
         if parts.scheme == "http" and (self.ca_file or self.cert_file):
@@ -87,11 +107,16 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def kv_address(value: str, text: str) -> dict[str, str | int]:
     """``HOST:PORT`` as the fields kv_host and kv_port. Raises ConfigError, which shows ``text``."""
+    host, port = _host_and_port(value, text, "kv")
+    return {"kv_host": host.strip("[]"), "kv_port": port}
+
+
+def _host_and_port(value: str, text: str, name: str) -> tuple[str, int]:
     host, _, port = value.rpartition(":")
     number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 0
-    if not host or not 0 < number < 65536:
-        raise ConfigError(f"The engine address {text!r} has {value!r} for kv; write kv=HOST:PORT.")
-    return {"kv_host": host.strip("[]"), "kv_port": number}
+    if not host or "/" in host or not 0 < number < 65536:
+        raise ConfigError(f"The engine address {text!r} has {value!r} for {name}; write {name}=HOST:PORT.")
+    return host, number
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +184,12 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     affinity_slack: int = 16
     #: Maximum number of prompt pieces that are remembered with the engines that have seen them; about 250 bytes each.
     max_prefixes: int = 1 << 18
+    #: How an engine is chosen: prefix_hash, kv_events, least_load or round_robin. See docs/proxy.md.
+    routing_policy: str = "prefix_hash"
+    #: With kv_events: maximum number of blocks of an engine that are remembered; about 250 bytes each.
+    max_blocks: int = 1 << 18
+    #: With kv_events: maximum time for an engine to tokenize a prompt. After it, prefix_hash decides.
+    tokenize_timeout: float = 0.5
     #: Cost of a request under way in the choice of an engine, in prompt tokens to compute.
     request_cost_tokens: int = 256
 
@@ -200,6 +231,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"backoff_initial is {self.backoff_initial} s; it must be at most backoff_max ({self.backoff_max} s)."
             )
+        if self.routing_policy not in ROUTING_POLICIES:
+            raise ConfigError(
+                f"routing_policy is {self.routing_policy!r}; it must be one of {', '.join(ROUTING_POLICIES)}."
+            )
         for path in self.extra_routes:
             if not path.startswith("/") or path.startswith("/kvtier/"):
                 raise ConfigError(f"extra_routes has {path!r}; a path must begin with /, and not with /kvtier/.")
@@ -209,7 +244,7 @@ _POSITIVE = (
     *("connect_timeout", "prefill_timeout", "first_byte_timeout", "stream_idle_timeout", "answer_timeout"),
     *("client_timeout", "probe_timeout", "query_timeout", "queue_timeout", "retry_after_max"),
     *("backoff_initial", "backoff_max", "max_decode_attempts", "max_prefill_attempts"),
-    *("max_body_bytes", "max_event_bytes", "max_conversations", "conversation_ttl"),
+    *("max_body_bytes", "max_event_bytes", "max_conversations", "conversation_ttl", "max_blocks", "tokenize_timeout"),
 )
 _NOT_NEGATIVE = (
     *("min_prefill_chars", "affinity_slack", "engine_requests", "queue_limit", "max_prefixes", "request_cost_tokens"),

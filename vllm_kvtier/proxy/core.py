@@ -9,11 +9,17 @@ from vllm_kvtier.proxy.engines.engine_http import read_key
 from vllm_kvtier.proxy.engines.export_release import ExportReleaser, ReleaseCall
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.keys import ApiKeys
+from vllm_kvtier.proxy.kv_events.feeds import KVEvents
+from vllm_kvtier.proxy.kv_events.prompt_tokens import PromptTokenizer
+from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import Export
 from vllm_kvtier.proxy.metrics import Gauges, Metrics
 from vllm_kvtier.proxy.routing.admission import Admission
-from vllm_kvtier.proxy.routing.conversations import RouteTable
+from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, Name, RouteTable
+from vllm_kvtier.proxy.routing.policies import POLICIES
+from vllm_kvtier.proxy.routing.policies.base import RoutingPolicy
 from vllm_kvtier.proxy.routing.prefixes import PrefixMemory
+from vllm_kvtier.proxy.routing.prompt import Prompt
 from vllm_kvtier.proxy.routing.router import Router
 from vllm_kvtier.proxy.tenants import Tenants
 from vllm_kvtier.wire.auth import ClusterKey
@@ -43,13 +49,16 @@ class ProxyCore:
             on_change=lambda engine: self.admission.serve_waiting(engine.role),
             on_request_end=lambda engine: self.admission.request_ended(engine.role),
         )
-        self.router = Router(self.fleet, self.prefixes, config)
+        self.events = KVEvents(self.fleet)
+        self.tokenizer = PromptTokenizer(self.fleet, config, self.count)
+        self.router = Router(self.fleet, self._policy(config), config)
         self.releaser = ExportReleaser(release or self._release)
         self.keys, self.admin_key = _read_keys(config)
         self._counts: Counter[str] = Counter()
-        gauges = Gauges(self.fleet, self.admission, self.routes, self.prefixes, lambda: self.ready)
+        gauges = Gauges(self.fleet, self.admission, self.routes, self.prefixes, self.events, lambda: self.ready)
         self.metrics = Metrics(gauges)
         self.fleet.apply(config, probe_on_start=probe_on_start)
+        self.events.apply(config)
         # Last, because it must be closed.
         self.endpoints = AsyncEndpointClient(cluster_key, config.query_timeout)
 
@@ -74,7 +83,9 @@ class ProxyCore:
         for name in _FIXED:
             if getattr(config, name) != getattr(self.config, name):
                 logger.warning("kvtier: proxy: option %s changed; restart the proxy to apply it", name)
-        self.config = self.admission.config = self.router.config = config
+        self.events.apply(config)
+        self.config = self.admission.config = self.router.config = self.tokenizer.config = config
+        self.router.policy = self._policy(config)
         self.routes.capacity, self.routes.ttl = config.max_conversations, config.conversation_ttl
         self.prefixes.capacity = config.max_prefixes
         for role in ROLES:
@@ -83,6 +94,15 @@ class ProxyCore:
     def count(self, event: str) -> None:
         self._counts[event] += 1
         self.metrics.event(event)
+
+    async def prompt(self, request: ClientRequest, name: Name, salt: str, headers: dict[str, str]) -> Prompt:
+        """What the router knows of a request's prompt; with token ids if its policy reads them."""
+        if self.router.policy.reads_tokens:
+            return await self.tokenizer.prompt(request, name, salt, headers)
+        return Prompt(name, request.prompt_chars // CHARS_PER_TOKEN)
+
+    def _policy(self, config: ProxyConfig) -> RoutingPolicy:
+        return POLICIES[config.routing_policy](self.prefixes, self.events)
 
     async def _release(self, export: Export) -> None:
         await self.endpoints.release(export.host, export.port, export.export)
@@ -101,6 +121,7 @@ class ProxyCore:
 
     async def aclose(self) -> None:
         await self.releaser.aclose()
+        await self.events.aclose()
         self.endpoints.close()
         await self.fleet.aclose()
 

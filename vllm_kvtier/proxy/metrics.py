@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_kvtier.proxy.config import ROLES
+from vllm_kvtier.proxy.kv_events.messages import Tier
+from vllm_kvtier.proxy.kv_events.subscriber import OUTCOMES
 
 if TYPE_CHECKING:
     from vllm_kvtier.proxy.engines.fleet import Fleet
+    from vllm_kvtier.proxy.kv_events.feeds import KVEvents
     from vllm_kvtier.proxy.routing.admission import Admission
     from vllm_kvtier.proxy.routing.conversations import RouteTable
     from vllm_kvtier.proxy.routing.prefixes import PrefixMemory
@@ -49,6 +52,10 @@ SHOWN = {
     "queue": Shown(Gauge, "Requests that wait for a slot.", ("role",)),
     "conversations": Shown(Gauge, "Conversations whose engines are kept."),
     "prefixes": Shown(Gauge, "Prefixes whose engines are kept."),
+    "kv_blocks": Shown(Gauge, "Blocks of engines by their KV events, with policy kv_events.", ("events", "tier")),
+    "kv_event_batches": Shown(
+        Counter, "Batches of KV events by outcome, with policy kv_events; restarts of engines.", ("events", "outcome")
+    ),
     "ready": Shown(Gauge, "1: answers 200 to /ready."),
 }
 
@@ -118,10 +125,11 @@ class Gauges:
         admission: "Admission",
         routes: "RouteTable",
         prefixes: "PrefixMemory",
+        events: "KVEvents",
         ready: Callable[[], bool],
     ):
         self._fleet, self._admission, self._routes, self._prefixes = fleet, admission, routes, prefixes
-        self._ready = ready
+        self._events, self._ready = events, ready
 
     def describe(self) -> list[Metric]:
         return []
@@ -135,6 +143,7 @@ class Gauges:
         for role in ROLES:
             queue.add_metric((role,), self._admission.waiting(role))
         yield queue
+        yield from self._of_events()
         for name, value in (
             ("conversations", len(self._routes)),
             ("prefixes", len(self._prefixes)),
@@ -143,6 +152,20 @@ class Gauges:
             family = self._family(name)
             family.add_metric((), value)
             yield family
+
+    def _of_events(self) -> Iterator[Metric]:
+        """Of the engines' KV events; nothing without the policy that reads them."""
+        blocks = self._family("kv_blocks")
+        batches = CounterMetricFamily(
+            PREFIX + "kv_event_batches", SHOWN["kv_event_batches"].meaning, labels=SHOWN["kv_event_batches"].labels
+        )
+        for subscriber in self._events:
+            for tier in Tier:
+                blocks.add_metric((subscriber.address, tier.name.lower()), subscriber.index.counts[tier])
+            for outcome in OUTCOMES:
+                batches.add_metric((subscriber.address, outcome), subscriber.counts[outcome])
+        yield blocks
+        yield batches
 
     @staticmethod
     def _family(name: str) -> GaugeMetricFamily:

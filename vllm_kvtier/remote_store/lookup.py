@@ -67,12 +67,13 @@ class NodeLookup:
 
 
 class NodeLookups:
-    """``listed``: addresses that every lookup asks. ``better``: seconds for better answers than the first."""
+    """``listed``: addresses that every lookup asks; may be replaced. ``better``: seconds for better answers than the
+    first."""
 
     def __init__(
         self, reactor: Reactor, peers: NodeLeaseClient, listed: Sequence[Address], better: float = BETTER_SECONDS
     ):
-        self._reactor, self._peers, self._listed, self._better = reactor, peers, listed, better
+        self._reactor, self._peers, self.listed, self._better = reactor, peers, listed, better
 
     def ask(
         self,
@@ -95,7 +96,7 @@ class NodeLookups:
             self._memory_answered(lookup, peer, reply)
 
         if request.groups and not w.request_error(request.block_hashes, request.start, request.groups):
-            for address in dict.fromkeys([*others, *self._listed]):
+            for address in dict.fromkeys([*others, *self.listed]):
                 lookup.waiting += self._peers.lookup(address, request, on_reply)
         if lookup.waiting:
             lookup.timers.append(self._reactor.call_later(ASK_SECONDS, lambda: self._promote(lookup)))

@@ -9,6 +9,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.wire.auth import ClusterKey, is_loopback
 
 MAX_NODES = 64  # in the list; the store keeps a connection to each
+DNS = "dns:"  # before a name with an address for each of several stores
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})):([0-9]{1,5})")
 
 
@@ -42,26 +43,30 @@ class Address:
 @dataclass(frozen=True)
 class NodeOptions:
     """From StoreOptions ``nodes``, ``node_listen`` and ``cluster_key_file``. ``key`` None: loopback only. ``objects``:
-    digest of the object store that this store uses, "" if none."""
+    digest of the object store that this store uses, "" if none. ``names``: those of ``nodes`` with "dns:"."""
 
     nodes: tuple[Address, ...] = ()
     listen: Address | None = None
     key: ClusterKey | None = None
     objects: str = ""
+    names: tuple[Address, ...] = ()
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "NodeOptions":
-        """Raises ConfigError for an invalid address, and for one beyond loopback without a cluster key."""
+        """``nodes``: host:port, or dns:name:port for all addresses of a name. Raises ConfigError for an invalid address,
+        and for one beyond loopback without a cluster key."""
         file = str(options.get("cluster_key_file", ""))
         key = ClusterKey.load(file) if file else None
         words = [word.strip() for word in str(options.get("nodes", "")).split(",") if word.strip()]
         if len(words) > MAX_NODES:
             raise ConfigError(f"store option nodes names {len(words)} stores; at most {MAX_NODES} are allowed")
-        nodes = tuple(dict.fromkeys(_address("nodes", word) for word in words))
+        names = [word.removeprefix(DNS) for word in words if word.startswith(DNS)]
+        words = [word for word in words if not word.startswith(DNS)]
+        nodes, named = (tuple(dict.fromkeys(_address("nodes", word) for word in each)) for each in (words, names))
         listen = str(options.get("node_listen", "")).strip()
         listens = _address("node_listen", listen) if listen else None
-        parsed = cls(nodes, listens, key, str(options.get("objects", "")))
-        for name, addresses in (("nodes", nodes), ("node_listen", (parsed.listen,) if parsed.listen else ())):
+        parsed = cls(nodes, listens, key, str(options.get("objects", "")), named)
+        for name, addresses in (("nodes", nodes + named), ("node_listen", (parsed.listen,) if parsed.listen else ())):
             for address in addresses:
                 if not parsed.allows(address):
                     raise ConfigError(

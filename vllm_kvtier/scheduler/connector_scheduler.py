@@ -213,7 +213,8 @@ class KVTierConnectorScheduler:
         if self._passive:
             return self.compute(request)
         self._identity.resolve_namespace()
-        self._run_jobs()
+        if self._questions.waiting or self.has_pending_frees():
+            self._run_jobs()
         if self._info.unsupported:
             return 0, False
         admitted = self._provenance.admit(request, self._identity.namespace is not None)

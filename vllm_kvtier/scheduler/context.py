@@ -42,6 +42,14 @@ class BlockGeometry:
         """As ``CacheKind.usable_tokens``, for all groups."""
         return min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
 
+    def lookup_tokens(self, prompt: int) -> int:
+        """As ``CacheKind.lookup_tokens``, for all groups."""
+        return min(group.kind.lookup_tokens(prompt) for group in self.groups)
+
+    @cached_property
+    def by_position(self) -> bool:
+        return all(group.kind.by_position for group in self.groups)
+
 
 @dataclass(frozen=True)
 class EngineContext:

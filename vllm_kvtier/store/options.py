@@ -8,10 +8,13 @@ from typing import TypeVar
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.remote_store.options import NodeOptions
+from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
 
 T = TypeVar("T")
+
+UNUSED_BACKEND = "object_backend", "obstore moves the objects"
 
 
 def _option(default: T, help: str, choices: tuple[str, ...] = ()) -> T:
@@ -67,16 +70,22 @@ class StoreOptions:
     disk_queue_mib: int = _option(
         0, "Maximum size of a tier's queue of demotions; further blocks are not demoted. 0: all of the memory."
     )
-    object_url: str = _option("", "s3://bucket/prefix of the object tier, shared between nodes; empty: none.")
-    object_endpoint: str = _option("", "URL of an S3-compatible service; empty: AWS.")
-    object_region: str = _option("", "Region of the bucket; empty: AWS's default chain.")
-    object_backend: str = _option(
-        "auto", "S3 client: auto is NIXL's OBJ if it can be loaded, otherwise boto3.", ("auto", "OBJ", "boto3")
+    object_url: str = _option(
+        "",
+        "Where the object tier is, shared between nodes: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
+        "or a directory on a shared file system, file:///directory; empty: none.",
     )
+    object_endpoint: str = _option("", "URL of an S3-compatible or other service; empty: the cloud's own.")
+    object_region: str = _option("", "Region of an S3 bucket; empty: as AWS_REGION says.")
+    object_size: str = _option("64GiB", "Maximum size of a shared directory, file:///directory. Buckets have none.")
     object_admission: str = _option(
         "reuse", "Which blocks are demoted to the object store, as disk_admission.", ("all", "reuse")
     )
-    nodes: str = _option("", "Other nodes' stores for lookups of what is not on this node: host:port,host:port.")
+    nodes: str = _option(
+        "",
+        "Other nodes' stores for lookups of what is not on this node: host:port,host:port. dns:name:port is each of "
+        "the name's addresses, which are looked up again every 10 s.",
+    )
     node_listen: str = _option("", "host:port on which this store serves other nodes' stores; empty: none.")
     cluster_key_file: str = _option("", "Key of the cluster; without one the store uses only loopback addresses.")
     metrics_port: int = _option(0, "Port of 127.0.0.1 for Prometheus; 0: none.")
@@ -103,6 +112,7 @@ class StoreOptions:
             parse_bytes(self.disk_size, "store option disk_size")
         if self.object_url:
             parse_url(self.object_url)
+            parse_bytes(self.object_size, "store option object_size")
         check_endpoint(self.object_endpoint)
         NodeOptions.parse({name: getattr(self, name) for name in ("nodes", "node_listen", "cluster_key_file")})
         for name in ("tenant_share", "pin_share"):
@@ -137,6 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=None if option.metadata["choices"] else option.name.rpartition("_")[2].upper(),
             help=option.metadata["help"].replace("%", "%%") + f" Default: {option.default or 'none'}.",
         )
+    parser.add_argument("--object-backend", dest="object_backend", help=argparse.SUPPRESS)
 
 
 def _truth(word: str) -> bool:
@@ -147,6 +158,8 @@ def _truth(word: str) -> bool:
 
 
 def from_namespace(namespace: argparse.Namespace) -> StoreOptions:
+    if getattr(namespace, "object_backend", None):
+        warn_unused(*UNUSED_BACKEND)
     return StoreOptions(**{option.name: getattr(namespace, option.name) for option in fields(StoreOptions)})
 
 

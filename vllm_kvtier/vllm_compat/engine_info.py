@@ -47,11 +47,13 @@ class EngineInfo:
     supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
     multimodal: bool = False  # vLLM also caches an encoder's outputs
+    speculates: bool = False  # so that a step's sampling decides which state is behind its last token
 
     @property
     def reports_failed_requests(self) -> bool:
         """Whether vLLM recomputes the whole request after a failed load, not only from the first bad block on."""
-        return self.num_groups > 1 or not self.supports_partial_prefix
+        whole = all(group.kind.whole_prefix for group in self.groups)
+        return self.num_groups > 1 or not self.supports_partial_prefix or not whole
 
     def followed(self, block_ids: BlockIds) -> BlockIds:
         """Of block ids by vLLM's groups, those of ``groups``."""
@@ -90,7 +92,6 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
     ids = followed(kv_cache_config)
     unsupported = _unsupported(vllm_config, kv_cache_config)
     groups = [] if unsupported else [cache_group(theirs[g]) for g in ids]
-    state = left_behind(kv_cache_config)
     return EngineInfo(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         instance_id=vllm_config.instance_id,
@@ -98,7 +99,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
         group_ids=None if len(ids) == len(theirs) else ids,
         num_groups=len(theirs),
-        unsupported_pulls=f"KV cache groups of {state} do not travel with a request" if state else None,
+        unsupported_pulls=_unsupported_pulls(groups, left_behind(kv_cache_config)),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
@@ -116,8 +117,16 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         release=installed_version() or "",
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         multimodal=vllm_config.model_config.is_multimodal_model,
+        speculates=vllm_config.speculative_config is not None,
         config=vllm_config,
     )
+
+
+def _unsupported_pulls(groups: list[CacheGroup], left_behind: str) -> str | None:
+    states = dict.fromkeys(group.kind.in_words() for group in groups if not group.kind.by_position)
+    if left_behind or states:
+        return f"{left_behind or ', '.join(states)} does not travel with a request"
+    return None
 
 
 def _supports_partial_prefix(vllm_config: Any) -> bool:
@@ -146,25 +155,29 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
     try:
         refuse_parallelism(vllm_config)
-        for g in ids:
-            cache_group(kv_cache_config.kv_cache_groups[g])
+        groups = [cache_group(kv_cache_config.kv_cache_groups[g]) for g in ids]
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
-    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not _supports_partial_prefix(vllm_config)
+    if not all(group.kind.by_position for group in groups) and not granted(Feature.STATES):
+        return f"the layout of states is not known ({refused(Feature.STATES)}): KV is neither pulled, stored nor loaded"
+    whole = all(group.kind.whole_prefix for group in groups)
+    by_request = len(kv_cache_config.kv_cache_groups) > 1 or not whole or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):
         return f"a failed load could not be recomputed ({refused(Feature.GROUPS)})"
-    return _whole_prompts(vllm_config)
+    return _whole_prompts(vllm_config, not any(group.kind.by_position for group in groups))
 
 
-def _whole_prompts(vllm_config: Any) -> str | None:
+def _whole_prompts(vllm_config: Any, only_states: bool = False) -> str | None:
     """Why this engine must compute each prompt as a whole; None if it need not. vLLM hashes blocks for any connector,
     even if it disabled its own prefix cache because continuing from a prefix would be wrong.
 
     vLLM computes prompts in chunks only if all of the model's attention is causal and nothing needs the whole prompt at
     once. On CPUs MLA's backends cannot, though the model could: see ``_supports_partial_prefix``.
+
+    only_states: vLLM caches prefixes of models without attention if it is told to.
     """
     model, caching = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
-    if not model.is_prefix_caching_supported:
+    if not (model.is_prefix_caching_supported or (only_states and caching)):
         why = "vLLM does not support prefix caching for this model or its kind of pooling"
     elif caching:
         return None

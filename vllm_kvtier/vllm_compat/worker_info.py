@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvtier.cache_kinds import KINDS
+from vllm_kvtier.cache_kinds import KINDS, Split
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import HeadRange
 
@@ -29,7 +29,8 @@ def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     stage, position = divmod(rank, size)
     heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
     copies = size // heads if size > heads and size % heads == 0 else 1
-    return tuple(stage * size + (position // copies if KINDS[kind].per_head else 0) for kind in kinds)
+    part = {Split.HEADS: position // copies, Split.COPIES: 0, Split.RANKS: position}
+    return tuple(stage * size + part[KINDS[kind].split] for kind in kinds)
 
 
 def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:
@@ -49,9 +50,10 @@ def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[Hea
 
     def of(group: GroupView) -> HeadRange:
         outer = {region.outer for region in group.regions}
-        if not group.cache_kind.per_head:
+        split = group.cache_kind.split
+        if split is Split.COPIES:
             return HeadRange(0, 1) if outer == {1} else unknown
-        return HeadRange(first, total) if outer == {count} else unknown
+        return HeadRange(first, total) if split is Split.HEADS and outer == {count} else unknown
 
     return tuple(of(group) for group in groups)
 

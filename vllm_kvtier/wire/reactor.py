@@ -1,11 +1,14 @@
 """One thread that owns sockets and timers. It sleeps in poll(2) while nothing is due.
 
-All callbacks run on the reactor's thread; other threads only use ``call_soon`` and ``stop``.
+All callbacks run on the reactor's thread; other threads only use ``call_soon``, ``call_within`` and ``stop``.
 """
 
+import contextlib
+import ctypes
 import functools
 import heapq
 import itertools
+import math
 import os
 import struct
 import threading
@@ -22,6 +25,9 @@ logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
 _EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's own parser imports asyncio
+
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # its calls keep the interpreter, which another thread would take
 
 
 class Timer:
@@ -46,6 +52,10 @@ class Reactor:
         self._wake_lock = threading.Lock()  # the descriptor must not be closed, or reused, during a write
         self._wake_closed = False
         self._poller.register(self._wake, zmq.POLLIN)
+        self._alarm = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._alarm < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._alarm_at = math.inf  # when it rings; under the lock
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitored socket -> its monitor
         self._fds: dict[int, Callable[[int], None]] = {}
@@ -55,6 +65,7 @@ class Reactor:
         self._stopping = False
         self.errors = 0  # events dropped because a callback raised, and errors that were caught elsewhere
         self._on_stop: list[Callable[[], None]] = []
+        self.add_fd(self._alarm, self._alarm_rang)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- any thread ----------------------------------------------------------------------------------------
@@ -70,6 +81,16 @@ class Reactor:
         with self._wake_lock:
             if not self._wake_closed:
                 os.eventfd_write(self._wake, 1)
+
+    def call_within(self, seconds: float, callback: Callable[[], None]) -> None:
+        """As ``call_soon``, but the thread wakes only after ``seconds``, or with what wakes it before: until then it
+        does not take the interpreter from the caller."""
+        self._soon.append(callback)
+        at = time.monotonic() + seconds
+        with self._wake_lock:
+            if at < self._alarm_at and not self._wake_closed:
+                self._alarm_at = at
+                _libc.timerfd_settime(self._alarm, 0, struct.pack("4l", 0, 0, *divmod(int(seconds * 1e9), 10**9)), None)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Run the ``on_stop`` callbacks, close every socket and join the thread. Idempotent."""
@@ -137,6 +158,12 @@ class Reactor:
 
     # -- the loop ------------------------------------------------------------------------------------------
 
+    def _alarm_rang(self, events: int) -> None:
+        with self._wake_lock:  # what was queued before is run next
+            self._alarm_at = math.inf
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._alarm, 8)
+
     def _begin_stop(self) -> None:
         self._stopping = True
 
@@ -187,6 +214,7 @@ class Reactor:
         with self._wake_lock:
             self._wake_closed = True
             os.close(self._wake)
+            os.close(self._alarm)
 
     def _guard(self, callback: Callable[[], None]) -> None:
         """Call, and log an exception: an error in one handler must not stop the others."""

@@ -233,6 +233,12 @@ class EngineSlot:
             self.release()
             self.__init__(engine, tokens)
 
+    def prompt_computed(self) -> None:
+        """Its answer has begun: it has no prompt tokens left to compute."""
+        if self._held:
+            self.engine.tokens -= self.tokens
+            self.tokens = 0
+
     def release(self) -> None:
         if self._held:
             self._held = False

@@ -33,7 +33,8 @@ from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_on
 from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
-from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, name_conversation
+from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
+from vllm_kvtier.proxy.routing.prompt import Prompt
 
 logger = get_logger(__name__)
 
@@ -52,7 +53,7 @@ class Generation(EngineRequest):
         self._headers = incoming.for_engines()
         self._name = name_conversation(core.tenants, tenant, request)
         self._salt = core.tenants.salt(tenant, request.client_salt)
-        self._tokens = request.prompt_chars // CHARS_PER_TOKEN
+        self._prompt = Prompt(self._name)  # `answer` adds its tokens
         self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
         self._route: ConversationRoute | None = None
         self._prefill_engine: Engine | None = None
@@ -66,6 +67,7 @@ class Generation(EngineRequest):
         core = self._core
         core.count("requests")
         self._route = core.routes.find(self._name)
+        self._prompt = await core.prompt(self._request, self._name, self._salt, self._headers)
         deadline = time.monotonic() + self._config.queue_timeout
         prefill = decode = answer = None
         try:
@@ -73,7 +75,8 @@ class Generation(EngineRequest):
             decode = await self._decode_slot(deadline, prefilled=prefill is not None)
             if decode is None:
                 return unavailable("All decode engines are drained.")
-            core.metrics.prompt(self._tokens, max(0, self._tokens - (prefill or decode).tokens))
+            tokens = self._prompt.tokens
+            core.metrics.prompt(tokens, max(0, tokens - (prefill or decode).tokens))
             if prefill is not None:
                 answer = await self._prefill(prefill)
                 prefill.release()
@@ -99,12 +102,12 @@ class Generation(EngineRequest):
             return None
         if not any(engine.usable for engine in self._core.prefill):
             return None
-        return await self._acquire("prefill", lambda: router.choose_prefill(self._name, self._tokens), deadline)
+        return await self._acquire("prefill", lambda: router.choose_prefill(self._prompt), deadline)
 
     async def _decode_slot(self, deadline: float, *, prefilled: bool) -> EngineSlot | None:
         """A slot at a decode engine; None if all are drained. Raises QueueFull."""
         choose = self._core.router.choose_decode
-        return await self._acquire("decode", lambda: choose(self._name, self._route, self._tokens, prefilled), deadline)
+        return await self._acquire("decode", lambda: choose(self._prompt, self._route, prefilled), deadline)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +128,7 @@ class Generation(EngineRequest):
             # Else it failed or was removed while this request waited for its decode slot.
             if len(tried) >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
                 return None
-            choice = self._core.router.choose_prefill(self._name, self._tokens, exclude=tried)
+            choice = self._core.router.choose_prefill(self._prompt, exclude=tried)
             if choice is None or choice.engine is None:
                 return None
             self._core.metrics.retried("prefill")
@@ -183,6 +186,7 @@ class Generation(EngineRequest):
                         rewriter = self._rewriter(engine)
                         first = await self._first_events(reply, rewriter)
                         done = True
+                        slot.prompt_computed()
                         self._note_decode(engine)
                         answer = Answer(200, forwarded_headers(reply, stream=True), reply=reply, slot=slot)
                         answer.pieces = self._relay(reply, rewriter, first, answer)
@@ -209,7 +213,7 @@ class Generation(EngineRequest):
     def _decode_order(self, chosen: Engine) -> list[Engine]:
         """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""
         prefilled = self._prefill_params is not None
-        ranked = self._core.router.rank_decode(self._name, self._route, self._tokens, prefilled)
+        ranked = self._core.router.rank_decode(self._prompt, self._route, prefilled)
         ranked.sort(key=lambda engine: (not engine.healthy, engine is not chosen, engine.full))
         return ranked or [chosen]
 

@@ -36,6 +36,7 @@ from vllm_kvtier.proxy.routes.client_answer import (
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
 from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, Name
+from vllm_kvtier.proxy.routing.prompt import Prompt
 
 logger = get_logger(__name__)
 
@@ -159,7 +160,7 @@ class Passthrough(EngineRequest):
             found = [engine for engine in fleet.pooling if engine.open]
             found.sort(key=lambda e: (not e.healthy, e.load, e.weighted_picks))
         else:
-            found = self._core.router.rank_decode(self._name(), self._core.routes.find(self._name()))
+            found = self._core.router.rank_decode(Prompt(self._name()), self._core.routes.find(self._name()))
         found.sort(key=lambda engine: (not engine.healthy, engine is not chosen))
         return found
 

@@ -33,35 +33,14 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
-from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
+from vllm_kvtier.proxy.messages.tokenization import has_media, read_tokens, tokenize_body
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, unavailable
 
 logger = get_logger(__name__)
 
-# Fields of a request that /tokenize takes and that change the tokens.
-_TOKENIZE_CHAT = (
-    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template"),
-    *("chat_template_kwargs", "mm_processor_kwargs", "tools"),
-)
-_TOKENIZE_COMPLETION = ("model", "add_special_tokens")
-
-# Fields of a chat request that vLLM gives to the template; /tokenize takes them in one object.
-_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
-
-# Parts of a message that the template renders as text.
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-
 # Limits of the wire messages; no tokenizer has larger ids and no engine takes longer prompts.
 _MAX_TOKEN = 1 << 31
 _MAX_TOKENS = 1 << 21
-
-
-class _Tokenized(msgspec.Struct):
-    tokens: list[int]
-    max_model_len: int | None = None
-
-
-_TOKENIZED = msgspec.json.Decoder(_Tokenized)
 
 
 class _Refused(Exception):
@@ -84,7 +63,7 @@ def read_query(body: bytes) -> ClientRequest:
         raise BadRequest("A query needs exactly one prompt, and not an empty one.", param=given[0])
     if request.get("truncate_prompt_tokens") is not None:
         raise BadRequest("A query cannot truncate its prompt.", param="truncate_prompt_tokens")
-    if request.route is Route.CHAT and _has_media(request.prompt):
+    if request.route is Route.CHAT and has_media(request.prompt):
         raise BadRequest("A query covers text only.", param="messages")
     return request
 
@@ -123,7 +102,7 @@ class Query:
             if not all(type(token) is int and 0 <= token <= _MAX_TOKEN for token in prompt):
                 raise BadRequest("The prompt contains a value that is not a token id.", param="prompt")
             return prompt
-        body = msgspec.json.encode(self._tokenize_body())
+        body = msgspec.json.encode(tokenize_body(self._request))
         deadline = time.monotonic() + self._seconds
         reason = "there is no engine"
         engines = (*self._core.decode, *self._core.prefill)
@@ -157,26 +136,13 @@ class Query:
             raise _Refused(forwarded(reply, document))
         if reply.status != 200:
             return None
-        try:
-            tokenized = _TOKENIZED.decode(document)
-        except UNREADABLE:
+        tokenized = read_tokens(document)
+        if tokenized is None:
             return None
         limit = min(tokenized.max_model_len or _MAX_TOKENS, _MAX_TOKENS)
         if len(tokenized.tokens) > limit:
             raise BadRequest(f"The prompt has {len(tokenized.tokens)} tokens; at most {limit} are allowed.")
         return tokenized.tokens
-
-    def _tokenize_body(self) -> dict[str, Any]:
-        fields = self._request.fields
-        if self._request.route is Route.COMPLETIONS:
-            body: dict[str, Any] = {name: fields[name] for name in _TOKENIZE_COMPLETION if name in fields}
-            return body | {"prompt": self._request.prompt}
-        body = {name: fields[name] for name in _TOKENIZE_CHAT if name in fields}
-        beside = {name: value for name in _TEMPLATE_FIELDS if (value := self._request.get(name)) is not None}
-        if beside:
-            given = self._request.get("chat_template_kwargs")
-            body["chat_template_kwargs"] = {**(given if isinstance(given, dict) else {}), **beside}
-        return body
 
     async def _ask(self, engine: Engine, tokens: list[int]) -> dict[str, Any]:
         """One engine's entry in the answer."""
@@ -196,13 +162,3 @@ class Query:
             logger.debug("kvtier: proxy: %s refused a query (%s)", engine, error)
             return line | {"unknown": "it refused the query"}
         return line | {"gpu_cache_tokens": held.gpu_cache, "exported_tokens": held.exported}
-
-
-def _has_media(messages: list[Any]) -> bool:
-    """Whether a message has a part that is not text."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
-                return True
-    return False

@@ -1,15 +1,14 @@
 """Chooses the prefill and the decode engine of a request.
 
 An engine's cost is the number of prompt tokens to compute there before the request's first token: those of the requests
-under way, plus ``request_cost_tokens`` for each of them, divided by the weight; and those of this request that the
-engine has not seen. The cheapest engine is chosen; among equals, the one with the fewest picks by weight.
+under way, plus ``request_cost_tokens`` for each of them, divided by the weight; and what this request needs, which the
+policy says. The cheapest engine is chosen; among equals, the one with the fewest picks by weight.
 
 A decode engine pulls what it lacks of a prefilled prompt, at a sixteenth of the cost of computing. A conversation stays
-on its decode engine unless that is much busier than the least busy (``affinity_slack``), unavailable or full.
+on its decode engine unless that is much busier than the least busy (``affinity_slack``), unavailable or full, or the
+policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
-
-from collections.abc import Callable
 
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
@@ -17,7 +16,8 @@ from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.messages.transfer_params import Source
 from vllm_kvtier.proxy.routing.admission import Choice
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name
-from vllm_kvtier.proxy.routing.prefixes import PrefixMemory, Seen
+from vllm_kvtier.proxy.routing.policies.base import RoutingPolicy
+from vllm_kvtier.proxy.routing.prompt import Prompt
 
 _PULL_SHARE = 1 / 16
 
@@ -25,44 +25,45 @@ _PULL_SHARE = 1 / 16
 class Router:
     """Chooses among the engines of a fleet; stateless."""
 
-    def __init__(self, fleet: Fleet, prefixes: PrefixMemory, config: ProxyConfig):
+    def __init__(self, fleet: Fleet, policy: RoutingPolicy, config: ProxyConfig):
         self._fleet = fleet
-        self._prefixes = prefixes
+        self.policy = policy
         self.config = config
 
-    def choose_prefill(self, name: Name, tokens: int, exclude: tuple[Engine, ...] = ()) -> Choice | None:
-        """The prefill engine for a prompt of ``tokens``; None if none is usable."""
+    def choose_prefill(self, prompt: Prompt, exclude: tuple[Engine, ...] = ()) -> Choice | None:
+        """The prefill engine for a prompt; None if none is usable."""
         usable = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
         if not usable:
             return None
-        uncached = self._uncached_tokens(name, tokens)
-        engine = min((e for e in usable if not e.full), key=lambda e: self._cost(e, uncached(e)), default=None)
-        return Choice(engine, 0 if engine is None else uncached(engine))
+        expected = self.policy.expect(prompt)
+        free = [engine for engine in usable if not engine.full]
+        engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
+        return Choice(engine, 0 if engine is None else expected(engine).uncached)
 
-    def choose_decode(self, name: Name, route: ConversationRoute | None, tokens: int, prefilled: bool) -> Choice | None:
+    def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
         """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt."""
-        ranked = self.rank_decode(name, route, tokens, prefilled)
+        ranked = self.rank_decode(prompt, route, prefilled)
         if not ranked:
             return None
         # Unavailable engines get requests only if all are unavailable, not if the others are full.
         healthy = [engine for engine in ranked if engine.healthy] or ranked
         engine = next((engine for engine in healthy if not engine.full), None)
-        return Choice(engine, 0 if engine is None or prefilled else self._uncached_tokens(name, tokens)(engine))
+        return Choice(engine, 0 if engine is None or prefilled else self.policy.expect(prompt)(engine).uncached)
 
-    def rank_decode(
-        self, name: Name, route: ConversationRoute | None, tokens: int = 0, prefilled: bool = False
-    ) -> list[Engine]:
+    def rank_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool = False) -> list[Engine]:
         """All open decode engines, best first."""
         candidates = [engine for engine in self._fleet.decode if engine.open]
         if len(candidates) == 1:
             return candidates
-        uncached = self._uncached_tokens(name, tokens)
+        expected = self.policy.expect(prompt)
         share = _PULL_SHARE if prefilled else 1
-        candidates.sort(key=lambda engine: (not engine.healthy, *self._cost(engine, uncached(engine) * share)))
-        previous = self._previous_engine(name, route)
+        candidates.sort(key=lambda engine: (not engine.healthy, *self._rank(engine, expected(engine).cost * share)))
+        named = prompt.name.explicit
+        keeps = named or self.policy.keeps_conversation(prompt, prefilled)
+        previous = self._previous_engine(prompt.name, route) if keeps else None
         if previous is not None and previous.usable and previous in candidates:
             least = min(engine.load for engine in candidates if engine.healthy)
-            if name.explicit or previous.load <= least + self.config.affinity_slack:
+            if named or previous.load <= least + self.config.affinity_slack:
                 candidates.remove(previous)
                 candidates.insert(0, previous)
         return candidates
@@ -77,13 +78,8 @@ class Router:
                 sources.append(engine.source)
         return sources
 
-    def _cost(self, engine: Engine, uncached: float) -> tuple[float, float]:
-        before = engine.tokens + engine.outstanding * self.config.request_cost_tokens
-        return before / (engine.weight or 1.0) + uncached, engine.weighted_picks
-
-    def _uncached_tokens(self, name: Name, tokens: int) -> Callable[[Engine], int]:
-        known = self._prefixes.known(name.pieces)
-        return lambda engine: max(0, tokens - known.get(Seen.by(engine), 0))
+    def _rank(self, engine: Engine, cost: float) -> tuple[float, float]:
+        return self.policy.queued(engine, self.config.request_cost_tokens) + cost, engine.weighted_picks
 
     def _previous_engine(self, name: Name, route: ConversationRoute | None) -> Engine | None:
         """The latest holder that is usable; for a conversation with an id, else the engine that served it last."""

@@ -43,6 +43,7 @@ class ExportBuilder:
         self._keys, self._counters, self._shared = engine.identity.content_keys, engine.counters, shared
         # vLLM's hashes also cover tokens after the block (some speculative decoding): there are no partial tails.
         self._lookahead = engine.info.hash_lookahead > 0
+        self._pulled = not engine.info.unsupported_pulls
         self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
         self._align = engine.geometry.alignment
         self._pending: list[ChecksumEntry] = []
@@ -56,6 +57,8 @@ class ExportBuilder:
 
     def kind(self, tracked: RequestState) -> LeaseKind | None:
         """How this request will be exported when it ends well; None if not at all."""
+        if not self._pulled:
+            return None
         if tracked.hints.export_prefill:
             return LeaseKind.HANDOFF
         return LeaseKind.RETAINED if self._config.bidirectional else None

@@ -12,7 +12,9 @@ from vllm_kvtier.scheduler.sources.base import PendingLookup
 from vllm_kvtier.vllm_compat import requests as vr
 
 MAX_PREFETCHES = 16
-PREFETCHES_PER_MATCH = 2  # sent when vLLM matches a request in time: the queue moves
+# Sent together when vLLM matches a request in time (the queue moves) and there is room for as many: their answers then
+# take the interpreter once.
+PREFETCHES_AT_ONCE = 8
 MAX_PREFETCH_SECONDS = 0.25
 
 
@@ -50,8 +52,8 @@ class LookupPrefetcher:
         """vLLM came to the request for the first time; ``take`` or ``cancel`` may follow."""
         self._queue.pop(request_id, None)
         self._expired.discard(request_id)
-        if request_id in self._lookups:
-            self._send(PREFETCHES_PER_MATCH)
+        if request_id in self._lookups and len(self._lookups) <= MAX_PREFETCHES - PREFETCHES_AT_ONCE:
+            self._send(PREFETCHES_AT_ONCE)
 
     def take(self, request: Any, block_hashes: list[bytes], computed: int) -> PendingLookup | None:
         """The lookup that was sent for the request, if it is the one to be sent now; else it is cancelled."""

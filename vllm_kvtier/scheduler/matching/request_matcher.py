@@ -40,9 +40,9 @@ class RequestMatcher:
             context.sync_load,
             context.checksum_index,
         )
-        self._sources = sources
         self._load_or_recompute = LoadOrRecompute(context)
         self._source_selector = SourceSelector(context, sources)
+        self._looking_ahead = self._source_selector.looking_ahead
         self._tracked: dict[str, RequestState] = {}
         self._jobs: list[Job | FailedJob] = []
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
@@ -82,19 +82,19 @@ class RequestMatcher:
 
     def prefetch_promotion(self, request: Any) -> None:
         """Have sources promote what a queued request will look up."""
-        if any([source.prefetch_promotion(request) for source in self._sources]):
+        if any([source.prefetch_promotion(request) for source in self._looking_ahead]):
             self._counters.count("promotion_prefetches")
 
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
         self._planner.will_compute(request.request_id, 0, request.num_tokens)
         self.prefetching = True
-        for source in self._sources:
+        for source in self._looking_ahead:
             source.prefetch_lookup(request)
 
     def expire_prefetches(self) -> None:
         """Once a step, while ``prefetching``."""
-        self.prefetching = any([source.expire_prefetches() for source in self._sources])
+        self.prefetching = any([source.expire_prefetches() for source in self._looking_ahead])
 
     # -- matching ------------------------------------------------------------------------------------------------
 
@@ -115,8 +115,9 @@ class RequestMatcher:
         while True:
             match t.life.state:
                 case State.NEW:
-                    for source in self._sources:
-                        source.on_matched(request.request_id)
+                    if t.candidates is None:
+                        for source in self._looking_ahead:
+                            source.on_matched(request.request_id)
                     if self._waits_for_load(t, computed):
                         return None, False
                     if not self._source_selector.ask_next(t, computed, len(self._tracked) == 1):
@@ -159,6 +160,8 @@ class RequestMatcher:
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
         held for longer than ``max_hold_seconds``.
         """
+        if t.life.state is not State.HIT and t.life.state is not State.LOCAL:
+            return
         candidates = self._source_selector.candidates_after_loss()
         if not candidates or self._source_selector.is_excluded(t):
             return

@@ -32,6 +32,7 @@ class SourceSelector:
     def __init__(self, context: LoadContext, sources: Sequence[KVSource]):
         """``sources``: in the order in which they are asked."""
         self.sources = sources
+        self.looking_ahead = [source for source in sources if source.looks_ahead]
         self._config, self._counters = context.engine.config, context.engine.counters
         self._resumes = context.engine.info.supports_partial_prefix
         self._wait_budget, self._budget_at = MAX_WAIT_BUDGET, time.monotonic()  # waiting among others, and as of when
@@ -179,7 +180,7 @@ class SourceSelector:
             t.held = None
 
     def cancel_prefetch(self, t: RequestState) -> None:
-        for source in self.sources:
+        for source in self.looking_ahead:
             source.cancel_prefetch(t.request.request_id)
 
     def release_export(self, t: RequestState) -> None:
@@ -188,7 +189,8 @@ class SourceSelector:
 
     def release_steps(self, request_id: str, t: RequestState | None) -> list[Callable[[], object]]:
         """As ``RequestMatcher.release_steps``."""
-        steps: list[Callable[[], object]] = [partial(source.cancel_prefetch, request_id) for source in self.sources]
+        ahead = self.looking_ahead
+        steps: list[Callable[[], object]] = [partial(source.cancel_prefetch, request_id) for source in ahead]
         if t is None:
             return steps
         held, hit, pending = t.held, t.hit, t.pending

@@ -9,6 +9,9 @@ again with the next block that their request fills, and after it ended well, whi
 Blocks of a LoRA adapter are offered once, when their request has ended (see ``provenance``): vLLM's prefix cache may
 have the KV of other weights under their hashes later.
 
+Of recurrent states (kinds that are not ``by_position``) those are stored that vLLM's prefix cache keeps, and no others:
+under whose hash it has a block is looked up when the request fills a block, and at its end.
+
 A stored prefix has no gap: a block is committed after its parent, or not at all. Jobs of a group are copied in their
 order; if one is cut short, so is all that depends on its missing blocks.
 
@@ -16,7 +19,6 @@ Collecting and unpinning happen here, on the scheduler's thread (the pool has no
 ``store_jobs``.
 """
 
-import functools
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -38,8 +40,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     StoreJobs,
 )
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import HASH, MAX_ITEMS, NO_PARENT
+from vllm_kvtier.store.protocol import HASH, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
@@ -75,7 +76,8 @@ class Offloader:
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._verified, self.events = verified, events
-        self._hash_block_size = engine.geometry.hash_block_size
+        self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
+        self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
@@ -145,10 +147,13 @@ class Offloader:
                     self._keep_ended(table)
                 elif self._left(table):
                     self._give_up_ended(table)
-        self._ask(last)
+        if last:
+            self._ask(True)
 
     def _full(self, request: Any, tokens: int) -> int:
         """The first of these tokens whose full blocks are to be stored."""
+        if request.lora_request is not None and not self._by_position:
+            return 0  # only vLLM's prefix cache says where the states are
         full = min(tokens, len(request.block_hashes) * self._hash_block_size)
         return min(full, request.num_prompt_tokens) if self._prompts_only else full
 
@@ -156,7 +161,12 @@ class Offloader:
         return any(self._last(table, g, table.ended) > done for g, done in enumerate(table.offered))
 
     def _last(self, table: Table, g: int, full: int) -> int:
-        return min(full // self._groups[g][0], len(table.groups[g]))
+        size, kind = self._groups[g]
+        if kind.by_position:
+            return min(full // size, len(table.groups[g]))
+        if table.running or self._speculates:  # of generated tokens one state is stored, once it is certain
+            full = min(full, table.request.num_prompt_tokens)
+        return full // size
 
     def _offer_ended(self) -> None:
         """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
@@ -218,18 +228,20 @@ class Offloader:
         for g, (size, _) in enumerate(self._groups):
             if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
                 continue
-            batch, keys = self._batch(request, lora_fingerprint), self._keys()
+            batch, per, raws = self._batch(request, lora_fingerprint), size // self._hash_block_size, []
             # All that may raise comes first, so that no block is pinned that is in no batch.
-            per, items, raws = size // self._hash_block_size, [], []
-            whole = [bytes(hashes[(i + 1) * per - 1]) for i, _ in positions]
-            for (i, block), key, h in zip(positions, keys.of(whole, g, lora_fingerprint), whole, strict=True):
-                parent = bytes(hashes[i * per - 1])[:HASH] if i else NO_PARENT
-                item = Item(table, g, i, block, key, batch.namespace_id, h[:HASH], parent, table.begun)
-                if self.events is not None:
-                    item.label = self.events.label_of(batch.namespace_id, g, h)
-                items.append(item)
+            whole = [hashes[(i + 1) * per - 1] for i, _ in positions]
+            parents = [hashes[i * per - 1][:HASH] if i else NO_PARENT for i, _ in positions]
+            keys = self._keys().of(whole, g, lora_fingerprint)
+            namespace_id, begun = batch.namespace_id, table.begun
+            items = [
+                Item(table, g, i, block, key, namespace_id, h[:HASH], parent, begun)
+                for (i, block), key, h, parent in zip(positions, keys, whole, parents, strict=True)
+            ]
             if self.events is not None:
-                raws = self.events.describe(batch.namespace_id, request, g, [i for i, _ in positions])
+                for item, h in zip(items, whole, strict=True):
+                    item.label = self.events.label_of(namespace_id, g, h)
+                raws = self.events.describe(namespace_id, request, g, [i for i, _ in positions])
             blocks = self._pool.pin([block for _, block in positions])
             self.pinned += len(blocks)
             self._held.update(blocks)
@@ -246,11 +258,16 @@ class Offloader:
         """
         (size, kind), hashes = self._groups[g], table.request.block_hashes
         ended = not table.running and not leaving
+        if not kind.by_position:
+            return self._states(table, g, self._last(table, g, full), self._room(ended))
         per, room, found, ids = size // self._hash_block_size, self._room(ended), [], table.groups[g]
-        own, last = len(ids) if ended else 0, self._last(table, g, full)
+        own, first, last = len(ids) if ended else 0, table.offered[g], self._last(table, g, full)
         if not (kind.whole_prefix or ended or leaving):
             own = self._groups[g].first_own_block(table.request.num_computed_tokens)
-        for i in range(table.offered[g], last):
+        if own <= first and last - first <= room and 0 not in (new := ids[first:last]):  # mostly
+            table.offered[g] = max(first, last)
+            return list(enumerate(new, first))
+        for i in range(first, last):
             block = ids[i] if i >= own else 0
             if not block and self._verified() and table.request.lora_request is None:
                 block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
@@ -269,6 +286,23 @@ class Offloader:
             table.offered[g] = i + 1
         return found
 
+    def _states(self, table: Table, g: int, last: int, room: int) -> list[tuple[int, int]]:
+        """As ``_positions``, up to block ``last``, of a group whose blocks only vLLM's prefix cache names: all of the
+        prompt's states that it keeps, and the last one of generated tokens."""
+        size, request, found = self._groups[g].block_tokens, table.request, list[tuple[int, int]]()
+        per, generated = size // self._hash_block_size, request.num_prompt_tokens // size
+        for i in range(table.offered[g], last if self._verified() else 0):
+            block = self._pool.cached_block(bytes(request.block_hashes[(i + 1) * per - 1]), g)
+            if block and found and found[-1][0] >= generated:
+                found[-1] = i, block
+            elif block and len(found) < room:
+                found.append((i, block))
+            elif block:
+                table.why = self._no_room()
+                break
+            table.offered[g] = i + 1
+        return found
+
     def _follow_store(self, table: Table, leaving: bool) -> None:
         """If another store serves now, or the first one, offer all blocks again that a reader of the whole blocks
         needs: of those that vLLM has freed, the ones in its prefix cache (``_positions``)."""
@@ -279,7 +313,7 @@ class Offloader:
             table.offered, table.rewinds = [0] * len(self._groups), 0
         table.instance = instance
         for g, group in enumerate(self._groups):
-            if group.kind.whole_prefix:
+            if group.kind.whole_prefix or not group.kind.by_position:
                 continue
             if leaving:
                 own = next((i for i, block in enumerate(table.groups[g]) if block), 0)
@@ -301,37 +335,15 @@ class Offloader:
         return batch
 
     def _ask(self, now: bool) -> None:
-        """Reserve the collected blocks, once that is worth a message."""
+        """Have the collected blocks reserved, once that is worth a message."""
         for key, batch in list(self._open.items()):
-            at, after = (limits[0 if batch.soon else 1] for limits in (RESERVE_AT_BLOCKS, RESERVE_AFTER_STEPS))
-            if not (now or len(batch.items) >= at or self._step - batch.since >= after):
-                continue
-            while batch.items:
-                self._reserve(batch, batch.items[:MAX_ITEMS])
-            del self._open[key]
-            if self.events is not None:
-                self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
-
-    def _reserve(self, batch: Batch, items: list[Item]) -> None:
-        instance = self._store.instance
-        groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
-        parents = b"".join([item.parent for item in items])
-        self.jobs.asked()
-        try:
-            pending = self._store.reserve(batch.namespace_id, batch.tenant, groups, hashes, parents)
-        except Exception:
-            self._reactor.call_soon(self.jobs.count_answer)
-            raise
-        del batch.items[: len(items)]
-        answered = functools.partial(self._on_answer, batch, items, instance)
-        try:
-            pending.then(answered)
-        except Exception:  # else the blocks would stay pinned for ever
-            pending.then(answered)
-            raise
-
-    def _on_answer(self, batch: Batch, items: list[Item], instance: str, pending: Pending) -> None:
-        self._reactor.call_soon(lambda: self.jobs.reserved(batch, items, pending, instance, self.events))
+            kind = 0 if batch.soon else 1
+            late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
+            if now or late or len(batch.items) >= RESERVE_AT_BLOCKS[kind]:
+                self.jobs.ask(batch, self.events, now)
+                del self._open[key]
+                if self.events is not None:
+                    self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations
 
     def drain(self) -> None:
         """Unpin what was copied or refused, and offer again what is to be stored nevertheless."""
@@ -342,8 +354,8 @@ class Offloader:
             self._pool.free(ids)
             returned.popleft()
             self.pinned -= len(ids)
-            self._held.subtract(ids)
             for i in ids:
+                self._held[i] -= 1
                 if not self._held[i]:
                     del self._held[i]
             if why == STORED_ALREADY:
@@ -383,7 +395,7 @@ class Offloader:
     def _rewind(self, table: Table) -> None:
         """Offer the prefix from its beginning, which the store lost."""
         for g, (_, kind) in enumerate(self._groups):
-            if kind.whole_prefix:
+            if kind.whole_prefix or not kind.by_position:
                 table.offered[g] = 0
         table.due = 0
 

@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_kvtier.scheduler.offload.block_tables import Table
 from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import EXISTS, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.store.protocol import EXISTS, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.events import Label
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
@@ -34,6 +35,9 @@ STORED, STORED_ALREADY, PARENT_NOT_STORED, COPY_DROPPED = "", "already_stored", 
 MALFORMED = "malformed_answer"
 INTERNAL_ERROR = "internal_error"
 STORE_UNAVAILABLE, BLOCKS_NEEDED, INFLIGHT_LIMIT = "store_unavailable", "blocks_needed", "inflight_limit"
+# Seconds after which blocks that a step collected are reserved: when its forward has been launched, mostly, and vLLM
+# waits for the device. Before, the threads that handle the messages would take the interpreter from the launch.
+RESERVE_WITHIN = 4e-3
 _REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store_full", NO_PARENT_STORED: PARENT_NOT_STORED}
 
 
@@ -114,10 +118,19 @@ class StoreJobs:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def asked(self) -> None:
-        """Call before a reservation is sent: see ``_gaps``."""
-        with self._quiet:
-            self._sent += 1
+    def ask(self, batch: Batch, events: Events | None, now: bool) -> None:
+        """Have the reactor's thread reserve the blocks of ``batch``, and take them from it. ``events`` sends labels
+        again that the store may have lost. ``now``: no step is launched."""
+        while batch.items:
+            items = batch.items[:MAX_ITEMS]
+            reserve = partial(self._reserve, batch, items, events)
+            with self._quiet:
+                self._sent += 1
+            if now:
+                self._reactor.call_soon(reserve)
+            else:
+                self._reactor.call_within(RESERVE_WITHIN, reserve)
+            del batch.items[: len(items)]
 
     def cut_flights(self, short: int, held_once: Callable[[list[int]], int]) -> None:
         """Have the workers skip the ends of the newest jobs, as far as no request uses their blocks, to free ``short``
@@ -156,6 +169,20 @@ class StoreJobs:
             return False
         return True
 
+    def _reserve(self, batch: Batch, items: list[Item], events: Events | None) -> None:
+        instance = self._store.instance
+        groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
+        parents = b"".join([item.parent for item in items])
+        try:
+            pending = self._store.reserve(batch.namespace_id, batch.tenant, groups, hashes, parents)
+        except Exception:
+            logger.exception("kvtier: blocks could not be reserved in the store; they are offered again")
+            self.returned.append((items, INTERNAL_ERROR))
+            self._count_answer()
+            self._on_free()
+            return
+        pending.then(lambda answer: self.reserved(batch, items, answer, instance, events))
+
     def reserved(self, batch: Batch, items: list[Item], pending: Pending, instance: str, events: Events | None) -> None:
         """The store's answer for blocks of ``batch``; ``events`` sends labels again that it may have lost."""
         reserved = pending.outcome
@@ -186,7 +213,7 @@ class StoreJobs:
             if some:
                 self._begin(batch.step, some, pending.session, instance)
         self.returned.extend((some, why) for why, some in refused.items())
-        self.count_answer()
+        self._count_answer()
         self._land_all()
         if self.returned:
             self._on_free()
@@ -194,7 +221,7 @@ class StoreJobs:
             labels = [(item.group, item.label) for some in granted for item in some if item.label is not None]
             events.send_labels_again(batch.namespace_id, labels)
 
-    def count_answer(self) -> None:
+    def _count_answer(self) -> None:
         with self._quiet:
             self._answered += 1
             self._quiet.notify_all()

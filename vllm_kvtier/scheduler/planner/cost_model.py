@@ -14,6 +14,7 @@ pulled in to ``CLIP_LIMIT``, so that one hiccup changes little. Each further one
 that a lasting change is followed fast.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -152,13 +153,15 @@ class StepCost:
 
     MAX_EXTRAPOLATION = 4
     MIN_PREFILLS = 3  # steps with new tokens until the fit is used; the first ones of an engine compile kernels
-    FEATURE_SCALE = np.array((1.0, 1e-3, 1e-7, 1e-2, 1.0))  # brings the features near 1
+    FEATURE_SCALE = (1.0, 1e-3, 1e-7, 1e-2, 1.0)  # brings the features near 1
     WEIGHT_DECAY = 15 / 16  # of a size's weight at its next step: the last 16 decide
 
     def __init__(self) -> None:
-        self._equations: dict[int, np.ndarray] = {}  # size -> normal equations: float64 [5, 6], the right side last
+        # size -> normal equations, [5, 6] row by row, the right side last: as floats, since numpy takes ten times as
+        # long for so few, and longer still in a thread that comes back from a wait
+        self._equations: dict[int, list[float]] = {}
         self._clips: dict[int, Clip] = {}
-        self._costs = np.zeros(5)
+        self._costs = [0.0] * 5
         self._since_fit = 0
         self._widest = self._deepest = 0.0
         self.prefills = 0
@@ -171,8 +174,7 @@ class StepCost:
     @property
     def coefficients(self) -> list[float]:
         """Seconds a step, a token, a pair, a decode, and a step with new tokens besides."""
-        found: list[float] = (self._costs * self.FEATURE_SCALE).tolist()
-        return found
+        return [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
 
     def covers(self, tokens: int) -> bool:
         """Whether steps about as large as ``tokens`` have been seen."""
@@ -185,22 +187,24 @@ class StepCost:
             tokens += new
             pairs += new * before + new * new / 2
             self._deepest = max(self._deepest, float(before + new))
-        x = np.array((1.0, tokens, pairs, decodes, float(tokens > 0))) * self.FEATURE_SCALE
+        features = 1.0, tokens, pairs, decodes, float(tokens > 0)
+        x = [value * scale for value, scale in zip(features, self.FEATURE_SCALE, strict=True)]
         size = 1 + (tokens.bit_length() - 1) // 2 if tokens else 0
-        equations, clip = self._equations.setdefault(size, np.zeros((5, 6))), self._clips.setdefault(size, Clip())
+        equations, clip = self._equations.setdefault(size, [0.0] * 30), self._clips.setdefault(size, Clip())
         expected = seconds
-        if self.known and equations[0, 0]:
-            predicted = float(self._costs @ x)
+        if self.known and equations[0]:
+            predicted = sum(cost * value for cost, value in zip(self._costs, x, strict=True))
             if predicted > 0:
                 if tokens:
                     self.error.add(seconds, predicted)
                 expected, seconds = predicted, clip(seconds / predicted) * predicted
         if clip.changing and tokens:  # the engine's pace has changed: what other sizes taught is old too
             for other in self._equations.values():
-                other *= 0.75
-        x /= expected
-        equations *= 0.5 if clip.changing else self.WEIGHT_DECAY
-        equations += np.outer(x, [*x, seconds / expected])
+                other[:] = [value * 0.75 for value in other]
+        x = [value / expected for value in x]
+        decay = 0.5 if clip.changing else self.WEIGHT_DECAY
+        products = itertools.product(x, [*x, seconds / expected])
+        equations[:] = [old * decay + a * b for old, (a, b) in zip(equations, products, strict=True)]
         if tokens:
             self.prefills += 1
             self._widest = max(float(tokens), self._widest * 0.999)
@@ -208,7 +212,7 @@ class StepCost:
         self._since_fit += 1
         if self._since_fit >= (16 if not tokens else 4 if self.prefills > 16 else 1):
             self._since_fit = 0
-            self._costs = _least_squares(sum(self._equations.values(), np.zeros((5, 6))))
+            self._costs = _least_squares(np.sum(list(self._equations.values()), axis=0).reshape(5, 6)).tolist()
 
     def prefill_seconds(self, start: int, end: int, steps: int, decodes: float) -> float:
         """Seconds that tokens [start, end) of one request add, in ``steps`` steps of their own."""

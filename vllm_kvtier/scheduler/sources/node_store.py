@@ -7,6 +7,7 @@ its tokens), the layout of a slot, and the number of pages of the store's memory
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.logs import get_logger
@@ -39,7 +40,7 @@ MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 def _store_options(config: KVTierConfig) -> StoreOptions:
     """Those of a store that this engine starts: what the engine's options say with ``store_`` before the name."""
     given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
-    given |= {name: str(given[name]) for name in ("size", "disk_size")}
+    given |= {name: str(given[name]) for name in ("size", "disk_size", "object_size")}
     given["cluster_key_file"] = config.cluster_key_file
     return StoreOptions(**{name: value for name, value in given.items() if value is not None})
 
@@ -64,6 +65,7 @@ class NodeStoreSource(StoreSource):
         self._options = _store_options(config)
         self.client: StoreClient | None = None
         self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
+        self._limit = 0  # of the connection
         self._instance = ""
         self._logged = ""
         self._waiting = self._compared = False
@@ -87,6 +89,7 @@ class NodeStoreSource(StoreSource):
 
     def reached(self, message: m.PoolReady) -> None:
         self._reached[message.rank] = (message.instance, message.nbytes)
+        self._limit = self._reachable_pages()
         if self.events is not None:
             self.events.store_changed(self.opened_client, bool(self.limit()))
 
@@ -98,6 +101,7 @@ class NodeStoreSource(StoreSource):
 
     def _changed(self) -> None:
         client = self.opened_client
+        self._limit = self._reachable_pages()
         if client.instance != self._instance:
             self._instance = client.instance
             if not client.instance:
@@ -154,8 +158,11 @@ class NodeStoreSource(StoreSource):
 
     def limit(self) -> int:
         """Pages of the present store's memory that all workers can reach; 0 without a store."""
-        client, reached = self.client, list(self._reached.values())
-        if client is None or not client.connected or len(reached) < self._info.world_size:
+        return self._limit if self.client is not None and self.client.connected else 0
+
+    def _reachable_pages(self) -> int:
+        client, reached = self.opened_client, list(self._reached.values())
+        if not client.connected or len(reached) < self._info.world_size:
             return 0
         if any(instance != client.instance for instance, _ in reached):
             return 0
@@ -217,6 +224,9 @@ class NodeStoreSource(StoreSource):
         except Exception:
             self._give_back(answer)
             raise
+
+    def prefetch_promotion(self, request: Any) -> bool:
+        return self.client is not None and bool(self.client.tiers) and super().prefetch_promotion(request)
 
     def directory_key_params(self, lora_fingerprint: bytes) -> tuple[bytes, int]:
         """As ``PeerDirectoryClient.key_params``."""

@@ -20,7 +20,8 @@ from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.bad_blocks import BadBlocks
 from vllm_kvtier.remote_store.lease_client import NodeLeaseClient, Peer
 from vllm_kvtier.remote_store.lookup import ASK_SECONDS, Answer, NodeLookups
-from vllm_kvtier.remote_store.options import NodeOptions
+from vllm_kvtier.remote_store.node_names import NodeNames
+from vllm_kvtier.remote_store.options import Address, NodeOptions
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.sources.base import (
     BlockIds,
@@ -91,8 +92,11 @@ class RemoteStoreSource(StoreSource):
         self._send = send
         config = context.engine.config
         options = NodeOptions.parse({"nodes": config.store_nodes, "cluster_key_file": config.cluster_key_file or ""})
-        self._peers = NodeLeaseClient(self._reactor, uuid.uuid4().hex, options, self._gone, logger)
+        instance = uuid.uuid4().hex
+        self._peers = NodeLeaseClient(self._reactor, instance, options, self._gone, logger)
+        self._listed = options.nodes
         self._asking = NodeLookups(self._reactor, self._peers, options.nodes, BETTER_HIT_WAIT)
+        NodeNames(self._reactor, options.names, instance, self._named).start()
         self._bad_blocks = BadBlocks()
         self._able: set[int] = set()  # ranks
         self._lease_ids = itertools.count(1)
@@ -100,6 +104,9 @@ class RemoteStoreSource(StoreSource):
         self._promotion_seconds = INITIAL_PROMOTION_SECONDS
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def _named(self, addresses: tuple[Address, ...]) -> None:
+        self._asking.listed = [*self._listed, *addresses]
 
     def _connect(self, plan: SlotPlan) -> None:
         host = wants_host_buffer(self._config.host_buffer, self._info.config, torch.device("cuda"))

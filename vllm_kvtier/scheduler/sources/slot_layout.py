@@ -39,7 +39,7 @@ class NamespaceIds:
         self._plan = plan
 
     def of(self, lora_fingerprint: bytes) -> bytes:
-        whole = self.base + lora_fingerprint
+        whole = (self._plan and self._plan + self._renewed) + lora_fingerprint
         namespace_id = self._namespace_ids.get(whole)
         if namespace_id is None:
             if len(self._namespace_ids) > MAX_NAMESPACE_IDS:

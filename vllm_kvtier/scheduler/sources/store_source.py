@@ -52,7 +52,7 @@ class StoreSource(KVSource):
 
     name = cost_key = "host"
     stage_metric = "host_hit_seconds"
-    answers_soon = holds_hit = can_cancel_load = True
+    answers_soon = holds_hit = can_cancel_load = looks_ahead = True
 
     def __init__(self, context: LoadContext, prefetches: bool):
         """``prefetches``: whether lookups are sent for queued requests too."""
@@ -67,7 +67,8 @@ class StoreSource(KVSource):
         self._reactor = context.engine.reactor
         self._plan: SlotPlan | None = None
         self._promotion_wait = PromotionWait(context, self.load_bytes)
-        self._prefetches = prefetches and self._info.supports_partial_prefix
+        # How far vLLM's prefix cache reaches is guessed by its blocks, without states.
+        self._prefetches = prefetches and self._info.supports_partial_prefix and self._geometry.by_position
         self.prefetcher = LookupPrefetcher(self, self._hash_block_size)
 
     # -- what a store does -------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class StoreSource(KVSource):
         )
 
     def _hashes(self, request: Any) -> list[bytes]:
-        return vr.block_hashes(request, request.num_tokens, self._hash_block_size)
+        return vr.block_hashes(request, self._geometry.lookup_tokens(request.num_tokens), self._hash_block_size)
 
     def retry_lookup(self, request: RequestState, result: LookupHit | LookupMiss) -> PendingLookup | None:
         if not result.found and not result.searched:

@@ -181,7 +181,7 @@ def open_tiers(
             "url": options.object_url,
             "endpoint": options.object_endpoint,
             "region": options.object_region,
-            "backend": options.object_backend,
+            "size": parse_bytes(options.object_size, "store option object_size"),
         }
         bucket = ObjectTier(context, object_options)
         tiers.append(bucket)

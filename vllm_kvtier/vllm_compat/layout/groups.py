@@ -59,6 +59,9 @@ def cache_kind(spec: Any) -> CacheKind:
     kind = cache_kinds.of_spec(name)
     if kind is None:
         raise UnsupportedLayout(f"{name} is a kind of KV cache that this vllm-kvtier does not know")
+    for field, wanted in kind.required.items():
+        if getattr(spec, field) != wanted:
+            raise UnsupportedLayout(f"{name} has {field} {getattr(spec, field)}, and {wanted} is needed")
     return kind(getattr(spec, kind.window_field) if kind.window_field else None)
 
 

@@ -22,6 +22,7 @@ from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
+from vllm_kvtier.vllm_compat.layout.state_layout import check_words, is_state, state_region
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.vllm_compat.version import installed_version
@@ -41,11 +42,11 @@ _FIELDS = frozenset(
         "max_tp_shards sliding_window attention_chunk_size non_causal tq_slot_size cache_dtype_str alignment "
         "compress_ratio model_version non_causal_multi_token_decode cache_role is_index_group_leader "
         "storage_block_size topk_buffer_width extra_retained_tokens bounded_replay "
+        "shapes dtypes mamba_type mamba_cache_mode num_speculative_blocks num_prefill_checkpoint_blocks "
+        "prefill_checkpoint_alignment num_heads tp_replicated "
         "layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident role"
     ).split()
 )
-
-_WORD = 4  # checksums count words of 4 or 8 bytes
 
 
 class _Shape(NamedTuple):
@@ -105,7 +106,11 @@ def cache_view(
             if identity in seen:
                 continue
             seen.add(identity)
-            regions += _regions(name, tensor, spec, kv_cache_config.num_blocks, old, vllm_config, cpu_page_layouts)
+            num_blocks = kv_cache_config.num_blocks
+            if is_state(spec):
+                regions.append(state_region(name, tensor, spec, num_blocks))
+            else:
+                regions += _regions(name, tensor, spec, num_blocks, old, vllm_config, cpu_page_layouts)
         if not regions:
             raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
         kind = common_kind(kinds)
@@ -209,7 +214,7 @@ def _regions(
                 packing=packing,
                 dtype=_dtype(tensor, spec, vllm_config),
             )
-            _check_words(region)
+            check_words(region)
             mine = fields if shape.kv_stride is None else fields[side : side + 1]
             if sum(f.count for f in mine) * cell_tokens * NUMBER == region.inner:
                 region = msgspec.structs.replace(region, fields=mine)
@@ -346,17 +351,3 @@ def _quant(spec: Any) -> str:
 def _cache_dtype(spec: Any, vllm_config: Any) -> str:
     cache_config = getattr(vllm_config, "cache_config", None)
     return str(getattr(spec, "cache_dtype_str", None) or getattr(cache_config, "cache_dtype", "auto"))
-
-
-def _check_words(region: Region) -> None:
-    for what, number in (
-        ("bytes of a token and head", region.inner),
-        ("address", region.base),
-        ("block stride", region.block_stride),
-        ("head stride", region.outer_stride),
-        ("token stride", region.token_stride),
-    ):
-        if number % _WORD:
-            raise UnsupportedLayout(
-                f"layer {region.layer}: the {what} ({number}) is not a multiple of {_WORD}, which checksums need"
-            )

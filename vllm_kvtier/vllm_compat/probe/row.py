@@ -14,6 +14,7 @@ class Feature(enum.Enum):
     ALL = "everything"
     HANDOFFS = "hand-offs of prefills"
     GROUPS = "models with several KV cache groups, or MLA without chunked prefill"
+    STATES = "recurrent states"
     IDLE = "work while the engine is idle"
     PEER_FETCH = "peer fetch"
     SYNC_LOADS = "synchronous loads"

@@ -216,6 +216,12 @@ ROWS: tuple[Row, ...] = (
         tried=(f"{_BASE}:KVConnectorTransferResults", *_all(_SCHEDULER, "failed_recving_kv_req_ids requests")),
     ),
     Row(
+        "layout of states", Feature.STATES, "shapes, dtypes, and the order of a convolution's state", Side.BOTH,
+        since=(0, 32, 0),
+        fields={f"{_CACHE}:MambaSpec": "shapes dtypes mamba_type mamba_cache_mode"},
+        calls=(("vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout", 0, ()),),
+    ),
+    Row(
         "idle hook", Feature.IDLE, "the engine's loop calls it each time before it sleeps",
         calls=((f"{_CORE}:EngineCoreProc._notify_idle_state_callbacks", 1, ()),),
         names=(f"{_CORE}:EngineCoreProc",),

@@ -17,7 +17,8 @@ from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.lease_client import NodeLeaseClient, Peer
 from vllm_kvtier.remote_store.lookup import Answer, NodeLookups
 from vllm_kvtier.remote_store.nixl_agent import Poller, Reader, Server, quiet_ucx
-from vllm_kvtier.remote_store.options import NodeOptions
+from vllm_kvtier.remote_store.node_names import NodeNames
+from vllm_kvtier.remote_store.options import Address, NodeOptions
 from vllm_kvtier.remote_store.transfers import Job, NodeReads, ReadEvents
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -47,6 +48,7 @@ class NodeProcess:
         self._instance = uuid.uuid4().hex
         self._peers = NodeLeaseClient(self._reactor, self._instance, self._options, self._peer_gone)
         self._lookups = NodeLookups(self._reactor, self._peers, self._options.nodes)
+        self._names = NodeNames(self._reactor, self._options.names, self._instance, self._named)
         events = ReadEvents(self._read_done, self._read_broke, host.fail)
         self._reads = NodeReads(host.pool, self._make_reader, events)
         self._poller = Poller(self._reactor, host.guard)
@@ -68,6 +70,7 @@ class NodeProcess:
                 return server.reading
 
             self._poller.add(serve)
+        self._names.start()
         return m.Opened(writable=False)
 
     def handle(self, message: m.ToTierProcess) -> None:
@@ -88,6 +91,9 @@ class NodeProcess:
 
     def close(self) -> None:
         """Connections end with the process, which peers notice."""
+
+    def _named(self, addresses: tuple[Address, ...]) -> None:
+        self._lookups.listed = [*self._options.nodes, *addresses]
 
     # -- lookups ------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class NodesTier(ProcessTier):
     writable = False
 
     def __init__(self, context: TierContext, options: m.Options, leases: NodeLeaseTable):
-        self._listed = bool(NodeOptions.parse(options).nodes)
+        parsed = NodeOptions.parse(options)
+        self._listed = bool(parsed.nodes or parsed.names)
         self._leases = leases
         self._instance = 0  # of the tier process: tokens of another instance are invalid
         self._bad_blocks = BadBlocks()

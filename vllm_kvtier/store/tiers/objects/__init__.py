@@ -1,1 +1,1 @@
-"""The object tier (S3): one object a block, named by content."""
+"""The object tier (S3, Google Cloud Storage, Azure, a shared directory): one object a block, named by content."""

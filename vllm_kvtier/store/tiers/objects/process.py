@@ -1,4 +1,4 @@
-"""The tier process of the object tier: moves blocks between the pool and an S3 bucket, one object per block.
+"""The tier process of the object tier: moves blocks between the pool and a bucket or directory, one object per block.
 
 Writers need no coordination: an object's name follows from its content (``object_names``), so that writing it again
 changes nothing. An object whose length is not the block's is written again. The engine that loads a block verifies it.
@@ -8,8 +8,9 @@ slot until its request ends, so a Read is answered when all its requests have en
 kills this process. ``error`` of Moved and Located means that the object store failed; a missing or short object is no
 error.
 
-Options of Open: ``url`` (s3://bucket/prefix), ``endpoint``, ``region``, ``backend`` (auto, OBJ, boto3), and in seconds
-``timeout`` (of a silent server), ``look_seconds`` (of a Look), ``read_seconds`` (of one object).
+Options of Open: ``url``, ``endpoint``, ``region``, ``size`` (of a directory, in bytes), and in seconds ``timeout`` (of
+a silent server), ``look_seconds`` (of a Look), ``read_seconds`` (of one object), ``scan_seconds`` (between two scans of
+a directory).
 """
 
 import time
@@ -18,11 +19,12 @@ from functools import partial
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.tiers.objects.object_client import ObjectClient
+from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, check_endpoint, parse_url
 from vllm_kvtier.store.tiers.objects.prefix_search import Name, Prefix, search
 from vllm_kvtier.store.tiers.objects.request_pool import Done, Job, Lane, Presence, RequestPool
-from vllm_kvtier.store.tiers.objects.s3_client import Bucket, Kind, Trouble
-from vllm_kvtier.store.tiers.objects.transfers import BucketData, Data, nixl_data
+from vllm_kvtier.store.tiers.objects.shared_directory import SCAN_SECONDS, SharedDirectory
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
 from vllm_kvtier.wire.reactor import Timer
@@ -37,6 +39,7 @@ MAX_REMEMBERED_OBJECTS = 1 << 18  # objects
 THERE_SECONDS = 300.0  # validity of "exists"; a read finds an object that expired
 ABSENT_SECONDS = 3.0  # validity of "does not exist"; another store may write it at any time
 ACCESS_SECONDS = 30.0  # between two checks of the access rights, if absent objects are reported as forbidden
+MIN_CHECK_SECONDS, CHECKS = 0.1, 10  # of a directory: whether a scan is due; so many checks in ``scan_seconds``
 
 
 class ObjectProcess:
@@ -46,18 +49,21 @@ class ObjectProcess:
         self._host, self._location = host, parse_url(str(options["url"]))
         self._look_seconds = float(options.get("look_seconds", 4.0))
         self._read_seconds = float(options.get("read_seconds", 20.0))
-        self._backend = str(options.get("backend", "auto"))
-        self._bucket = Bucket(
+        self._client = ObjectClient(
             self._location,
             check_endpoint(str(options.get("endpoint", ""))),
             str(options.get("region", "")),
-            timeout=float(options.get("timeout", 5.0)),
-            connections=PARALLEL_READS + PARALLEL_WRITES + PARALLEL_LOOKUPS,
+            float(options.get("timeout", 5.0)),
+            self._read_seconds,
         )
+        self._directory: SharedDirectory | None = None
+        self._scan_seconds = float(options.get("scan_seconds", SCAN_SECONDS))
+        if self._location.scheme == "file":
+            self._directory = SharedDirectory(self._location, int(options["size"]), self._scan_seconds)
         self._requests = RequestPool(host, PARALLEL_LOOKUPS, "ask")
+        self._downloads = RequestPool(host, PARALLEL_READS, "read")
         self._uploads = RequestPool(host, PARALLEL_WRITES, "write")
-        self._data: Data  # set by ``open``
-        self._opened = False
+        self._scans = RequestPool(host, 1, "scan")
         self._reads, self._writes = Lane(PARALLEL_READS), Lane(PARALLEL_WRITES)
         self._presence = Presence(MAX_REMEMBERED_OBJECTS, THERE_SECONDS, ABSENT_SECONDS)
         self._corrupt: dict[str, None] = {}  # objects with wrong contents that may still exist
@@ -69,9 +75,8 @@ class ObjectProcess:
     def open(self) -> m.Opened:
         """Check that the bucket can be reached and read. Raises KVTierError."""
         note = self._check_rights()
-        self._data, why = self._make_data()
-        self._opened = True
-        return m.Opened(writable=not note, note="; ".join(filter(None, (note, why))))
+        self._scan_later()
+        return m.Opened(writable=not note, note=note)
 
     def handle(self, message: m.ToTierProcess) -> None:
         if isinstance(message, m.Look):
@@ -87,10 +92,8 @@ class ObjectProcess:
             raise KVTierError(f"unexpected message {type(message).__name__}")
 
     def close(self) -> None:
-        self._requests.close()
-        self._uploads.close()
-        if self._opened:
-            self._data.close()
+        for pool in (self._requests, self._downloads, self._uploads, self._scans):
+            pool.close()
 
     # -- opening ------------------------------------------------------------------------------------------------
 
@@ -103,48 +106,56 @@ class ObjectProcess:
         """
         marker, note = self._location.marker, ""
         try:
-            found = self._bucket.read(marker, 2 * len(FORMAT))
+            found = self._client.read(marker, 2 * len(FORMAT))
         except Trouble as missing:
             if missing.kind not in (Kind.ABSENT, Kind.FORBIDDEN):
                 raise
+            found = FORMAT
             try:
-                self._bucket.put(marker, memoryview(FORMAT))
+                if not self._client.put(marker, memoryview(FORMAT), create=True):  # another store was first
+                    found = self._client.read(marker, 2 * len(FORMAT))
             except Trouble as trouble:
-                if trouble.kind is not Kind.FORBIDDEN or missing.kind is Kind.FORBIDDEN:
+                if trouble.kind not in (Kind.FORBIDDEN, Kind.FULL) or missing.kind is Kind.FORBIDDEN:
                     raise
                 note = f"read only: {trouble}"
-            found = FORMAT
         if found != FORMAT:
             raise KVTierError(f"{self._location} holds other data than blocks of this version; use another prefix")
         try:
-            self._bucket.size(f"{marker}-absent")
+            self._client.size(f"{marker}-absent")
         except Trouble as trouble:
             if trouble.kind is not Kind.FORBIDDEN:
                 raise
-            self._bucket.denied_is_absent = True
+            self._client.denied_is_absent = True
         return note
-
-    def _make_data(self) -> tuple[Data, str]:
-        boto = BucketData(self._host, self._bucket, PARALLEL_READS, self._uploads)
-        if self._backend != "boto3":
-            try:
-                return nixl_data(self._host, self._bucket, boto), ""
-            except KVTierError as error:
-                if self._backend == "OBJ":
-                    return boto, f"boto3 is used instead of NIXL's OBJ: {error}"
-        return boto, ""
 
     def _check_access(self) -> None:
         """If absent objects are reported as forbidden, lost rights look like an empty bucket: check them regularly."""
         now = time.monotonic()
-        if not self._bucket.denied_is_absent or now - self._access_checked < ACCESS_SECONDS:
+        if not self._client.denied_is_absent or now - self._access_checked < ACCESS_SECONDS:
             return
         self._access_checked = now
 
         def checked(result: object) -> None:
             self._trouble = result if isinstance(result, Trouble) else None
 
-        self._requests.do(lambda: self._bucket.read(self._location.marker, len(FORMAT)), checked)
+        self._requests.do(lambda: self._client.read(self._location.marker, len(FORMAT)), checked)
+
+    def _scan_later(self) -> None:
+        """Keep the directory below its size from now on."""
+        directory = self._directory
+        if directory is None:
+            return
+
+        def begin() -> None:
+            self._scans.do(directory.scan_if_due, scanned)
+
+        def scanned(result: object) -> None:
+            if isinstance(result, tuple):
+                self._host.send(m.Scanned(*result))
+            self._scan_later()
+
+        seconds = max(MIN_CHECK_SECONDS, self._scan_seconds / CHECKS)
+        self._host.reactor.call_later(seconds, self._host.guard(begin))
 
     # -- lookups ------------------------------------------------------------------------------------------------
 
@@ -224,7 +235,7 @@ class ObjectProcess:
 
         def ask(key: str) -> int | None:
             if needed():
-                return self._bucket.size(key)
+                return self._client.size(key)
             raise Trouble("the lookup has ended")
 
         for i, (key, _) in enumerate(wanted):
@@ -241,13 +252,14 @@ class ObjectProcess:
                     self._presence.saw(key, trouble is None)
                 done(trouble)
 
-            self._data.get(key, *self._slot(message.moves[i]), deadline, ended)
+            into = self._slot(message.moves[i])
+            self._downloads.do(partial(self._get, key, into, deadline), _result_to(ended))
 
         self._move(message, self._reads, start)
 
     def _write(self, message: m.Write) -> None:
         def start(i: int, done: Done) -> None:
-            key, slot = self._key(message.moves[i]), self._slot(message.moves[i])
+            key, data = self._key(message.moves[i]), self._slot(message.moves[i])
 
             def ended(trouble: Trouble | None) -> None:
                 if trouble is None:
@@ -255,32 +267,48 @@ class ObjectProcess:
                     self._corrupt.pop(key, None)
                 done(trouble)
 
-            def asked(size: object) -> None:
-                if isinstance(size, Trouble):
-                    ended(size)
-                elif size == slot[1]:
-                    ended(None)
-                else:
-                    self._data.put(key, *slot, ended)
-
-            if key in self._corrupt:
-                self._data.put(key, *slot, ended)
-            elif self._presence.get(key):
+            # Often another store has written it, and a HEAD costs less than a PUT.
+            put = partial(self._put, key, data, key not in self._corrupt)
+            if key not in self._corrupt and self._presence.get(key):
                 ended(None)
-            else:  # often another store has written it, and a HEAD costs less than a PUT
-                self._uploads.do(lambda: self._bucket.size(key), asked)
+            else:
+                self._uploads.do(put, _result_to(ended))
 
         self._move(message, self._writes, start)
+
+    def _get(self, key: str, into: memoryview, deadline: float) -> None:
+        modified = self._client.get(key, into, deadline)
+        if self._directory is not None:
+            self._directory.was_used(key, modified)
+
+    def _put(self, key: str, data: memoryview, unless_there: bool) -> None:
+        """``unless_there``: with this length."""
+        size = self._client.size(key) if unless_there else None
+        if size == len(data):
+            if self._directory is not None:
+                self._directory.was_used(key, 0.0)
+            return
+        if self._directory is None:
+            self._client.put(key, data, create=unless_there and size is None)
+            return
+        self._directory.check()
+        try:
+            self._client.put(key, data)
+        except Trouble as trouble:
+            if trouble.kind is Kind.FULL:
+                self._directory.is_full()
+            raise
+        self._directory.was_written(len(data))
 
     def _move(self, message: m.Read | m.Write, lane: Lane, start: Callable[[int, Done], None]) -> None:
         began = time.monotonic()
 
         def over(troubles: list[Trouble | None]) -> None:
             serious = [trouble for trouble in troubles if trouble is not None and trouble.kind is not Kind.ABSENT]
-            denied = isinstance(message, m.Write) and any(t.kind is Kind.FORBIDDEN for t in serious)
+            refused = isinstance(message, m.Write) and any(t.kind in (Kind.FORBIDDEN, Kind.FULL) for t in serious)
             error = str(serious[0]) if serious else ""
             good = [trouble is None for trouble in troubles]
-            self._host.send(m.Moved(message.id, good, error, time.monotonic() - began, writable=not denied))
+            self._host.send(m.Moved(message.id, good, error, time.monotonic() - began, writable=not refused))
 
         lane.add(Job(len(message.moves), start, over))
 
@@ -302,14 +330,18 @@ class ObjectProcess:
                 self._corrupt.pop(key, None)
                 self._presence.saw(key, False)
 
-        self._requests.do(lambda: self._bucket.delete(key), deleted)
+        self._requests.do(lambda: self._client.delete(key), deleted)
 
     def _key(self, move: m.Move) -> str:
         return self._location.key(move.namespace_id, move.group, move.hash)
 
-    def _slot(self, move: m.Move) -> tuple[int, int]:
-        """(first byte in the pool, bytes). Raises KVTierError if it is outside the pool: the process ends."""
+    def _slot(self, move: m.Move) -> memoryview:
+        """Its bytes in the pool. Raises KVTierError if it is outside the pool: the process ends."""
         first, nbytes = move.slot * PAGE, move.pages * PAGE
         if not 0 < first < first + nbytes <= self._host.pool.nbytes:
             raise KVTierError(f"slot {move.slot} of {move.pages} pages is not in the pool")
-        return first, nbytes
+        return self._host.pool.view[first : first + nbytes]
+
+
+def _result_to(done: Done) -> Callable[[object], None]:
+    return lambda result: done(result if isinstance(result, Trouble) else None)

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from vllm_kvtier.store.tiers.objects.s3_client import Trouble
+from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
 
 Done = Callable[[Trouble | None], None]

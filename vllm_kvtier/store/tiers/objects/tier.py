@@ -34,12 +34,14 @@ class ObjectTier(ProcessTier):
     name = "object"
 
     def __init__(self, context: TierContext, options: m.Options):
-        parse_url(str(options["url"]))
+        location = parse_url(str(options["url"]))
         check_endpoint(str(options["endpoint"]))
         options = {**SECONDS, **options}
         self._look_slack = float(options["look_seconds"]) + SLACK_SECONDS
         self._move_slack = float(options["read_seconds"]) + SLACK_SECONDS
         super().__init__(context, options)
+        if location.scheme == "file":
+            self._counts.capacity_bytes = int(options["size"])
         self._note, self._refused = "", ""  # of Opened; why writes are refused now
         self._pause = REFUSED_SECONDS[0]
         self._retry: Timer | None = None
@@ -183,6 +185,10 @@ class ObjectTier(ProcessTier):
     # -- the tier process ---------------------------------------------------------------------------------------
 
     def process_message(self, message: m.ToServer) -> None:
+        if isinstance(message, m.Scanned):
+            self._counts.used_bytes = message.used_bytes
+            self._counts.evicted_blocks += message.removed
+            return
         self._tier_process.back_off(f"unexpected message {type(message).__name__}")
 
     def process_up(self, opened: m.Opened) -> None:

@@ -6,7 +6,6 @@ flight. Everything runs on the reactor's thread.
 
 import ctypes
 import importlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ logger = get_logger(__name__)
 POLL_NANOSECONDS = 250_000  # the reactor's own timers have a resolution of 1 ms
 _CLOCK_MONOTONIC = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-Rows = np.ndarray  # uint64[n, 3]: address in memory, or offset in a file or object; bytes; device, descriptor or number
+Rows = np.ndarray  # uint64[n, 3]: address in memory, or offset in a file; bytes; device or descriptor
 
 
 def load_nixl() -> Any:
@@ -47,12 +46,11 @@ def load_nixl() -> Any:
 class Transfer:
     """A transfer in flight. ``abort`` it, or wait for ``done``."""
 
-    __slots__ = ("_agent", "done", "handle", "names")
+    __slots__ = ("_agent", "done", "handle")
 
     def __init__(self, agent: "StorageAgent", done: Callable[[bool, str], None]):
         self._agent, self.done = agent, done
         self.handle: Any = None
-        self.names: Any = None  # NIXL's registration of its names
 
     def abort(self) -> bool:
         """Stop it; ``done`` is not called. False: NIXL cannot stop it, and its memory may be read or written until
@@ -85,18 +83,17 @@ class StorageAgent:
         self._under_way: dict[Transfer, None] = {}
         self._ticks = _Ticks(reactor, self._poll)
         self._registered: list[Any] = []
-        self._names = itertools.count(1)
 
     @property
     def under_way(self) -> int:
         """Transfers in flight."""
         return len(self._under_way)
 
-    # -- memory, files, objects -----------------------------------------------------------------------------------
+    # -- memory, files -----------------------------------------------------------------------------------
 
     def register(self, memory: str, rows: Sequence[tuple[int, int, int, str]]) -> Any:
-        """Register (address, bytes, 0, "") of "DRAM", (0, bytes, descriptor, "") of "FILE", or (0, bytes, number, key)
-        of "OBJ", until ``forget`` or the agent's end. Raises KVTierError."""
+        """Register (address, bytes, 0, "") of "DRAM", or (0, bytes, descriptor, "") of "FILE", until the agent's
+        end. Raises KVTierError."""
         try:
             return self._agent.register_memory(list(rows), memory, backends=[self.backend])
         except Exception as error:  # NIXL's own classes
@@ -108,37 +105,29 @@ class StorageAgent:
     def register_file(self, fd: int, nbytes: int) -> None:
         self._registered.append(self.register("FILE", [(0, nbytes, fd, "")]))
 
-    def forget(self, registration: Any) -> None:
-        """Undo ``register``; no transfer may use it."""
-        self._agent.deregister_memory(registration, backends=[self.backend])
-
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def transfer(
         self,
         op: str,
         local: Rows,
-        remote: Rows | Sequence[str],
+        remote: Rows,
         done: Callable[[bool, str], None],
-        *,
-        memory: str = "FILE",
     ) -> Transfer:
-        """Start to "READ" remote rows into local rows (of "DRAM"), or to "WRITE" local to remote; equal lengths each.
+        """Start to "READ" remote rows (of "FILE") into local rows (of "DRAM"), or to "WRITE" local to remote; equal
+        lengths each.
 
-        ``memory``: of the remote rows: "FILE", "OBJ" or "DRAM". Names instead of rows: whole objects.
         ``done(good, error)`` is called exactly once, never before this returns; the memory is free then (but see
         ``on_unsettled``). One bad row fails all.
         """
         transfer = Transfer(self, done)
         self._under_way[transfer] = None
         try:
-            if not isinstance(remote, np.ndarray):
-                remote, transfer.names = self._named(remote, local[:, 1], memory)
             api = self._agent
             transfer.handle = api.initialize_xfer(
                 op,
                 api.get_xfer_descs(np.ascontiguousarray(local, dtype=np.uint64), "DRAM"),
-                api.get_xfer_descs(np.ascontiguousarray(remote, dtype=np.uint64), memory),
+                api.get_xfer_descs(np.ascontiguousarray(remote, dtype=np.uint64), "FILE"),
                 self.name,
                 backends=[self.backend],
             )
@@ -180,13 +169,6 @@ class StorageAgent:
                 problems.append(f"NIXL's {backend} cannot be used: {_text(error)}")
         raise KVTierError("; ".join(problems))
 
-    def _named(self, names: Sequence[str], lengths: np.ndarray, memory: str) -> tuple[Rows, Any]:
-        rows = np.zeros((len(names), 3), np.uint64)
-        rows[:, 1] = lengths
-        rows[:, 2] = [next(self._names) for _ in names]
-        named = [(0, int(n), int(number), name) for (_, n, number), name in zip(rows, names, strict=True)]
-        return rows, self.register(memory, named)
-
     def _poll(self) -> None:
         try:
             for transfer in list(self._under_way):
@@ -226,8 +208,6 @@ class StorageAgent:
         try:
             if transfer.handle is not None:
                 transfer.handle.release()
-            if transfer.names is not None:
-                self.forget(transfer.names)
         except Exception as error:
             logger.warning("kvtier: NIXL cannot free a transfer: %s", error)
 

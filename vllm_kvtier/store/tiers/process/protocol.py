@@ -164,6 +164,13 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     writable: bool = True  # False: read only until the tier is opened again
 
 
+class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
+    """The tier keeps its directory below a size: the bytes in it, and the blocks that were just removed."""
+
+    used_bytes: Count
+    removed: Count
+
+
 class Located(msgspec.Struct, frozen=True, tag="located"):
     """``num_hash_blocks`` as in ``base.Find``; ``token``: for Read and Release, 0 if nothing was found; ``seconds``:
     expected duration of reading all blocks, 0: unknown."""
@@ -205,7 +212,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 ToTierProcess = Open | Read | Write | Drop | Look | Release | LeaseReply | PromotionStatus
-ToServer = Opened | Refused | Kept | Moved | Located | PromotionStatus | LeaseRequest | Return | Left
+ToServer = Opened | Refused | Kept | Moved | Scanned | Located | PromotionStatus | LeaseRequest | Return | Left
 
 encode = msgspec.msgpack.Encoder().encode
 _to_tier_process: msgspec.msgpack.Decoder[ToTierProcess] = msgspec.msgpack.Decoder(ToTierProcess)

@@ -1,0 +1,170 @@
+"""examples/helm/kvtier, rendered by helm (`python tools/get_helm.py`): by default the manifests of examples/kubernetes,
+valid by Kubernetes' schemas, and taken by the programs that it starts."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from docs_commands import Checker
+from docs_kubernetes import FOLDER, ROOT, load, problems, schema_problems
+
+CHART = ROOT / "examples/helm/kvtier"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+PLAIN = load()
+DOCKERFILE = (FOLDER / "Dockerfile").read_text("utf-8")
+
+
+def run_helm(*words: str) -> subprocess.CompletedProcess:
+    helm = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.prefix, "bin")))
+    if helm is None:
+        pytest.skip("no helm here: python tools/get_helm.py")
+    return subprocess.run([helm, *words], capture_output=True, text=True, timeout=60)
+
+
+def render(*words: str) -> dict[tuple[str, str], dict]:
+    done = run_helm("template", "release", str(CHART), "--namespace", "kvtier", *words)
+    assert done.returncode == 0, done.stderr
+    documents = [document for document in yaml.safe_load_all(done.stdout) if document]
+    found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    assert len(found) == len(documents)
+    return found
+
+
+def parsed(document: dict) -> dict:
+    """With JSON and YAML in strings parsed, so that their form does not matter."""
+    document = copy.deepcopy(document)
+    if "proxy.yaml" in document.get("data", {}):
+        document["data"]["proxy.yaml"] = yaml.safe_load(document["data"]["proxy.yaml"])
+    template = document["spec"].get("template") if "spec" in document else None
+    for container in template["spec"]["containers"] if template else ():
+        args = [word.split("=", 1) for word in container["args"]]
+        container["args"] = [[name, json.loads(rest[0])] if rest and rest[0].startswith("{") else [name, *rest]
+                             for name, *rest in args]  # fmt: skip
+    return document
+
+
+def test_chart_by_default_is_the_plain_manifests():
+    plain = {
+        (document["kind"], document["metadata"]["name"]): parsed(document)
+        for name, documents in PLAIN.items()
+        if name not in ("kustomization.yaml", "namespace.yaml")
+        for document in documents
+    }
+    assert {name: parsed(document) for name, document in render().items()} == plain
+
+
+SETS = {
+    "default": [],
+    "events": ["--set", "engine.kvEvents=tcp://*:5557"],
+    "options": [
+        "--set-json", 'engine.connector={"codec":"fp8","bidirectional":false}',
+        "--set-json", 'engine.args=["--max-model-len=32768"]',
+        "--set-json", 'store.args=["--policy=lru"]', "--set", "store.disk.size=",
+        "--set", "decode.replicas=5", "--set-json", 'proxy.config={"queue_limit":500,"drain_delay":0}',
+        "--set", "engine.modelsClaim=models", "--set", "images.pullPolicy=Always",
+        "--set", "runAsUser=1000", "--set", "engine.endpointPort=7200",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory) -> Checker:
+    return Checker(tmp_path_factory.mktemp("helm"))
+
+
+@pytest.mark.parametrize("words", SETS.values(), ids=SETS)
+def test_chart_is_valid_and_consistent(words, checker):
+    """The same checks as of the plain manifests: schemas, arguments, ports, volumes, names."""
+    files = {name: PLAIN[name] for name in ("kustomization.yaml", "namespace.yaml")}
+    files = copy.deepcopy(files) | {"chart.yaml": list(render(*words).values())}
+    files["kustomization.yaml"][0]["resources"] = ["namespace.yaml", "chart.yaml"]
+    assert problems(files, DOCKERFILE, checker) == []
+
+
+def test_chart_options_reach_their_programs():
+    found = render(*SETS["options"], *SETS["events"])
+    (engine,) = found["StatefulSet", "decode"]["spec"]["template"]["spec"]["containers"]
+    transfer = json.loads(next(word.split("=", 1)[1] for word in engine["args"] if "kv-transfer" in word))
+    options = transfer["kv_connector_extra_config"]
+    assert (options["codec"], options["bidirectional"], options["endpoint_port"]) == ("fp8", False, 7200)
+    assert "--max-model-len=32768" in engine["args"] and any("tcp://*:5557" in word for word in engine["args"])
+    volumes = found["StatefulSet", "decode"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in volumes
+    (store,) = found["DaemonSet", "store"]["spec"]["template"]["spec"]["containers"]
+    assert "--policy=lru" in store["args"] and not any("--disk" in word for word in store["args"])
+    proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
+    assert (proxy["queue_limit"], proxy["drain_delay"], proxy["drain_timeout"]) == (500, 0, 60)
+    assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
+
+
+def test_chart_without_prefill_engines_has_decode_engines_alone():
+    found = render("--set", "prefill.replicas=0")
+    assert not [name for _, name in found if name == "prefill"]
+    proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
+    assert {engine["role"] for engine in proxy["engines"]} == {"decode"}
+    assert [problem for document in found.values() for problem in schema_problems(document)] == []
+
+
+def test_chart_has_the_dashboard_and_the_alerts_of_the_tree():
+    found = render("--set", "dashboard.enabled=true", "--set", "alerts.enabled=true")
+    dashboard, rules = found["ConfigMap", "kvtier-dashboard"], found["PrometheusRule", "kvtier"]
+    grafana = ROOT / "examples/grafana"
+    assert json.loads(dashboard["data"]["kvtier.json"]) == json.loads((grafana / "kvtier.json").read_text("utf-8"))
+    assert rules["spec"] == yaml.safe_load((grafana / "alerts.yml").read_text("utf-8"))
+    assert schema_problems(dashboard) == []
+
+
+def test_helm_lint_has_no_remark():
+    done = run_helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout + done.stderr
+
+
+WRONG = [
+    ("store.sise=1GiB", "sise"),
+    ("store.size=plenty", "/store/size"),
+    ("decode.replicas=0", "/decode/replicas"),
+    ("decode.replicas=two", "/decode/replicas"),
+    ("engine.endpointPort=70000", "/engine/endpointPort"),
+    ("engine.kvEvents=5557", "/engine/kvEvents"),
+    ("images.pullPolicy=Sometimes", "pullPolicy"),
+    ("proxy.config.engines=none", "/proxy/config"),
+    ("model=", "/model"),
+]
+
+
+@pytest.mark.parametrize(("value", "place"), WRONG)
+def test_chart_refuses_wrong_values(value, place):
+    done = run_helm("template", "release", str(CHART), "--set", value)
+    assert done.returncode != 0 and place in done.stderr
+
+
+# -- without helm --------------------------------------------------------------------------------------------------
+
+
+def test_default_values_have_a_schema_each():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    jsonschema.validate(VALUES, SCHEMA)
+
+    def check(schema: dict, values: dict, where: str) -> None:
+        if "$ref" in schema:
+            schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+        if schema.get("additionalProperties") is False:
+            assert values.keys() <= schema["properties"].keys(), where
+            for name, value in values.items():
+                if isinstance(value, dict):
+                    check(schema["properties"][name], value, f"{where}.{name}")
+
+    check(SCHEMA, VALUES, "values")
+
+
+def test_files_of_the_chart_are_those_of_grafana():
+    assert {path.resolve() for path in (CHART / "files").iterdir()} == {
+        ROOT / "examples/grafana" / name for name in ("kvtier.json", "alerts.yml")
+    }

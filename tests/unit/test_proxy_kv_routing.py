@@ -1,0 +1,157 @@
+"""The proxy with policy ``kv_events``, from a client's request to the engine that gets it."""
+
+import asyncio
+import contextlib
+
+import msgspec
+from kv_event_publisher import BLOCK, publishing, stored
+from proxy_fakes import Cluster, turn
+
+from vllm_kvtier.proxy.config import EngineAddress
+
+LONG = "Hello. " * 200  # its tokens are its bytes
+TURN = [LONG, "Well?", "And then?"]
+
+
+@contextlib.asynccontextmanager
+async def cluster(count: int = 2, **options):
+    """(Cluster of decode engines, a publisher for each)"""
+    with contextlib.ExitStack() as stack:
+        publishers = [stack.enter_context(publishing()) for _ in range(count)]
+        async with Cluster(p=0, d=count, routing_policy="kv_events", **options) as c:
+            c.addresses = tuple(
+                EngineAddress(engine.url, events=publisher.address, replay=publisher.replay)
+                for engine, publisher in zip(c.d, publishers, strict=True)
+            )
+            c.core.apply(c.config(decode=c.addresses))
+            yield c, publishers
+
+
+def salt(c: Cluster) -> str:
+    return c.core.tenants.salt(c.core.tenants.identify({}), None)
+
+
+async def known(c: Cluster, count: int) -> None:
+    """Until the proxy knows of so many blocks in all."""
+    await c.until(lambda: sum(len(each.index) for each in c.core.events) >= count)
+
+
+def got(c: Cluster) -> list[int]:
+    """Requests that each engine has got."""
+    return [len(engine.seen) for engine in c.d]
+
+
+async def test_request_goes_where_events_say_its_prefix_is():
+    async with cluster() as (c, publishers):
+        tokens = list(LONG.encode())
+        publishers[1].publish(stored(tokens, salt=salt(c)))
+        await known(c, len(tokens) // BLOCK)
+        for _ in range(3):
+            assert (await c.chat(LONG)).status_code == 200
+        assert got(c) == [0, 3]
+        page = (await c.client.get("/metrics")).text
+        assert f'kv_blocks{{events="{publishers[1].address}",tier="gpu"}} {len(tokens) // BLOCK}.0' in page
+        assert f'kv_event_batches_total{{events="{publishers[1].address}",outcome=' in page
+        # Another tenant's prompt is not there.
+        await c.chat(LONG, headers={"Authorization": "Bearer ann"})
+        assert got(c) == [1, 3]
+
+
+async def test_token_ids_of_request_are_used_as_they_are():
+    async with cluster() as (c, publishers):
+        tokens = list(range(1000, 1000 + 100 * BLOCK))
+        publishers[0].publish(stored(tokens, medium="CPU", salt=salt(c)))
+        await known(c, 100)
+        for _ in range(3):
+            await c.client.post("/v1/completions", json={"model": "m", "prompt": tokens})
+            await c.client.post("/inference/v1/generate", json={"model": "m", "token_ids": tokens})
+        assert got(c) == [6, 0] and not any(engine.tokenized for engine in c.d)
+
+
+async def test_conversation_is_tokenized_again_only_when_much_is_new():
+    async with cluster() as (c, _):
+        await c.chat(*TURN[:1])
+        await c.chat(*TURN)
+        assert sum(len(engine.tokenized) for engine in c.d) == 1
+        await c.chat(*TURN, "Yes.", LONG)
+        assert sum(len(engine.tokenized) for engine in c.d) == 2
+        # Other tools make other tokens.
+        await c.chat(*TURN, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert sum(len(engine.tokenized) for engine in c.d) == 3
+        assert c.core.state()["counts"]["tokens_kept"] == 1
+        await c.chat("short")
+        assert sum(len(engine.tokenized) for engine in c.d) == 3
+
+
+async def test_engine_that_does_not_tokenize_delays_one_request_only():
+    async with cluster(tokenize_timeout=0.05) as (c, _):
+        for engine in c.d:
+            engine.tokenize_hold = asyncio.Event()
+        for i in range(6):
+            assert (await c.chat(f"{i} {LONG}")).status_code == 200
+        assert sum(len(engine.tokenized) for engine in c.d) == 1
+        assert c.core.state()["counts"]["tokenize_failed"] == 1 and all(engine.healthy for engine in c.core.decode)
+        # By the text of prefixes: the engine that had the prompt gets it again.
+        before = got(c)
+        await c.chat(f"0 {LONG}")
+        assert sorted(now - was for now, was in zip(got(c), before, strict=True)) == [0, 1]
+        for engine in c.d:
+            engine.tokenize_hold.set()
+
+
+async def test_refused_tokenization_and_media_are_routed_without_ids():
+    async with cluster() as (c, _):
+        for engine in c.d:
+            engine.tokenize_status = 400
+        assert (await c.chat(LONG)).status_code == 200
+        content = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+        body = turn("x") | {"messages": [{"role": "user", "content": content}]}
+        assert (await c.client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert sum(len(engine.tokenized) for engine in c.d) == 1
+        assert c.core.state()["counts"]["tokenize_refused"] == 1
+
+
+async def test_two_proxies_agree(tmp_path):
+    """Also one that starts later, from the replay."""
+    secret = tmp_path / "salt"
+    secret.write_bytes(b"0123456789abcdef")
+    async with cluster(3, salt_secret_file=str(secret)) as (c, publishers):
+        prompts = [f"{i} {LONG}" for i in range(6)]
+        for i, prompt in enumerate(prompts):
+            publishers[i % 3].publish(stored(list(prompt.encode()), salt=salt(c), medium="CPU"))
+        blocks = sum(len(prompt) // BLOCK for prompt in prompts)
+        await known(c, blocks)
+        async with Cluster(p=0, d=0, routing_policy="kv_events", salt_secret_file=str(secret), decode=c.addresses) as o:
+            await known(o, blocks)
+            for i, prompt in enumerate(prompts):
+                before = got(c)
+                await c.chat(prompt)
+                await o.chat(prompt)
+                more = [now - was for now, was in zip(got(c), before, strict=True)]
+                assert more == [2 * (j == i % 3) for j in range(3)]
+
+
+async def test_policy_changes_with_configuration():
+    async with cluster() as (c, _):
+        assert len(list(c.core.events)) == 2
+        c.core.apply(c.config(decode=c.addresses, routing_policy="prefix_hash"))
+        assert list(c.core.events) == [] and c.core.router.policy.name == "prefix_hash"
+        await c.chat(LONG)
+        assert not any(engine.tokenized for engine in c.d)
+        c.core.apply(c.config(decode=c.addresses[:1]))
+        assert len(list(c.core.events)) == 1
+        await c.chat(LONG + "!")
+        assert not any(engine.tokenized for engine in c.d), "there is one engine, hence no choice"
+
+
+async def test_engines_measure_what_loading_costs(monkeypatch):
+    page = b"vllm:request_prefill_time_seconds_sum 10.0\nvllm:request_prefill_kv_computed_tokens_sum 100000.0\n"
+    page += b"vllm:kvtier_load_seconds_sum 5.0\nvllm:kvtier_loaded_tokens_total 100000.0\n"
+
+    async def read(engine):
+        return page
+
+    monkeypatch.setattr("vllm_kvtier.proxy.kv_events.load_costs._page", read)
+    async with cluster() as (c, _):
+        await c.until(lambda: c.core.events.load_costs.of(c.core.decode[1])[1] == 0.5)
+        assert msgspec.json.encode(c.core.state())

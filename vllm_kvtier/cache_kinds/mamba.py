@@ -1,0 +1,35 @@
+"""A recurrent state: Mamba 1 and 2, linear attention (gated delta net, Kimi delta attention), short convolutions."""
+
+from typing import ClassVar
+
+from vllm_kvtier.cache_kinds.base import CacheKind, Contents, Split
+
+
+class Mamba(CacheKind):
+    """A block holds the whole state behind its last token, not its tokens. With vLLM's ``mamba_cache_mode`` "align" a
+    request has one state, behind its last token, which each step changes in place. Where a step ends with a block, the
+    next one goes on in another block. vLLM's prefix cache keeps some of those left behind; the table has no others.
+
+    A prefix needs the one state exactly at its end. No token can be computed again behind a state: it would take the
+    token twice.
+    """
+
+    name = stored_as = "mamba"
+    specs: ClassVar = {"MambaSpec": Contents.STATE}
+    layer_types: ClassVar[tuple[str, ...]] = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+    whole_prefix = False
+    by_position = False
+    split = Split.RANKS
+    required: ClassVar = {"mamba_cache_mode": "align"}
+
+    def num_skipped_tokens(self, computed: int) -> int:
+        return max(0, computed - 1)
+
+    def first_needed(self, tokens: int) -> int:
+        return max(0, tokens - 1)
+
+    def usable_tokens(self, tokens: int, prompt: int) -> int:
+        return tokens if tokens < prompt else 0
+
+    def lookup_tokens(self, prompt: int) -> int:
+        return prompt - 1

@@ -1,0 +1,168 @@
+"""The blocks of one engine, by tier: how much of a prompt's prefix it has where.
+
+An entry's key is made of the hash of the block before it, as the engine sends it, and of the block's own tokens. So
+the prefix of a prompt is found from its token ids, without the engine's hash seed, and events may come in any order: a
+block is found as soon as those before it are there. A lost event costs a worse choice of an engine, nothing else.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from vllm_kvtier.proxy.kv_events.messages import BlockHash, Cleared, Removed, Stored, Tier
+
+_TIER_BITS = len(Tier)
+_GPU, _ANY = 1 << Tier.GPU, (1 << _TIER_BITS) - 1
+_MAX_ADAPTERS = 4096
+
+
+class PromptTokens:
+    """A prompt's token ids, as ``BlockIndex`` looks them up; ``model``: perhaps an adapter's name."""
+
+    def __init__(self, tokens: Sequence[int], salt: str, model: str = ""):
+        self.tokens = tokens
+        self.model = model
+        self._salt = salt
+        self._by_size: dict[int, list[int]] = {}
+
+    def extra(self, with_adapter: bool) -> tuple[int, int]:
+        """What beside its tokens the hash of the first block, and of each other block, depends on."""
+        adapter = (self.model,) if with_adapter else ()
+        return _hash_extra((*adapter, self._salt)), _hash_extra(adapter)
+
+    def blocks(self, size: int) -> list[int]:
+        """Digests of the tokens of each whole block."""
+        if (found := self._by_size.get(size)) is None:
+            found = self._by_size[size] = _digests(self.tokens, size)
+        return found
+
+
+class BlockIndex:
+    """``capacity``: blocks. When it is full, further blocks are not entered, as the engine's own removals make room."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.dropped = 0  # blocks that were not entered
+        self.counts = [0] * _TIER_BITS  # by tier
+        self._blocks: dict[int, int] = {}  # block's hash -> its key, and a bit for each tier
+        self._hashes: dict[int, int] = {}  # key -> block's hash
+        self._adapters: set[str] = set()
+        self._block_size = 0
+        self._group: int | None = None
+        self._has_ghosts = False
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def apply(self, events: Iterable[Stored | Removed | Cleared]) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                self._store(event)
+            elif isinstance(event, Removed):
+                if event.group in (None, self._group):
+                    self._remove(event.tier, map(_fold, event.hashes))
+            else:
+                self._remove(Tier.GPU, [h for h, value in self._blocks.items() if value & _GPU])
+
+    def clear(self) -> None:
+        """The engine has begun anew."""
+        self._blocks.clear()
+        self._hashes.clear()
+        self.counts = [0] * _TIER_BITS
+        self._group, self._has_ghosts = None, False
+
+    def lost_events(self) -> None:
+        """Some blocks may be gone. They are kept: an engine that gets a request for one of them has it again."""
+        self._has_ghosts = bool(self._blocks)
+
+    def prefix(self, prompt: PromptTokens) -> list[int]:
+        """The tokens of the prompt that the engine would take from each tier: from the GPU as many as there are in one
+        piece, from then on from the fastest other tier."""
+        found = [0] * _TIER_BITS
+        if not self._block_size:
+            return found
+        extra, later = prompt.extra(prompt.model in self._adapters)
+        usable, parent = _ANY, 0
+        for digest in prompt.blocks(self._block_size):
+            block_hash = self._hashes.get(hash((parent, extra, digest)))
+            if block_hash is None:
+                break
+            if not (tiers := self._blocks[block_hash] & usable):
+                break
+            if not tiers & _GPU:
+                usable = _ANY & ~_GPU
+            found[(tiers & -tiers).bit_length() - 1] += self._block_size
+            parent, extra = block_hash, later
+        return found
+
+    def _store(self, event: Stored) -> None:
+        if self._group is None or event.group < self._group or event.block_size != self._block_size:
+            # Of several groups that all prefixes need, the first stands for all.
+            if self._group is not None and event.group > self._group:
+                return
+            self.clear()
+            self._group, self._block_size = event.group, event.block_size
+        elif event.group != self._group:
+            return
+        if self._has_ghosts and len(self._blocks) + len(event.hashes) > self.capacity:
+            # Blocks whose removal was lost must not fill the index for ever.
+            self.clear()
+            self._group = event.group
+        if event.adapter is not None and len(self._adapters) < _MAX_ADAPTERS:
+            self._adapters.add(event.adapter)
+        bit = 1 << event.tier
+        parent = 0 if event.parent is None else _fold(event.parent)
+        for each, digest, extra in zip(
+            event.hashes, _digests(event.tokens, event.block_size), event.extra, strict=True
+        ):
+            block_hash = _fold(each)
+            value = self._blocks.get(block_hash)
+            if value is None:
+                if len(self._blocks) >= self.capacity:
+                    self.dropped += 1
+                    parent = block_hash
+                    continue
+                key = hash((parent, _hash_extra(extra), digest))
+                value = key << _TIER_BITS
+                self._hashes[key] = block_hash
+            if not value & bit:
+                self.counts[event.tier] += 1
+            self._blocks[block_hash] = value | bit
+            parent = block_hash
+
+    def _remove(self, tier: Tier, hashes: Iterable[int]) -> None:
+        bit = 1 << tier
+        for block_hash in hashes:
+            value = self._blocks.get(block_hash, 0)
+            if not value & bit:
+                continue
+            self.counts[tier] -= 1
+            value ^= bit
+            if value & _ANY:
+                self._blocks[block_hash] = value
+                continue
+            del self._blocks[block_hash]
+            key = value >> _TIER_BITS
+            if self._hashes.get(key) == block_hash:
+                del self._hashes[key]
+
+
+def _fold(block_hash: BlockHash) -> int:
+    """64 bits of a block's hash; never 0, which stands for the beginning of a prompt."""
+    if isinstance(block_hash, bytes):
+        block_hash = int.from_bytes(block_hash[:8], "big")
+    return block_hash & (1 << 64) - 1 or 1
+
+
+def _digests(tokens: Sequence[int], size: int) -> list[int]:
+    return [hash(tuple(tokens[i : i + size])) for i in range(0, len(tokens) - size + 1, size)]
+
+
+def _hash_extra(extra: Any) -> int:
+    """What a block's hash depends on beside its tokens: strings, numbers, bytes and lists of these."""
+    return hash(_frozen(extra) or ())
+
+
+def _frozen(extra: Any) -> Hashable:
+    if isinstance(extra, list | tuple):
+        return tuple(_frozen(each) for each in extra)
+    return extra if isinstance(extra, Hashable) else repr(extra)

@@ -1,0 +1,116 @@
+"""Failed requests to an object store, as messages that may be logged.
+
+obstore's exceptions have URLs and whole answers of servers, over many lines. Their text never leaves this module: a
+message is made from the server's error code, the HTTP status or the errno in it.
+"""
+
+import enum
+import errno
+import os
+import re
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.tiers.objects.object_names import CREDENTIALS, ObjectLocation
+
+
+class Kind(enum.Enum):
+    ABSENT = "absent"  # no such object
+    FORBIDDEN = "forbidden"  # or absent, if the bucket may not be listed
+    DENIED = "denied"  # credentials are missing, wrong or expired
+    FULL = "full"  # no room for another object
+    FAILED = "failed"  # anything else
+
+
+class Trouble(KVTierError):
+    """A failed request; its text may be logged."""
+
+    def __init__(self, text: str, kind: Kind = Kind.FAILED):
+        super().__init__(text)
+        self.kind = kind
+
+
+_CODES = {  # of S3, Google and Azure
+    "AccessDenied": (Kind.FORBIDDEN, "access denied: the credentials lack the right to do this"),
+    "AuthorizationPermissionMismatch": (Kind.FORBIDDEN, "access denied: the credentials lack the right to do this"),
+    "InvalidAccessKeyId": (Kind.DENIED, "it does not know the access key"),
+    "SignatureDoesNotMatch": (Kind.DENIED, "the secret key is not the one that belongs to the access key"),
+    "AuthenticationFailed": (Kind.DENIED, "the account's key is wrong"),
+    "AuthorizationFailure": (Kind.DENIED, "the account's key is wrong, or this network may not use the account"),
+    "ExpiredToken": (Kind.DENIED, "the credentials have expired"),
+    "InvalidToken": (Kind.DENIED, "the session token is not valid"),
+    "RequestTimeTooSkewed": (Kind.FAILED, "this machine's clock is wrong"),
+    "QuotaExceeded": (Kind.FULL, "its quota is used up"),
+    "XMinioStorageFull": (Kind.FULL, "it is full"),
+    "SlowDown": (Kind.FAILED, "it asks for fewer requests"),
+    "ServerBusy": (Kind.FAILED, "it asks for fewer requests"),
+}
+_OTHER_REGION = "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"
+_NO_BUCKET = {"NoSuchBucket": "there is no such bucket", "ContainerNotFound": "there is no such container"}
+_ERRNOS = {
+    **dict.fromkeys((errno.ENOENT, errno.ESTALE), Kind.ABSENT),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), Kind.FORBIDDEN),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Kind.FULL),
+}
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
+_ERRNO = re.compile(r"\(os error (\d+)\)")
+_FOR_CREDENTIALS = re.compile(r"token request|performing \w+ \S*(latest/api/token|meta-data|//sts\.|oauth2|//login\.)")
+
+
+def explain(error: Exception, location: ObjectLocation) -> Trouble:
+    """What an exception of obstore means."""
+    text = str(error)
+    if location.scheme == "file":
+        return _of_file(error, text, location)
+    code = match[1] if (match := _CODE.search(text)) else ""
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    name = type(error).__name__
+    if _FOR_CREDENTIALS.search(text) or (name == "UnauthenticatedError" and not status):
+        missing = f"credentials for it were not found or cannot be used; {CREDENTIALS[location.scheme]}"
+        return _trouble(location, missing, name, Kind.DENIED)
+    if status:
+        return _answered(location, code, status)
+    if isinstance(error, FileNotFoundError):
+        return Trouble("the object is not there", Kind.ABSENT)
+    if "ertificate" in text:
+        words = "its certificate is not trusted; set SSL_CERT_FILE to a file with its authority's certificate"
+    elif "kind: Timeout" in text or "TimedOut" in text:
+        words = "no answer in time"
+    elif "kind: Connect" in text:
+        words = "it cannot be reached"
+    elif "HTTP error" in text or "kind: Request" in text or "kind: Body" in text or "kind: Decode" in text:
+        words = "the connection broke"
+    else:
+        words = "the request failed"
+    return _trouble(location, words, name)
+
+
+def _answered(location: ObjectLocation, code: str, status: int) -> Trouble:
+    answer = f"{code or 'no code'}, HTTP {status}"
+    if code in _NO_BUCKET:
+        return _trouble(location, _NO_BUCKET[code], answer)
+    if status == 404:
+        return Trouble("the object is not there", Kind.ABSENT)
+    if code in _OTHER_REGION:
+        return _trouble(location, "the bucket is in another region; set object_region", answer)
+    if code in _CODES:
+        kind, words = _CODES[code]
+    elif status in (401, 403):
+        kind, words = Kind.DENIED if status == 401 else Kind.FORBIDDEN, "access denied"
+    elif status == 507:
+        kind, words = Kind.FULL, "it is full"
+    else:
+        kind, words = Kind.FAILED, "it fails" if status >= 500 else "it refuses a request"
+    return _trouble(location, words, answer, kind)
+
+
+def _of_file(error: Exception, text: str, location: ObjectLocation) -> Trouble:
+    number = int(match[1]) if (match := _ERRNO.search(text)) else 0
+    kind = Kind.ABSENT if isinstance(error, FileNotFoundError) else _ERRNOS.get(number, Kind.FAILED)
+    if kind is Kind.ABSENT:
+        return Trouble("the object is not there", kind)
+    return _trouble(location, os.strerror(number) if number else "a file cannot be used", type(error).__name__, kind)
+
+
+def _trouble(location: ObjectLocation, words: str, source: str, kind: Kind = Kind.FAILED) -> Trouble:
+    return Trouble(f"the object store of {location}: {words} ({source})", kind)
