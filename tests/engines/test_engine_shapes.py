@@ -11,15 +11,17 @@ from typing import NamedTuple
 
 import model_shapes
 import pytest
-from engine_client import Driver, assert_same, driving, random_tokens, with_sources
+from engine_client import Driver, driving, random_tokens, with_sources
 from engine_fixtures import ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
 from faults import VARIABLE, FaultFile
+from test_node_store_models import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
 
 pytestmark = pytest.mark.slow
 BLOCK = 32
+TOLERANCE = 5e-3  # of logprobs of the models with random weights
 LENGTHS = (33, 161, 200, 700, 1900)  # all but one with a partial last block
 
 
@@ -122,7 +124,7 @@ async def test_handoff_of_other_kinds_of_cache_between_unequal_sizes(make_engine
                 if kind == "hybrid":  # see ``test_models`` for MLA on CPUs
                     answers.append(await driver.ask(p, prompt, 6, cache_salt="fresh"))
                 for other in answers[1:]:
-                    assert_same(answers[0], other, (p.name, length))
+                    assert off(answers[0], other, TOLERANCE) < TOLERANCE, (p.name, length)
             path = {("hybrid", "auto"): "mapped"}.get((kind, pulls), "staged")
             assert await transfers(driver, d, path) == 6 and await failures(driver, d) == 0
         await driver.until_idle(one, two)
