@@ -14,7 +14,8 @@ def test_staged_pull_by_kernel_equals_reference(monkeypatch, theirs, chunk_bytes
         driver = IpcDriver()
 
         def copier(memory):
-            return CudaPeerCopier(memory.view, memory.table, SHAPE, driver=driver, mappings=staged_reads._OwnMemory())
+            mappings = staged_reads._OwnDeviceMemory()
+            return CudaPeerCopier(memory.view, memory.table, SHAPE, driver=driver, mappings=mappings)
 
         monkeypatch.setattr(staged_reads, "_copier", copier)
         monkeypatch.setattr(staged_reads, "CHUNK_BYTES", chunk_bytes)

@@ -16,6 +16,7 @@ from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.matching import request_matcher
@@ -24,6 +25,7 @@ from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, S
 from vllm_kvtier.scheduler.sources import retained_blocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.scheduler.sources.retained_blocks import PullerIndex
+from vllm_kvtier.shapes.read_paths import ReadPath
 
 HASH_BLOCK_SIZE = 4
 GROUPS = {
@@ -118,6 +120,9 @@ class Machine(RuleBasedStateMachine):
             return
         r.status, r.order = "loading", orders[0]
         assert set(introductions) <= {orders[0].source}
+        path = self.matcher.get(name).hit.path
+        assert isinstance(orders[0], PeerFetchJob if path is ReadPath.MAPPED else PullJob)
+        assert getattr(orders[0], "staged", False) is (path is ReadPath.STAGED)
         for pull, (size, _), table in zip(orders[0].groups, self.groups, tables, strict=True):
             wanted = [b for b in table[computed // size :] if b]
             assert pull.local.tolist() == wanted

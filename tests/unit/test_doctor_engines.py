@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geometry, ranks
+from peer_caches import Group, Layout, ranks_of
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -168,6 +169,24 @@ def test_doctor_different_tensor_parallel_sizes_warn(make):
     code, checks = both(make(FakeEngine), make(FakeEngine, ranks=ranks(2)))
     found = only(checks, "warn")
     assert code == 1 and "tensor parallel size: 1 ranks on" in found["message"]
+
+
+@pytest.mark.parametrize(
+    "sizes, layout, state, words",
+    [
+        ((1, 2), Layout(), "warn", "they share nothing in the node store, and pulls are re-sliced"),
+        ((1, 1), Layout(token=True), "ok", "re-sliced, since their pages differ (layer g0.l0: heads before tokens"),
+        ((2, 2), Layout(), "ok", "they can use each other's KV, and fetch from each other's caches directly"),
+    ],
+)  # fmt: skip
+def test_doctor_shapes_that_can_be_translated(make, sizes, layout, state, words):
+    kept = [ranks_of((Group(heads=4),), 4, size, layout=lay) for size, lay in zip(sizes, (None, layout), strict=True)]
+    a, b = (
+        make(FakeEngine, ranks=[msgspec.structs.replace(r.info, agent=f"agent {r.info.rank}") for r in engine])
+        for engine in kept
+    )
+    _, checks = both(a, b)
+    assert any(check["state"] == state and words in check["message"] for check in checks), checks
 
 
 def test_doctor_different_layouts_are_found(make):

@@ -75,21 +75,19 @@ def compatibility(engines: Mapping[str, Identity]) -> list[Check]:
 def _layout(name: str, a: str, one: Identity, b: str, other: Identity) -> Check:
     if not one.ranks or not other.ranks:
         return unknown(name, "one of them does not report its cache layout")
-    for here, there in ((one, other), (other, one)):
-        ways = reach(here.ranks, there.ranks)
-        names = (a, b) if here is one else (b, a)
-        reason = ways.reason.replace(" here", f" on {names[0]}").replace(" there", f" on {names[1]}")
-        if not ways.paths and len(one.ranks) == len(other.ranks):
-            fix = "give both the same block size, attention backend and KV cache layout (VLLM_KV_CACHE_LAYOUT)"
-            return fail(name, f"they cannot read each other's pages: {reason}", fix)
-        if not ways.paths:
-            break
+    ways = reach(one.ranks, other.ranks), reach(other.ranks, one.ranks)
+    # The reason is of the side that names itself "here".
+    way, here, there = (ways[0], a, b) if ways[1].paths or not ways[0].paths else (ways[1], b, a)
+    reason = way.reason.replace(" here", f" on {here}").replace(" there", f" on {there}")
     if len(one.ranks) != len(other.ranks):
         message = f"they differ in tensor parallel size: {len(one.ranks)} ranks on {a}, {len(other.ranks)} on {b}; "
         message += "they share nothing in the node store, and "
-        message += "pulls are re-sliced" if ways.paths else f"cannot read each other's pages: {reason}"
+        message += "pulls are re-sliced" if way.paths else f"cannot read each other's pages: {reason}"
         return warn(name, message, "give both the same --tensor-parallel-size (and --pipeline-parallel-size)")
-    resliced = "" if ReadPath.DIRECT in ways.paths else f"; pulls are re-sliced, since their pages differ ({reason})"
+    if not way.paths:
+        fix = "give both the same block size, attention backend and KV cache layout (VLLM_KV_CACHE_LAYOUT)"
+        return fail(name, f"they cannot read each other's pages: {reason}", fix)
+    resliced = "" if ReadPath.DIRECT in way.paths else f"; pulls are re-sliced, since their pages differ ({reason})"
     return ok(name, f"they can use each other's KV{_reach(one, other)}{resliced}")
 
 

@@ -10,6 +10,7 @@ rounds one after another; other pulls use other chunks meanwhile. A chunk is giv
 or, if its read failed, when the agent that read has ended.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +24,16 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import GroupPull, PullJob
 from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank, map_source_ranks
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
-from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
+from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared, SharedSpan
 from vllm_kvtier.wire.slots import align
 from vllm_kvtier.worker.cache_view import dense_region
 from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
 from vllm_kvtier.worker.nixl_pull.direct_reads import check_blocks
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
-from vllm_kvtier.worker.peer_fetch import process_memory
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob, PeerCopier
-from vllm_kvtier.worker.peer_fetch.fetch_jobs import make_peer_copier
+from vllm_kvtier.worker.peer_fetch.cuda_ipc import Mapped
+from vllm_kvtier.worker.peer_fetch.host_copier import HostPeerCopier
 
 NUM_CHUNKS = 4
 CHUNK_BYTES = 16 << 20  # at least; a chunk holds at least one block of the first engine that is read
@@ -189,7 +190,7 @@ class _Ring:
         first = align(self.span[0], _ALIGN)
         self.chunks = [first + n * self.chunk_bytes for n in range(NUM_CHUNKS)]
         self.free = list(range(NUM_CHUNKS))
-        self._shared = process_memory.share([self.span])
+        self._shared = Shared("", 0, 0, "", (SharedSpan(*self.span, b""),))
 
     def as_source(self, here: GroupView, slots: int, table: int, group: SourceGroup) -> SourceRank:
         """A chunk as the copier's source, in place of the rank whose blocks are read into it."""
@@ -200,28 +201,34 @@ class _Ring:
         return SourceRank(info, (replace(group, regions=regions),))
 
 
-class _OwnMemory:
-    """In place of ``cuda_ipc.Mappings``: the source is memory of this process."""
+class _OwnHostMemory:
+    """In place of ``process_memory.ProcessMemory``: the source is memory of this process."""
 
-    def open(self, shared: Shared) -> Any:
-        from vllm_kvtier.worker.peer_fetch.cuda_ipc import Mapped
+    def read(self, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:
+        for target, source, nbytes in zip(local.tolist(), remote.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, nbytes)
 
+
+class _OwnDeviceMemory:
+    """In place of ``cuda_ipc.Mappings``, likewise."""
+
+    def open(self, shared: Shared) -> Mapped:
         return Mapped([(span, span.base) for span in shared.spans], [])
 
-    def close(self, mapped: Any) -> None:
+    def close(self, mapped: Mapped) -> None:
         """Nothing is mapped."""
 
 
 def _copier(memory: PeerMemory) -> PeerCopier:
     """A copier of its own, since two threads use it and that of peer fetches."""
     if memory.view.device.type != "cuda":
-        return make_peer_copier(memory.view, memory.table)
+        return HostPeerCopier(memory.view, memory.table, open_memory=lambda shared: _OwnHostMemory())
     from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
 
     table = memory.table
     if not memory.on_device:  # the kernel writes checksums on the device; no reader looks there
         table = torch.zeros(memory.view.num_blocks, dtype=torch.int64, device=memory.view.device)
-    return CudaPeerCopier(memory.view, table, mappings=_OwnMemory())
+    return CudaPeerCopier(memory.view, table, mappings=_OwnDeviceMemory())
 
 
 def _rounds(job: PullJob, parts: Sequence[_Part]) -> Iterator[tuple[int, GroupPull]]:

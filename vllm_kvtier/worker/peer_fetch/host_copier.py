@@ -10,8 +10,8 @@ of numpy on large arrays, which release the interpreter and use only the caller'
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -21,6 +21,7 @@ import torch
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank, SourceRegion
 from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.messages import Shared
 from vllm_kvtier.wire.slots import align
 from vllm_kvtier.worker.cache_view import CacheView, dense_region
 from vllm_kvtier.worker.integrity.checksums import BlockChecksums
@@ -33,10 +34,22 @@ PIECE_BYTES = 4 << 20
 _ALIGN = 64  # of the scratch and the regions in it
 
 
+class Memory(Protocol):
+    def read(self, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:
+        """See ``process_memory.ProcessMemory``."""
+
+
 class HostPeerCopier:
-    def __init__(self, view: CacheView, table: torch.Tensor, piece_bytes: int = PIECE_BYTES):
-        """``table``: int64 [num_blocks], our checksums. ``piece_bytes``: of one read, at least a block."""
-        self._view, self.table, self._piece_bytes = view, table.numpy(), piece_bytes
+    def __init__(
+        self,
+        view: CacheView,
+        table: torch.Tensor,
+        piece_bytes: int = PIECE_BYTES,
+        open_memory: Callable[[Shared], Memory] = ProcessMemory,
+    ):
+        """``table``: int64 [num_blocks], our checksums. ``piece_bytes``: of one read, at least a block. ``open_memory``
+        opens what a source shares."""
+        self._view, self.table, self._piece_bytes, self._open_memory = view, table.numpy(), piece_bytes, open_memory
         self._sources: dict[str, list[_Reader]] = {}
         # Sources with pages of one shape share a scratch, since only one piece is under way.
         self._scratches: WeakValueDictionary[tuple, _Scratch] = WeakValueDictionary()
@@ -47,7 +60,7 @@ class HostPeerCopier:
             return
         readers = []
         for part in parts:
-            memory = ProcessMemory(part.source.shared)
+            memory = self._open_memory(part.source.shared)
             for group in part.groups:
                 readers.append(_Reader(memory, part, group, self._scratch(part, group), self._view))
         self._sources[source] = readers
@@ -158,7 +171,7 @@ class _Scratch:
 class _Reader:
     """One group of a rank of a source."""
 
-    def __init__(self, memory: ProcessMemory, part: SourceRank, group: SourceGroup, scratch: _Scratch, view: CacheView):
+    def __init__(self, memory: Memory, part: SourceRank, group: SourceGroup, scratch: _Scratch, view: CacheView):
         self._memory, self._checksum_table_addr, self._scratch = memory, part.source.checksum_table_addr, scratch
         self.group, self.identical_layout, self.max_blocks = group.group, group.identical_layout, scratch.max_blocks
         self.block_bytes = sum(r.source.block_bytes for r in group.regions)
