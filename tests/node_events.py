@@ -20,9 +20,10 @@ def example() -> ModuleType:
     return module
 
 
-def publishing(endpoint: str) -> tuple[str, ...]:
+def publishing(endpoint: str, replay: str | None = None) -> tuple[str, ...]:
     """Flags of an engine that publishes there."""
-    return ("--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint}))
+    config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
+    return ("--kv-events-config", json.dumps(config))
 
 
 class Follower:

@@ -197,7 +197,7 @@ def store_in(folder: Path) -> NodeStore:
 
 
 def events_of(store: NodeStore, name: str) -> str:
-    """Where an engine of this name publishes its KV events."""
+    """Where an engine of this name publishes its KV events. Their replay is at the name with ``-replay``."""
     return f"ipc://{Path(store.path).parent}/{name}"
 
 
@@ -219,8 +219,8 @@ def node(model_path, log_dir, plain) -> Iterator[Node]:
             return Engine(model_path, name=f"node-{name}", kv=kv, log_dir=log_dir, env=env, **mine)
 
         engines = [
-            engine("A", {"load_policy": "always"}, *publishing(events_of(store, "A"))),
-            engine("B", {}, *publishing(events_of(store, "B"))),
+            engine("A", {"load_policy": "always"}, *publishing(events_of(store, "A"), events_of(store, "A-replay"))),
+            engine("B", {}, *publishing(events_of(store, "B"), events_of(store, "B-replay"))),
         ]
         start_missing([*engines, plain])
         yield Node(*engines, plain, store, {})

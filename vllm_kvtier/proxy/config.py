@@ -48,9 +48,9 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cert_file: str | None = None
     #: Key of the client certificate.
     key_file: str | None = None
-    #: ``HOST:PORT`` of its KV events (vLLM's ``--kv-events-config``), for ``routing_policy: kv_events``.
+    #: ``HOST:PORT`` or ``ipc://PATH`` of its KV events (``--kv-events-config``), for ``routing_policy: kv_events``.
     events: str | None = None
-    #: ``HOST:PORT`` of their ``replay_endpoint``.
+    #: The same of their ``replay_endpoint``.
     replay: str | None = None
 
     @classmethod
@@ -95,7 +95,8 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.max_requests is not None and self.max_requests < 0:
             raise ConfigError(f"max_requests of {self.url} is {self.max_requests}; it must be 0 (no limit) or more.")
         for name in ("events", "replay"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None and not value.startswith("ipc://"):
                 _host_and_port(value, self.url, name)
         if self.replay is not None and self.events is None:
             raise ConfigError(f"{self.url} has replay without events; give both.")

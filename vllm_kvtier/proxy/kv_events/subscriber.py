@@ -34,7 +34,8 @@ OUTCOMES = ("applied", "replayed", "lost", "malformed", "malformed_events", "rep
 
 
 class EventSubscriber:
-    """``address``, ``replay``: HOST:PORT. ``counts``: batches by outcome. Runs from ``start`` until ``aclose``."""
+    """``address``, ``replay``: HOST:PORT or ipc://PATH. ``counts``: batches by outcome. Runs from ``start`` until
+    ``aclose``."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, replay: str | None, index: BlockIndex):
         self.address = address
@@ -79,7 +80,7 @@ class EventSubscriber:
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
             try:
-                socket.connect(f"tcp://{self.address}")
+                socket.connect(_endpoint(self.address))
                 while True:
                     ready = dict(await poller.poll())
                     if monitor in ready:
@@ -158,7 +159,7 @@ class EventSubscriber:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
-            socket.connect(f"tcp://{self._replay_address}")
+            socket.connect(_endpoint(self._replay_address))
             await socket.send_multipart([b"", begin.to_bytes(8, "big")])
 
             async def receive() -> list[bytes]:
@@ -189,6 +190,10 @@ class EventSubscriber:
                 self._apply(number, batch, "replayed")
                 applied += 1
             await asyncio.sleep(0)
+
+
+def _endpoint(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
 
 
 def _read(frames: list[bytes]) -> tuple[int | None, messages.Batch | None]:
