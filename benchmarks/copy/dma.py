@@ -58,7 +58,8 @@ def measure(pool: torch.Tensor, cache: torch.Tensor, repeats: int = 3) -> list[d
                     driver.batches = batches
                     for i, stream in enumerate(streams[:lanes]):
                         a, b, c = (x[i::lanes].copy() for x in (host, here, sizes))
-                        driver.copy_batch(*((a, b) if direction == "store" else (b, a)), c, stream.cuda_stream, order)
+                        arrays = (a, b, c) if direction == "store" else (b, a, c)
+                        driver.copy_batch(*(x.ctypes.data for x in arrays), len(c), stream.cuda_stream, order)
                     calls.append(time.perf_counter() - start)
                     torch.cuda.synchronize()
                     times.append(time.perf_counter() - start)

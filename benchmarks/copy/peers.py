@@ -57,7 +57,7 @@ def peers(bench: Bench, skipped: dict[str, str]) -> dict[str, PageCopies]:
 
     def memcpy_batch(sources, targets, sizes, name):
         stream = torch.cuda.current_stream().cuda_stream
-        driver.copy_batch(*(t.numpy().view(np.uint64) for t in (targets, sources, sizes)), stream, ORDERED)
+        driver.copy_batch(*(t.data_ptr() for t in (targets, sources, sizes)), len(sizes), stream, ORDERED)
 
     found["memcpy_batch"] = PageCopies(bench, "memcpy_batch", memcpy_batch)
     try:

@@ -8,8 +8,6 @@ import ctypes
 import random
 from contextlib import nullcontext
 
-import numpy as np
-
 
 class Event:
     """``torch.cuda.Event`` as far as copiers look at it: its handle."""
@@ -138,12 +136,10 @@ class FakeDriver:
         self.batches.append(("pause", handle))
         self._enqueue(handle, lambda: ctypes.memset(address, 0, 4))
 
-    def copy_batch(self, targets, sources, sizes, handle, order):
-        assert {a.dtype for a in (targets, sources, sizes)} == {np.dtype(np.uint64)}
-        assert all(a.flags.c_contiguous for a in (targets, sources, sizes))
-        if not len(sizes):
-            return
-        copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+    def copy_batch(self, targets, sources, sizes, n, handle, order):
+        assert n > 0
+        arrays = [(ctypes.c_uint64 * n).from_address(address) for address in (targets, sources, sizes)]
+        copies = list(zip(*arrays, strict=True))
         self.batches.append(len(copies))
         self._enqueue(handle, lambda: [ctypes.memmove(*copy) for copy in copies])
 

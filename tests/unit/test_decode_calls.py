@@ -53,7 +53,7 @@ VERBOSE = bool(os.environ.get("KVTIER_DECODE_CALLS"))
 # A step in which no block fills and no copy runs, whatever the number of requests; other threads do nothing.
 NO_BLOCK_FILLS = {
     ("engine", "other"): 2,  # SchedulerLock, around vLLM's schedule and update_from_output
-    ("engine", "build_connector_meta"): 20,
+    ("engine", "build_connector_meta"): 17,
     ("engine", "update_connector_output"): 2,
     ("engine", "get_kv_connector_stats"): 7,
     ("engine", "take_events"): 2,
@@ -66,16 +66,34 @@ NO_BLOCK_FILLS = {
     ("runner", "get_kv_connector_stats"): 2,
     ("runner", "build_connector_worker_meta"): 1,
 }
-# Requests -> calls of build_connector_meta in a step in which each request fills a block and is looked at: about 27 a
+# Requests -> calls of build_connector_meta in a step in which each request fills a block and is looked at: about 25 a
 # request. The last few depend on whether a socket takes a message at once.
-BLOCK_FILLS = {1: 70, 64: 1775, 256: 6980}
+BLOCK_FILLS = {1: 58, 64: 1665, 256: 6480}
 # With lots of 16 blocks, per block.
-CALLS_A_BLOCK = 2.5
-THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 3.5, "kvtier-worker-0": 0.8}
+CALLS_A_BLOCK = 2.1
+THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 2.7, "kvtier-worker-0": 0.8}
 WAKES_A_STEP = {"kvtier-scheduler": 0.2, "kvtier-worker-0": 0.4}
 STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whose time is observed
 # Requests -> the same of any other step, which may have to unpin what has been stored: 2 a request.
 OTHER_STEPS = {1: 95, 64: 200, 256: 600}
+# A request with a short prompt that finds nothing, is computed and stored, and ends: calls beyond those of the steps.
+SHORT_REQUESTS = 32
+REQUEST = {
+    "on_new_request": 35,
+    "get_num_new_matched_tokens": 88,
+    "update_state_after_alloc": 13,
+    "build_connector_meta": 42,
+    "get_kv_connector_stats": 2,
+    "request_finished_all_groups": 43,
+}
+ALL_OF_REQUEST = 220
+THREAD_CALLS_A_STORED_BLOCK = 3.2  # of ``kvtier-scheduler``, which reserves and commits it
+# All blocks of such requests, which are stored together: the model runner issues their copies and polls them.
+LOT = {
+    ("runner", "get_transfer_results"): 200,
+    ("kvtier-worker-0", ""): 80,
+    ("kvtier-worker-0", "wakes"): 8,
+}
 RUNNER_POLLS = 150  # get_transfer_results, in a step in which it polls copies
 # Thread -> requests -> calls while each request fills two blocks. Half is slack: how often copies are polled, and how
 # many messages are read at a time, depends on the clock.
@@ -134,14 +152,15 @@ class Engine:
 
     def __init__(self, calls, store, root, monkeypatch, requests, lot):
         self.calls, self.store, self.names = calls, store, [f"r{n}" for n in range(requests)]
-        blocks = 8 * lot * requests + 64
+        blocks = 8 * lot * requests + 2048
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=requests, max_num_batched_tokens=8192, max_model_len=1024, is_encoder_decoder=False
+                max_num_seqs=requests + SHORT_REQUESTS, max_num_batched_tokens=8192, max_model_len=1024,
+                is_encoder_decoder=False,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector", kv_connector_module_path="vllm_kvtier.connector", kv_role="kv_both",
@@ -179,11 +198,14 @@ class Engine:
             self.add(name, [n, *range(1, BLOCK - 1)])
         assert set(self.step().num_scheduled_tokens.values()) == {BLOCK - 1}
 
-    def add(self, name, tokens):
-        params = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
+    def add(self, name, tokens, generated=900):
+        params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0.0)
         params.update_from_generation_config({}, 1)
         hasher = get_request_block_hasher(BLOCK, sha256)
-        self.core.add_request(Request(name, list(tokens), params, None, block_hasher=hasher))
+        request = Request(name, list(tokens), params, None, block_hasher=hasher)
+        self.calls.counting, self.calls.side = True, "engine"
+        self.core.add_request(request)
+        self.calls.counting, self.calls.side = False, ""
 
     def step(self):
         calls = self.calls
@@ -225,6 +247,28 @@ class Engine:
         self.calls.functions.clear()
         assert set(self.step().num_scheduled_tokens) == set(self.names)
         return self.calls.counts.copy(), self.calls.functions.copy()
+
+    def requests(self, number, blocks):
+        """Calls of this engine for requests with prompts of so many blocks, which generate two tokens and are stored,
+        beyond those of steps in which nothing happens."""
+        self.all_stored()
+        self.calls.counts.clear()
+        self.calls.functions.clear()
+        for n in range(number):
+            self.add(f"{blocks} {n}", [1000 * blocks + n, *range(1, blocks * BLOCK + 1)], 2)
+        entries, steps = self.store.counts().index.entries, 0
+
+        def stored():
+            nonlocal steps
+            steps += 1
+            self.step()
+            return self.store.counts().index.entries - entries
+
+        eventually(lambda: stored() >= number * blocks, 30, "all blocks are stored")
+        self.all_stored()
+        counts = self.calls.counts.copy()
+        counts.subtract({key: steps * count for key, count in NO_BLOCK_FILLS.items()})
+        return counts
 
     def end(self):
         self.scheduler.connector.shutdown()
@@ -319,3 +363,20 @@ def test_lots_of_generated_blocks_cost_few_calls_a_block(engine_of):
         print(f"a block: {calls:.1f} calls of build_connector_meta, {threads}; wakes a step: {wakes}")
     assert calls <= CALLS_A_BLOCK
     assert beyond(threads, THREAD_CALLS_A_BLOCK) == {} and beyond(wakes, WAKES_A_STEP) == {}
+
+
+def test_requests_that_find_nothing_cost_few_calls_each_and_none_a_block(engine_of):
+    """They come, are matched and computed, stored, and end."""
+    engine, number = engine_of(1, LOT_BLOCKS), SHORT_REQUESTS
+    engine.requests(number, 4)
+    short, long = engine.requests(number, 6), engine.requests(number, 14)
+    # Without "other": all engines that this process had look at a request that is added.
+    found = {method: count / number for (side, method), count in long.items() if method in REQUEST and side == "engine"}
+    blocks = {key: (count - short[key]) / (8 * number) for key, count in long.items() if key[0] == "engine"}
+    lot = {key: count for key, count in long.items() if key in LOT}
+    if VERBOSE:
+        print(f"a request: {found}\na block: {blocks}\nthe lot: {lot}")
+    assert beyond(found, REQUEST) == {} and sum(found.values()) <= ALL_OF_REQUEST
+    assert beyond(blocks, dict.fromkeys(blocks, 0.2)) == {}
+    assert long["kvtier-scheduler", ""] / (14 * number) <= THREAD_CALLS_A_STORED_BLOCK
+    assert beyond(lot, LOT) == {} and lot["runner", "get_transfer_results"] > 0, "nothing was copied"

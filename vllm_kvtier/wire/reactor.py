@@ -86,6 +86,8 @@ class Reactor:
         """As ``call_soon``, but the thread wakes only after ``seconds``, or with what wakes it before: until then it
         does not take the interpreter from the caller."""
         self._soon.append(callback)
+        if threading.current_thread() is self._thread:
+            return
         at = time.monotonic() + seconds
         with self._wake_lock:
             if at < self._alarm_at and not self._wake_closed:

@@ -230,19 +230,17 @@ class Offloader:
                 continue
             batch, per, raws = self._batch(request, lora_fingerprint), size // self._hash_block_size, []
             # All that may raise comes first, so that no block is pinned that is in no batch.
-            whole = [hashes[(i + 1) * per - 1] for i, _ in positions]
-            parents = [hashes[i * per - 1][:HASH] if i else NO_PARENT for i, _ in positions]
-            keys = self._keys().of(whole, g, lora_fingerprint)
-            namespace_id, begun = batch.namespace_id, table.begun
-            items = [
-                Item(table, g, i, block, key, namespace_id, h[:HASH], parent, begun)
-                for (i, block), key, h, parent in zip(positions, keys, whole, parents, strict=True)
-            ]
+            indices, ids = zip(*positions, strict=True)
+            whole, items = [hashes[(i + 1) * per - 1] for i in indices], []
+            keys, namespace_id = self._keys().of(whole, g, lora_fingerprint), batch.namespace_id
+            for i, block, key, h in zip(indices, ids, keys, whole, strict=True):
+                parent = hashes[i * per - 1][:HASH] if i else NO_PARENT
+                items.append(Item(table, g, i, block, key, namespace_id, h[:HASH], parent, table.begun))
             if self.events is not None:
                 for item, h in zip(items, whole, strict=True):
                     item.label = self.events.label_of(namespace_id, g, h)
-                raws = self.events.describe(namespace_id, request, g, [i for i, _ in positions])
-            blocks = self._pool.pin([block for _, block in positions])
+                raws = self.events.describe(namespace_id, request, g, indices)
+            blocks = self._pool.pin(ids)
             self.pinned += len(blocks)
             self._held.update(blocks)
             batch.items += items

@@ -313,8 +313,9 @@ class StoreJobs:
 
     def _forget(self, items: list[Item]) -> None:
         for item in items:
-            if self._flying.get(item.name) is item:  # on another connection it may have got another slot
-                del self._flying[item.name]
+            name = item.name
+            if self._flying.get(name) is item:  # on another connection it may have got another slot
+                del self._flying[name]
 
     def lost(self) -> None:
         """The store disconnected, and our reservations ended."""

@@ -162,6 +162,7 @@ class StepCost:
         self._equations: dict[int, list[float]] = {}
         self._clips: dict[int, Clip] = {}
         self._costs = [0.0] * 5
+        self.coefficients = [0.0] * 5  # seconds a step, a token, a pair, a decode, and a step with new tokens besides
         self._since_fit = 0
         self._widest = self._deepest = 0.0
         self.prefills = 0
@@ -170,11 +171,6 @@ class StepCost:
     @property
     def known(self) -> bool:
         return self.prefills >= self.MIN_PREFILLS
-
-    @property
-    def coefficients(self) -> list[float]:
-        """Seconds a step, a token, a pair, a decode, and a step with new tokens besides."""
-        return [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
 
     def covers(self, tokens: int) -> bool:
         """Whether steps about as large as ``tokens`` have been seen."""
@@ -213,6 +209,7 @@ class StepCost:
         if self._since_fit >= (16 if not tokens else 4 if self.prefills > 16 else 1):
             self._since_fit = 0
             self._costs = _least_squares(np.sum(list(self._equations.values()), axis=0).reshape(5, 6)).tolist()
+            self.coefficients = [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
 
     def prefill_seconds(self, start: int, end: int, steps: int, decodes: float) -> float:
         """Seconds that tokens [start, end) of one request add, in ``steps`` steps of their own."""

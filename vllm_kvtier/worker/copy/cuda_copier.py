@@ -104,6 +104,7 @@ class _Lane:
         # Bytes that each DMA stream may copy before its next pause (loads never pause), and a word to pause with.
         self._until_pause = dict.fromkeys(self._dma_handles, 0 if gather else 1 << 62)
         self._word = torch.empty(1, dtype=torch.int64, device=device)
+        self._word_address = self._word.data_ptr()
         # (through the ring, directly) for each group; encoded parts have only the first.
         # All of one kind share a stream, and so the scratch.
         scratch = [
@@ -248,13 +249,12 @@ class _Lane:
         slots, rows = slots.view(np.uint64), rows.view(np.uint64)
         if single is not None:
             slots, rows = slots[single], rows[single]
+        targets, sources, sizes = slots.ctypes.data, rows.ctypes.data, part.sizes.ctypes.data
+        order = ORDERED
+        if not self._gather:  # slots were written long ago: nothing on this stream, and no copy under way, writes them
+            targets, sources, order = sources, targets, ANY_ORDER
         for first, count in self._with_pauses(stream, 0, len(slots), nbytes, pause):
-            slot, row, sizes = slots[first : first + count], rows[first : first + count], part.sizes[:count]
-            if self._gather:
-                driver.copy_batch(slot, row, sizes, stream, ORDERED)
-            else:
-                # Slots were written long ago: nothing on this stream, and no copy under way, writes them.
-                driver.copy_batch(row, slot, sizes, stream, ANY_ORDER)
+            driver.copy_batch(targets + 8 * first, sources + 8 * first, sizes, count, stream, order)
 
     def _with_pauses(self, stream: int, start: int, n: int, nbytes: int, pause: int) -> Iterator[tuple[int, int]]:
         """(first, count) of ``n`` copies of ``nbytes`` each, with a pause after every ``pause`` bytes, or after each
@@ -262,7 +262,7 @@ class _Lane:
         while n:
             left = self._until_pause[stream]
             if left < nbytes:
-                self.driver.set_word(self._word.data_ptr(), stream)
+                self.driver.set_word(self._word_address, stream)
                 left = max(pause, nbytes)
             count = min(n, left // nbytes)
             self._until_pause[stream] = left - count * nbytes

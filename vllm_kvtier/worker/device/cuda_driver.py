@@ -2,15 +2,13 @@
 
 Copies are begun on the model runner's thread, where each microsecond counts: torch's objects take several times as long
 as the driver's call. Calls that return at once keep the GIL, since getting it back from another thread can take
-milliseconds. Calls that may wait (pinning, synchronizing, batches) release it.
+milliseconds. Calls that may wait (pinning, synchronizing, large batches) release it.
 """
 
 import ctypes
 from collections.abc import Callable
 from functools import cache
 from uuid import UUID
-
-import numpy as np
 
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -22,6 +20,7 @@ _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_*
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 # CUmemcpySrcAccessOrder: in the stream's order, or at any time (the source is not being written).
 ORDERED, ANY_ORDER = 1, 3
+FEW_COPIES = 16  # a call for as many takes some microseconds: less than to wait for the interpreter afterwards
 
 
 class CudaError(RuntimeError):
@@ -126,8 +125,12 @@ class Driver:
         result = self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._number)
         self._check("cuDevicePrimaryCtxRetain", result)
         self.batches = hasattr(self._cuda, "cuMemcpyBatchAsync")
-        self._first = _SIZE(0)
-        self._attributes = {order: _Attributes(order=order) for order in (ORDERED, ANY_ORDER)}
+        if self.batches:
+            self._few_copies, self._many_copies = quick.cuMemcpyBatchAsync, self._cuda.cuMemcpyBatchAsync
+        # Arguments of these, made once: making them takes as long as the call.
+        self._first, self._failed = ctypes.byref(_SIZE(0)), _SIZE(0)
+        self._attributes = {order: ctypes.byref(_Attributes(order=order)) for order in (ORDERED, ANY_ORDER)}
+        self._failed_at = ctypes.addressof(self._failed)
 
     def close(self) -> None:
         if self._context:
@@ -168,29 +171,20 @@ class Driver:
         self.enter()
         self._check("cuMemHostUnregister", self._cuda.cuMemHostUnregister(address), f" for {address:#x}")
 
-    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, order: int) -> None:
-        """Enqueue copies (uint64 arrays [n] of addresses and bytes, contiguous) on a stream, in one call if the
-        driver can. ``order``: ORDERED or ANY_ORDER. The stream must not be the default one.
+    def copy_batch(self, targets: int, sources: int, sizes: int, n: int, stream: int, order: int) -> None:
+        """Enqueue ``n`` copies on a stream, at least one, in one call if the driver can. ``targets``, ``sources``,
+        ``sizes``: where their addresses and bytes are, uint64 [n] each; they are read before this returns. ``order``:
+        ORDERED or ANY_ORDER. The stream must not be the default one.
         """
-        n = len(sizes)
-        if not n:
-            return
         if self.batches:
-            failed = _SIZE(0)
-            result = self._cuda.cuMemcpyBatchAsync(
-                targets.ctypes.data,
-                sources.ctypes.data,
-                sizes.ctypes.data,
-                n,
-                ctypes.byref(self._attributes[order]),
-                ctypes.byref(self._first),
-                1,
-                ctypes.addressof(failed),
-                stream,
-            )
-            self._check("cuMemcpyBatchAsync", result, f" for copy {failed.value} of {n}")
+            copy = self._few_copies if n <= FEW_COPIES else self._many_copies
+            attributes = self._attributes[order]
+            result = copy(targets, sources, sizes, n, attributes, self._first, 1, self._failed_at, stream)
+            if result:
+                self._check("cuMemcpyBatchAsync", result, f" for copy {self._failed.value} of {n}")
             return
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        arrays = [(_ADDRESS * n).from_address(address) for address in (targets, sources, sizes)]
+        for target, source, size in zip(*arrays, strict=True):
             self._check("cuMemcpyAsync", self._cuda.cuMemcpyAsync(target, source, size, stream))
 
     def copy_lines(

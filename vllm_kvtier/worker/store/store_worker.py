@@ -49,6 +49,8 @@ MAX_STEP_POLL_SECONDS = 0.12
 # which begins then).
 MAX_LAUNCH_SECONDS = 0.1
 LAUNCH_POLL_SECONDS = (2e-3, 20e-3)
+# The reactor reports ended stores so many seconds after the model runner saw them, when that has launched the step.
+REPORT_WITHIN = 4e-3
 # In an empty step the model runner stays with the loads this long, or longer if that should complete them: new
 # requests wait meanwhile, and each empty step costs a millisecond.
 IDLE_SECONDS, LAST_IDLE_SECONDS = 3e-3, 10e-3
@@ -340,7 +342,7 @@ class StoreWorker(StoreLoadWorker):
             self._sync_loads.discard((result.request_id, result.load_id))
         if ended.stored or ended.cut:
             self._unsent.append(ended)
-            self._reactor.call_soon(self._send_stored)
+            self._reactor.call_within(REPORT_WITHIN, self._send_stored)
 
     def _cancel(self, which: Callable[[LoadJob], bool], reason: str) -> None:
         self._engine.cancel_loads(which, reason)
