@@ -64,12 +64,32 @@ def test_cache_kinds_are_found_by_specification_and_layer_type():
     assert cache_kinds.of_layer_type("chunked_attention") is KINDS["chunked"]
 
 
+def test_codecs_encode_attention_of_known_contents_only():
+    encodable = {spec for kind in KINDS.values() for spec, contents in kind.specs.items() if contents.encodable}
+    assert encodable == {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MLAAttentionSpec"}
+
+
 @pytest.mark.parametrize(
     ("name", "window"), [("ring", None), ("full", 9), ("sliding", None), ("chunked", None), ("mla", 1)]
 )
 def test_cache_kind_unknown_or_with_wrong_window_raises(name, window):
     with pytest.raises(ValueError, match=name):
         cache_kinds.get(name, window)
+
+
+def test_specifications_of_vllm_are_named_only_where_versions_are_known():
+    """And no class of a kind is compared with: its properties are."""
+    kinds = "|".join(kind.__name__ for kind in KINDS.values())
+    specs = "|".join(name for name in vars(kv_cache_interface) if name.endswith("Spec"))
+    words = re.compile(rf"\b({specs})\b|(\bis|[!=]=|, ) *(not )?({kinds})\b[^(]|\.specs\[|type\(spec\)")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if not {"cache_kinds", "vllm_compat"} & set(path.relative_to(PACKAGE).parts)
+        for line in path.read_text("utf-8").splitlines()
+        if words.search(line)
+    ]
+    assert found == []
 
 
 def test_cache_kinds_only_are_asked_what_they_are():

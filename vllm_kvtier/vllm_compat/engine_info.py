@@ -123,7 +123,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
 
 
 def _unsupported_pulls(groups: list[CacheGroup], left_behind: str) -> str | None:
-    states = dict.fromkeys(group.kind.in_words() for group in groups if not group.kind.by_position)
+    states = dict.fromkeys(group.kind.in_words() for group in groups if not group.kind.between_engines)
     if left_behind or states:
         return f"{left_behind or ', '.join(states)} does not travel with a request"
     return None
