@@ -5,13 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cache_groups import needs
+from cache_groups import cache_groups, needs
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
 
 import vllm_kvtier
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import KINDS, CacheGroup
+from vllm_kvtier.scheduler.context import BlockGeometry
 
 PACKAGE = Path(vllm_kvtier.__file__).parent
 MANAGERS = {
@@ -54,6 +55,21 @@ def test_cache_kinds_with_a_whole_prompt_at_hand_take_what_can_be_computed_again
     taken = {kind.stored_as: (kind.usable_tokens(9, 9), kind.lookup_tokens(9)) for kind in ALL}
     assert taken == {"full": (9, 9), "sliding": (8, 9), "chunked": (8, 9), "mamba": (0, 8)}
     assert {kind.usable_tokens(5, 9) for kind in ALL} == {5}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_draft_layers_kv_that_depends_on_other_tokens_is_computed_again(window):
+    """KV of draft layers at a position depends on the tokens behind it, which a shorter hit does not name."""
+    groups = cache_groups([(4, None), (4, window)])
+    for ahead in (1, 3):
+        geometry, plain = BlockGeometry(groups, 4, ahead), BlockGeometry(groups, 4)
+        assert [geometry.usable_tokens(n, 50) for n in (0, 1, 4, 48)] == [0, max(0, 1 - ahead), 4 - ahead, 48 - ahead]
+        assert plain.usable_tokens(48, 50) == 48
+    # vLLM computes the last token of a prompt again by itself.
+    assert BlockGeometry(groups, 4, 1).usable_tokens(48, 48) == plain.usable_tokens(48, 48)
+    assert geometry.usable_tokens(48, 48) == 45
+    states = [*groups, CacheGroup(4, KINDS["mamba"]())]
+    assert BlockGeometry(states, 4, 1).usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
 
 
 def test_cache_kinds_are_found_by_specification_and_layer_type():

@@ -32,6 +32,7 @@ class BlockGeometry:
 
     groups: list[CacheGroup]
     hash_block_size: int
+    draft_lookahead: int = 0  # see EngineInfo
 
     @cached_property
     def alignment(self) -> int:
@@ -39,8 +40,11 @@ class BlockGeometry:
         return math.lcm(self.hash_block_size, *(size for size, _ in self.groups))
 
     def usable_tokens(self, tokens: int, prompt: int) -> int:
-        """As ``CacheKind.usable_tokens``, for all groups."""
-        return min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
+        """As ``CacheKind.usable_tokens``, for all groups. The last tokens are computed again if KV of draft layers may
+        belong to another continuation, except behind a state, where none can be."""
+        usable = min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
+        certain = min(tokens, prompt) - self.draft_lookahead
+        return max(0, certain) if min(usable, prompt - 1) > certain and self.by_position else usable
 
     def lookup_tokens(self, prompt: int) -> int:
         """As ``CacheKind.lookup_tokens``, for all groups."""
