@@ -1,7 +1,8 @@
 """A connector that changes what it loaded, after its checksum was found right: for negative controls of real engines.
 
 The environment variable KVTIER_ALTER names a file: "zero GROUP", or "exchange GROUP" for the content of the load before
-it if that was of as many blocks, or nothing. The engine needs this folder in PYTHONPATH, and runs on a CPU:
+it if that was of as many blocks, or nothing. With a part of a layer's name behind it, only these layers. The engine
+needs this folder in PYTHONPATH, and runs on a CPU:
 
     "kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"
 """
@@ -22,10 +23,13 @@ _before: dict[int, list[torch.Tensor]] = {}  # by group: the pages of the load b
 def _altered_load(self, group, blocks, keys, slots, after=None):
     copy = _load(self, group, blocks, keys, slots, after)
     if len(blocks):
-        ids, views = torch.from_numpy(blocks), [self._view.pages(r) for r in self._view.groups[group].regions]
+        ids, regions = torch.from_numpy(blocks), self._view.groups[group].regions
+        views = [self._view.pages(region) for region in regions]
         loaded = [pages[ids] for pages in views]
-        how, _, which = Path(os.environ[VARIABLE]).read_text().partition(" ")
-        for pages, other in zip(views, _before.get(group, loaded), strict=True) if which == str(group) else ():
+        how, which, layer, *_ = [*Path(os.environ[VARIABLE]).read_text().split(), "", "", ""]
+        for region, pages, other in zip(regions, views, _before.get(group, loaded), strict=True):
+            if which != str(group) or layer not in region.layer:
+                continue
             if how == "zero":
                 pages[ids] = 0
             elif len(other) == len(ids):
