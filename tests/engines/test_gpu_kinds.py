@@ -38,7 +38,8 @@ class Kind(NamedTuple):
 FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
 KINDS = {
     "chunked": Kind(64, FLOAT32),
-    "gdn": Kind(16, BF16, 0.3, False),
+    # Its other backends come in packages of their own.
+    "gdn": Kind(16, (*BF16, "--gdn-prefill-backend", "triton"), 0.3, False),
     "mamba2": Kind(16, FLOAT32, handed_off=False),
     "mamba2-only": Kind(16, (*FLOAT32, "--enable-prefix-caching"), handed_off=False),
     "mamba1": Kind(16, (*BF16, "--enable-prefix-caching"), 0.3, False),
@@ -90,7 +91,7 @@ def trios(request, model_path, log_dir):
                 each.start()
             for name, trio in made.items():
                 try:
-                    for each in trio[1:]:
+                    for each in (trio.plain, trio.engine, trio.decode):
                         each.wait_ready()
                 except ServiceFailed as error:
                     failed[name] = f"{each.name}: {error}"
@@ -101,8 +102,10 @@ def trios(request, model_path, log_dir):
 
 def of(trios, kind: str) -> Trio:
     made, failed, _ = trios
-    if kind in failed:
+    if kind in failed and f"{kind}-plain" not in failed[kind]:
         pytest.fail(failed[kind][-3000:])
+    if kind in failed:
+        pytest.skip(f"vLLM itself does not serve it here: {failed[kind]}")
     return made[kind]
 
 
