@@ -152,8 +152,9 @@ class KVTierConnectorScheduler:
         self._tables = BlockTables(
             info.groups, geometry.hash_block_size, self._checksum_index.forget,
             lambda t: self._provenance.is_admitted(t) and (offload or self._exporter.checksums(t)),
-            None if info.group_ids is None else self._followed, rewritten=max(0, info.draft_lookahead - 1),
+            None if info.group_ids is None else self._followed,
         )  # fmt: skip
+        self._tables.rewritten = max(0, info.draft_lookahead - 1)
         encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
         self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
         self._gauges = Gauges(context, self._matcher, self._exports, self._store, self._offloader)

@@ -61,14 +61,12 @@ class BlockTables:
         wanted: Callable[[RequestState], bool],
         followed: Callable[[BlockIds], BlockIds] | None = None,
         lot: int = LOT_BLOCKS,
-        rewritten: int = 0,
     ):
         """``hash_block_size``: tokens a block hash covers. ``handed_out`` is called with blocks that get new content;
         ``wanted``: whether a request is to be followed. ``followed``: of blocks by vLLM's groups, those of ``groups``;
-        None: all are. ``lot``: blocks that a request generates between two looks at it, at most. ``rewritten``: the
-        number of last computed tokens whose KV the next step writes again (chained draft modules do)."""
+        None: all are. ``lot``: blocks that a request generates between two looks at it, at most."""
         self._groups, self._hash_block_size = groups, hash_block_size
-        self._handed_out, self._wanted, self._followed, self._rewritten = handed_out, wanted, followed, rewritten
+        self._handed_out, self._wanted, self._followed = handed_out, wanted, followed
         self._smallest = math.gcd(*(size for size, _ in groups))
         held = [(group.kind.held_tokens(), group.block_tokens) for group in groups]
         windows = [(tokens - 2 * size) // self._smallest for tokens, size in held if tokens is not None]
@@ -79,6 +77,7 @@ class BlockTables:
         self._step = 0
         self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
         self.each_block = False
+        self.rewritten = 0  # last computed tokens whose KV the next step writes again: chained draft modules do
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -118,7 +117,7 @@ class BlockTables:
                 self._prompts.discard(request_id)
                 continue
             request, tokens = t.request, scheduled.get(request_id, 0)
-            computed = request.num_computed_tokens + tokens - self._rewritten
+            computed = request.num_computed_tokens + tokens - self.rewritten
             if computed >= table.due and tokens:
                 out.append(Growth(t, table, computed))
                 table.due = self._next(request_id, request, computed)
