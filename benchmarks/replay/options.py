@@ -21,6 +21,7 @@ from .agents import Agents
 HERE = Path(__file__).resolve().parent
 SAMPLE = HERE / "data" / "conversation_sample.jsonl"
 UNPUBLISHED = ("logs", "out", "plot", "python", "draw", "dir", "sample_to")  # where things lie on this machine
+CACHE_SPARE = 64 + 2048  # tokens that the cache of an engine has room for beside the longest request
 MANY = 4096  # requests at once: as many as the trace sends
 
 
@@ -38,8 +39,8 @@ def parse(argv: list[str] | None = None, doc: str = "") -> argparse.Namespace:
         parser.error("--model: a directory with a config.json is needed")
     if min([args.lengths, *args.rates, *args.agents]) <= 0:
         parser.error("--lengths, --rates and --agents are above 0")
-    if args.longest + 64 > args.cache_tokens:
-        parser.error(f"--longest {args.longest} does not fit into --cache-tokens {args.cache_tokens}")
+    if args.longest + CACHE_SPARE > args.cache_tokens:
+        parser.error(f"--cache-tokens {args.cache_tokens} is less than --longest {args.longest} and {CACHE_SPARE} more")
     # What `serve` asks of its own command line: one server of one rank.
     args.engines = args.data_parallel = args.ranks = 1
     args.see_all_gpus = False
@@ -74,8 +75,10 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
         "--trace", type=Path, default=SAMPLE, metavar="FILE",
         help="Mooncake's format, .jsonl or .jsonl.xz (default: the sample of its conversation trace beside this file)",
     )  # fmt: skip
-    group.add_argument("--window", type=float, nargs=2, metavar="MINUTE", help="of the trace (default: all of it)")
-    group.add_argument("--requests", type=int, default=160, help="of whole sessions, drawn from it")
+    group.add_argument(
+        "--window", type=float, nargs=2, default=(10.0, 20.0), metavar="MINUTE", help="of the trace (default: 10 20)"
+    )
+    group.add_argument("--requests", type=int, help="of whole sessions, drawn from the window (default: all)")
     group.add_argument("--lengths", type=float, default=0.5, help="prompts, blocks and answers so many times as long")
     group.add_argument("--longest", type=int, default=24576, help="tokens of a prompt and its answer; prompts are cut")
     group.add_argument(
@@ -138,13 +141,11 @@ class Work:
     def sampled(self) -> list[trace.Request]:
         """The requests that are replayed, as long as in the trace."""
         args = self._args
-        every = trace.read(args.trace)
-        if args.window:
-            begin, end = (60 * minute for minute in args.window)
-            every = trace.window(every, begin, end)
+        begin, end = args.window
+        every = trace.window(trace.read(args.trace), 60 * begin, 60 * end)
         if not every:
-            raise trace.NoTrace(f"{args.trace} has no request within the window")
-        return trace.sample(every, args.requests, args.seed)
+            raise trace.NoTrace(f"{args.trace} has no request from minute {begin:g} to minute {end:g}")
+        return trace.sample(every, args.requests or len(every), args.seed)
 
     @cached_property
     def scaled(self) -> list[trace.Request]:
@@ -153,7 +154,7 @@ class Work:
     @cached_property
     def levels(self) -> list[Level]:
         args = self._args
-        return [self._trace(rate) for rate in args.rates] + [self._agents(count) for count in args.agents]
+        return [self._agents(count) for count in args.agents] + [self._trace(rate) for rate in args.rates]
 
     def _trace(self, rate: float) -> Level:
         args = self._args

@@ -136,7 +136,8 @@ def _group(
     """Engines up, all levels, engines down."""
     running, failed = _start(variants, args, work)
     for name, reason in failed.items():
-        console.print(f"LEFT OUT: {name}: {reason}", style="red", markup=False, highlight=False)
+        text = f"LEFT OUT: {name}: {reason[:600]}\nIts log is in {args.logs}"
+        console.print(text, style="red", markup=False, highlight=False)
     result.add(left_out={**result.data["left_out"], **{name: text[:600] for name, text in failed.items()}})
     unlimited = [place for one in running for place in connectors.unlimited_folders(one.variant)]
     trimmers = [_trimmer(place, int(args.disk_gib * GIB)) for place in unlimited]

@@ -80,8 +80,8 @@ def sample(requests: Sequence[Request], count: int, seed: int) -> list[Request]:
 
 
 def window(requests: Iterable[Request], begin: float, end: float) -> list[Request]:
-    """Those from ``begin`` to ``end``, in seconds."""
-    return [request for request in requests if begin <= request.time < end]
+    """Those from ``begin`` to ``end``, in seconds, with times from ``begin`` on."""
+    return [replace(request, time=request.time - begin) for request in requests if begin <= request.time < end]
 
 
 def scaled(requests: Sequence[Request], lengths: float, longest: int) -> list[Request]:

@@ -23,7 +23,7 @@ from serve.lengths import Lengths
 from serve.targets import targets_of
 
 MODEL = ["--model", str(Path(__file__).parents[2] / "models" / "recall-6m")]
-SMALL = "--lengths 0.0625 --longest 512 --cache-tokens 1024 --host-gib 0.01 --disk-gib 0.01 --pause 0".split()
+SMALL = "--lengths 0.0625 --longest 512 --cache-tokens 2624 --host-gib 0.01 --disk-gib 0.01 --pause 0".split()
 
 
 # -- trace ---------------------------------------------------------------------------------------------------------
@@ -56,6 +56,11 @@ def test_trace_sample_has_whole_sessions():
     assert {len(session) for session in trace.sessions(every) if session[0] in some} == {3}
     assert trace.sample(every, 10, seed=3) == some != trace.sample(every, 10, seed=4)
     assert trace.sample(every, 1000, seed=3) == every
+
+
+def test_trace_window_has_times_from_its_beginning():
+    every = [Request(float(i), 512, 5, (i,)) for i in range(5)]
+    assert [(request.time, request.ids) for request in trace.window(every, 2, 4)] == [(0.0, (2,)), (1.0, (3,))]
 
 
 def test_trace_prompts_share_what_their_ids_share():
@@ -213,7 +218,7 @@ def test_capacity_beyond_which_requests_fail_is_that_of_the_level_before(after):
 
 def test_replay_options_that_do_not_fit_are_refused(capsys):
     for words, reason in (
-        ([], "--model"), ([*MODEL, "--longest", "2000", "--cache-tokens", "2000"], "does not fit"),
+        ([], "--model"), ([*MODEL, "--longest", "2000", "--cache-tokens", "4000"], "less than --longest"),
         ([*MODEL, "--rates", "0"], "above 0"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
@@ -249,14 +254,14 @@ async def test_replay_variants_get_the_same_requests_and_are_compared(tmp_path, 
         asked = [[body["prompt"] for body in server.bodies if body["max_tokens"] > 2] for server in (plain, tiered)]
     data = json.loads(out.read_text())
     assert [(row["workload"], row["variant"]) for row in data["levels"]] == [
-        ("trace", "none"), ("trace", "kvtier"), ("agents", "kvtier"), ("agents", "none"),
+        ("agents", "none"), ("agents", "kvtier"), ("trace", "kvtier"), ("trace", "none"),
     ]  # fmt: skip
     assert data["left_out"] == {"lmcache": "does not load"} and set(data["variants"]) == {"none", "kvtier"}
     count = data["loads"]["replayed"]["requests"]
-    assert [row["requests"] for row in data["levels"]] == [count, count, 6, 6]
+    assert [row["requests"] for row in data["levels"]] == [6, 6, count, count]
     assert plot.exists() == bool(importlib.util.find_spec("matplotlib"))
-    # The trace's prompts are the same to the token, in the same order; those of agents hold the answers before them.
-    ours, theirs = (sorted(map(tuple, prompts[3 : 3 + count])) for prompts in asked)
+    # The trace's prompts are the same to the token; those of agents hold the answers before them.
+    ours, theirs = (sorted(map(tuple, prompts[3 + 6 : 3 + 6 + count])) for prompts in asked)
     assert ours == theirs and len(asked[0]) == len(asked[1])
     assert all(math.isclose(sum(row["hits"].values()), 1.0, abs_tol=1e-3) for row in data["levels"])
     assert all(row["hits"]["gpu"] > 0.4 for row in data["levels"] if row["workload"] == "agents")
