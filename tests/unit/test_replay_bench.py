@@ -18,8 +18,11 @@ from replay import capacity, connectors, hits, ideal, options, run, trace, trim
 from replay.agents import Agents
 from replay.capacity import Capacity, Point
 from replay.trace import Request
+from serve.client import new_session
+from serve.conversations import Conversation, Turn
 from serve.engines import Running
 from serve.lengths import Lengths
+from serve.load import Form, Limits, Load
 from serve.targets import targets_of
 
 MODEL = ["--model", str(Path(__file__).parents[2] / "models" / "recall-6m")]
@@ -103,6 +106,17 @@ def test_agents_end_before_their_limit():
     assert session.tokens == 100 + 25 + 2 * 55
     with pytest.raises(ValueError, match="over the limit of 110"):
         Agents(100, Lengths(20, 20), Lengths(1, 1), Lengths(1, 1), Lengths(1, 1), 0.0, 110).sessions(1, 2048, "a")
+
+
+async def test_agents_pause_before_their_next_prompt():
+    turns = [Turn([1] * 32, 2), Turn([2] * 32, 2, pause=0.05), Turn([3] * 32, 2)]
+    async with FakeServer() as server, new_session(5) as session:
+        form, limits = Form("fake"), Limits(4)
+        load = Load([Conversation(0, [], turns)], targets_of([server.url]), lambda *_: 0, limits, form)
+        first, second, third = await load.play(session)
+    # Later than it must be it may well be on a busy machine, but never earlier.
+    assert second.start >= first.start + first.latency + 0.05
+    assert third.prompt_tokens == 3 * 32 + 2 * 2
 
 
 # -- tiers ---------------------------------------------------------------------------------------------------------
