@@ -50,7 +50,7 @@ def shares(prompts: Iterable[Blocks], **tiers: int) -> dict[str, float]:
 
 def prompts_of(conversations: Sequence[Conversation], block: int = 64) -> list[Blocks]:
     """In the order in which they are asked if all conversations go on at the same pace, in blocks of ``block`` tokens.
-    Answers are told apart by their turn alone."""
+    Answers differ by their turn alone."""
     rounds = max((len(c.turns) for c in conversations), default=0)
     out: list[Blocks] = []
     histories: dict[int, list[int]] = {c.number: list(c.opening) for c in conversations}
