@@ -50,7 +50,7 @@ def test_trace_in_another_format_is_refused(tmp_path, text, reason):
 
 
 def test_trace_sample_has_whole_sessions():
-    # Id 0 is everybody's system prompt; each session has three requests.
+    # Id 0 is the system prompt of all; each session has three requests.
     begins = [100 * (i % 40) + 1 for i in range(120)]
     every = [Request(float(i), 1536, 5, (0, *range(n, n + 1 + i // 40))) for i, n in enumerate(begins)]
     assert [len(session) for session in trace.sessions(every)] == [3] * 40
