@@ -169,31 +169,3 @@ async def test_cache_kind_stale_states_change_the_answer(kinds, pair: Pair):
         moved.append(off(reply, cold, tolerance))
     assert sum(each > 3 * tolerance for each in moved) == pair.kind.states, moved
     assert sum(each < tolerance for each in moved) == pair.kind.groups - pair.kind.states, moved
-
-
-async def test_cache_kind_flipped_bytes_and_aborted_loads_leave_right_answers(kinds, pair: Pair):
-    """Blocks and states with a wrong bit are computed, while other requests for them are given up."""
-    rng = seeded(f"flipped {pair.engine.name}")
-    block, tolerance = pair.kind.block, pair.kind.tolerance
-    prompts = [random_tokens(rng, 3 * block + 9) for _ in range(2)]
-    for prompt in prompts:
-        await kinds.ask(pair.engine, prompt, 1)
-        await kinds.stored(pair.engine, prompt, 3 * block)
-    await kinds.reset(pair.engine)
-    with pair.store.memory() as memory:
-        pages = sorted(memory.written())
-        for page in rng.sample(pages, len(pages) // 2):
-            memory.flip(rng, page)
-    given_up = [asyncio.create_task(kinds.ask(pair.engine, prompt, ANSWER)) for prompt in prompts]
-    await asyncio.sleep(0)
-    replies = [asyncio.create_task(kinds.ask(pair.engine, prompt, ANSWER, ASKED)) for prompt in prompts]
-    for task in given_up:
-        task.cancel()
-    for prompt, reply in zip(prompts, await asyncio.gather(*replies), strict=True):
-        want = await kinds.ask(pair.plain, prompt, ANSWER)
-        assert off(reply, want, tolerance) < tolerance, reply.report
-    assert await kinds.kvtier(pair.engine, "integrity_failures") > 0
-    await asyncio.to_thread(pair.store.clear)
-    await kinds.until_idle(pair.engine)
-    counts = await asyncio.to_thread(pair.store.counts)
-    assert (counts.index.leases, counts.index.reservations) == (0, 0)
