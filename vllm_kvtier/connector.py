@@ -78,7 +78,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._step: StepResults | None = None  # of the last step, if anything ended in it
         self._collected: StepMetadata | None = None  # of the step that ``_step`` has the results of
         self._drafts = False  # whether drafts of a step may write KV behind its forward
-        self._saved: StepMetadata | None = None  # of the step of which all is launched
+        self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
             namespace.fix_hash_seed(vllm_config)

@@ -89,7 +89,7 @@ class KVTierConnectorWorker:
         read them (a window's last blocks). So every job waits on the device for what was launched before, whatever the
         engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self.drafted()  # if vLLM has not said so
+        self.drafted()  # unless ``wait_for_save`` did
         if self._store is not None:
             self._store.launching = time.monotonic()
         if work.new_peers:
