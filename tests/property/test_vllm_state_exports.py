@@ -4,7 +4,7 @@ the forwards left there, whatever steps are in flight, and its checksums were ma
 
 import pytest
 from source_fakes import load_context
-from state_scheduler import BLOCK, BLOCKS, Engine
+from state_scheduler import BLOCK, Engine
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -101,9 +101,8 @@ class Exporting(Engine):
                         assert self.checksums[block] == (self.key(request, g, end), end - i * BLOCK, self.held[block])
 
     def key(self, request, g, end):
-        whole = end % self.hash_block == 0
-        last = request.block_hashes[end // self.hash_block - 1] if whole else vr.tail_hash(request, end, self.hash_block)
-        return self.keys.key(bytes(last), g, b"")
+        whole, last = request.block_hashes[: end // self.hash_block], end % self.hash_block
+        return self.keys.key(bytes(vr.tail_hash(request, end, self.hash_block) if last else whole[-1]), g, b"")
 
     def lease(self):
         """A conversation goes on, or is edited somewhere, and its prefix is leased by its hashes."""

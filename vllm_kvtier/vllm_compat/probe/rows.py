@@ -222,7 +222,7 @@ ROWS: tuple[Row, ...] = (
         calls=(("vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout", 0, ()),),
     ),
     Row(
-        "end of a prompt", Feature.STATES, "a prefill can be made to end a token earlier", since=(0, 32, 0),
+        "end of a prompt", Feature.STATES, "a prefill can be made to end a token earlier",
         trial=trials.shorter_prompt, tried=_all(_REQUEST, "prompt_token_ids _all_token_ids max_tokens"),
     ),
     Row(
