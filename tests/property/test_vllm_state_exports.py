@@ -1,10 +1,13 @@
-"""Exports of models with recurrent states, under vLLM's own scheduler (``state_scheduler``): what is exported is what
-the forwards left there, whatever steps are in flight, and its checksums were made of it.
+"""Exports and peer leases of models with recurrent states, under vLLM's own scheduler (``state_scheduler``): what is
+exported is what the forwards left there, whatever steps are in flight, and its checksums were made of it.
 """
+
+from types import SimpleNamespace
 
 import pytest
 from source_fakes import load_context
 from state_scheduler import BLOCK, Engine
+from support import Uncontained
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -14,13 +17,16 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, LeaseKind
+from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import METHODS, SchedulerLock
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.wire import messages as m
 
 pytest.importorskip("vllm.model_executor.layers.mamba.checkpoint")
 pytestmark = pytest.mark.skipif(not granted(Feature.STATES), reason="the states of this vLLM are not moved")
@@ -42,7 +48,12 @@ class Exporting(Engine):
         self.tables_of_ours = BlockTables(self.groups, hash_block, self.index.forget, self.exporter.checksums)
         self.tracked, self.exports, self.jobs = {}, [], []
         self.checksums = {}  # of states, by block: key, tokens, and the state that was there
-        self.exact = self.handed_off = self.leased = 0
+        self.exact = self.handed_off = self.leased = self.fetched = 0
+        lock = SchedulerLock(Uncontained())
+        lock.install(SimpleNamespace(**dict.fromkeys(METHODS, lambda: None)))
+        self.cache_leases = PrefixCacheLeases(load.engine, lock, self.index, self.table)
+        if shared:
+            self.index.publish(0)
         after = self.scheduler._update_after_schedule
         self.scheduler._update_after_schedule = lambda output: (self.begin_step(output), after(output))[1]
         self.scheduler._connector_finished = self.ended
@@ -123,6 +134,23 @@ class Exporting(Engine):
                 assert self.held[theirs.groups[g].slice(0, granted.tokens)[-1]] == plan[: granted.tokens]
         self.table.release(granted.id, "reader", True)
 
+    def fetch(self):
+        """An engine of the node leases a prefix from vLLM's prefix cache itself."""
+        request = self.rng.choice(self.known) if self.known else None
+        hashes = [] if request is None else [bytes(h) for h in request.block_hashes]
+        answers = []
+        self.cache_leases.ask(m.LeaseRequest(1, "", 0, hashes, lend=True, mapped=True), "reader", 5.0, answers.append)
+        (granted,) = answers
+        if not isinstance(granted, Lease):
+            return
+        self.fetched += 1
+        for g in self.states:
+            block, end = granted.export.groups[g].ids[-1], granted.tokens
+            assert self.held[block] == self.plans[request.request_id][:end] and end % BLOCK == 0
+            assert self.checksums[block] == (self.key(request, g, end), BLOCK, self.held[block])
+        self.table.release(granted.id, "reader", True)
+        self.exporter.drain()
+
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("retention", "hash_block"), [(0, BLOCK), (None, BLOCK), (0, BLOCK // 2)])
@@ -134,13 +162,15 @@ def test_vllm_states_in_exports_are_of_the_tokens_that_they_name(
     if alone and hash_block != BLOCK:
         pytest.skip("a single group's hashes are of its blocks")
     init_none_hash(sha256)
-    exact = handed_off = leased = 0
+    exact = handed_off = leased = fetched = 0
     for seed in range(3):
         engine = Exporting(root, seed, asynchronous, retention, hash_block, alone, inner, shared=bool(seed % 2))
-        events = {engine.new: 2, engine.schedule: 10, engine.outputs: 11, engine.lease: 3, engine.abort: 0.3}
+        events = {engine.new: 2, engine.schedule: 10, engine.outputs: 11, engine.lease: 3, engine.fetch: 3}
+        events[engine.abort] = 0.3
         for _ in range(300):
             engine.rng.choices(list(events), list(events.values()))[0]()
         exact, handed_off, leased = exact + engine.exact, handed_off + engine.handed_off, leased + engine.leased
+        fetched += engine.fetched
         engine.table.clear()
         engine.exporter.drain()
-    assert min(exact, handed_off, leased) > 10
+    assert min(exact, handed_off, leased, fetched) > 3

@@ -145,17 +145,17 @@ class PendingLookup:
 
     ``answer``: the client's; its ``outcome`` is set once, on the client's thread, by its ``deadline``. Tokens [start,
     max_tokens) were asked for. ``epoch``: of the engine's namespaces at that time; ``instance``: the store's.
-    ``request``: that it was made for, if the answer is compared with it.
+    ``request``: the one that it is for, if the source compares the answer with it.
     """
 
     __slots__ = ("answer", "epoch", "instance", "max_tokens", "outcome", "request", "source", "start")
 
     def __init__(
-        self, source: "KVSource", answer: Any, start: int, max_tokens: int, epoch: int = 0, instance: str = "",
-        request: RequestState | None = None,
-    ):  # fmt: skip
+        self, source: "KVSource", answer: Any, start: int, max_tokens: int, epoch: int = 0, instance: str = ""
+    ):
         self.source, self.answer, self.start, self.max_tokens = source, answer, start, max_tokens
-        self.epoch, self.instance, self.request = epoch, instance, request
+        self.epoch, self.instance = epoch, instance
+        self.request: RequestState | None = None
         self.outcome: LookupHit | LookupMiss | None = None  # what ``poll`` returned
 
     @property
