@@ -80,6 +80,7 @@ def pair(request, model_path, log_dir):
 
         def altering(**options) -> dict:
             extra = {**OPTIONS, "store_size": "512MiB", "load_policy": "always", "endpoint_port": free_port()}
+            extra |= {"lookup_timeout": 10, "handshake_timeout": 10, "handoff_seconds": 30, "retain_seconds": 10}
             named = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
             return {**kvtier({**extra, **options}), **named}
 
