@@ -81,6 +81,7 @@ def pair(request, model_path, log_dir):
         def altering(**options) -> dict:
             extra = {**OPTIONS, "store_size": "512MiB", "load_policy": "always", "endpoint_port": free_port()}
             extra |= {"lookup_timeout": 10, "handshake_timeout": 10, "handoff_seconds": 30, "retain_seconds": 10}
+            extra["pull_threshold"] = 1
             named = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
             return {**kvtier({**extra, **options}), **named}
 
@@ -206,7 +207,7 @@ async def test_state_kind_is_handed_off_and_pulled_back(kinds, hands_off: Pair):
     rng = seeded(f"hand-offs {prefill.name}")
     # Decode steps wrote what a prefill writes in the truth.
     block, rounding = pair.kind.block, 3 * max(pair.kind.tolerance, 3e-3)
-    conversations = [random_tokens(rng, length) for length in (2 * block + 1, block, block // 2 + 9)]
+    conversations = [random_tokens(rng, length) for length in (2 * block + 1, block + 30, 3 * block - 40)]
     computed, resumed = [0] * len(conversations), 0  # by the decode engine, of each conversation as it is now
     for turn in range(3):
         known = with_sources(decode)
