@@ -1,7 +1,10 @@
 """Hand-offs and pulls that end with recurrent states: where they end, and who compares the partial block."""
 
+import numpy as np
 import pytest
+import torch
 from cache_groups import mamba
+from pull_fakes import Pair, batch_of, info, keys_of, pull_of
 from source_fakes import load_context
 from support import make_request
 
@@ -17,6 +20,10 @@ from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 
 SIZE = 4
 GROUPS = [(SIZE, None), mamba(SIZE)]
@@ -163,3 +170,54 @@ def test_handoff_source_asks_for_what_the_export_has(said, asked):
     t, _ = looked_up(source, made, Candidate(source, ("h", 1)))
     hashes = vr.block_hashes(made, asked, SIZE)
     assert peers.asked[0]["digest"] == vr.prefix_digest(hashes, job_builder.tail_hash(t, asked, SIZE))
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+def state_cache(blocks, seed):
+    """States of two layers, each a cell of 40 bytes and padding."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randint(0, 256, (2, blocks, 64), dtype=torch.uint8, generator=generator)
+    regions = tuple(
+        Region(f"l{n}", memory[n].data_ptr(), 64, 1, 0, 0, 1, 0, 40, cell_tokens=SIZE, packing="gdn", dtype="state")
+        for n in range(2)
+    )
+    return CacheView([GroupView(0, SIZE, "mamba", None, regions)], blocks, "cpu", [memory.untyped_storage()])
+
+
+def state_pair():
+    pair = Pair()
+    pair.here, pair.there = (CacheMemory(state_cache(9, seed), False) for seed in (1, 2))
+    pair.pulls = Pulls(pair.transport, pair.here, 0)
+    pair.pulls.add_engine("s/1", [info(pair.there)])
+    return pair
+
+
+@pytest.mark.parametrize("valid", [1, 3, SIZE])
+def test_pulled_state_is_whole_whatever_tokens_of_its_block_are_computed(valid):
+    pair = state_pair()
+    pair.there.compute_checksums([batch_of([5], [valid])], None)
+    result = pair.run(pair.order(pull_of([2], [5], [valid])))
+    assert not result.failed and pair.equal(2, 5)
+
+
+@pytest.mark.parametrize("byte", [0, 20, 39])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_pulled_state_that_changed_in_any_byte_is_noticed(layer, byte):
+    """As by a step that went on: behind the last token, vLLM changes it in place."""
+    pair = state_pair()
+    pair.there.compute_checksums([batch_of([5], [3])], None)
+    pair.there.view.pages(pair.there.view.groups[0].regions[layer])[5, 0, 0, byte] ^= 1
+    result = pair.run(pair.order(pull_of([2], [5], [3])))
+    assert result.bad_blocks == {2} and result.checksum_mismatch
+
+
+@pytest.mark.parametrize(("valid", "key"), [(2, 5), (3, 6)])
+def test_pulled_state_of_other_tokens_is_noticed(valid, key):
+    """Behind fewer tokens of the same block, whose key is another; or of another prompt."""
+    pair = state_pair()
+    pair.there.compute_checksums([batch_of([5], [3])], None)
+    keys = keys_of([key]) if valid == 3 else keys_of([5]) ^ np.uint64(valid)
+    result = pair.run(pair.order(pull_of([2], [5], [valid], keys=keys)))
+    assert result.bad_blocks == {2} and result.checksum_mismatch
