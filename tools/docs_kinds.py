@@ -25,13 +25,14 @@ A model's layers are in KV cache groups. A prefix is loaded up to a length at wh
 """
 NOTES = """* *Stores*: host memory, disk, object stores, cluster pools, and other nodes' stores.
 * *Between engines*: pulls from prefill to decode engines and from decode to prefill engines, and copies from other GPUs
-  of the node. An engine that has one group without it uses stores only.
+  of the node. *Equal sizes*: between engines of one tensor-parallel size; all others
+  [may differ](engine-shapes.md#shapes).
 * *Codecs*: {codecs}. The option `codec` takes one for each kind. They apply to
   caches that are not quantized, of [backends that are known](limits.md#codecs). Index keys, compressed MLA and all else
   are kept byte for byte.
 * A group whose specification (`KVCacheSpec`) is not in this table switches the connector off for that engine, with a
   line in the log that names it. Groups that vLLM keeps no prefixes of (`CircularBufferSpec`, windows with
-  `bounded_replay`, copies that vLLM rebuilds itself) are left out; an engine that has them uses stores only.
+  `bounded_replay`, copies that vLLM rebuilds itself) are left out.
 * `tests/engines/test_cache_kinds.py` and `tests/engines/test_node_store_models.py` compare tiny models with engines
   without the connector on CPUs: full attention, sliding windows, chunked local attention, gated delta net, Mamba 2 and
   short convolutions. [Limits](limits.md#models-and-parallelism) has the rest.
@@ -52,7 +53,7 @@ def _rows(name: str, kind: type[CacheKind]) -> list[tuple[str, ...]]:
     specs = ", ".join(f"`{spec}`" for spec in kind.specs)
     return [
         (layers, models, f"`{name}`", specs, needs, SPLITS[kind.split], "yes",
-         "yes" if kind.between_engines else "no", encoded)
+         "equal sizes" if kind.split is Split.RANKS else "yes", encoded)
         for layers, models in kind.models.items()
     ]  # fmt: skip
 

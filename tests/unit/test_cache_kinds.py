@@ -62,14 +62,14 @@ def test_draft_layers_kv_that_depends_on_other_tokens_is_computed_again(window):
     """KV of draft layers at a position depends on the tokens behind it, which a shorter hit does not name."""
     groups = cache_groups([(4, None), (4, window)])
     for ahead in (1, 3):
-        geometry, plain = BlockGeometry(groups, 4, ahead), BlockGeometry(groups, 4)
+        geometry, plain = BlockGeometry(groups, 4, draft_lookahead=ahead), BlockGeometry(groups, 4)
         assert [geometry.usable_tokens(n, 50) for n in (0, 1, 4, 48)] == [0, max(0, 1 - ahead), 4 - ahead, 48 - ahead]
         assert plain.usable_tokens(48, 50) == 48
     # vLLM computes the last token of a prompt again by itself.
-    assert BlockGeometry(groups, 4, 1).usable_tokens(48, 48) == plain.usable_tokens(48, 48)
+    assert BlockGeometry(groups, 4, draft_lookahead=1).usable_tokens(48, 48) == plain.usable_tokens(48, 48)
     assert geometry.usable_tokens(48, 48) == 45
     states = [*groups, CacheGroup(4, KINDS["mamba"]())]
-    assert BlockGeometry(states, 4, 1).usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
+    assert BlockGeometry(states, 4, draft_lookahead=1).usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
 
 
 def test_cache_kinds_are_found_by_specification_and_layer_type():

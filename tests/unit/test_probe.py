@@ -230,6 +230,7 @@ BEHAVIOUR = [
     ("request", lambda vllm: vllm.put(f"{REQUEST}.num_tokens", property(lambda self: 0))),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.num_output_placeholders")),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.resumable")),
+    ("end of a prompt", lambda vllm: vllm.put("vllm.v1.request:ConstantList", list)),
     ("block hashes", lambda vllm: vllm.put(f"{HASHES}:hash_block_tokens", lambda *a, **k: bytes(32))),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.touch", lambda self, blocks: None)),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.free_blocks", lambda self, blocks: None)),

@@ -53,9 +53,6 @@ class CacheKind(ABC):
     # Whether a request's table says which block has which content. False: only vLLM's prefix cache does.
     by_position: ClassVar[bool] = True
     split: ClassVar[Split] = Split.HEADS
-    # Whether engines pull such blocks from each other, and copy them from other GPUs of their node. Else only stores
-    # move them.
-    between_engines: ClassVar[bool] = True
     # What such layers are called -> models that have them. For the documentation.
     models: ClassVar[Mapping[str, str]]
     # Fields of the specification that must have these values; others cannot be stored.

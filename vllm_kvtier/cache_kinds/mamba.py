@@ -27,7 +27,6 @@ class Mamba(CacheKind):
     }
     whole_prefix = False
     by_position = False
-    between_engines = False
     split = Split.RANKS
     required: ClassVar = {"mamba_cache_mode": "align"}
 
