@@ -303,12 +303,12 @@ def test_cuda_copier_store_does_not_delay_token_copy():
     pool, handle = make_pool(512 * slot_layout([layout]).pages)
     choice = Choice("staged", 8)
     copier = cuda_copier.CudaCopier(view, handle, [layout], [0], fixed(choice, choice))
-    for start in range(0, len(pool), cuda_copier.PIECE):
-        copier.register(start, min(cuda_copier.PIECE, len(pool) - start))
+    for start in range(0, len(pool), cuda_copier.PIECE_BYTES):
+        copier.register(start, min(cuda_copier.PIECE_BYTES, len(pool) - start))
     copier.warm_up()
     token, there, stream = torch.ones(8, device=device), torch.zeros(8).pin_memory(), torch.cuda.Stream(device)
     slots = np.arange(1, 500) * slot_layout([layout]).pages
-    per_piece = cuda_copier.PIECE // PAGE
+    per_piece = cuda_copier.PIECE_BYTES // PAGE
     slots = slots[slots // per_piece == (slots + slot_layout([layout]).pages - 1) // per_piece]
     blocks, keys = np.arange(len(slots)), np.arange(len(slots), dtype=np.uint64)
     copier.store(0, blocks, keys, slots).wait()  # the first time has its own costs

@@ -48,7 +48,7 @@ class ReadyPeers:
 
     def ask(self, address, timeout, **fields):
         pending = PendingLease(address, m.LeaseRequest(0, "", **fields), 0.0)
-        start = pending.ask.start
+        start = pending.request.start
         if not self.grant:
             pending.outcome = LookupMiss("no_matching_blocks", "")
             return pending
@@ -364,7 +364,7 @@ class Engine:
             if self.rng.random() < 0.4
             else 0
         )
-        ask = m.LeaseRequest(1, "", start, block_hashes, lend=True, mapped=True)
+        ask = m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True)
         answers = []
         self.lender.ask(ask, "reader", 5.0, answers.append)
         (found,) = answers

@@ -27,7 +27,7 @@ from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer,
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
 
-logger = get_logger("vllm.kvtier.pulls")
+logger = get_logger(__name__)
 
 # A prefill engine computes the checksums of a hand-off before it offers it; a busy one some moments later. Seconds
 # before an early read is tried again.
@@ -114,7 +114,7 @@ class Pulls:
             try:
                 self._read(pull)
             except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
-                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+                return self._fail_now(pull, f"cannot read from {pull.job.peer}: {error}")
         self._pulls.append(pull)
         return None
 
@@ -126,7 +126,7 @@ class Pulls:
             try:
                 result = self._advance(pull, quick)
             except Exception as error:  # one pull's error must not stop the others
-                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.source)
+                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.peer)
                 result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
@@ -165,7 +165,7 @@ class Pulls:
 
     def _read(self, pull: _Pull) -> None:
         pull.began = time.monotonic()
-        ranks = self._sources.get(pull.job.source)
+        ranks = self._sources.get(pull.job.peer)
         if ranks is None:
             raise KVTierError("that engine is unknown")
         if pull.read is None:
@@ -177,15 +177,15 @@ class Pulls:
         now = time.monotonic()
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
-                return self._fail_now(pull, f"the read from {pull.job.source} could not begin in time")
+                return self._fail_now(pull, f"the read from {pull.job.peer} could not begin in time")
             if now < pull.not_before or self._retire_by is not None or not _free(pull):
                 return None
-            if quick and not self.connected(pull.job.source):
+            if quick and not self.connected(pull.job.peer):
                 return None
             try:
                 self._read(pull)
             except Exception as error:
-                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+                return self._fail_now(pull, f"cannot read from {pull.job.peer}: {error}")
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
             if state is TransferState.DONE:
@@ -194,7 +194,7 @@ class Pulls:
                 self._transport.release(transfer)
                 pull.read.begin_check()
             elif state is TransferState.FAILED:
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} failed"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.peer} failed"
                 self._begin_retiring(now)
             elif now >= pull.deadline:
                 self._begin_retiring(now)
@@ -241,7 +241,7 @@ class Pulls:
             if pull.stage is Stage.READING:
                 late, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
                 why = timeout if late else "did not end in time after another had failed"
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} {why}"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.peer} {why}"
             if pull.stage is Stage.FAILED:
                 pull.stage = Stage.RETIRING
                 transfer, pull.transfer = pull.transfer, None
@@ -274,15 +274,15 @@ class Pulls:
         seconds = time.monotonic() - pull.started
         if not bad:
             return PullResult(pull.job.request_id, set(), False, "", pull.bytes, seconds)
-        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.source} have a wrong checksum"
-        self._log_once(pull.job.source, reason)
+        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.peer} have a wrong checksum"
+        self._log_once(pull.job.peer, reason)
         return PullResult(pull.job.request_id, bad, True, reason, pull.bytes, seconds, checksum_mismatch=True)
 
     def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
         """Nothing writes its blocks, or what it holds of the ring, any more."""
         if pull.read is not None:
             pull.read.close()
-        self._log_once(pull.job.source, reason)
+        self._log_once(pull.job.peer, reason)
         result = failed_result(pull.job, reason, time.monotonic() - pull.started)
         result.bytes = pull.bytes
         return result

@@ -18,7 +18,7 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches, share_memory
 from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
 
-logger = get_logger("vllm.kvtier.fetch_worker")
+logger = get_logger(__name__)
 
 # An idle step polls its fetches this many seconds: each of vLLM's empty steps costs a millisecond.
 IDLE_SECONDS = 3e-3
@@ -57,8 +57,8 @@ class FetchWorker:
         fetches, later = self._fetches, jobs
         if fetches.on_device and fetches.lock.acquire(blocking=False):
             try:
-                later = [job for job in jobs if not fetches.ready(job.source)]
-                self._report(fetches.start([job for job in jobs if fetches.ready(job.source)], after))
+                later = [job for job in jobs if not fetches.ready(job.peer)]
+                self._report(fetches.start([job for job in jobs if fetches.ready(job.peer)], after))
             finally:
                 fetches.lock.release()
         self._call_soon(lambda: self._begin(later, after))
