@@ -71,7 +71,7 @@ class FakePeers:
         assert lease in self.held, f"lease {lease} is given back twice"
         self.held.discard(lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         self.dropped.append((address, export))
 
     def answer(self, pending, outcome):

@@ -77,7 +77,7 @@ def faked(seed):
             cuda_copier, "torch", SimpleNamespace(cuda=fakes.FakeCuda(world), **{n: getattr(real, n) for n in names})
         )
         patch.setattr(pinned_buffers, "pinned", lambda n: real.empty(n, dtype=real.uint8))
-        patch.setattr(cuda_copier, "PIECE", 24 * PAGE)
+        patch.setattr(cuda_copier, "PIECE_BYTES", 24 * PAGE)
         patch.setattr(part_tables.page_copy, "PageCopier", fakes.later(part_tables.page_copy.PageCopier))
         patch.setattr(
             part_tables.encoded_pages, "EncodedPageCopier", fakes.later(part_tables.encoded_pages.EncodedPageCopier)
@@ -250,7 +250,7 @@ def test_cuda_copier_round_trip_on_gpu(choice, inner, tokens, together, monkeypa
     pool, handle = make_pool(parts.pages * 200)
     copier = cuda_copier.CudaCopier(view, handle, [layout], [parts.part_offsets[1]], fixed(choice, choice))
     half = len(pool) // PAGE // 2 // parts.pages * parts.pages * PAGE
-    monkeypatch.setattr(cuda_copier, "PIECE", half)
+    monkeypatch.setattr(cuda_copier, "PIECE_BYTES", half)
     copier.register(0, half)
     copier.register(half, len(pool) - half)
     copier.warm_up()

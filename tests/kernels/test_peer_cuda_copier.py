@@ -122,8 +122,8 @@ class Bench:
     def expected(self, jobs):
         data = self.target.data()
         for job in jobs:
-            ranks = {rank.number: rank for rank in self.sources[job.peer]}
-            data, _ = engines.expect(self.target, ranks, self.parts(job.peer), job.groups, data)
+            ranks = {rank.number: rank for rank in self.sources[job.source]}
+            data, _ = engines.expect(self.target, ranks, self.parts(job.source), job.groups, data)
         return data
 
 

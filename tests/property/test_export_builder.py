@@ -65,7 +65,7 @@ class ReadyPeers:
     def release(self, offer, done):
         self.leases.remove(offer.lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         pass
 
 

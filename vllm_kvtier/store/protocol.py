@@ -249,7 +249,7 @@ Request = (
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Comes with the memfd, of which ``pool_pages`` exist."""
+    """Comes with the memfd; ``pool_pages`` of its pages exist."""
 
     protocol: int
     version: Name

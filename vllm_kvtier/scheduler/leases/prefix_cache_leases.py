@@ -100,7 +100,7 @@ class PrefixCacheLeases:
         self, block_hashes: Sequence[bytes], lora_fingerprint: bytes, start: int, checksums_ready: float = math.inf
     ) -> tuple[int, list[GroupBlocks], int]:
         """(tokens, blocks by group, step that makes the last of their checksums) of the longest prefix of
-        ``block_hashes`` of which all that a reader needs from token ``start`` on is here, with checksums made until
+        ``block_hashes``: all that a reader needs of it from token ``start`` on is here, with checksums made until
         step ``checksums_ready``."""
         rows: dict[int, tuple[GroupBlocks, list[int]]] = {}
         longest = len(block_hashes) - len(block_hashes) % self._align

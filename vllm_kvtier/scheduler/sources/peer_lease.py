@@ -102,7 +102,7 @@ class PeerLeaseSource(KVSource):
         keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
         job = job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
         if request.hit.mapped:
-            return PeerFetchJob(job.request_id, job.peer, job.groups, timeout)
+            return PeerFetchJob(job.request_id, job.source, job.groups, timeout)
         return job
 
     def on_loaded(self, request: RequestState) -> None:

@@ -72,7 +72,7 @@ class EventFeed:
         self._max_bytes = label_bytes
         self._bytes = 0
         self._labels: dict[bytes, dict[Key, _Label]] = {}  # by namespace; oldest first
-        # By namespace: its oldest labels, some of which may be gone. Finding the first key of the dict itself is slow.
+        # By namespace: its oldest labels; some may be gone. Finding the first key of the dict itself is slow.
         self._oldest: dict[bytes, Iterator[Key]] = {}
         self._sizes: dict[bytes, int] = {}  # by namespace, its share of _bytes
         self._awaited: dict[tuple[bytes, Key], None] = {}  # labelled while they were being written

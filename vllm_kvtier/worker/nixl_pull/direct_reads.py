@@ -29,9 +29,9 @@ class DirectReads:
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "DirectRead":
         """Raises KVTierError for a block that does not exist."""
-        info = self._chosen.get(job.peer)
+        info = self._chosen.get(job.source)
         if info is None:
-            info = self._chosen[job.peer] = direct_source(self._rank, self._geometry, self._heads, ranks)
+            info = self._chosen[job.source] = direct_source(self._rank, self._geometry, self._heads, ranks)
         check_blocks(job, info.num_blocks)
         return DirectRead(self, job, info)
 

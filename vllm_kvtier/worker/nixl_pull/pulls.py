@@ -114,7 +114,7 @@ class Pulls:
             try:
                 self._read(pull)
             except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
-                return self._fail_now(pull, f"cannot read from {pull.job.peer}: {error}")
+                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
         self._pulls.append(pull)
         return None
 
@@ -126,7 +126,7 @@ class Pulls:
             try:
                 result = self._advance(pull, quick)
             except Exception as error:  # one pull's error must not stop the others
-                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.peer)
+                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.source)
                 result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
@@ -165,7 +165,7 @@ class Pulls:
 
     def _read(self, pull: _Pull) -> None:
         pull.began = time.monotonic()
-        ranks = self._sources.get(pull.job.peer)
+        ranks = self._sources.get(pull.job.source)
         if ranks is None:
             raise KVTierError("that engine is unknown")
         if pull.read is None:
@@ -177,15 +177,15 @@ class Pulls:
         now = time.monotonic()
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
-                return self._fail_now(pull, f"the read from {pull.job.peer} could not begin in time")
+                return self._fail_now(pull, f"the read from {pull.job.source} could not begin in time")
             if now < pull.not_before or self._retire_by is not None or not _free(pull):
                 return None
-            if quick and not self.connected(pull.job.peer):
+            if quick and not self.connected(pull.job.source):
                 return None
             try:
                 self._read(pull)
             except Exception as error:
-                return self._fail_now(pull, f"cannot read from {pull.job.peer}: {error}")
+                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
             if state is TransferState.DONE:
@@ -194,7 +194,7 @@ class Pulls:
                 self._transport.release(transfer)
                 pull.read.begin_check()
             elif state is TransferState.FAILED:
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.peer} failed"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} failed"
                 self._begin_retiring(now)
             elif now >= pull.deadline:
                 self._begin_retiring(now)
@@ -241,7 +241,7 @@ class Pulls:
             if pull.stage is Stage.READING:
                 late, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
                 why = timeout if late else "did not end in time after another had failed"
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.peer} {why}"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} {why}"
             if pull.stage is Stage.FAILED:
                 pull.stage = Stage.RETIRING
                 transfer, pull.transfer = pull.transfer, None
@@ -274,15 +274,15 @@ class Pulls:
         seconds = time.monotonic() - pull.started
         if not bad:
             return PullResult(pull.job.request_id, set(), False, "", pull.bytes, seconds)
-        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.peer} have a wrong checksum"
-        self._log_once(pull.job.peer, reason)
+        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.source} have a wrong checksum"
+        self._log_once(pull.job.source, reason)
         return PullResult(pull.job.request_id, bad, True, reason, pull.bytes, seconds, checksum_mismatch=True)
 
     def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
         """Nothing writes its blocks, or what it holds of the ring, any more."""
         if pull.read is not None:
             pull.read.close()
-        self._log_once(pull.job.peer, reason)
+        self._log_once(pull.job.source, reason)
         result = failed_result(pull.job, reason, time.monotonic() - pull.started)
         result.bytes = pull.bytes
         return result

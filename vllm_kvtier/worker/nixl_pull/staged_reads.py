@@ -63,7 +63,7 @@ class StagedReads:
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "StagedRead":
         """Raises KVTierError if this source cannot be read, or for a block that does not exist."""
-        parts = self.parts(job.peer, ranks)
+        parts = self.parts(job.source, ranks)
         check_blocks(job, min(part.info.num_blocks for part in parts))
         return StagedRead(self, job, ranks)
 
@@ -128,7 +128,7 @@ class StagedRead:
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks
         self.bytes = 0
-        self._rounds = deque(_rounds(job, reads.parts(job.peer, ranks)))
+        self._rounds = deque(_rounds(job, reads.parts(job.source, ranks)))
         if not self._rounds:
             raise KVTierError("the job has no blocks")
         self._chunk: int | None = None

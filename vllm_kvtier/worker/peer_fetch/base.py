@@ -22,7 +22,7 @@ from vllm_kvtier.shapes.tp_mapping import SourceRank
 class CopyJob:
     """Blocks of one request from one peer; block ids are within both caches and never 0."""
 
-    peer: str  # its instance
+    source: str  # its instance
     groups: list[GroupPull]
     until: float = math.inf  # time.monotonic() after which a host copy begins no piece; a launch ends by itself
 

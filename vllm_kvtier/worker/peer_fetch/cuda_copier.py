@@ -157,13 +157,13 @@ class CudaPeerCopier:
     def start(self, jobs: Sequence[CopyJob], after: torch.cuda.Event | None = None) -> CudaPeerCopy:
         self.driver.enter()
         self._reap()
-        sources = list({id(s): s for s in (self._sources[job.peer] for job in jobs)}.values())
+        sources = list({id(s): s for s in (self._sources[job.source] for job in jobs)}.values())
         copy = CudaPeerCopy(self, jobs, sources)
         batches: list[Batch] = []
         owners: list[int] = []
         for number, job in enumerate(jobs):
             for pull in job.groups:
-                tables = self._sources[job.peer].tables.get(pull.group, [])
+                tables = self._sources[job.source].tables.get(pull.group, [])
                 if not tables:  # nothing is read of this group
                     copy.refuse(number, pull.local)
                 for table in tables if len(pull.local) else ():

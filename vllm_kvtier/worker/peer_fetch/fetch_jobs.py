@@ -190,20 +190,20 @@ class PeerFetches:
         results, possible = [], []
         for job in jobs:
             try:
-                self._prepare(job.peer)
+                self._prepare(job.source)
                 self._check(job)
                 possible.append(job)
             except KVTierError as error:
-                results.append(self._failed(job, f"cannot read from {job.peer}: {error}", now))
+                results.append(self._failed(job, f"cannot read from {job.source}: {error}", now))
         # A host copies one after another: one call per job, so that no job waits for the end of all.
         launches = [possible] if self.on_device else [[job] for job in possible]
         for launch in filter(None, launches):
-            copy_jobs = [CopyJob(job.peer, job.groups, now + job.timeout) for job in launch]
+            copy_jobs = [CopyJob(job.source, job.groups, now + job.timeout) for job in launch]
             try:
                 copy = self._copier.start(copy_jobs, after)
             except Exception as error:  # of the device, or an internal error: the blocks are recomputed
                 logger.exception("kvtier: peer fetch: beginning to copy failed; the blocks are recomputed")
-                results += [self._failed(job, f"cannot read from {job.peer}: {error}", now) for job in launch]
+                results += [self._failed(job, f"cannot read from {job.source}: {error}", now) for job in launch]
             else:
                 self._running.append(_Fetch(launch, copy, now, synchronous))
         return results
@@ -240,7 +240,7 @@ class PeerFetches:
             lengths = {len(array) for array in (g.local, g.remote, g.keys, g.valid)}
             if len(lengths) > 1:
                 raise KVTierError(f"lists of {sorted(lengths)} blocks")
-            for ids, count in ((g.remote, self._ready[job.peer]), (g.local, self._view.num_blocks)):
+            for ids, count in ((g.remote, self._ready[job.source]), (g.local, self._view.num_blocks)):
                 if len(ids) and not (1 <= int(np.min(ids)) and int(np.max(ids)) < count):
                     raise KVTierError(f"a block id outside 1..{count - 1} in the lease")
 
@@ -249,7 +249,7 @@ class PeerFetches:
         try:
             over = fetch.copy.wait(seconds) if seconds else fetch.copy.done()
         except Exception as error:
-            logger.exception("kvtier: peer fetch: internal error in a fetch from %s; it fails", fetch.jobs[0].peer)
+            logger.exception("kvtier: peer fetch: internal error in a fetch from %s; it fails", fetch.jobs[0].source)
             self._running.remove(fetch)
             self._ended += [self._failed(job, str(error), fetch.started) for job in fetch.jobs]
             return
@@ -262,21 +262,21 @@ class PeerFetches:
         bad, why = fetch.copy.bad(number), fetch.copy.why(number)
         if why:
             # The next fetch maps the source again.
-            self._forget(job.peer)
-            return self._failed(job, f"the copy from {job.peer} failed: {why}", fetch.started)
+            self._forget(job.source)
+            return self._failed(job, f"the copy from {job.source} failed: {why}", fetch.started)
         seconds, nbytes = time.monotonic() - fetch.started, self._bytes(job)
         if not bad:
             return FetchResult(job.request_id, set(), False, "", nbytes, seconds, load_id=job.load_id)
-        reason = f"{len(bad)} of {len(job.all_blocks)} blocks from {job.peer} have a wrong checksum"
-        self._log_once(job.peer, reason)
+        reason = f"{len(bad)} of {len(job.all_blocks)} blocks from {job.source} have a wrong checksum"
+        self._log_once(job.source, reason)
         return FetchResult(
             job.request_id, bad, True, reason, nbytes, seconds, checksum_mismatch=True, load_id=job.load_id
         )
 
     def _failed(self, job: PeerFetchJob, reason: str, started: float) -> FetchResult:
         if not self._stopped:
-            self._log_once(job.peer, reason)
-        return failed_result(job, reason, time.monotonic() - started, self._unmappable.get(job.peer, ""))
+            self._log_once(job.source, reason)
+        return failed_result(job, reason, time.monotonic() - started, self._unmappable.get(job.source, ""))
 
     def _bytes(self, job: PeerFetchJob) -> int:
         return sum(len(g.local) * self._view.groups[g.group].block_bytes for g in job.groups)

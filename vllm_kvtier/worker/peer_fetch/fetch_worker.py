@@ -57,8 +57,8 @@ class FetchWorker:
         fetches, later = self._fetches, jobs
         if fetches.on_device and fetches.lock.acquire(blocking=False):
             try:
-                later = [job for job in jobs if not fetches.ready(job.peer)]
-                self._report(fetches.start([job for job in jobs if fetches.ready(job.peer)], after))
+                later = [job for job in jobs if not fetches.ready(job.source)]
+                self._report(fetches.start([job for job in jobs if fetches.ready(job.source)], after))
             finally:
                 fetches.lock.release()
         self._call_soon(lambda: self._begin(later, after))

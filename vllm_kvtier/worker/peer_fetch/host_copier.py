@@ -72,7 +72,7 @@ class HostPeerCopier:
         for job in jobs:
             for g in job.groups:
                 self.table[g.local] = 0
-        return HostCopy(self, [(job, self._sources[job.peer]) for job in jobs])
+        return HostCopy(self, [(job, self._sources[job.source]) for job in jobs])
 
     def warm_up(self) -> None:
         """Nothing to compile."""
