@@ -366,7 +366,7 @@ class Engine:
         )
         ask = m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True)
         answers = []
-        self.lender.ask(ask, "reader", 5.0, answers.append)
+        self.lender.lease(ask, "reader", 5.0, answers.append)
         (found,) = answers
         if isinstance(found, Lease):
             assert start < found.tokens <= len(block_hashes) * HASH_BLOCK_SIZE and found.tokens % self.align == 0

@@ -236,7 +236,7 @@ class LeaseServer(LeaseListener[Connection]):
         if request.export:
             found = self._exports.lease_export(request.export, request.digest, *what)
         else:
-            found = self._exports.lease_by_hashes(request.block_hashes, *what)
+            found = self._exports.lease_by_hashes(request.block_hashes, *what, request.partial_up_to)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
         self._reply(identity, request, deadline, found)
@@ -263,7 +263,10 @@ class LeaseServer(LeaseListener[Connection]):
             self._events.on_puller(request)
         seconds = self._config.lease_seconds
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
-        self._send(identity, m.LeaseGranted(request.lookup_id, lease.id, lease.tokens, lease.start, blocks, seconds))
+        tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
+        self._send(
+            identity, m.LeaseGranted(request.lookup_id, lease.id, lease.tokens, lease.start, blocks, seconds, tail)
+        )
 
     def _refuse(self, identity: bytes, lookup_id: int, code: str, reason: str) -> None:
         self._send(identity, m.LeaseRefused(lookup_id, code, reason[:500]))
