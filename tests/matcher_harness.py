@@ -50,7 +50,8 @@ class FakePeers:
 
     def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, **fields):
         assert timeout > 0 and set(fields) <= {
-            "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest", "lend",
+            "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest",
+            "from_prefix_cache",
             "wait_seconds", "partial_up_to",
         }  # fmt: skip
         ask = m.LeaseRequest(len(self.offered), "", **fields)

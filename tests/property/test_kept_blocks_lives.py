@@ -345,7 +345,7 @@ class Life(Offload):
         hashes = [bytes(h) for h in request.block_hashes]
         ask = m.LeaseRequest(0, "", 0, hashes, mapped=True)
         answers = []
-        self.lender.ask(ask, "peer", 60.0, answers.append)
+        self.lender.lease(ask, "peer", 60.0, answers.append)
         if isinstance(answers[0], Lease):
             self.leased.append((answers[0], prefix))
 

@@ -202,7 +202,7 @@ class Life(World):
                 outcome = self.peers.offer(pending, 40)
             self.peers.answer(pending, outcome)
             return
-        ask = pending.ask
+        ask = pending.request
         if ask.export:
             asker = [r.request for r in self.live.values() if self.matcher.track(r.request).pending is pending]
             tokens = asker[0].num_tokens if asker else 9
