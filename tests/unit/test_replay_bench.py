@@ -145,7 +145,7 @@ def test_replay_connectors_have_the_same_memory_and_disk(tmp_path):
     names = "none", "kvtier", "offloading", "lmcache"
     none, ours, theirs, cache = (connectors.named(name, sizes(tmp_path)) for name in names)
     options = ours.kv["kv_connector_extra_config"]
-    assert none.kv is None and ours.store_bytes == 2 << 30
+    assert none.kv is None and [connectors.store_bytes(v) for v in (none, ours, theirs, cache)] == [0, 2 << 30, 0, 0]
     assert (options["store_disk_path"], options["store_disk_size"]) == (str(tmp_path), str(1 << 30))
     assert theirs.kv["kv_connector_extra_config"] == {
         "cpu_bytes_to_use": 2 << 30, "spec_name": "TieringOffloadingSpec",
@@ -164,7 +164,9 @@ def test_replay_connectors_without_disk_name_none(tmp_path):
 
 def test_replay_connectors_take_options_and_whole_configurations(tmp_path):
     ours = connectors.named('fp8={"codec": "fp8"}', sizes(tmp_path))
-    assert ours.name == "fp8" and ours.kv["kv_connector_extra_config"]["codec"] == "fp8" and ours.store_bytes == 2 << 30
+    assert ours.name == "fp8" and ours.kv["kv_connector_extra_config"]["codec"] == "fp8"
+    assert connectors.store_bytes(ours) == 2 << 30
+    assert connectors.store_bytes(connectors.named('x={"store": "off"}', sizes(tmp_path))) == 0
     other = connectors.named('x={"kv_connector": "NixlConnector"}', sizes(tmp_path))
     assert other.kv == {"kv_role": "kv_both", "kv_connector": "NixlConnector"}
     for wrong in ("kvtiers", "x=[1]"):
