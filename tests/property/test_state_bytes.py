@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.offload.store_jobs import STORED
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -67,7 +67,7 @@ class Ours(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request, computed):
         self.requests[request.request_id] = SimpleNamespace(request=request)
-        hashes = [bytes(each)[:HASH] for each in request.block_hashes]
+        hashes = [bytes(each)[:HASH_BYTES] for each in request.block_hashes]
         found = 0
         for i, each in enumerate(hashes, 1):
             if (0, each) not in self.kept:
