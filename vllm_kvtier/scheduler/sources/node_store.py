@@ -30,6 +30,7 @@ from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Found, Hello
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger("vllm.kvtier.node_store")
@@ -69,6 +70,8 @@ class NodeStoreSource(StoreSource):
         self._instance = ""
         self._logged = ""
         self._waiting = self._compared = False
+        whole = [size // self._hash_block_size for size, kind in self._geometry.groups if kind.whole_prefix]
+        self._first_hash = whole[0] - 1 if whole else None  # index of the hash of a prompt's first block
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
@@ -224,6 +227,25 @@ class NodeStoreSource(StoreSource):
         except Exception:
             self._give_back(answer)
             raise
+
+    def lacks(
+        self, block_hashes: list[bytes], start: int, lora_fingerprint: bytes, nodes: tuple[str, ...] = ()
+    ) -> bool:
+        """By ``PresenceView``, which knows the store's memory; not if secondary tiers or peers may have blocks. A hit
+        needs the first block from ``start`` on of each group whose whole prefix is needed."""
+        client = self.client
+        if client is None or self._first_hash is None or client.tiers or client.peer_count or nodes:
+            return False
+        presence, last = client.presence, start // self._hash_block_size + self._first_hash
+        if presence is None or last >= len(block_hashes):
+            return False
+        return not presence.may_have(self.namespace_id(lora_fingerprint), block_hashes[last])
+
+    def prefetch_lookup(self, request: Any) -> None:
+        lora_fingerprint = vr.lora_fingerprint(request)
+        # From the prompt's first block on: the store keeps no prefix without its beginning.
+        if lora_fingerprint is None or not self.lacks(request.block_hashes, 0, lora_fingerprint):
+            super().prefetch_lookup(request)
 
     def prefetch_promotion(self, request: Any) -> bool:
         return self.client is not None and bool(self.client.tiers) and super().prefetch_promotion(request)
