@@ -87,7 +87,7 @@ TURNS = {
     "ttft": Turn(4, 8192, 1, 1),
     "ttft-2k": Turn(8, 2048, 1, 1),
 }
-# By vLLM's names: seconds from a request's arrival to its first token, of that before its first step, and between tokens.
+# By vLLM's names: seconds from arrival to the first token, of that before the first step, and between tokens.
 PHASES = {
     "ttft_ms": "vllm:time_to_first_token_seconds",
     "queued_ms": "vllm:request_queue_time_seconds",

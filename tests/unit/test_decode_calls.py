@@ -66,11 +66,11 @@ NO_BLOCK_FILLS = {
     ("runner", "get_kv_connector_stats"): 2,
     ("runner", "build_connector_worker_meta"): 1,
 }
-# Requests -> calls of build_connector_meta in a step in which each request fills a block and is looked at: about 25 a
+# Requests -> calls of build_connector_meta in a step in which each request fills a block and is looked at: about 21 a
 # request. The last few depend on whether a socket takes a message at once.
-BLOCK_FILLS = {1: 58, 64: 1665, 256: 6480}
+BLOCK_FILLS = {1: 50, 64: 1400, 256: 5450}
 # With lots of 16 blocks, per block.
-CALLS_A_BLOCK = 2.1
+CALLS_A_BLOCK = 1.7
 THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 2.7, "kvtier-worker-0": 0.8}
 WAKES_A_STEP = {"kvtier-scheduler": 0.2, "kvtier-worker-0": 0.4}
 STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whose time is observed
@@ -79,14 +79,14 @@ OTHER_STEPS = {1: 95, 64: 200, 256: 600}
 # A request with a short prompt that finds nothing, is computed and stored, and ends: calls beyond those of the steps.
 SHORT_REQUESTS = 32
 REQUEST = {
-    "on_new_request": 35,
-    "get_num_new_matched_tokens": 88,
+    "on_new_request": 21,
+    "get_num_new_matched_tokens": 55,
     "update_state_after_alloc": 13,
-    "build_connector_meta": 42,
-    "get_kv_connector_stats": 2,
+    "build_connector_meta": 36,
+    "get_kv_connector_stats": 1,
     "request_finished_all_groups": 43,
 }
-ALL_OF_REQUEST = 220
+ALL_OF_REQUEST = 168
 THREAD_CALLS_A_STORED_BLOCK = 3.2  # of ``kvtier-scheduler``, which reserves and commits it
 # All blocks of such requests, which are stored together: the model runner issues their copies and polls them.
 LOT = {

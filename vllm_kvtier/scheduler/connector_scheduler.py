@@ -65,6 +65,8 @@ logger = get_logger("vllm.kvtier.connector_scheduler")
 # A reset of vLLM's prefix cache waits so long for peers to release their leases, and as long again for copies to the
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
 RESET_WAIT_SECONDS = 1.0
+# Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
+REPORT_SECONDS = 0.25
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
@@ -84,6 +86,7 @@ class KVTierConnectorScheduler:
         self.counters, self._contain = connector.counters, containment
         containment.on_limit = self._become_passive
         self._passive = False
+        self._report_at = 0.0  # when vLLM next gets what was counted
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         # -- what the engine is
         uses_store = not info.unsupported and (config.store != "off" or uses_remote_store(config))
@@ -340,14 +343,19 @@ class KVTierConnectorScheduler:
             self._matcher.put_back(jobs, new_peers, aborted)
             raise
 
-    def end_step(self) -> None:
-        """A step's output was read."""
+    def end_step(self) -> bool:
+        """A step's output was read. Returns whether vLLM gets what was counted: a few times a second, and when the last
+        request has ended."""
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
-        self._step_timer.end_step()
+        now = self._step_timer.end_step()
+        if now < self._report_at and len(self._matcher):
+            return False
+        self._report_at = now + REPORT_SECONDS
         if not self._info.unsupported:
             self._gauges.refresh()
+        return True
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""

@@ -126,7 +126,7 @@ class StoreClient:
         self.on_changes: Callable[[m.Changes], None] = lambda changes: None
         self.presence: PresenceView | None = None
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
-        self._num_fds = 2 if hello.kind == "engine" else 1
+        self._max_fds = 2 if hello.kind == "engine" else 1
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
         self._lookup_timeout = lookup_timeout
         self._on_change = on_change or (lambda: None)
@@ -319,7 +319,7 @@ class StoreClient:
             sock,
             lambda frame: self._on_frame(stream, frame),
             lambda reason: self._lost(stream, reason),
-            StreamLimits(m.MAX_FRAME, max_fds=2),
+            StreamLimits(m.MAX_FRAME, max_fds=self._max_fds),
         )
         self._greeting = stream
         self._greeting_timer = self._reactor.call_later(
@@ -406,7 +406,7 @@ class StoreClient:
             stream.close(f"it refuses: {reply.reason}")
             return
         fds = stream.take_fds()
-        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or len(fds) != self._num_fds:
+        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or not 0 < len(fds) <= self._max_fds:
             for fd in fds:
                 os.close(fd)
             stream.close("it has another version, or sent an invalid Welcome")

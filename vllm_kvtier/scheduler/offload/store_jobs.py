@@ -101,13 +101,14 @@ class Batch:
     def make_items(self) -> list[Item]:
         """Of all runs so far; returns the new ones."""
         made: list[Item] = []
+        hashes_of: defaultdict[int, list[bytes]] = defaultdict(list)
+        for run in self.runs:
+            hashes_of[run.group] += run.hashes
+        keys, name = {g: iter(self.keys(hashes, g)) for g, hashes in hashes_of.items()}, self.namespace_id
         for table, g, indices, blocks, hashes, parents, begun in self.runs:
-            keys, whole, namespace_id = self.keys(hashes, g), [h[:HASH] for h in hashes], self.namespace_id
-            before = [h[:HASH] for h in parents]
-            if len(before) < len(whole):
-                before += whole[:-1]
-            each = zip(indices, blocks, keys, whole, before, strict=True)
-            made += [Item(table, g, i, block, key, namespace_id, h, parent, begun) for i, block, key, h, parent in each]
+            before = parents if len(parents) == len(hashes) else [*parents, *hashes[:-1]]
+            for i, block, h, parent in zip(indices, blocks, hashes, before, strict=True):
+                made.append(Item(table, g, i, block, next(keys[g]), name, h[:HASH], parent[:HASH], begun))
         self.runs = []
         self.items += made
         return made
