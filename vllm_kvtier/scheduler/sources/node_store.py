@@ -35,6 +35,8 @@ from vllm_kvtier.wire import messages as m
 
 logger = get_logger("vllm.kvtier.node_store")
 
+# Seconds after which the store gets a touch, with others: the request that it is for is computed meanwhile.
+TOUCH_WITHIN = 20e-3
 MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 
 
@@ -190,8 +192,10 @@ class NodeStoreSource(StoreSource):
         self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH], slot, session)
 
     def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
-        if self.client is not None:
-            self.client.touch(self.namespace_id(lora_fingerprint), packed(block_hashes))
+        client = self.client
+        if client is not None and not self.lacks(block_hashes, 0, lora_fingerprint):
+            namespace_id = self.namespace_id(lora_fingerprint)
+            self._reactor.call_within(TOUCH_WITHIN, lambda: client.touch(namespace_id, packed(block_hashes)))
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
