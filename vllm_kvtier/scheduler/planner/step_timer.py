@@ -17,8 +17,8 @@ from vllm_kvtier.scheduler.planner.load_planner import MIN_PREFILL_TOKENS, LoadP
 OBSERVE_DECODE_EVERY = 8
 # The first prefills of an engine compile kernels and fill caches.
 WARM_UP_PREFILLS = 2
-# After so many, one in so many steps with fewer new tokens is enough: among others each short prompt is such a step, and
-# an observation takes as long as to match a request.
+# After so many, one in so many steps with fewer new tokens is enough: each short prompt among others makes such a step,
+# and observing it takes as long as matching a request.
 KNOWN_PREFILLS, OBSERVE_PREFILL_EVERY, LONG_PREFILL_TOKENS = 64, 4, 4096
 # vLLM has fewer steps that are scheduled and not read (pipeline stages, a batch queue); with more, the count is wrong.
 MAX_STEPS_AHEAD = 64
