@@ -6,6 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in 
 
 
 class KVTierConnectorScheduler:
+    _report_at = 0.0  # when vLLM next gets what was counted
+
     def __init__(
         self,
         info: EngineInfo,
@@ -86,7 +89,6 @@ class KVTierConnectorScheduler:
         self.counters, self._contain = connector.counters, containment
         containment.on_limit = self._become_passive
         self._passive = False
-        self._report_at = 0.0  # when vLLM next gets what was counted
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         # -- what the engine is
         uses_store = not info.unsupported and (config.store != "off" or uses_remote_store(config))
@@ -349,7 +351,8 @@ class KVTierConnectorScheduler:
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
-        now = self._step_timer.end_step()
+        self._step_timer.end_step()
+        now = time.monotonic()
         if now < self._report_at and len(self._matcher):
             return False
         self._report_at = now + REPORT_SECONDS

@@ -57,18 +57,17 @@ class StepTimer:
             self._steps.clear()
         self._steps.append((self._clock(), work, len(scheduled) - len(work), sampled))
 
-    def end_step(self) -> float:
-        """The output of the oldest step was read. Returns the time."""
-        now = self._clock()
+    def end_step(self) -> None:
+        """The output of the oldest step was read."""
         if not self._steps:
-            return now
+            return
+        now = self._clock()
         begin, work, decodes, sampled = self._steps.popleft()
         if sampled:
             self._planner.observe_step(now - max(begin, self._last_end), work, decodes)
         self._last_end = now
         if work:
             self._prompts_end = now
-        return now
 
     def prompts_since(self, moment: float) -> bool:
         """Whether a step that computed prompts was under way then, or later."""

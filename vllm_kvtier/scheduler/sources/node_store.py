@@ -243,7 +243,10 @@ class NodeStoreSource(StoreSource):
         presence, last = client.presence, start // self._hash_block_size + self._first_hash
         if presence is None or last >= len(block_hashes):
             return False
-        return not presence.may_have(self.namespace_id(lora_fingerprint), block_hashes[last])
+        namespace_id = self.namespace_id(lora_fingerprint)
+        if self.events is not None:
+            self.events.join(namespace_id)  # as ``ask`` does: others may store there later
+        return not presence.may_have(namespace_id, block_hashes[last])
 
     def prefetch_lookup(self, request: Any) -> None:
         lora_fingerprint = vr.lora_fingerprint(request)
