@@ -9,7 +9,7 @@ from support import make_request
 
 from vllm_kvtier.scheduler.matching import source_selector
 from vllm_kvtier.scheduler.sources.base import LookupMiss
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 
 
 def test_store_source_hit_is_loaded():
@@ -135,7 +135,7 @@ def test_store_source_touches_blocks_cached_on_gpu():
     request = make_request("r", list(range(17)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 16) == (0, False) and not world.client.open
     [(verb, namespace_id, block_hashes)] = world.client.told
-    assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH)
+    assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH_BYTES)
 
 
 def test_store_source_disconnected_store_is_not_waited_for():

@@ -72,7 +72,7 @@ def test_store_welcome_passes_pool_memory(server, client):
 
 def test_store_presence_view_has_blocks_from_commit_until_they_are_gone(server, client):
     view = PresenceView(os.dup(client.fds[1]))
-    hashes = [BLOCK_HASHES[at : at + m.HASH] for at in range(0, len(BLOCK_HASHES), m.HASH)]
+    hashes = [BLOCK_HASHES[at : at + m.HASH_BYTES] for at in range(0, len(BLOCK_HASHES), m.HASH_BYTES)]
 
     def present():
         client.stat()  # an answer: all that was sent before is done
@@ -82,7 +82,7 @@ def test_store_presence_view_has_blocks_from_commit_until_they_are_gone(server, 
     assert present() == [False] * 10
     client.send(m.Commit(slots[:7]))
     assert present() == [True] * 7 + [False] * 3
-    assert not view.may_have(b"another namespace"[: m.HASH], hashes[0])
+    assert not view.may_have(b"another namespace"[: m.HASH_BYTES], hashes[0])
     client.send(m.Discard(NAMESPACE_ID, 0, hashes[6], slots[6]))
     assert present() == [True] * 6 + [False] * 4
     client.ask(m.Clear(3, NAMESPACE_ID))

@@ -42,7 +42,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     StoreJobs,
 )
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.store.protocol import HASH, NO_PARENT
+from vllm_kvtier.store.protocol import HASH_BYTES, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
@@ -446,7 +446,9 @@ class Offloader:
                     kept.append(item)
             self.jobs.returned.append((gone, BLOCKS_NEEDED))
             batch.items, batch.count = kept, len(kept)
-            batch.raws = [raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH]) not in names]
+            batch.raws = [
+                raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH_BYTES]) not in names
+            ]
             if not kept:
                 del self._open[key]
         return cut

@@ -21,13 +21,13 @@ from vllm_kvtier.scheduler.offload.block_tables import Table
 from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import EXISTS, HASH, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.events import Label
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.store_jobs")
+logger = get_logger(__name__)
 
 # How a block ended. After the last three it is offered again without limit; after those before ``MAX_REWINDS`` times
 # (``scheduler.offload.offloader``), because there may be too little memory, or a fault.
@@ -108,7 +108,7 @@ class Batch:
         for table, g, indices, blocks, hashes, parents, begun in self.runs:
             before = parents if len(parents) == len(hashes) else [*parents, *hashes[:-1]]
             for i, block, h, parent in zip(indices, blocks, hashes, before, strict=True):
-                made.append(Item(table, g, i, block, next(keys[g]), name, h[:HASH], parent[:HASH], begun))
+                made.append(Item(table, g, i, block, next(keys[g]), name, h[:HASH_BYTES], parent[:HASH_BYTES], begun))
         self.runs = []
         self.items += made
         return made
