@@ -30,10 +30,10 @@ def test_store_source_hit_is_loaded():
     assert not len(world.matcher)
 
 
-@pytest.mark.parametrize("peer, winner", [(8, "store"), (16, "store"), (18, "store"), (24, "peer"), (None, "store")])
+@pytest.mark.parametrize("peer, winner", [(8, "store"), (16, "store"), (20, "store"), (24, "peer"), (None, "store")])
 def test_store_source_longer_of_store_and_peer_is_chosen(peer, winner):
     """The peer's must be longer by what is worth a pull, and the other lease goes back."""
-    world = World(ONE)
+    world = World(ONE, pull_threshold=8)
     request = make_request("r", list(range(33)), HASH_BLOCK_SIZE, params("a"))
     world.store(request, 16)
     assert world.matcher.match(request, 0) == (None, False)
