@@ -52,14 +52,14 @@ STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whos
 OTHER_STEPS = {1: 95, 64: 200, 256: 600}
 # A request with a short prompt that finds nothing, is computed and stored, and ends: calls beyond those of the steps.
 REQUEST = {
-    "on_new_request": 21,
+    "on_new_request": 23,
     "get_num_new_matched_tokens": 55,
     "update_state_after_alloc": 13,
     "build_connector_meta": 36,
     "get_kv_connector_stats": 1,
     "request_finished_all_groups": 43,
 }
-ALL_OF_REQUEST = 168
+ALL_OF_REQUEST = 170
 THREAD_CALLS_A_STORED_BLOCK = 3.2  # of ``kvtier-scheduler``, which reserves and commits it
 # All blocks of such requests, which are stored together: the model runner issues their copies and polls them.
 LOT = {
