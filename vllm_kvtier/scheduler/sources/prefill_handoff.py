@@ -1,6 +1,7 @@
 """The prefill of a prefill engine that its router named for the request."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.scheduler.leases.exports import GroupBlocks
@@ -30,13 +31,19 @@ class PrefillHandoffSource(PeerLeaseSource):
             self.release_export(request)
             return None
         hashes = self._block_hashes(request, request.request.num_tokens)
+
+        def rehash(hash_block_size: int) -> dict[str, Any]:
+            others = self._other_hashes(request, hash_block_size)
+            return {"block_hashes": others[-1:], "digest": self._digest(request, others, hash_block_size)}
+
         return self._ask(
             request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
-            digest=self._digest(request, hashes), **self._reply_address(),
+            digest=self._digest(request, hashes, self._geometry.hash_block_size), rehash=rehash,
+            **self._reply_address(),
         )  # fmt: skip
 
-    def _digest(self, request: RequestState, hashes: list[bytes]) -> bytes:
-        tail = job_builder.tail_hash(request, request.request.num_tokens, self._geometry.hash_block_size)
+    def _digest(self, request: RequestState, hashes: list[bytes], hash_block_size: int) -> bytes:
+        tail = job_builder.tail_hash(request, request.request.num_tokens, hash_block_size, hashes)
         return vr.prefix_digest(hashes, tail)
 
     def early_hit(self, request: RequestState) -> LookupHit | None:

@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.transfer_params import Address
@@ -64,4 +65,8 @@ class RetainedBlocksSource(PeerLeaseSource):
         hashes = self._block_hashes(request, request.request.num_tokens)
         if len(hashes) * self._geometry.hash_block_size - need.start < self._config.pull_threshold:
             return None
-        return self._ask(request, candidate.address, need.start, hashes, **self._reply_address())
+
+        def rehash(hash_block_size: int) -> dict[str, Any]:
+            return {"block_hashes": self._other_hashes(request, hash_block_size)}
+
+        return self._ask(request, candidate.address, need.start, hashes, rehash=rehash, **self._reply_address())
