@@ -337,6 +337,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         if refused is not None:
             self._settle(pending, refused)
             return
+        ask, size = pending.ask, welcome.hash_block_size or connection.hash_block_size
+        if not ask.export and len(ask.block_hashes) * size <= ask.start:
+            self._settle(pending, LookupMiss(Refusal.NOTHING.value, "no whole block of the prompt lacks"))
+            return
         pending.path = path
         connection.asked[pending.ask.ask] = pending
         mapped = path is ReadPath.MAPPED

@@ -63,8 +63,6 @@ class RetainedBlocksSource(PeerLeaseSource):
         if self._too_little(request, need):
             return None
         hashes = self._block_hashes(request, request.request.num_tokens)
-        if len(hashes) * self._geometry.hash_block_size - need.start < self._config.pull_threshold:
-            return None
 
         def rehash(hash_block_size: int) -> dict[str, Any]:
             return {"block_hashes": self._other_hashes(request, hash_block_size)}
