@@ -127,6 +127,7 @@ async def test_engines_of_other_block_sizes_pull_both_ways(sizes):
                     await _pulled_back(driver, sizes[p], sizes[d], prompt, reply.tokens, block)
             longer = prompt + random_tokens(random.Random(seed), 150)
             _, reply = await driver.hand_off(sizes[p], sizes[d], longer, 8)
-            assert reply.pulled + reply.report["local_tokens"] == len(longer) and reply.report["local_tokens"], reply.report
+            local = reply.report["local_tokens"]
+            assert local and reply.pulled + local == len(longer), reply.report
             assert_same(reply, await driver.ask(sizes[p], longer, 8, cache_salt="fresh"), (p, d))
         await _assert_sound(driver, *sizes.values())

@@ -77,7 +77,7 @@ class GroupTable:
 
 
 def _in_runs(each: SourceRegion) -> list[SourceRegion]:
-    """The same in parts, in the order of the checksum, of which all cells are stored, or none. The kernel tells words
+    """The same in parts, in the order of the checksum: all cells of a part are stored, or none. The kernel knows words
     that it stores by their index in a region."""
     if not each.by_cells:
         raise ValueError(f"cells of {each.source.packing} hold several tokens in an order of their own")
