@@ -38,7 +38,9 @@ class _CellWriter:
         counted = -(-(valid.astype(np.int64) - source.first_token) // source.cell_tokens)
         cells = np.clip(counted - self._first, 0, self._cells)
         if (cells == self._cells).all():
-            self._pages[blocks] = self._arrived[rows]
+            first = int(rows[0]) if len(rows) else 0
+            adjacent = np.array_equal(rows, np.arange(first, first + len(rows)))  # as a slice they are not copied twice
+            self._pages[blocks] = self._arrived[first : first + len(rows)] if adjacent else self._arrived[rows]
             return
         for row, block, count in zip(rows.tolist(), blocks.tolist(), cells.tolist(), strict=True):
             self._pages[block, :, :count] = self._arrived[row, :, :count]
