@@ -55,7 +55,7 @@ class FakeEngine:
             self.endpoint.unusable = why
         else:
             self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, "fake/1", ranks or globals()["ranks"](),
-                                                  namespace.hash_block_tokens))  # fmt: skip
+                                                  namespace.hash_block_size))  # fmt: skip
         self.address = f"127.0.0.1:{self.endpoint.port}"
         self._path = store
         self._client = None
@@ -71,14 +71,14 @@ class FakeEngine:
 
     @property
     def namespace_id(self) -> bytes:
-        return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH).digest()
+        return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH_BYTES).digest()
 
     def block_hashes(self, text: str, salt: str = "") -> bytes:
         """Packed hashes of the whole blocks of a prompt."""
         tokens, last = text.encode(), repr((self.namespace.hash_seed, salt)).encode()
         hashes = []
         for at in range(0, len(tokens) - HASH_BLOCK_SIZE + 1, HASH_BLOCK_SIZE):
-            last = hashlib.blake2b(last + tokens[at : at + HASH_BLOCK_SIZE], digest_size=sm.HASH).digest()
+            last = hashlib.blake2b(last + tokens[at : at + HASH_BLOCK_SIZE], digest_size=sm.HASH_BYTES).digest()
             hashes.append(last)
         return b"".join(hashes)
 

@@ -41,7 +41,7 @@ from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 
-logger = get_logger("vllm.kvtier")
+logger = get_logger(__name__)
 
 _SCHEDULER, _WORKER = "_scheduler", "_worker"  # attributes of the two sides: None in the other process, or if passive
 _STEP = "_step"  # attribute: None if nothing ended in the last step
@@ -75,9 +75,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace.fix_hash_seed(vllm_config)
             if self._info.unsupported:
                 logger.warning("kvtier: connector: disabled (%s)", self._info.unsupported)
-            elif self._info.unsupported_pulls:
-                reason = self._info.unsupported_pulls
-                logger.warning("kvtier: connector: %s: KV is stored and loaded, but not pulled", reason)
             elif not self._info.prefix_caching:
                 logger.warning(
                     "kvtier: connector: vLLM's prefix caching is off; KV is neither stored, loaded nor retained; "
@@ -274,9 +271,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained()
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        if self._scheduler is not None:
-            self._scheduler.end_step()  # vLLM calls this once for each step's output
-        return KVTierStats(data=self.counters.take()) if self.counters.changed else None
+        # vLLM calls this once for each step's output.
+        due = self._scheduler is None or self._scheduler.end_step()
+        return KVTierStats(data=self.counters.take()) if due and self.counters.changed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

@@ -190,7 +190,7 @@ def test_doctor_shapes_that_can_be_translated(make, sizes, layout, state, words)
 
 def test_doctor_block_sizes_that_can_be_translated(make):
     kept = [ranks_of((Group(cells=cells),), 4) for cells in (4, 8)]
-    sizes = {}, {"hash_block_tokens": 32}
+    sizes = {}, {"hash_block_size": 32}
     a, b = (
         make(FakeEngine, changed(**size), ranks=[msgspec.structs.replace(r.info, agent="a") for r in engine])
         for engine, size in zip(kept, sizes, strict=True)

@@ -315,7 +315,7 @@ def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
     """The requester hashes its prompt in blocks of the engine that it asks."""
     source = make(Source, hash_block_size=HASH_BLOCK_SIZE)
     source.table.add(export())
-    asker = make(Asker, namespace=msgspec.structs.replace(NAMESPACE, hash_block_tokens=2 * HASH_BLOCK_SIZE))
+    asker = make(Asker, namespace=msgspec.structs.replace(NAMESPACE, hash_block_size=2 * HASH_BLOCK_SIZE))
     sizes = []
 
     def rehash(size):
@@ -334,7 +334,7 @@ def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
 @pytest.mark.parametrize("size", [1, 1 << 30])
 def test_lease_of_absurd_hash_block_size_is_not_asked(make, size):
     source, asker = make(Source, hash_block_size=size), make(Asker, namespace=msgspec.structs.replace(
-        NAMESPACE, hash_block_tokens=128))  # fmt: skip
+        NAMESPACE, hash_block_size=128))  # fmt: skip
     assert asker.answer(source.address, rehash=lambda size: pytest.fail("hashed")).code == "layout"
 
 
@@ -348,9 +348,9 @@ def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
 
     source = make(Source, lend=lend)
     asker = make(Asker, reach=lambda ranks: Reach(frozenset({ReadPath.MAPPED}), "2 ranks here, 1 there"))
-    assert asker.answer(source.address, lend=True).code == "peer_busy" and lent.pop().mapped
+    assert asker.answer(source.address, from_prefix_cache=True).code == "peer_busy" and lent.pop().mapped
     asker.peers.unmappable("source/1")
-    got = asker.answer(source.address, lend=True)
+    got = asker.answer(source.address, from_prefix_cache=True)
     assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
 
 
@@ -508,9 +508,9 @@ def test_lease_server_release_export_frees_now_or_after_last_lease(make):
     source.table.add(export("a", first=1))
     source.table.add(export("b", first=20))
     offer = asker.answer(source.address, export="a", digest=b"digest")
-    asker.peers.drop(source.address, "b")
-    asker.peers.drop(source.address, "a")
-    asker.peers.drop(source.address, "unknown")
+    asker.peers.release_export(source.address, "b")
+    asker.peers.release_export(source.address, "a")
+    asker.peers.release_export(source.address, "unknown")
     eventually(lambda: source.freed == list(range(20, 28)))
     asker.peers.release(offer, done=False)
     eventually(lambda: len(source.freed) == 16)

@@ -11,9 +11,9 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Done
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Done
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.slots import PIECE, part_layout, slot_layout
+from vllm_kvtier.wire.slots import PIECE_BYTES, part_layout, slot_layout
 
 ONE = [(16, None)]
 HYBRID = [(32, None), (16, 100)]
@@ -32,7 +32,7 @@ def one(groups=ONE, **view):
 
 
 def test_store_namespace_is_stable_over_restart():
-    assert len(namespace_id()) == HASH and namespace_id() == namespace_id() == one()
+    assert len(namespace_id()) == HASH_BYTES and namespace_id() == namespace_id() == one()
 
 
 @pytest.mark.parametrize("physical", [{"heads_first": False}, {"gap": 4096}, {"base": 1 << 40}], ids=str)
@@ -83,6 +83,39 @@ def test_store_source_new_namespace_hides_stored_blocks():
     tier.renew()
     assert tier.namespace_id(b"") not in (*before, *after), "weights may change again"
     assert namespace_id() == before[0], "others keep what they have"
+
+
+# -- what the store certainly lacks -----------------------------------------------------------------------------------
+
+
+class Presence:
+    def __init__(self, *hashes):
+        self.hashes = hashes
+
+    def may_have(self, namespace_id, block_hash):
+        return (namespace_id, block_hash) in self.hashes
+
+
+def test_store_source_lacks_prompt_whose_first_block_is_not_present():
+    made = make_tier(HYBRID, hash_block_size=16)
+    tier, name = made.tier, made.tier.namespace_id(b"")
+    first = HYBRID[0][0] // 16  # hash blocks of a block of the group that needs its whole prefix
+    assert HYBRID[0][1] is None and not tier.lacks(BLOCK_HASHES, 0, b""), "a store without a table is asked"
+    made.client.presence = Presence((name, BLOCK_HASHES[first - 1]))
+    assert not tier.lacks(BLOCK_HASHES, 0, b"")
+    assert tier.lacks(BLOCK_HASHES, 0, b"a" * 16), "another adapter's"
+    made.client.presence = Presence((name, BLOCK_HASHES[-1]))
+    assert tier.lacks(BLOCK_HASHES, 0, b"")
+    assert not tier.lacks(BLOCK_HASHES[: first - 1], 0, b""), "too short to tell"
+    assert not tier.lacks(BLOCK_HASHES, 0, b"", ("node:1",)), "other nodes may have it"
+    for name, value in (("tiers", ("disk",)), ("peer_count", 1)):
+        was = getattr(made.client, name)
+        setattr(made.client, name, value)
+        assert not tier.lacks(BLOCK_HASHES, 0, b""), name
+        setattr(made.client, name, was)
+    made.client.lose()
+    made.client.presence = None
+    assert not tier.lacks(BLOCK_HASHES, 0, b"")
 
 
 # -- parts and writers -----------------------------------------------------------------------------------------------
@@ -138,7 +171,7 @@ def test_store_source_sends_windows_and_block_sizes():
 
 def test_store_source_block_too_large_is_refused_with_sizes():
     with pytest.raises(ValueError, match="block size"):
-        make_tier(ONE, [described(0, ONE, [0], layers=9, inner=PIECE // 256)])
+        make_tier(ONE, [described(0, ONE, [0], layers=9, inner=PIECE_BYTES // 256)])
 
 
 # -- the watermark ---------------------------------------------------------------------------------------------------
@@ -178,7 +211,7 @@ def test_store_source_forgets_state_of_old_store_instance():
 
 def test_store_source_short_disconnect_is_not_logged(caplog):
     made = make_tier(ONE, hash_block_size=16)
-    with caplog.at_level(logging.INFO, "vllm.kvtier.node_store"):
+    with caplog.at_level(logging.INFO, "vllm.kvtier.scheduler.sources.node_store"):
         made.client.lose()
         made.client.connect("life 1")
         for callback in made.later:
@@ -274,7 +307,7 @@ def test_store_source_truncates_hashes_beyond_message_limit():
     made = make_tier(ONE, hash_block_size=16)
     block_hashes = [b"h" * 32] * (MAX_HASH_BLOCKS + 10)
     made.tier.touch(block_hashes, b"")
-    assert len(made.client.told[-1][2]) == MAX_HASH_BLOCKS * HASH
+    assert len(made.client.told[-1][2]) == MAX_HASH_BLOCKS * HASH_BYTES
     assert made.tier.ask(MAX_HASH_BLOCKS * 16, block_hashes, b"") is None
     assert made.tier.ask((MAX_HASH_BLOCKS - 1) * 16, block_hashes, b"") is not None
 
@@ -286,12 +319,12 @@ def test_store_source_sends_connection_state_on_connect():
     made.tier.discard(b"", 0, BLOCK_HASHES[0], 7, 3)
     commit, abort, discard = made.client.told
     assert commit == ("commit", [5], 3) and abort == ("abort", [6], 3)
-    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH], 7, 3)
+    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH_BYTES], 7, 3)
 
 
 def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):
     made = make_tier(ONE, hash_block_size=16, store_disk_path=str(tmp_path))
-    with caplog.at_level(logging.WARNING, "vllm.kvtier.node_store"):
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.scheduler.sources.node_store"):
         made.client.connect("another life")
         made.client.connect("and another")
     assert len([record for record in caplog.records if "lacks tier disk" in record.message]) == 1

@@ -39,7 +39,7 @@ class Peers:
         return pending
 
     def grant(self, tokens, groups=1, first=1, missing=()):
-        start = self.asked[-1].ask.start
+        start = self.asked[-1].request.start
         count = -(-tokens // self.size) - start // self.size
         ids = [0 if i in missing else first + i for i in range(count)]
         self.asked[-1].outcome = LeasedBlocks(
@@ -97,7 +97,7 @@ def test_handoff_of_other_block_size_is_asked_and_read_in_its_blocks(mine, their
     computed = mine if length > mine else 0
     assert matcher.match(request, computed) == (None, False)
     tail = vr.tail_hash(there, length, theirs) if length % theirs else b""
-    assert peers.asked[0].ask.digest == vr.prefix_digest(vr.block_hashes(there, length, theirs), tail)
+    assert peers.asked[0].request.digest == vr.prefix_digest(vr.block_hashes(there, length, theirs), tail)
     peers.grant(length, first=100 + computed // theirs)
     assert matcher.match(request, computed) == (length - computed, True)
     ours = list(range(1, 1 - (-length // mine)))
@@ -128,7 +128,7 @@ def test_conversation_of_other_block_size_is_asked_by_its_hashes(mine, theirs):
     matcher, peers = made(mine, theirs)
     request = make_request("r", list(range(50)), mine, PEERS)
     assert matcher.match(request, 0) == (None, False)
-    assert peers.asked[0].ask.block_hashes == vr.hash_blocks(request, 50, theirs, HASH_FN, [])
+    assert peers.asked[0].request.block_hashes == vr.hash_blocks(request, 50, theirs, HASH_FN, [])
     whole = 50 // theirs * theirs
     peers.grant(whole)
     assert matcher.match(request, 0) == (whole, True), "a block of ours may be filled in part"

@@ -48,7 +48,8 @@ def anew(monkeypatch):
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level("WARNING")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier.probe"]
+    name = "vllm.kvtier.vllm_compat.probe.features"
+    return lambda: [record.getMessage() for record in caplog.records if record.name == name]
 
 
 def off(features) -> set[Feature]:
@@ -230,6 +231,7 @@ BEHAVIOUR = [
     ("request", lambda vllm: vllm.put(f"{REQUEST}.num_tokens", property(lambda self: 0))),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.num_output_placeholders")),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.resumable")),
+    ("end of a prompt", lambda vllm: vllm.put("vllm.v1.request:ConstantList", list)),
     ("block hashes", lambda vllm: vllm.put(f"{HASHES}:hash_block_tokens", lambda *a, **k: bytes(32))),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.touch", lambda self, blocks: None)),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.free_blocks", lambda self, blocks: None)),

@@ -145,7 +145,7 @@ NAMESPACE = m.Namespace("model", "bf16", "sha256", "seed", 16, 1, 1)
 
 def access_of(identity, endpoint, world_size=1, sharing=None):
     reactor = SimpleNamespace(call_soon=lambda job: job())
-    info = SimpleNamespace(world_size=world_size, engine_id="e", unsupported_pulls=None)
+    info = SimpleNamespace(world_size=world_size, engine_id="e")
     engine = SimpleNamespace(reactor=reactor, info=info, identity=identity)
     return PeerAccess(engine, endpoint, None, None, sharing)
 
@@ -196,7 +196,7 @@ def test_connector_scheduler_opens_when_worker_setup_succeeds_later(running):
 
 
 def test_connector_scheduler_reopens_as_new_instance_after_all_ranks_wake():
-    log, identity = [], bare_identity(namespace=object())
+    log, identity = [], bare_identity(namespace=SimpleNamespace(hash_block_size=16))
     access = access_of(identity, Endpoint(log), 2, SimpleNamespace(leave=lambda: log.append("leave")))
 
     def register(rank, agent):

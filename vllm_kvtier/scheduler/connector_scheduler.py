@@ -6,6 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,15 +61,19 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.connector_scheduler")
+logger = get_logger(__name__)
 
 # A reset of vLLM's prefix cache waits so long for peers to release their leases, and as long again for copies to the
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
 RESET_WAIT_SECONDS = 1.0
+# Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
+REPORT_SECONDS = 0.25
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class KVTierConnectorScheduler:
+    _report_at = 0.0  # when vLLM next gets what was counted
+
     def __init__(
         self,
         info: EngineInfo,
@@ -94,11 +99,11 @@ class KVTierConnectorScheduler:
             self._on_idle,
             containment,
             connector,
-            lambda engine: rollback.settle_failure_policy(engine, config.kv_load_failure_policy),
+            lambda engine: rollback.set_failure_policy(engine, config.kv_load_failure_policy),
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        geometry = BlockGeometry(info.groups, pool.hash_block_size)
+        geometry = BlockGeometry(info.groups, pool.hash_block_size, bool(info.left_behind))
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -115,8 +120,8 @@ class KVTierConnectorScheduler:
             on_freed=self._freed,
             on_question=lambda question, answer: self._questions.ask(question, answer),
             on_serving=lambda active: self._link.send(m.Serve(active)),
-            on_puller=lambda ask: self._retained.record_puller(ask),
-            lease_cached=cache_leases.ask,
+            on_puller=lambda request: self._retained.record_puller(request),
+            lease_cached=cache_leases.lease,
         )
         self._endpoint = LeaseServer(engine, self._exports, key, events)
         identity.address = (self._endpoint.host, self._endpoint.port)
@@ -202,7 +207,9 @@ class KVTierConnectorScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
-        blocks."""
+        blocks. A prefill for another engine ends where that one can go on."""
+        if not (self._info.unsupported or self._passive or self._access.closed):
+            self._exporter.prepare(request)
         if self._store is None or self._info.unsupported or self._passive or not self._provenance.would_admit(request):
             return
         if len(self._matcher):
@@ -340,14 +347,20 @@ class KVTierConnectorScheduler:
             self._matcher.put_back(jobs, new_peers, aborted)
             raise
 
-    def end_step(self) -> None:
-        """A step's output was read."""
+    def end_step(self) -> bool:
+        """A step's output was read. Returns whether vLLM gets what was counted: a few times a second, and when the last
+        request has ended."""
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
         self._step_timer.end_step()
+        now = time.monotonic()
+        if now < self._report_at and len(self._matcher):
+            return False
+        self._report_at = now + REPORT_SECONDS
         if not self._info.unsupported:
             self._gauges.refresh()
+        return True
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""

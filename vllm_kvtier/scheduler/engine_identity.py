@@ -89,9 +89,9 @@ class EngineIdentity:
     def content_keys_of(self, hash_block_size: int) -> ContentKeys:
         """The keys of an engine with another block size and otherwise our namespace; 0: ours."""
         own = self.content_keys()
-        if self.namespace is None or hash_block_size in (0, self.namespace.hash_block_tokens):
+        if self.namespace is None or hash_block_size in (0, self.namespace.hash_block_size):
             return own
-        return self._keys_of(msgspec.structs.replace(self.namespace, hash_block_tokens=hash_block_size))
+        return self._keys_of(msgspec.structs.replace(self.namespace, hash_block_size=hash_block_size))
 
     @staticmethod
     def _keys_of(namespace: m.Namespace) -> ContentKeys:

@@ -11,7 +11,7 @@ from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.peer_access")
+logger = get_logger(__name__)
 
 
 class PeerAccess:
@@ -29,9 +29,7 @@ class PeerAccess:
         self._info, self._identity, self._reactor = engine.info, engine.identity, engine.reactor
         self._server, self._store, self._offloader, self._sharing = server, store, offloader, sharing
         self._checksums_ready: dict[int, int] = {}  # by rank: the last step
-        self.refused: str | None = engine.info.unsupported_pulls  # the reason
-        if self.refused:
-            server.unusable = self.refused
+        self.refused: str | None = None  # the reason
 
     @property
     def closed(self) -> bool:
@@ -100,7 +98,7 @@ class PeerAccess:
                 self.refuse("this model was measured while the engine started: restart it")
                 return
             ranks = [identity.ranks[r] for r in sorted(identity.ranks)]
-            welcome = m.Welcome(m.PROTOCOL, identity.instance, ranks, identity.namespace.hash_block_tokens)
+            welcome = m.Welcome(m.PROTOCOL, identity.instance, ranks, identity.namespace.hash_block_size)
             self._server.open(identity.namespace, welcome)
             if self._sharing is not None and all(info.shared is not None for info in ranks):
                 self._sharing.opened(identity.address)

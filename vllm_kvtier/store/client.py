@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.presence_filter import PresenceView
 from vllm_kvtier.store.launcher import Starter
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.wire.reactor import Reactor, Timer
@@ -98,7 +100,8 @@ class StoreClient:
     Attributes (any thread): ``connected``; ``reason`` (why not connected, "" while connected); ``instance`` ("" while
     not connected); ``session`` (number of this connection, grows); ``pool_pages``, ``ready_pages`` (pushed by the store
     as memory becomes usable; 0 while not connected); ``tiers`` (names of the secondary tiers); ``peer_count`` (number
-    of other engines with this one's ``compat_id``; 0 until ``present``). ``on_changes``, to be set before ``follow``,
+    of other engines with this one's ``compat_id``; 0 until ``present``); ``presence`` (which blocks the store's memory
+    may have; None while not connected, or for a client that is no engine). ``on_changes``, to be set before ``follow``,
     gets Changes on the reactor's thread.
 
     ``launch`` is called on a thread of its own if no store listens at ``path``; it returns once one does, or raises
@@ -121,7 +124,9 @@ class StoreClient:
         self.tiers: tuple[str, ...] = ()
         self.peer_count = 0
         self.on_changes: Callable[[m.Changes], None] = lambda changes: None
+        self.presence: PresenceView | None = None
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
+        self._max_fds = 2 if hello.kind == "engine" else 1
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
         self._lookup_timeout = lookup_timeout
         self._on_change = on_change or (lambda: None)
@@ -177,7 +182,7 @@ class StoreClient:
     ) -> Pending:
         """Outcome: Found, with a lease. Hashes beyond MAX_HASH_BLOCKS are left out. ``wait_seconds``: maximum wait for
         promotions. ``key_mask``, ``hash_blocks_per_block``: the directory query, as in Lookup; requires ``present``."""
-        block_hashes, nodes = block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], list(nodes)
+        block_hashes, nodes = block_hashes[: m.MAX_HASH_BLOCKS * m.HASH_BYTES], list(nodes)
         return self._ask(
             lambda id: m.Lookup(
                 id, namespace_id, block_hashes, start, pages_limit, wait_seconds, nodes, key_mask, hash_blocks_per_block
@@ -186,7 +191,9 @@ class StoreClient:
         )
 
     def warm(self, namespace_id: bytes, block_hashes: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
-        self._send(m.Prefetch(namespace_id, block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], pages_limit, list(nodes)), None)
+        self._send(
+            m.Prefetch(namespace_id, block_hashes[: m.MAX_HASH_BLOCKS * m.HASH_BYTES], pages_limit, list(nodes)), None
+        )
 
     def reserve(
         self, namespace_id: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int
@@ -314,7 +321,7 @@ class StoreClient:
             sock,
             lambda frame: self._on_frame(stream, frame),
             lambda reason: self._lost(stream, reason),
-            StreamLimits(m.MAX_FRAME, max_fds=1),
+            StreamLimits(m.MAX_FRAME, max_fds=self._max_fds),
         )
         self._greeting = stream
         self._greeting_timer = self._reactor.call_later(
@@ -401,10 +408,16 @@ class StoreClient:
             stream.close(f"it refuses: {reply.reason}")
             return
         fds = stream.take_fds()
-        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or len(fds) != 1:
+        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or not 0 < len(fds) <= self._max_fds:
             for fd in fds:
                 os.close(fd)
             stream.close("it has another version, or sent an invalid Welcome")
+            return
+        try:
+            presence = PresenceView(fds[1]) if len(fds) > 1 else None
+        except KVTierError as error:
+            os.close(fds[0])
+            stream.close(str(error))
             return
         self._forget_greeting()
         self._backoff = RETRY_SECONDS[0]
@@ -415,7 +428,7 @@ class StoreClient:
             self.tiers = tuple(reply.tiers)
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self.session += 1
-            self._pool_fd = fds[0]
+            self._pool_fd, self.presence = fds[0], presence
             self._stream = stream
         self._changed()
 
@@ -439,6 +452,7 @@ class StoreClient:
             self._stream = None
             self.connected, self.reason, self.instance = False, text, ""
             self.pool_pages = self.ready_pages = self.peer_count = 0
+            self.presence = None
             fd, self._pool_fd = self._pool_fd, -1
             pending = [*self._pending.values(), *self._waiting.values()]
             self._pending, self._waiting = {}, {}

@@ -32,7 +32,7 @@ class Namespace(msgspec.Struct, frozen=True):
     cache_dtype: Name
     hash_algorithm: Name
     hash_seed: Name  # digest of NONE_HASH
-    hash_block_tokens: Count
+    hash_block_size: Count
     tensor_parallel: Count
     pipeline_parallel: Count
     codecs: Name = ""  # lossy codecs that this engine's KV may have passed, as text; "": none
@@ -141,7 +141,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     exported prefix, from token ``start`` on.
     """
 
-    ask: Count
+    lookup_id: Count  # repeated in the answer
     instance: Name  # the instance that answered the handshake
     start: Count  # first token wanted
     block_hashes: BlockHashes
@@ -150,20 +150,23 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     digest: bytes = b""  # prefix digest of the whole export, including the partial block
     reply_host: Name = ""  # the requester's own endpoint, "" if it exports nothing
     reply_port: Count = 0
-    lend: bool = False  # from the prefix cache, exported or not
+    from_prefix_cache: bool = False  # from the prefix cache, exported or not
     mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
+    # With hashes: an export of at most so many tokens may end within a block. The requester compares ``tail``.
+    partial_up_to: Count = 0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached."""
 
-    ask: Count
+    lookup_id: Count
     lease: Count
     tokens: Count
     start: Count
     blocks: list[list[Count]]
     expires_in: Seconds
+    tail: bytes = b""  # hash of the partial block that ends at ``tokens``
 
 
 STILL_STARTING = "the engine is still starting"  # the reason, until its namespace and all ranks are known
@@ -172,7 +175,7 @@ STILL_STARTING = "the engine is still starting"  # the reason, until its namespa
 class LeaseRefused(msgspec.Struct, frozen=True, tag="lease_refused"):
     """``code``: namespace | starting | instance | malformed, or a value of ``scheduler.leases.exports.Refusal``."""
 
-    ask: Count
+    lookup_id: Count
     code: Name
     reason: Name
 

@@ -50,16 +50,18 @@ class PeerLeaseSource(KVSource):
         **fields: Any,
     ) -> PendingLookup:
         """``fields``: of ``LeaseClient.ask``."""
-        max_tokens = len(block_hashes) * self._geometry.hash_block_size
+        max_tokens = max(len(block_hashes) * self._geometry.hash_block_size, fields.get("partial_up_to", 0))
         fields["lora_fingerprint"] = lora_fingerprint_of(request.request)
         if self._engine.info.hash_lookahead or not vr.hashes_blocks_of_other_sizes():
             fields.pop("rehash", None)
         answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
         try:
-            return PendingLookup(self, answer, start, max_tokens)
+            pending = PendingLookup(self, answer, start, max_tokens)
         except Exception:
             self._lease_client.cancel(answer)
             raise
+        pending.request = request
+        return pending
 
     def _other_hashes(self, request: RequestState, hash_block_size: int) -> list[bytes]:
         """The block hashes of all of the request's tokens, as an engine with this block size makes them. On the

@@ -30,28 +30,32 @@ class PrefillHandoffSource(PeerLeaseSource):
         if self._too_little(request, need):
             self.release_export(request)
             return None
-        hashes = self._block_hashes(request, request.request.num_tokens)
+        tokens, hash_block_size = self._exported_tokens(request), self._geometry.hash_block_size
+        hashes = self._block_hashes(request, tokens)
 
         def rehash(hash_block_size: int) -> dict[str, Any]:
-            others = self._other_hashes(request, hash_block_size)
-            return {"block_hashes": others[-1:], "digest": self._digest(request, others, hash_block_size)}
+            others = self._other_hashes(request, hash_block_size)[: tokens // hash_block_size]
+            return {"block_hashes": others[-1:], "digest": self._digest(request, others, tokens, hash_block_size)}
 
         return self._ask(
             request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
-            digest=self._digest(request, hashes, self._geometry.hash_block_size), rehash=rehash,
-            **self._reply_address(),
+            digest=self._digest(request, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
         )  # fmt: skip
 
-    def _digest(self, request: RequestState, hashes: list[bytes], hash_block_size: int) -> bytes:
-        tail = job_builder.tail_hash(request, request.request.num_tokens, hash_block_size, hashes)
-        return vr.prefix_digest(hashes, tail)
+    def _exported_tokens(self, request: RequestState) -> int:
+        """Tokens of the export, as the request's params say. Without them: all that can be of use."""
+        most, early = self._geometry.lookup_tokens(request.request.num_tokens), request.hints.handoff.early_read
+        return early.tokens if early is not None and 0 < early.tokens <= most else most
+
+    def _digest(self, request: RequestState, hashes: list[bytes], tokens: int, hash_block_size: int) -> bytes:
+        return vr.prefix_digest(hashes, job_builder.tail_hash(request, tokens, hash_block_size, hashes))
 
     def early_hit(self, request: RequestState) -> LookupHit | None:
         """None with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain."""
         if self._config.wire_codec != Codec.RAW:
             return None
         early, address, start = request.hints.handoff.early_read, request.hints.handoff.address, request.pending.start
-        if early is None or early.digest != request.pending.answer.ask.digest:
+        if early is None or early.digest != request.pending.answer.request.digest:
             return None
         if len(early.blocks) != len(self._geometry.groups):
             return None
@@ -84,4 +88,4 @@ class PrefillHandoffSource(PeerLeaseSource):
     def release_export(self, request: RequestState) -> None:
         handoff = request.hints.handoff
         if handoff is not None:
-            self._lease_client.drop(handoff.address, handoff.export)
+            self._lease_client.release_export(handoff.address, handoff.export)

@@ -7,7 +7,8 @@ from typing import Any
 
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.transfer_params import Address
-from vllm_kvtier.scheduler.sources.base import Candidate, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss, Need, PendingLookup, RequestState
 from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
 from vllm_kvtier.wire import messages as m
 
@@ -38,7 +39,11 @@ class PullerIndex:
 
 class RetainedBlocksSource(PeerLeaseSource):
     """The engines that the request's params name, then the one that last pulled this prefix. The lease is asked by
-    block hashes. Not asked for a request with a hand-off: its prefill engine has all of the prompt."""
+    block hashes. Not asked for a request with a hand-off: its prefill engine has all of the prompt.
+
+    Recurrent states: what the other engine has is mostly the one at the end of its answer, within a block. It may lease
+    that, and says which tokens are in the partial block. If they are others here, it is asked again, for whole blocks.
+    """
 
     name = "retained"
 
@@ -46,10 +51,10 @@ class RetainedBlocksSource(PeerLeaseSource):
         super().__init__(context)
         self.puller_index = PullerIndex(self._config.retain_seconds)
 
-    def record_puller(self, ask: m.LeaseRequest) -> None:
+    def record_puller(self, request: m.LeaseRequest) -> None:
         """Any thread: a peer that exports too leased this prefix from us."""
-        if ask.block_hashes:
-            self.puller_index.record(ask.block_hashes[-1], (ask.reply_host, ask.reply_port))
+        if request.block_hashes:
+            self.puller_index.record(request.block_hashes[-1], (request.reply_host, request.reply_port))
 
     def candidates(self, request: RequestState) -> Iterable[Candidate]:
         if request.hints.handoff or not self._config.bidirectional or not self._engine.info.supports_partial_prefix:
@@ -62,9 +67,28 @@ class RetainedBlocksSource(PeerLeaseSource):
     def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(request, need):
             return None
-        hashes = self._block_hashes(request, request.request.num_tokens)
+        most = self._geometry.lookup_tokens(request.request.num_tokens)
+        hashes = self._block_hashes(request, most)
+        partial = 0 if self._geometry.by_position or self._geometry.whole_blocks or candidate.whole_blocks else most
 
         def rehash(hash_block_size: int) -> dict[str, Any]:
-            return {"block_hashes": self._other_hashes(request, hash_block_size)}
+            others = self._other_hashes(request, hash_block_size)
+            return {"block_hashes": others[: most // hash_block_size], "partial_up_to": 0}
 
-        return self._ask(request, candidate.address, need.start, hashes, rehash=rehash, **self._reply_address())
+        return self._ask(
+            request, candidate.address, need.start, hashes, partial_up_to=partial, rehash=rehash,
+            **self._reply_address(),
+        )  # fmt: skip
+
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        result = super().read_answer(pending)
+        if not result.found or result.tokens % self._geometry.alignment == 0:
+            return result
+        if result.hash_block_size not in (0, self._geometry.hash_block_size):
+            return result  # whole blocks of that engine
+        tail = job_builder.tail_hash(pending.request, result.tokens, self._geometry.hash_block_size)
+        if tail == pending.answer.outcome.tail:
+            return result
+        self.release(result, False)
+        again = Candidate(self, pending.answer.address, whole_blocks=True)
+        return LookupMiss("no_matching_blocks", "the partial block there has other tokens", candidates=(again,))
