@@ -54,7 +54,8 @@ class FakeEngine:
         if why is not None:
             self.endpoint.unusable = why
         else:
-            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, "fake/1", ranks or globals()["ranks"]()))
+            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, "fake/1", ranks or globals()["ranks"](),
+                                                  namespace.hash_block_size))  # fmt: skip
         self.address = f"127.0.0.1:{self.endpoint.port}"
         self._path = store
         self._client = None

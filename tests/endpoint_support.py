@@ -48,7 +48,10 @@ def ranks(agent="agent") -> list[m.RankInfo]:
 class Source:
     """An engine that exports: lease server, export table, and the calls to its engine's thread."""
 
-    def __init__(self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, **options):
+    def __init__(
+        self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, hash_block_size=0,
+        **options,
+    ):  # fmt: skip
         self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
         self.table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1000))
         self.reactor = Reactor(instance)
@@ -63,7 +66,7 @@ class Source:
         )  # fmt: skip
         self.address = ("127.0.0.1", self.endpoint.port)
         if is_open:
-            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, instance, ranks()))
+            self.endpoint.open(namespace, m.Welcome(m.PROTOCOL, instance, ranks(), hash_block_size))
         self.reactor.start()
 
     def on_reactor(self, callback):

@@ -48,7 +48,7 @@ class FakePeers:
         self.dropped: list[tuple] = []
         self.introduced = ["a/1", "b/1"]
 
-    def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, **fields):
+    def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, rehash=None, **fields):
         assert timeout > 0 and set(fields) <= {
             "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest",
             "from_prefix_cache",

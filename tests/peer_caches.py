@@ -27,6 +27,7 @@ class Group:
     cell_tokens: int = 1
     kind: str = "full"
     parts: int = 1  # of a block, each with ``cells``
+    packed: bool = False  # the numbers (2 bytes) of a cell's tokens are in an order of their own: ``shuffled``
 
     @property
     def tokens(self) -> int:
@@ -41,6 +42,15 @@ class Layout:
     token: bool = False
     blocks: bool = False
     gap: tuple[int, int, int] = (0, 0, 0)
+
+
+def shuffled(region: Region) -> torch.Tensor | None:
+    """As ``CacheView.token_layout``."""
+    if not region.separable:
+        return None
+    numbers = region.inner // 2 // region.cell_tokens
+    order = np.random.default_rng(region.cell_tokens).permutation(region.cell_tokens * numbers)
+    return torch.from_numpy(order.reshape(region.cell_tokens, numbers))
 
 
 @dataclass
@@ -107,14 +117,15 @@ def rank_of(model, kept, number, tp=1, stages=1, layout=None) -> Rank:
             Region(
                 f"g{index}.l{layer}", base + at * region_stride, block_stride, outer,
                 strides[0] if outer > 1 else 0, part * g.cells * g.cell_tokens, g.cells,
-                strides[1] if g.cells > 1 else 0, g.inner, g.cell_tokens, "", "uint8",
+                strides[1] if g.cells > 1 else 0, g.inner, g.cell_tokens, "shuffled" if g.packed else "", "uint8",
+                separable=g.packed,
             )
             for at, (layer, part) in enumerate(names)
         )  # fmt: skip
         groups.append(GroupView(index, g.tokens, g.kind, None, regions))
         storages.append(memory.untyped_storage())
         writes.append((regions, names, span, outer))
-    view = CacheView(groups, blocks, "cpu", storages)
+    view = CacheView(groups, blocks, "cpu", storages, token_layout=shuffled)
     if not isinstance(kept, int):
         for g, (regions, names, span, outer) in enumerate(writes):
             for region, name in zip(regions, names, strict=True):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from cache_groups import cache_groups
 from support import Uncontained
+from vllm.utils.hashing import get_hash_fn_by_name
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.context import BlockGeometry, EngineContext, LoadContext
@@ -40,10 +41,11 @@ def load_context(
     groups, keys = cache_groups(groups), keys or ContentKeys(3)
     planner = planner or LoadPlanner({"host": 1e9, "peer_gpu": 1e9})
     engine = {"address": ("me", 9), "instance": "ours/1", "content_keys": lambda: keys, "bytes_for": lambda tokens: 0}
+    engine["content_keys_of"] = lambda size: keys if size in (0, hash_block_size) else ContentKeys(size)
     facts = {
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
-        "left_behind": "", "speculates": False,
+        "left_behind": "", "speculates": False, "hash_function": lambda: get_hash_fn_by_name("sha256_cbor"),
     }  # fmt: skip
     return LoadContext(
         EngineContext(

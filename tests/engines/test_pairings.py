@@ -3,6 +3,7 @@
 Not part of a normal run (``-m slow``): nine engines, the most that start in a few minutes on two cores.
 """
 
+import itertools
 import random
 
 import pytest
@@ -44,9 +45,16 @@ def ranks(make_engines):
 
 @pytest.fixture(scope="module")
 def buffers(make_engines):
-    """P and D with host buffers, D without, and one with larger blocks."""
+    """P and D with host buffers, D without."""
     always = {"extra": {"host_buffer": "always"}}
-    return make_engines(PH=dict(always), DH=dict(always), D={}, D64={"block_size": 64})
+    return make_engines(PH=dict(always), DH=dict(always), D={})
+
+
+@pytest.fixture(scope="module", params=["auto", "nixl"])
+def sizes(make_engines, request):
+    """Blocks of 32, 64 and 128 tokens, read from mapped memory or through the ring."""
+    extra = {"same_node_pulls": request.param}
+    return make_engines(**{f"B{n}": {"block_size": n, "extra": dict(extra)} for n in (32, 64, 128)})
 
 
 async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) -> tuple[list[int], Reply]:
@@ -58,11 +66,13 @@ async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) 
     return prompt, reply
 
 
-async def _pulled_back(driver: Driver, p: Engine, d: Engine, prompt: list[int], answer: list[int]) -> None:
-    """The next turn, of which P pulls what D generated."""
+async def _pulled_back(
+    driver: Driver, p: Engine, d: Engine, prompt: list[int], answer: list[int], block: int = 32
+) -> None:
+    """The next turn, of which P pulls what D generated: whole blocks of D."""
     longer = prompt + answer + random_tokens(random.Random(len(prompt)), 30)
     reply = await driver.prefill(p, longer, with_sources(d))
-    held = (len(prompt) + len(answer) - 1) // 32 * 32
+    held = (len(prompt) + len(answer) - 1) // block * block
     assert reply.report["local_tokens"] + reply.pulled == held and reply.pulled >= 32, reply.report
     assert reply.report["pulled_from"] == d.kv_address
     assert_same(reply, await driver.ask(p, longer, 1, cache_salt="fresh"), (p.name, d.name))
@@ -103,5 +113,21 @@ async def test_host_buffers_on_one_or_both_sides_pull(buffers):
                 prompt, reply = await _pulled(driver, buffers["PH"], buffers[d], length, 20 + seed + 10 * len(d))
                 await _pulled_back(driver, buffers["PH"], buffers[d], prompt, reply.tokens)
             await _pulled(driver, buffers["D"], buffers["DH"], length, 60 + seed)
-        await _refused(driver, buffers["D"], buffers["D64"], "the block size differs: 64 here, 32 there", 70)
         await _assert_sound(driver, *buffers.values())
+
+
+async def test_engines_of_other_block_sizes_pull_both_ways(sizes):
+    """Lengths with partial blocks of either size. Shared beginnings: then a pull begins within a block of the source."""
+    async with driving(sizes["B32"]) as driver:
+        for seed, (p, d) in enumerate(itertools.permutations(sizes, 2)):
+            for length in (33, 200, 389):
+                prompt, reply = await _pulled(driver, sizes[p], sizes[d], length, 100 + 10 * seed + length)
+                block = int(d[1:])
+                if (length + 39) // block * block - length // int(p[1:]) * int(p[1:]) >= 32:
+                    await _pulled_back(driver, sizes[p], sizes[d], prompt, reply.tokens, block)
+            longer = prompt + random_tokens(random.Random(seed), 150)
+            _, reply = await driver.hand_off(sizes[p], sizes[d], longer, 8)
+            local = reply.report["local_tokens"]
+            assert local and reply.pulled + local == len(longer), reply.report
+            assert_same(reply, await driver.ask(sizes[p], longer, 8, cache_salt="fresh"), (p, d))
+        await _assert_sound(driver, *sizes.values())

@@ -46,7 +46,7 @@ class ReadyPeers:
     def __init__(self, groups):
         self.groups, self.grant, self.leases, self.count = groups, True, set(), 0
 
-    def ask(self, address, timeout, **fields):
+    def ask(self, address, timeout, rehash=None, **fields):
         pending = PendingLease(address, m.LeaseRequest(0, "", **fields), 0.0)
         start = pending.request.start
         if not self.grant:

@@ -54,7 +54,8 @@ class World:
         RequestLifecycle.violations = 0
         peers = SimpleNamespace(
             release=lambda *_: None, cancel=lambda *_: None, drop=lambda *_: None,
-            ask=lambda address, _, **ask: PendingLease(address, m.LeaseRequest(1, "", **ask), time.monotonic() + 2),
+            ask=lambda address, _, rehash=None, **ask: PendingLease(
+                address, m.LeaseRequest(1, "", **ask), time.monotonic() + 2),
         )  # fmt: skip
         self.counters = Counters()
         load = load_context([(16, None)], 16, peers, counters=self.counters)
@@ -252,10 +253,12 @@ def test_inspect_shows_address_with_brackets_unchanged(name):
 
 @pytest.mark.parametrize("number", ["sixteen", "-5", "9" * 5000, "٣"])
 def test_doctor_identity_without_number_is_unknown(number):
-    reason = f"the block size differs: {doctor_endpoint._NO_NUMBER} here, {number} there"
-    probe = msgspec.structs.replace(NAMESPACE, hash_block_size=doctor_endpoint._NO_NUMBER)
+    """Of a release that compares a number in the namespace."""
+    name = "tensor_parallel"
+    reason = f"{doctor_endpoint.field_label(name)} differs: {doctor_endpoint._NO_NUMBER} here, {number} there"
+    probe = msgspec.structs.replace(NAMESPACE, **{name: doctor_endpoint._NO_NUMBER})
     assert doctor_endpoint._learned(probe, reason) is None
-    assert doctor_endpoint._learned(probe, reason.replace(number, "32")) == {"hash_block_size": 32}
+    assert doctor_endpoint._learned(probe, reason.replace(number, "32")) == {name: 32}
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,8 @@ def test_doctor_identity_has_every_compared_field(make):
     compared = {name for name in namespace.__struct_fields__ if not field_label(name).endswith(" differs")}
     assert identity.fields and set(identity.fields) <= compared
     assert identity.fields == {name: getattr(namespace, name) for name in identity.fields}
-    assert {"model", "hash_seed", "hash_block_size", "codecs", "cache_dtype"} <= set(identity.fields)
-    assert identity.block_tokens == 16 and len(identity.ranks) == 1
+    assert {"model", "hash_seed", "codecs", "cache_dtype"} <= set(identity.fields)
+    assert identity.hash_block_size == 16 and len(identity.ranks) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,6 @@ def test_doctor_identity_has_every_compared_field(make):
         ({"hash_seed": "0ddb"}, "hash seed differs: 5eed on {a}, 0ddb on {b}", "PYTHONHASHSEED"),
         ({"model": "model-b"}, "weights differs: model-a on {a}, model-b on {b}", "same model"),
         ({"cache_dtype": "fp8/bfloat16"}, "KV cache dtype differs: auto/bfloat16 on {a}", "--kv-cache-dtype"),
-        ({"hash_block_size": 32}, "block size differs: 16 on {a}, 32 on {b}", "--block-size"),
         ({"hash_algorithm": "sha256/py3.12"}, "hash algorithm differs: sha256_cbor on {a}", "sha256_cbor"),
         ({"options": "quantization=fp8"}, "KV differs: none on {a}, quantization=fp8 on {b}", "same options"),
         ({"codecs": "store fp8"}, "encoded differs: none on {a}, store fp8 on {b}", "codec"),
@@ -187,6 +186,19 @@ def test_doctor_shapes_that_can_be_translated(make, sizes, layout, state, words)
     )
     _, checks = both(a, b)
     assert any(check["state"] == state and words in check["message"] for check in checks), checks
+
+
+def test_doctor_block_sizes_that_can_be_translated(make):
+    kept = [ranks_of((Group(cells=cells),), 4) for cells in (4, 8)]
+    sizes = {}, {"hash_block_size": 32}
+    a, b = (
+        make(FakeEngine, changed(**size), ranks=[msgspec.structs.replace(r.info, agent="a") for r in engine])
+        for engine, size in zip(kept, sizes, strict=True)
+    )
+    _, checks = both(a, b)
+    found = only(checks, "warn")
+    assert f"block size: 16 on {a.address}, 32 on {b.address}; they share nothing in the node store" in found["message"]
+    assert "pulls are re-sliced" in found["message"] and "--block-size" in found["fix"]
 
 
 def test_doctor_different_layouts_are_found(make):

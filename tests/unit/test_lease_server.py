@@ -298,7 +298,6 @@ def test_lease_client_unanswered_requests_leave_no_state(make):
     [
         ("model", "model's configuration or weights"),
         ("hash_seed", "PYTHONHASHSEED"),
-        ("hash_block_size", "block size"),
     ],
 )
 def test_namespace_mismatch_is_refused_with_cause_and_remembered(make, field, words, caplog):
@@ -310,6 +309,33 @@ def test_namespace_mismatch_is_refused_with_cause_and_remembered(make, field, wo
     assert asker.answer(source.address) == first
     assert time.monotonic() - begin < 0.5
     assert caplog.text.count(words) == 1, "said once"
+
+
+def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
+    """The requester hashes its prompt in blocks of the engine that it asks."""
+    source = make(Source, hash_block_size=HASH_BLOCK_SIZE)
+    source.table.add(export())
+    asker = make(Asker, namespace=msgspec.structs.replace(NAMESPACE, hash_block_size=2 * HASH_BLOCK_SIZE))
+    sizes = []
+
+    def rehash(size):
+        sizes.append(size)
+        return {"block_hashes": BLOCK_HASHES[:5]}
+
+    got = asker.answer(source.address, start=6, block_hashes=[b"other" * 4], rehash=rehash)
+    assert (got.tokens, got.start, got.blocks) == (5 * HASH_BLOCK_SIZE, 6, [[2, 3, 4, 5]])
+    assert sizes == [got.hash_block_size] == [HASH_BLOCK_SIZE]
+    assert asker.answer(source.address, rehash=lambda size: 1 / 0).code == "layout"
+    refused = asker.answer(source.address)
+    assert refused.code == "layout" and "the block size differs: 8 here, 4 there" in refused.reason
+    assert "the block size differs" in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 1 << 30])
+def test_lease_of_absurd_hash_block_size_is_not_asked(make, size):
+    source, asker = make(Source, hash_block_size=size), make(Asker, namespace=msgspec.structs.replace(
+        NAMESPACE, hash_block_size=128))  # fmt: skip
+    assert asker.answer(source.address, rehash=lambda size: pytest.fail("hashed")).code == "layout"
 
 
 def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):

@@ -26,7 +26,7 @@ class Peers:
     def __init__(self, groups):
         self.groups, self.asked, self.released = groups, [], []
 
-    def ask(self, address, timeout, **fields):
+    def ask(self, address, timeout, rehash=None, **fields):
         pending = PendingLease(address, m.LeaseRequest(1, "", **fields), time.monotonic() + 60)
         self.asked.append(pending)
         return pending

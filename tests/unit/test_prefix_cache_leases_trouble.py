@@ -29,7 +29,7 @@ class Peers:
     def __init__(self):
         self.given_back = []
 
-    def ask(self, address, timeout, same_node_instance="", prefer_mapped=False, **fields):
+    def ask(self, address, timeout, same_node_instance="", prefer_mapped=False, rehash=None, **fields):
         return PendingLease(address, m.LeaseRequest(1, "", **fields), time.monotonic() + 2.0)
 
     def release(self, offer, done):

@@ -79,7 +79,7 @@ def packed(ranks, packing):
     [
         (infos(1), packed(infos(2), "cpu-amx-1"), "layer g0.l0: pages packed as tokens here, as cpu-amx-1 there"),
         (infos(1), infos(2, model=(Group(heads=4, inner=32),)), "16 bytes a token and head here, 32 there"),
-        (infos(1), infos(2, model=(Group(heads=4, cells=8),)), "block size 4 here, 8 there"),
+        (infos(1), infos(2, model=(Group(heads=4, cells=6),)), "block size 4 here, 6 there"),
         (infos(1), infos(2, model=(Group(heads=4), Group())), "1 KV cache groups here, 2 there"),
         (infos(1), infos(2, model=(Group(heads=4, layers=1),)), "layer g0.l1 of KV cache group 0 is on none"),
         (infos(1), infos(2, heads=(m.HeadRange(7, 0),)), "only engines with the same tensor parallel size"),

@@ -196,7 +196,7 @@ def test_connector_scheduler_opens_when_worker_setup_succeeds_later(running):
 
 
 def test_connector_scheduler_reopens_as_new_instance_after_all_ranks_wake():
-    log, identity = [], bare_identity(namespace=object())
+    log, identity = [], bare_identity(namespace=SimpleNamespace(hash_block_size=16))
     access = access_of(identity, Endpoint(log), 2, SimpleNamespace(leave=lambda: log.append("leave")))
 
     def register(rank, agent):

@@ -138,7 +138,7 @@ def _prompt(options: Options, known: list[engines.Engine], key, counts) -> list[
             message = f"{servers[0].url} and {server.url} tokenize it differently, from token {same} on: another "
             fix = "the same --tokenizer and --chat-template for engines that share KV"
             checks.append(fail("prompt", message + "tokenizer or chat template", fix))
-    hash_block_size = next((e.identity.block_tokens for e in known if e.identity is not None), 0)
+    hash_block_size = next((e.identity.hash_block_size for e in known if e.identity is not None), 0)
     if other is not None:
         checks.append(prompts.tokens_differ("prompt and the other", made[0], other, hash_block_size))
     if not any(engine.inspection is not None for engine in known):

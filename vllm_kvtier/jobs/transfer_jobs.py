@@ -1,6 +1,7 @@
 """Jobs that the scheduler side gives the workers in a step; vLLM carries them as connector metadata."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,16 +25,49 @@ class ChecksumJob:
 
 @dataclass
 class GroupPull:
+    """A row is a block of the source and a block of ours that it has tokens for. If the source has another block size,
+    a block of either side is in several rows."""
+
     group: int
     local: np.ndarray  # int64[n] our block ids
     remote: np.ndarray  # int64[n] block ids of the source
-    keys: np.ndarray  # uint64[n]
-    valid: np.ndarray  # int32[n]
+    keys: np.ndarray  # uint64[n] of the source's blocks
+    valid: np.ndarray  # int32[n] valid tokens of the source's blocks
+    shifts: np.ndarray | None = None  # int32[n], see ``shapes.tp_mapping``; None: all 0
 
     @property
     def blocks(self) -> np.ndarray:
         """The same name as in GroupLoad."""
         return self.local
+
+    @property
+    def num_blocks(self) -> int:
+        """Of ours."""
+        return len(self.local) if self.shifts is None else len(np.unique(self.local))
+
+    def rows(self, rows: np.ndarray) -> "GroupPull":
+        """Some of its rows: indices, or bool[n]."""
+        shifts = None if self.shifts is None else self.shifts[rows]
+        return GroupPull(
+            self.group, self.local[rows], self.remote[rows], self.keys[rows], self.valid[rows], shifts
+        )  # fmt: skip
+
+    def at_shift(self, shift: int) -> "GroupPull":
+        """Its rows with this shift."""
+        if self.shifts is None:
+            return self if shift == 0 else self.rows(np.zeros(len(self.local), bool))
+        return self.rows(self.shifts == shift)
+
+    def rounds(self, most: int) -> "Iterator[tuple[np.ndarray, np.ndarray, GroupPull]]":
+        """Its rows in rounds of at most ``most`` different blocks of the source, in the order of their ids: (these
+        blocks, for each row the number of its block among them, the rows)."""
+        blocks, places = np.unique(self.remote, return_inverse=True)
+        order = np.argsort(places, kind="stable")
+        starts = np.searchsorted(places[order], np.arange(0, len(blocks), most))
+        for number, start in enumerate(starts.tolist()):
+            end = starts[number + 1] if number + 1 < len(starts) else len(order)
+            rows, first = order[start:end], number * most
+            yield blocks[first : first + most], places[rows] - first, self.rows(rows)
 
 
 class FillingJob:
@@ -46,8 +80,8 @@ class FillingJob:
 
     @property
     def block_list(self) -> list[int]:
-        """In prompt order."""
-        return [block for group in self.groups for block in group.blocks.tolist()]
+        """In prompt order, each once."""
+        return list(dict.fromkeys(block for group in self.groups for block in group.blocks.tolist()))
 
     @property
     def all_blocks(self) -> set[int]:

@@ -77,8 +77,7 @@ class EngineIdentity:
             return
         bare = self._info.namespace(self._hash_block_size, model)
         self.namespace = msgspec.structs.replace(bare, codecs=choice.in_words(self.codec, self.wire_codec))
-        digest = hashlib.blake2b(m.encode(self.namespace.content()), digest_size=8).digest()
-        self._keys = ContentKeys(int.from_bytes(digest, "little"))
+        self._keys = self._keys_of(self.namespace)
         self._on_named()
 
     def content_keys(self) -> ContentKeys:
@@ -86,6 +85,18 @@ class EngineIdentity:
             self.resolve_namespace()
             assert self._keys is not None, "a request was admitted before the namespace was known"
         return self._keys
+
+    def content_keys_of(self, hash_block_size: int) -> ContentKeys:
+        """The keys of an engine with another block size and otherwise our namespace; 0: ours."""
+        own = self.content_keys()
+        if self.namespace is None or hash_block_size in (0, self.namespace.hash_block_size):
+            return own
+        return self._keys_of(msgspec.structs.replace(self.namespace, hash_block_size=hash_block_size))
+
+    @staticmethod
+    def _keys_of(namespace: m.Namespace) -> ContentKeys:
+        digest = hashlib.blake2b(m.encode(namespace.content()), digest_size=8).digest()
+        return ContentKeys(int.from_bytes(digest, "little"))
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes that one rank copies for ``tokens`` tokens of groups with ``whole_prefix``."""

@@ -98,7 +98,8 @@ class PeerAccess:
                 self.refuse("this model was measured while the engine started: restart it")
                 return
             ranks = [identity.ranks[r] for r in sorted(identity.ranks)]
-            self._server.open(identity.namespace, m.Welcome(m.PROTOCOL, identity.instance, ranks))
+            welcome = m.Welcome(m.PROTOCOL, identity.instance, ranks, identity.namespace.hash_block_size)
+            self._server.open(identity.namespace, welcome)
             if self._sharing is not None and all(info.shared is not None for info in ranks):
                 self._sharing.opened(identity.address)
             logger.info("kvtier: engine %s answers on %s:%d", self._info.engine_id, *identity.address)

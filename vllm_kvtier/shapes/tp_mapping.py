@@ -5,6 +5,10 @@ Engines divide KV heads over tensor-parallel ranks and layers over pipeline stag
 than heads, and have page layouts of their own: a reader matches by layer names and head numbers alone. It reads whole
 blocks of each rank, because a checksum covers all that the rank holds of a block.
 
+Block sizes may differ, if one is a multiple of the other. A block of ours then holds several of the source, or one of
+the source covers several of ours. ``shift``: the first token of our block minus that of the source's block; there is a
+``SourceGroup`` for each possible one. It says which tokens of a source's block go where in ours.
+
 A source's description of its pages is checked. Before its memory is mapped, ``check_memory`` checks that all of them
 are within what it shares.
 """
@@ -17,37 +21,62 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 
-# Identifies a region within its group in every engine: its layer, and the first token of a block that it holds.
-_Name = tuple[str, int]
-
 _WORD = 4  # checksums count words of 4 or 8 bytes
 _MAX_STEPS = 1 << 32  # outer indices or cells of a page, tokens of a cell: larger numbers are malformed
+_MAX_RATIO = 64  # of two block sizes
 _MAX_BLOCK_BYTES = 256 << 20  # of a block on one rank, as in the node store
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """``tokens`` tokens, the first of them number ``first`` of the source's region and number ``target`` of ours."""
+
+    first: int
+    tokens: int
+    target: int
 
 
 @dataclass(frozen=True)
 class SourceRegion:
     """Outer indices [first_outer, first_outer + outers) of ``source`` go to [target_outer, target_outer + outers) of
     ``target``. Cells, and the bytes within them, have the same logical order on both sides. ``target`` None: the region
-    is read for the checksum only, and ``outers`` is 0."""
+    is read for the checksum only, and ``outers`` is 0. ``run``: the tokens that go there; None: all, and both regions
+    have the same."""
 
     source: Region
     target: Region | None
     first_outer: int = 0
     outers: int = 0
     target_outer: int = 0
+    run: TokenRun | None = None
+
+    @property
+    def by_cells(self) -> bool:
+        """Whether whole cells go, which are alike on both sides. Otherwise cells hold tokens in an order of their own
+        (``Region.separable``)."""
+        return self.target is None or self.source.cell_tokens == self.target.cell_tokens
+
+    @property
+    def cell_run(self) -> tuple[int, int, int]:
+        """``run`` in cells; only if ``by_cells``."""
+        if self.run is None:
+            return 0, self.source.tokens, 0
+        size = self.source.cell_tokens
+        return self.run.first // size, self.run.tokens // size, self.run.target // size
 
 
 @dataclass(frozen=True)
 class SourceGroup:
     """All regions of one group on one rank of the source, in its order, which is that of the checksum.
 
-    ``identical_layout``: the same as our block's, in our order, so that both have the same checksum.
+    ``identical_layout``: the same as our block's, in our order, so that both have the same checksum. ``shift``: for
+    blocks of ours that begin so many tokens after the source's block (before it, if negative).
     """
 
     group: int
     regions: tuple[SourceRegion, ...]
     identical_layout: bool
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,14 +160,19 @@ def _within(shared: Shared, base: int, nbytes: int) -> bool:
     return any(span.base <= base and base + nbytes <= span.base + span.nbytes for span in shared.spans)
 
 
+@dataclass
+class _Wanted:
+    """A region of ours, and its heads that no rank of the source was found for yet."""
+
+    region: Region
+    heads: set[int]
+
+
 def _group_parts(
     mine: GroupView, our_heads: HeadRange, rank: int, theirs: Sequence[RankInfo]
 ) -> Iterator[tuple[RankInfo, SourceGroup]]:
     """``theirs``: in the order of preference."""
-    missing = {
-        (r.layer, r.first_token): (r, set(range(our_heads.first, our_heads.first + r.outer))) for r in mine.regions
-    }  # by name: our region, and its heads that no source rank was found for yet
-    if len(missing) != len(mine.regions):
+    if len({(r.layer, r.first_token) for r in mine.regions}) != len(mine.regions):
         raise KVTierError(f"two parts of KV cache group {mine.group} here have the same name")
     others = [(info, *_same_group(mine, info)) for info in theirs]
     kind_of_split = {our_heads.of} | {range_.of for _, _, range_ in others}
@@ -149,11 +183,28 @@ def _group_parts(
                 f"the heads of KV cache group {mine.group} are divided over ranks in a way that only engines with the "
                 "same tensor parallel size can share"
             )
-    for info, theirs_, range_ in others:
-        regions = [_take_heads(region, range_, our_heads, missing) for region in theirs_.regions]
-        if any(region.target is not None for region in regions):
-            yield info, SourceGroup(mine.group, tuple(regions), _has_identical_layout(mine, regions))
-    _refuse_missing(mine, missing, [group for _, group, _ in others])
+    sizes = {group.block_tokens for _, group, _ in others}
+    if len(sizes) > 1:
+        raise KVTierError(f"its ranks have blocks of {sorted(sizes)} tokens in KV cache group {mine.group}")
+    for shift in _shifts(mine.block_tokens, size := sizes.pop()):
+        wanted = [
+            _Wanted(region, set(range(our_heads.first, our_heads.first + region.outer)))
+            for region in mine.regions
+            if shift + region.first_token < size and shift + region.first_token + region.block_tokens > 0
+        ]
+        for info, theirs_, range_ in others:
+            regions = [
+                _take_heads(region, range_, our_heads, wanted, shift, mine, theirs_) for region in theirs_.regions
+            ]
+            if any(region.target is not None for region in regions):
+                identical = size == mine.block_tokens and _has_identical_layout(mine, regions)
+                yield info, SourceGroup(mine.group, tuple(regions), identical, shift)
+        _refuse_missing(mine, wanted, [group for _, group, _ in others], shift)
+
+
+def _shifts(mine: int, theirs: int) -> range:
+    """All values of ``SourceGroup.shift`` for blocks of so many tokens."""
+    return range(0, theirs, mine) if theirs >= mine else range(0, -mine, -theirs)
 
 
 def _same_group(mine: GroupView, info: RankInfo) -> tuple[GroupView, HeadRange]:
@@ -163,10 +214,15 @@ def _same_group(mine: GroupView, info: RankInfo) -> tuple[GroupView, HeadRange]:
             continue
         if number >= len(info.heads):
             raise KVTierError(f"rank {info.rank} does not name the heads that it holds of {where}")
-        if group.block_tokens != mine.block_tokens:
-            raise KVTierError(f"block size {mine.block_tokens} here, {group.block_tokens} there in {where}")
         if (group.kind, group.window) != (mine.kind, mine.window):
             raise KVTierError(f"{mine.in_words()} here, {group.in_words()} there in {where}")
+        if group.block_tokens != mine.block_tokens:
+            large, small = max(group.block_tokens, mine.block_tokens), min(group.block_tokens, mine.block_tokens)
+            sizes = f"block size {mine.block_tokens} here, {group.block_tokens} there in {where}"
+            if small < 1 or large % small or large > _MAX_RATIO * small:
+                raise KVTierError(f"{sizes}: one must be a multiple of the other, at most {_MAX_RATIO} times as large")
+            if not mine.cache_kind.by_position:
+                raise KVTierError(f"{sizes}, which has no block for each part of a prompt")
         names = [(r.layer, r.first_token) for r in group.regions]
         if len(set(names)) != len(names):
             raise KVTierError(f"two parts of {where} on rank {info.rank} have the same name")
@@ -175,13 +231,27 @@ def _same_group(mine: GroupView, info: RankInfo) -> tuple[GroupView, HeadRange]:
 
 
 def _take_heads(
-    source: Region, theirs: HeadRange, mine: HeadRange, missing: dict[_Name, tuple[Region, set[int]]]
+    source: Region,
+    theirs: HeadRange,
+    mine: HeadRange,
+    wanted: list[_Wanted],
+    shift: int,
+    our_group: GroupView,
+    their_group: GroupView,
 ) -> SourceRegion:
     """Take the missing heads that one region of a source's rank holds; they are no longer missing then."""
-    target, lacking = missing.get((source.layer, source.first_token), (None, set()))
-    if target is None:
+    if their_group.block_tokens == our_group.block_tokens:
+        run = None
+        found = next(
+            (w for w in wanted if (w.region.layer, w.region.first_token) == (source.layer, source.first_token)), None
+        )
+        if found is not None:
+            _check_same(found.region, source)
+    else:
+        found, run = _overlap(source, wanted, shift, their_group.block_tokens)
+    if found is None:
         return SourceRegion(source, None)
-    _check_same(target, source)
+    target, lacking = found.region, found.heads
     if theirs.of and theirs.first + source.outer > theirs.of:
         raise KVTierError(
             f"heads {theirs.first} to {theirs.first + source.outer - 1} of {theirs.of} of {source.layer} do not exist"
@@ -194,26 +264,71 @@ def _take_heads(
     while end in lacking and end < theirs.first + source.outer:
         lacking.remove(end)
         end += 1
-    return SourceRegion(source, target, first - theirs.first, end - first, first - mine.first)
+    return SourceRegion(source, target, first - theirs.first, end - first, first - mine.first, run)
+
+
+def _overlap(
+    source: Region, wanted: list[_Wanted], shift: int, block_tokens: int
+) -> tuple[_Wanted | None, TokenRun | None]:
+    """The region of ours that has tokens of ``source``, and which. All that the source's block has for that region
+    must be in this one region of it; ``block_tokens``: of the source."""
+    begin, end = source.first_token, source.first_token + source.block_tokens
+    found = []
+    for each in wanted:
+        first = shift + each.region.first_token  # of ours, counted in the source's block
+        low, high = max(first, 0), min(first + each.region.block_tokens, block_tokens)
+        if each.region.layer == source.layer and max(low, begin) < min(high, end):
+            found.append((each, low, high, TokenRun(low - begin, high - low, low - first)))
+    if not found:
+        return None, None
+    each, low, high, run = found[0]
+    if len(found) > 1 or low < begin or high > end:
+        raise KVTierError(
+            f"layer {source.layer}: parts of a block there do not fit into parts of a block here (different kernel "
+            "block sizes or backends)"
+        )
+    _check_same_tokens(each.region, source, run)
+    return each, run
 
 
 def _check_same(mine: Region, theirs: Region) -> None:
     """Raise KVTierError if cells of the two differ in content. Strides, the order of dimensions and the number of heads
     may differ."""
-    if mine.dtype != theirs.dtype:
-        reason = f"KV cache dtype {mine.dtype} here, {theirs.dtype} there"
-    elif mine.packing != theirs.packing:
-        reason = f"pages packed as {mine.packing or 'tokens'} here, as {theirs.packing or 'tokens'} there"
-    elif (mine.tokens, mine.cell_tokens) != (theirs.tokens, theirs.cell_tokens):
+    reason = _other_contents(mine, theirs)
+    if reason is None and (mine.tokens, mine.cell_tokens) != (theirs.tokens, theirs.cell_tokens):
         here, there = (f"{r.tokens} cells of {r.cell_tokens} tokens" for r in (mine, theirs))
         reason = f"{here} a part of a block here, {there} there"
-    elif mine.inner != theirs.inner:
+    if reason is None and mine.inner != theirs.inner:
         reason = f"{mine.inner} bytes a token and head here, {theirs.inner} there"
-    elif mine.fields and theirs.fields and mine.fields != theirs.fields:
-        reason = "the numbers of a token are in another order there"
-    else:
-        return
-    raise KVTierError(f"layer {mine.layer}: {reason}")
+    if reason is not None:
+        raise KVTierError(f"layer {mine.layer}: {reason}")
+
+
+def _check_same_tokens(mine: Region, theirs: Region, run: TokenRun) -> None:
+    """The same for regions of blocks of different sizes."""
+    reason = _other_contents(mine, theirs)
+    alike = (mine.cell_tokens, mine.inner) == (theirs.cell_tokens, theirs.inner)
+    if reason is None and not (alike and not any(n % mine.cell_tokens for n in (run.first, run.tokens, run.target))):
+        if mine.inner * theirs.cell_tokens != theirs.inner * mine.cell_tokens:
+            sizes = (f"{r.inner} bytes for {r.cell_tokens} tokens of a head" for r in (mine, theirs))
+            reason = "{} here, {} there".format(*sizes)
+        elif not (mine.separable and theirs.separable and mine.tokens == theirs.tokens == 1):
+            reason = (
+                f"its pages are packed as {mine.packing or 'states'}, and the order of tokens in them is unknown: set "
+                "the same block size on both"
+            )
+    if reason is not None:
+        raise KVTierError(f"layer {mine.layer}: {reason}")
+
+
+def _other_contents(mine: Region, theirs: Region) -> str | None:
+    if mine.dtype != theirs.dtype:
+        return f"KV cache dtype {mine.dtype} here, {theirs.dtype} there"
+    if mine.packing != theirs.packing:
+        return f"pages packed as {mine.packing or 'tokens'} here, as {theirs.packing or 'tokens'} there"
+    if mine.fields and theirs.fields and mine.fields != theirs.fields:
+        return "the numbers of a token are in another order there"
+    return None
 
 
 def _has_identical_layout(mine: GroupView, regions: Sequence[SourceRegion]) -> bool:
@@ -223,19 +338,23 @@ def _has_identical_layout(mine: GroupView, regions: Sequence[SourceRegion]) -> b
     )
 
 
-def _refuse_missing(
-    mine: GroupView, missing: dict[_Name, tuple[Region, set[int]]], theirs: Sequence[GroupView]
-) -> None:
-    for (layer, first_token), (_, lacking) in missing.items():
-        if not lacking:
+def _refuse_missing(mine: GroupView, wanted: Sequence[_Wanted], theirs: Sequence[GroupView], shift: int) -> None:
+    for each in wanted:
+        if not each.heads:
             continue
+        layer, first_token = each.region.layer, each.region.first_token
         there = {r.first_token for group in theirs for r in group.regions if r.layer == layer}
         if not there:
             raise KVTierError(f"layer {layer} of KV cache group {mine.group} is on none of its ranks")
-        if first_token not in there:
+        if first_token not in there and all(group.block_tokens == mine.block_tokens for group in theirs):
             raise KVTierError(
                 f"layer {layer}: no part of a block begins with token {first_token} there (a different kernel block "
                 "size or backend)"
             )
-        some = ", ".join(str(head) for head in sorted(lacking)[:4])
+        if not any(
+            r.layer == layer and r.first_token < shift + first_token + each.region.block_tokens
+            and r.first_token + r.block_tokens > shift + first_token for group in theirs for r in group.regions
+        ):  # fmt: skip
+            raise KVTierError(f"layer {layer}: its pages there do not hold all tokens of a block")
+        some = ", ".join(str(head) for head in sorted(each.heads)[:4])
         raise KVTierError(f"layer {layer}: none of its ranks holds KV head {some}")

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,8 +82,28 @@ def block_hashes(request: Any, tokens: int, hash_block_size: int) -> list[bytes]
     return list(request.block_hashes[: tokens // hash_block_size])  # each is bytes
 
 
-def tail_hash(request: Any, tokens: int, hash_block_size: int) -> bytes:
-    """Hash of the partial block that ends at ``tokens`` (not a multiple of ``hash_block_size``).
+def hash_blocks(request: Any, tokens: int, hash_block_size: int, hash_fn: Any, known: list[bytes]) -> list[bytes]:
+    """The request's block hashes as an engine with this ``hash_block_size`` makes them, ``known`` and those after it
+    up to ``tokens`` tokens. Any thread, while the request gets no tokens."""
+    hashes, medium = list(known), 0
+    for start in range(len(hashes) * hash_block_size, tokens - hash_block_size + 1, hash_block_size):
+        end = start + hash_block_size
+        extra, medium = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, medium)
+        parent = hashes[-1] if hashes else None
+        hashes.append(
+            bytes(kv_cache_utils.hash_block_tokens(hash_fn, parent, request.all_token_ids[start:end], extra))
+        )
+    return hashes
+
+
+def hashes_blocks_of_other_sizes() -> bool:
+    """Whether ``hash_blocks`` is known to make the hashes of this vLLM."""
+    return granted(Feature.HANDOFFS) and granted(Feature.PROMPTS)
+
+
+def tail_hash(request: Any, tokens: int, hash_block_size: int, hashes: Sequence[bytes] | None = None) -> bytes:
+    """Hash of the partial block that ends at ``tokens`` (not a multiple of ``hash_block_size``). ``hashes``: if the
+    request's own are those of another block size.
 
     Computed like vLLM's block hash but with our own digest: parent hash, token ids, extra keys (salt, LoRA, multimodal
     items, embeddings) of that range. Random if this vLLM does not tell the extra keys.
@@ -91,7 +111,8 @@ def tail_hash(request: Any, tokens: int, hash_block_size: int) -> bytes:
     if not granted(Feature.HANDOFFS):
         return os.urandom(32)
     start = tokens // hash_block_size * hash_block_size
-    parent = bytes(request.block_hashes[start // hash_block_size - 1]) if start else bytes(kv_cache_utils.NONE_HASH)
+    before = request.block_hashes if hashes is None else hashes
+    parent = bytes(before[start // hash_block_size - 1]) if start else bytes(kv_cache_utils.NONE_HASH)
     extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, tokens, 0)
     text = repr((list(request.all_token_ids[start:tokens]), extra))
     return hashlib.blake2b(parent + text.encode(), digest_size=32).digest()

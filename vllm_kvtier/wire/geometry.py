@@ -36,6 +36,9 @@ class Region(msgspec.Struct, frozen=True):
     ``fields`` lists the meaning of a cell's numbers in logical order; together they fill the cell. In a cell of one
     token the fields follow one another. In a cell of several tokens each field holds [token, count] numbers, and
     ``CacheView.arrangements`` maps them to memory. (): the meaning is unknown, and the region is stored byte for byte.
+
+    ``separable``: a reader with the same ``packing`` knows which numbers of a cell belong to which token
+    (``CacheView.token_layout``), also in cells of another number of tokens.
     """
 
     layer: str
@@ -51,6 +54,7 @@ class Region(msgspec.Struct, frozen=True):
     packing: str = ""
     dtype: str = ""
     fields: tuple[Field, ...] = ()
+    separable: bool = False
 
     @property
     def block_bytes(self) -> int:

@@ -42,14 +42,14 @@ class Namespace(msgspec.Struct, frozen=True):
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
 
-        Leaves out how heads and layers are distributed over ranks: readers that need equal ranks compare that.
+        Leaves out how heads and layers are distributed over ranks, and the block size: readers that need equal ones
+        compare them.
         """
         texts = {
             "model": "the model's configuration or weights",
             "cache_dtype": "the KV cache dtype",
             "hash_algorithm": "the prefix-cache hash algorithm",
             "hash_seed": "the prefix-cache hash seed (set the same PYTHONHASHSEED on both engines)",
-            "hash_block_size": "the block size",
             "codecs": "how KV may have been encoded (codec and wire_codec)",
             "adapters": "how LoRA adapters are applied (lora_dtype, target_modules and the like)",
             "options": "an engine option that changes KV",
@@ -126,15 +126,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """``hash_block_size``: tokens that a block hash covers here. 0: as many as at the requester."""
+
     protocol: int
     instance: Name
     ranks: list[RankInfo]
+    hash_block_size: Count = 0
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     """Lease blocks by export id (with the digest of the requester's own prefix) or by block hashes.
 
-    ``block_hashes`` holds one hash per ``hash_block_size`` tokens, from token 0. The lease covers their longest
+    ``block_hashes`` holds one hash per ``Welcome.hash_block_size`` tokens, from token 0. The lease covers their longest
     exported prefix, from token ``start`` on.
     """
 

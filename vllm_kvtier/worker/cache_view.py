@@ -6,7 +6,7 @@ mirrors are made from it alone.
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -43,6 +43,10 @@ class CacheView:
     ``cpu_page_layouts``: the order of numbers in cells of several tokens, as int32 [numbers of a cell] on the CPU: for
     each number in logical order (``wire.geometry.Region.fields``) its index within the cell. Every region with fields
     and such cells has one.
+
+    ``token_layout(region)``, of a region of ours or of another engine with the same packing: int64 [tokens of a cell,
+    numbers of a token], the index of each number within the cell; None if it is unknown. The order of a token's numbers
+    is the same for cells of any number of tokens.
     """
 
     def __init__(
@@ -52,10 +56,11 @@ class CacheView:
         device: torch.device | str,
         storages: Iterable[torch.UntypedStorage],
         cpu_page_layouts: Mapping[CpuPageKey, torch.Tensor] = MappingProxyType({}),
+        token_layout: Callable[[Region], torch.Tensor | None] = lambda region: None,
     ):
         """Raises UnsupportedLayout if a page lies outside the given storages, ValueError if fields do not fill
         their cells or a layout that they need is missing."""
-        self.groups = tuple(groups)
+        self.groups, self.token_layout = tuple(groups), token_layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         unique = {(s.data_ptr(), s.nbytes()): s for s in storages}

@@ -96,7 +96,7 @@ def _endpoint(engine: Engine, key: ClusterKey | None, seconds: float) -> Iterato
         yield fail(name, str(error), "give --endpoint HOST:PORT")
         return
     if engine.identity is not None:
-        ranks, size = len(engine.identity.ranks), engine.identity.block_tokens
+        ranks, size = len(engine.identity.ranks), engine.identity.hash_block_size
         store = "a node store" if engine.inspection.store else "no node store"
         yield ok(name, f"{ranks} rank{'s' * (ranks != 1)}, blocks of {size} tokens, {store} in use")
     if count := engine.inspection.violations:

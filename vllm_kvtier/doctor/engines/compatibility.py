@@ -14,7 +14,6 @@ _FIXES = {
     "hash_algorithm": "start both with the same --prefix-caching-hash-algo; sha256_cbor does not depend on the Python "
     "version, as sha256 does",
     "hash_seed": "start both with the same PYTHONHASHSEED in their environment, for example PYTHONHASHSEED=0",
-    "hash_block_size": "start both with the same --block-size",
     "codecs": "give both the same codec and wire_codec",
     "options": "start both with the same options of those names, and the same environment",
 }
@@ -79,11 +78,17 @@ def _layout(name: str, a: str, one: Identity, b: str, other: Identity) -> Check:
     # The reason is of the side that names itself "here".
     way, here, there = (ways[0], a, b) if ways[1].paths or not ways[0].paths else (ways[1], b, a)
     reason = way.reason.replace(" here", f" on {here}").replace(" there", f" on {there}")
+    unlike = []  # (message, option)
     if len(one.ranks) != len(other.ranks):
-        message = f"they differ in tensor parallel size: {len(one.ranks)} ranks on {a}, {len(other.ranks)} on {b}; "
+        size = f"tensor parallel size: {len(one.ranks)} ranks on {a}, {len(other.ranks)} on {b}"
+        unlike.append((size, "--tensor-parallel-size (and --pipeline-parallel-size)"))
+    if one.hash_block_size != other.hash_block_size:
+        unlike.append((f"block size: {one.hash_block_size} on {a}, {other.hash_block_size} on {b}", "--block-size"))
+    if unlike:
+        message = f"they differ in {' and in '.join(size for size, _ in unlike)}; "
         message += "they share nothing in the node store, and "
         message += "pulls are re-sliced" if way.paths else f"cannot read each other's pages: {reason}"
-        return warn(name, message, "give both the same --tensor-parallel-size (and --pipeline-parallel-size)")
+        return warn(name, message, f"give both the same {' and '.join(option for _, option in unlike)}")
     if not way.paths:
         fix = "give both the same block size, attention backend and KV cache layout (VLLM_KV_CACHE_LAYOUT)"
         return fail(name, f"they cannot read each other's pages: {reason}", fix)

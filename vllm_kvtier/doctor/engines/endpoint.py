@@ -46,11 +46,7 @@ class Identity:
     fields: dict[str, str | int]
     ranks: list[m.RankInfo]
     description: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block hash; shorter prompts are never shared. 0 if not known."""
-        return int(self.fields.get("hash_block_size", 0))
+    hash_block_size: int = 0  # tokens of a block hash; shorter prompts are never shared. 0 if not known
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -114,7 +110,7 @@ class EndpointProbe:
         for _ in range(len(m.Namespace.__struct_fields__) + 1):
             answer = self._hello(probe)
             if isinstance(answer, m.Welcome):
-                return Identity(answer.instance, learned, answer.ranks)
+                return Identity(answer.instance, learned, answer.ranks, hash_block_size=answer.hash_block_size)
             more = _learned(probe, answer.reason)
             if more is None:
                 raise Starting(answer.reason)

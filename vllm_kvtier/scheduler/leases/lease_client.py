@@ -42,6 +42,7 @@ REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
+MAX_HASH_SIZE_RATIO = 64  # of two engines' hash blocks
 
 # Codes of refusals. They become labels of metrics, and a process at an address that a client named may send any.
 REFUSAL_CODES = frozenset(
@@ -53,11 +54,15 @@ RENAMED_CODES = {"namespace": "namespace_mismatch", "starting": "peer_starting"}
 LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreachable")
 
 
+# {field of the LeaseRequest: value} for an engine with this ``hash_block_size``. On the reactor's thread.
+Rehash = Callable[[int], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
     copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``tail``: hash of
-    the partial block at the end."""
+    the partial block at the end. ``hash_block_size``, ``block_tokens``: as in ``LookupHit``."""
 
     address: Address
     instance: str
@@ -70,6 +75,8 @@ class LeasedBlocks:
     same_layout: bool = True
     nbytes: int = 0
     tail: bytes = b""
+    hash_block_size: int = 0
+    block_tokens: tuple[int, ...] = ()
 
 
 @dataclass
@@ -81,6 +88,7 @@ class PendingLease:
     deadline: float
     same_node_instance: str = ""  # the instance, if it should be on this node
     prefer_mapped: bool = False
+    rehash: Rehash | None = None
     path: ReadPath = ReadPath.DIRECT  # once it is sent
     outcome: LeasedBlocks | LookupMiss | None = None
     cancelled: bool = False
@@ -97,6 +105,7 @@ class PendingLease:
 class _Connection(ClientConnection):
     welcome: m.Welcome | None = None
     reach: Reach | None = None  # with ``welcome``
+    hash_block_size: int = 0  # ours, as we greeted
     waiting: list[PendingLease] = field(default_factory=list)  # for the handshake
     asked: dict[int, PendingLease] = field(default_factory=dict)
     unanswered: int = 0  # asks in a row that timed out
@@ -130,14 +139,16 @@ class LeaseClient(LeaseConnections[_Connection]):
         timeout: float = math.inf,
         same_node_instance: str = "",
         prefer_mapped: bool = False,
+        rehash: Rehash | None = None,
         **fields: Any,
     ) -> PendingLease:
         """Queue a request; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, if fewer
         than the option's. ``same_node_instance``: the instance, if it should be on this node. ``prefer_mapped``: copy
-        from mapped memory, if that is possible, whatever the option ``same_node_pulls`` says."""
+        from mapped memory, if that is possible, whatever the option ``same_node_pulls`` says. ``rehash``: replaces
+        fields for an engine with another block size; without it such an engine is not asked."""
         request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", **fields)
         deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
-        pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped)
+        pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped, rehash)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -244,6 +255,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             if port != SAME_NODE:
                 self._log_once(address, f"cannot connect: {error}")
             return None
+        connection.hash_block_size = hello.namespace.hash_block_size
         late = LookupMiss("unreachable", "the handshake was not answered")
         self._after(
             connection, "hello", self._config.handshake_timeout, lambda: self._close(connection, late, DOWN_PAUSE)
@@ -322,10 +334,34 @@ class LeaseClient(LeaseConnections[_Connection]):
         if path is None:
             self._set_outcome(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
             return
+        refused = self._rehash(connection, pending)
+        if refused is not None:
+            self._set_outcome(pending, refused)
+            return
+        request, size = pending.request, welcome.hash_block_size or connection.hash_block_size
+        if not request.export and max(request.partial_up_to, len(request.block_hashes) * size) <= request.start:
+            self._set_outcome(pending, LookupMiss(Refusal.NOTHING.value, "no whole block of the prompt lacks"))
+            return
         pending.path = path
         connection.asked[pending.request.lookup_id] = pending
         mapped = path is ReadPath.MAPPED
         self._send(connection, msgspec.structs.replace(pending.request, instance=welcome.instance, mapped=mapped))
+
+    @staticmethod
+    def _rehash(connection: _Connection, pending: PendingLease) -> LookupMiss | None:
+        """Make the request one for the block size of the connection's engine; the reason if that is impossible."""
+        theirs, ours = connection.welcome.hash_block_size if connection.welcome else 0, connection.hash_block_size
+        if theirs in (0, ours):
+            return None
+        words = f"the block size differs: {ours} here, {theirs} there"
+        if pending.rehash is None or max(theirs, ours) > MAX_HASH_SIZE_RATIO * min(theirs, ours):
+            return LookupMiss("layout", f"{words}, and this prompt cannot be hashed in blocks of {theirs}")
+        try:
+            pending.request = msgspec.structs.replace(pending.request, **pending.rehash(theirs))
+        except Exception as error:
+            logger.exception("kvtier: lease client: hashing a prompt in blocks of %d tokens failed", theirs)
+            return LookupMiss("layout", f"{words}, and hashing the prompt failed: {error}")
+        return None
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
         pending = connection.asked.pop(granted.lookup_id, None)
@@ -349,7 +385,8 @@ class LeaseClient(LeaseConnections[_Connection]):
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
             granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
             reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
-            granted.tail,
+            granted.tail, welcome.hash_block_size if welcome is not None else 0,
+            tuple(group.block_tokens for group in groups),
         )  # fmt: skip
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:

@@ -48,10 +48,12 @@ class LoadOrRecompute:
         """Whether the hit has all blocks that the token after ``tokens`` tokens reads. Where a prefix needs all blocks,
         ``KVSource.fits`` has seen to it."""
         hit = t.taken_hit
-        for ids, group in zip(hit.blocks, self._geometry.groups, strict=True):
+        groups = self._geometry.groups
+        for ids, size, group in zip(hit.blocks, hit.block_sizes(groups), groups, strict=True):
             if not group.kind.whole_prefix:
-                before = hit.start // group.block_tokens
-                first = max(0, group.num_skipped_blocks(tokens) - before)
-                if not all(ids[first : group.num_blocks(tokens) - before]):
+                before = hit.start // size
+                # The whole of each block of ours: vLLM shares it with shorter prefixes.
+                first = max(0, group.num_skipped_blocks(tokens) * group.block_tokens // size - before)
+                if not all(ids[first : -(-tokens // size) - before]):
                     return False
         return True

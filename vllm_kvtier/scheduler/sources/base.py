@@ -37,10 +37,11 @@ neither classes nor names.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
 from vllm_kvtier.scheduler.matching.transfer_params import Address
@@ -113,6 +114,8 @@ class LookupHit:
     ranks: list[m.RankInfo] | None = field(default=None, kw_only=True)  # workers need them to reach the engine
     path: ReadPath = field(default=ReadPath.DIRECT, kw_only=True)  # how our ranks read the engine
     same_layout: bool = field(default=True, kw_only=True)  # rank for rank, the engine's pages are as ours
+    hash_block_size: int = field(default=0, kw_only=True)  # of the engine; 0: as ours
+    block_tokens: tuple[int, ...] = field(default=(), kw_only=True)  # of its blocks, by group; (): as ours
     # of stores
     session: int = field(default=0, kw_only=True)  # the connection that the lease is on
     epoch: int = field(default=0, kw_only=True)  # of this engine's namespaces, when the store was asked
@@ -120,6 +123,10 @@ class LookupHit:
     remote: RemoteStoreInfo | None = field(default=None, kw_only=True)  # if workers read the store themselves
 
     found: ClassVar[Literal[True]] = True
+
+    def block_sizes(self, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+        """Tokens of its blocks, by group; ``groups``: ours."""
+        return self.block_tokens or tuple(size for size, _ in groups)
 
     @property
     def mapped(self) -> bool:

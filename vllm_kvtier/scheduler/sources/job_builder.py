@@ -4,48 +4,58 @@ Blocks of the node store are always whole, so that a load's arrays are made with
 prompt has thousands, and its request waits meanwhile. A pull may end in a partial block.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, GroupPull, LoadJob, PeerFetchJob, PullJob
 from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ContentKeys
-from vllm_kvtier.scheduler.leases.exports import GroupBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources.base import BlockIds, RequestState
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 
 
-def tail_hash(t: RequestState, tokens: int, hash_block_size: int) -> bytes:
-    """Hash of the partial block that ends at ``tokens``; empty without one, or while it is not hashed so far."""
-    if tokens % hash_block_size == 0 or len(t.request.block_hashes) < tokens // hash_block_size:
+def tail_hash(t: RequestState, tokens: int, hash_block_size: int, hashes: Sequence[bytes] | None = None) -> bytes:
+    """Hash of the partial block that ends at ``tokens``; empty without one, or while it is not hashed so far.
+    ``hashes``: if the request's own are those of another block size."""
+    before = t.request.block_hashes if hashes is None else hashes
+    if tokens % hash_block_size == 0 or len(before) < tokens // hash_block_size:
         return b""
-    return vr.tail_hash(t.request, tokens, hash_block_size)
+    return vr.tail_hash(t.request, tokens, hash_block_size, before)
 
 
 def pull_job(
     t: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
 ) -> PullJob:
-    """The blocks of tokens [t.num_computed_tokens, tokens) that vLLM gave the request; in ``t.entries`` too."""
-    hash_block_size = geometry.hash_block_size
+    """The blocks of tokens [t.num_computed_tokens, tokens) that vLLM gave the request; in ``t.entries`` too. ``keys``:
+    of the hit's engine, whose blocks may be of other sizes."""
+    hit, own = t.hit, t.hit.hash_block_size in (0, geometry.hash_block_size)
+    hash_block_size = geometry.hash_block_size if own else hit.hash_block_size
     # Up to the hit's end, even if the last token is not taken: the peer's checksums cover its blocks so far.
-    most = t.hit.tokens
-    hashes, lora_fingerprint = vr.block_hashes(t.request, most, hash_block_size), lora_fingerprint_of(t.request)
+    most = hit.tokens
+    hashes = vr.block_hashes(t.request, most, hash_block_size) if own else t.other_hashes[hash_block_size]
+    lora_fingerprint = lora_fingerprint_of(t.request)
     pulls, t.entries = [], []
-    for g, (size, kind) in enumerate(geometry.groups):
-        theirs = GroupBlocks(size, [0] * (t.hit.start // size) + t.hit.blocks[g], kind)
-        rows = []
+    for g, ((size, _), their_size) in enumerate(zip(geometry.groups, hit.block_sizes(geometry.groups), strict=True)):
+        rows, shifts, before = [], [], hit.start // their_size
         for position in range(t.num_computed_tokens // size, -(-tokens // size)):
             local = block_ids[g][position] if position < len(block_ids[g]) else 0
             if not local:
                 continue  # not needed: vLLM gave no block
-            end = min((position + 1) * size, most)
-            block_hash = (
-                hashes[end // hash_block_size - 1] if end % hash_block_size == 0 else tail_hash(t, end, hash_block_size)
-            )
-            entry = ChecksumEntry(g, local, keys.key(block_hash, g, lora_fingerprint), end - position * size)
-            rows.append((entry, theirs.ids[position] if position < len(theirs.ids) else 0))
-        t.entries += [entry for entry, _ in rows]
+            for place in range(position * size // their_size, -(-min((position + 1) * size, tokens) // their_size)):
+                end = min((place + 1) * their_size, most)
+                block_hash = (
+                    hashes[end // hash_block_size - 1]
+                    if end % hash_block_size == 0
+                    else tail_hash(t, end, hash_block_size, hashes)
+                )
+                entry = ChecksumEntry(g, local, keys.key(block_hash, g, lora_fingerprint), end - place * their_size)
+                rows.append((entry, hit.blocks[g][place - before] if 0 <= place - before < len(hit.blocks[g]) else 0))
+                shifts.append(position * size - place * their_size)
+        if own and size == their_size:
+            t.entries += [entry for entry, _ in rows]
         pulls.append(
             GroupPull(
                 g,
@@ -53,6 +63,7 @@ def pull_job(
                 np.array([remote for _, remote in rows], np.int64),
                 np.array([e.key for e, _ in rows], np.uint64),
                 np.array([e.valid for e, _ in rows], np.int32),
+                None if size == their_size else np.array(shifts, np.int32),
             )
         )
     staged = t.hit.path is ReadPath.STAGED

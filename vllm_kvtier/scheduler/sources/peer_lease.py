@@ -52,6 +52,8 @@ class PeerLeaseSource(KVSource):
         """``fields``: of ``LeaseClient.ask``."""
         max_tokens = max(len(block_hashes) * self._geometry.hash_block_size, fields.get("partial_up_to", 0))
         fields["lora_fingerprint"] = lora_fingerprint_of(request.request)
+        if self._engine.info.hash_lookahead or not vr.hashes_blocks_of_other_sizes():
+            fields.pop("rehash", None)
         answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
         try:
             pending = PendingLookup(self, answer, start, max_tokens)
@@ -60,6 +62,15 @@ class PeerLeaseSource(KVSource):
             raise
         pending.request = request
         return pending
+
+    def _other_hashes(self, request: RequestState, hash_block_size: int) -> list[bytes]:
+        """The block hashes of all of the request's tokens, as an engine with this block size makes them. On the
+        reactor's thread, while the request waits for its lookup."""
+        known = request.other_hashes.get(hash_block_size, [])
+        hash_fn = self._engine.info.hash_function()
+        made = vr.hash_blocks(request.request, request.request.num_tokens, hash_block_size, hash_fn, known)
+        request.other_hashes[hash_block_size] = made
+        return made
 
     def _too_little(self, request: RequestState, need: Need) -> bool:
         """Decline the lookup if fewer than ``pull_threshold`` tokens lack."""
@@ -81,16 +92,22 @@ class PeerLeaseSource(KVSource):
         return LookupHit(
             self, leased.instance, leased.lease, leased.start, leased.tokens, leased.blocks, address=leased.address,
             ranks=leased.ranks, path=leased.path, same_layout=leased.same_layout, nbytes=leased.nbytes,
+            hash_block_size=leased.hash_block_size, block_tokens=leased.block_tokens,
         )  # fmt: skip
 
     def fits(self, request: RequestState, hit: LookupHit) -> bool:
-        return self._fits(hit, request.pending.start, request.pending.max_tokens)
+        most = request.pending.max_tokens
+        if hit.hash_block_size not in (0, self._geometry.hash_block_size):
+            most = len(request.other_hashes.get(hit.hash_block_size, ())) * hit.hash_block_size
+        return self._fits(hit, request.pending.start, most)
 
     def _fits(self, hit: LookupHit, start: int, max_tokens: int) -> bool:
         groups = self._geometry.groups
         if not (start <= hit.start < hit.tokens <= max_tokens and len(hit.blocks) == len(groups)):
             return False
-        for ids, (size, kind) in zip(hit.blocks, groups, strict=True):
+        if hit.block_tokens and len(hit.block_tokens) != len(groups):
+            return False
+        for ids, size, (_, kind) in zip(hit.blocks, hit.block_sizes(groups), groups, strict=True):
             if len(ids) != -(-hit.tokens // size) - hit.start // size:
                 return False
             if kind.whole_prefix and not all(ids):
@@ -101,7 +118,8 @@ class PeerLeaseSource(KVSource):
         return hit.tokens >= held.tokens + max(1, self._config.pull_threshold)
 
     def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
+        keys = self._engine.identity.content_keys_of(request.hit.hash_block_size)
+        timeout = self._config.transfer_timeout
         job = job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
         if request.hit.mapped:
             return PeerFetchJob(job.request_id, job.source, job.groups, timeout)

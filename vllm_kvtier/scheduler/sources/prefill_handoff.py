@@ -1,6 +1,7 @@
 """The prefill of a prefill engine that its router named for the request."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.scheduler.leases.exports import GroupBlocks
@@ -29,11 +30,16 @@ class PrefillHandoffSource(PeerLeaseSource):
         if self._too_little(request, need):
             self.release_export(request)
             return None
-        tokens = self._exported_tokens(request)
+        tokens, hash_block_size = self._exported_tokens(request), self._geometry.hash_block_size
         hashes = self._block_hashes(request, tokens)
+
+        def rehash(hash_block_size: int) -> dict[str, Any]:
+            others = self._other_hashes(request, hash_block_size)[: tokens // hash_block_size]
+            return {"block_hashes": others[-1:], "digest": self._digest(request, others, tokens, hash_block_size)}
+
         return self._ask(
             request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
-            digest=self._digest(request, hashes, tokens), **self._reply_address(),
+            digest=self._digest(request, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
         )  # fmt: skip
 
     def _exported_tokens(self, request: RequestState) -> int:
@@ -41,8 +47,8 @@ class PrefillHandoffSource(PeerLeaseSource):
         most, early = self._geometry.lookup_tokens(request.request.num_tokens), request.hints.handoff.early_read
         return early.tokens if early is not None and 0 < early.tokens <= most else most
 
-    def _digest(self, request: RequestState, hashes: list[bytes], tokens: int) -> bytes:
-        return vr.prefix_digest(hashes, job_builder.tail_hash(request, tokens, self._geometry.hash_block_size))
+    def _digest(self, request: RequestState, hashes: list[bytes], tokens: int, hash_block_size: int) -> bytes:
+        return vr.prefix_digest(hashes, job_builder.tail_hash(request, tokens, hash_block_size, hashes))
 
     def early_hit(self, request: RequestState) -> LookupHit | None:
         """None with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain."""

@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.transfer_params import Address
@@ -69,16 +70,22 @@ class RetainedBlocksSource(PeerLeaseSource):
         most = self._geometry.lookup_tokens(request.request.num_tokens)
         hashes = self._block_hashes(request, most)
         partial = 0 if self._geometry.by_position or self._geometry.whole_blocks or candidate.whole_blocks else most
-        if max(partial, len(hashes) * self._geometry.hash_block_size) - need.start < self._config.pull_threshold:
-            return None
+
+        def rehash(hash_block_size: int) -> dict[str, Any]:
+            others = self._other_hashes(request, hash_block_size)
+            return {"block_hashes": others[: most // hash_block_size], "partial_up_to": 0}
+
         return self._ask(
-            request, candidate.address, need.start, hashes, partial_up_to=partial, **self._reply_address()
-        )
+            request, candidate.address, need.start, hashes, partial_up_to=partial, rehash=rehash,
+            **self._reply_address(),
+        )  # fmt: skip
 
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
         result = super().read_answer(pending)
         if not result.found or result.tokens % self._geometry.alignment == 0:
             return result
+        if result.hash_block_size not in (0, self._geometry.hash_block_size):
+            return result  # whole blocks of that engine
         tail = job_builder.tail_hash(pending.request, result.tokens, self._geometry.hash_block_size)
         if tail == pending.answer.outcome.tail:
             return result

@@ -13,6 +13,8 @@ import torch
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.vllm_compat.version import installed_version
+from vllm_kvtier.wire.geometry import Region
 
 logger = get_logger(__name__)
 
@@ -45,6 +47,24 @@ def cpu_page_layout(isa: str, dtype: torch.dtype, tokens: int, head_size: int) -
     layout = torch.empty(count, dtype=torch.int32)
     layout[found] = index.int()
     return layout
+
+
+def packing_of(isa: str) -> str:
+    """``Region.packing`` of such pages: the order belongs to the kernels and may change with any version."""
+    return f"cpu-{isa}-{installed_version()}"
+
+
+def token_layout(region: Region) -> torch.Tensor | None:
+    """As ``CacheView.token_layout``, for cells of a head's page of K and V."""
+    isa = region.packing.removeprefix("cpu-").removesuffix(f"-{installed_version()}")
+    dtype = getattr(torch, region.dtype, None)
+    if region.packing != packing_of(isa) or not isinstance(dtype, torch.dtype):
+        return None
+    head_size, rest = divmod(region.inner, 2 * region.cell_tokens * dtype.itemsize)
+    found = None if rest or not head_size else cpu_page_layout(isa, dtype, region.cell_tokens, head_size)
+    if found is None:
+        return None
+    return found.view(2, region.cell_tokens, head_size).transpose(0, 1).reshape(region.cell_tokens, -1).long()
 
 
 def _written(isa: str, code: torch.Tensor, tokens: int, head_size: int) -> torch.Tensor:

@@ -19,13 +19,12 @@ import torch
 
 from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.errors import UnsupportedLayout
-from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout
+from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout, packing_of, token_layout
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
 from vllm_kvtier.vllm_compat.layout.state_layout import check_words, is_state, state_region
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
-from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.worker.cache_view import NUMBER_BYTES, CacheView, CpuPageKey
 
@@ -122,7 +121,7 @@ def cache_view(
         tensors = [tensor] if isinstance(tensor, torch.Tensor) else tensor
         if any((t.data_ptr(), tuple(t.shape), t.stride()) not in known for t in tensors):
             raise UnsupportedLayout(f"layer {name} has a KV cache that belongs to no KV cache group")
-    return CacheView(groups, kv_cache_config.num_blocks, device, storages, cpu_page_layouts)
+    return CacheView(groups, kv_cache_config.num_blocks, device, storages, cpu_page_layouts, token_layout)
 
 
 def refuse_parallelism(vllm_config: Any) -> None:
@@ -215,6 +214,7 @@ def _regions(
                 dtype=_dtype(tensor, spec, vllm_config),
             )
             check_words(region)
+            region = msgspec.structs.replace(region, separable=bool(packing) and token_layout(region) is not None)
             mine = fields if shape.kv_stride is None else fields[side : side + 1]
             if sum(f.count for f in mine) * cell_tokens * NUMBER_BYTES == region.inner:
                 region = msgspec.structs.replace(region, fields=mine)
@@ -281,8 +281,7 @@ def _cells(layer: str, shape: _Shape, spec: Any, backend: _Backend, isa: str | N
         folded = _fold_tokens(shape)
         if folded is None:
             raise UnsupportedLayout(f"layer {layer}: a head's page of the CPU cache is not contiguous")
-        # The order belongs to the kernels and may change with any version.
-        return folded, f"cpu-{isa}-{installed_version()}"
+        return folded, packing_of(isa)
     rocm = getattr(torch.version, "hip", None) is not None
     if backend.name in _TOKEN_ADDRESSED and "NVFP4" not in _quant(spec) and not rocm:
         return shape, ""

@@ -76,7 +76,11 @@ class StagedReads:
         if found is None:
             mapped = map_source_ranks(self._memory.view.groups, self._heads, self._rank, ranks)
             ring = self._ring(max(_chunk_bytes(_laid_out(p, g), 1) for p in mapped for g in p.groups))
-            found = [self._prepare(source, part, group, ring) for part in mapped for group in part.groups]
+            found = []
+            for part in mapped:
+                for number in dict.fromkeys(group.group for group in part.groups):
+                    same = [group for group in part.groups if group.group == number]
+                    found.append(self._prepare(source, part, same, ring))
             self._parts[source] = found
         return found
 
@@ -104,7 +108,9 @@ class StagedReads:
             )
         return self.ring
 
-    def _prepare(self, source: str, part: SourceRank, group: SourceGroup, ring: "_Ring") -> _Part:
+    def _prepare(self, source: str, part: SourceRank, groups: Sequence[SourceGroup], ring: "_Ring") -> _Part:
+        """``groups``: one group of that rank, for each shift."""
+        group = groups[0]
         info, theirs, memory = part.source, _laid_out(part, group), self._memory
         self.transport.add_peer(info.agent_metadata, info.agent)
         slots = _slots(theirs, ring.chunk_bytes, info.num_blocks)
@@ -114,7 +120,7 @@ class StagedReads:
             here = _place(theirs, base + align(8 * slots, _ALIGN), slots)
             rows = PageRows(Side([here], slots, base, memory.device_id), there)
             name = f"{source} {info.rank} {group.group} {number}"
-            self.copier.add(name, [ring.as_source(here, slots, base, group)])
+            self.copier.add(name, [ring.as_source(here, slots, base, groups)])
             made.rows.append(rows)
             made.local.append(self.transport.prepare(info.agent, rows.local, memory.memory_type, ours=True))
             made.names.append(name)
@@ -148,9 +154,9 @@ class StagedRead:
         if not ring.free:
             return None
         chunk = self._chunk = ring.free.pop()
-        number, pull = self._rounds.popleft()
-        part, slots = parts[number], np.arange(len(pull.local))
-        elements = part.rows[chunk].indices([(0, slots, pull.remote)])
+        number, blocks, slots, pull = self._rounds.popleft()
+        part = parts[number]
+        elements = part.rows[chunk].indices([(0, np.arange(len(blocks)), blocks)])
         self._copy_job = CopyJob(part.names[chunk], [replace(pull, remote=slots)])
         self.bytes += elements.size
         return reads.transport.read(
@@ -192,13 +198,16 @@ class _Ring:
         self.free = list(range(NUM_CHUNKS))
         self._shared = Shared("", 0, 0, "", (SharedSpan(*self.span, b""),))
 
-    def as_source(self, here: GroupView, slots: int, table: int, group: SourceGroup) -> SourceRank:
+    def as_source(self, here: GroupView, slots: int, table: int, groups: Sequence[SourceGroup]) -> SourceRank:
         """A chunk as the copier's source, in place of the rank whose blocks are read into it."""
-        regions = tuple(replace(r, source=own) for r, own in zip(group.regions, here.regions, strict=True))
+        placed = []
+        for group in groups:
+            regions = tuple(replace(r, source=own) for r, own in zip(group.regions, here.regions, strict=True))
+            placed.append(replace(group, regions=regions))
         info = RankInfo(
             0, "", b"", "", 0, slots, (here,), CacheGeometry((), ""), checksum_table_addr=table, shared=self._shared
         )
-        return SourceRank(info, (replace(group, regions=regions),))
+        return SourceRank(info, tuple(placed))
 
 
 class _OwnHostMemory:
@@ -231,16 +240,12 @@ def _copier(memory: PeerMemory) -> PeerCopier:
     return CudaPeerCopier(memory.view, table, mappings=_OwnDeviceMemory())
 
 
-def _rounds(job: PullJob, parts: Sequence[_Part]) -> Iterator[tuple[int, GroupPull]]:
-    """(number of the part, the blocks of one round)."""
+def _rounds(job: PullJob, parts: Sequence[_Part]) -> Iterator[tuple[int, np.ndarray, np.ndarray, GroupPull]]:
+    """(number of the part, and of one round as ``GroupPull.rounds``)."""
     for number, part in enumerate(parts):
         for g in job.groups:
-            if g.group != part.group:
-                continue
-            order = np.argsort(g.remote, kind="stable")
-            for start in range(0, len(order), part.slots):
-                rows = order[start : start + part.slots]
-                yield number, GroupPull(g.group, g.local[rows], g.remote[rows], g.keys[rows], g.valid[rows])
+            if g.group == part.group:
+                yield from ((number, *each) for each in g.rounds(part.slots))
 
 
 def _laid_out(part: SourceRank, group: SourceGroup) -> GroupView:

@@ -164,13 +164,16 @@ class CudaPeerCopier:
         for number, job in enumerate(jobs):
             for pull in job.groups:
                 tables = self._sources[job.source].tables.get(pull.group, [])
-                if not tables:  # nothing is read of this group
-                    copy.refuse(number, pull.local)
+                read = np.zeros(len(pull.local), bool)
                 for table in tables if len(pull.local) else ():
                     self._check(table, pull)
-                    batches.append(Batch(table, pull))
-                    owners.append(number)
-                    copy.nbytes += len(pull.local) * table.block_bytes
+                    rows = pull.at_shift(table.shift)
+                    read |= (0 if pull.shifts is None else pull.shifts) == table.shift
+                    if len(rows.local):
+                        batches.append(Batch(table, rows))
+                        owners.append(number)
+                        copy.nbytes += len(rows.local) * table.block_bytes
+                copy.refuse(number, pull.local[~read])  # nothing is read of them
         if not batches:
             return copy
         args = self._take_args(max_words(batches, self._shape), sum(len(b) for b in batches))

@@ -279,7 +279,7 @@ class PeerFetches:
         return failed_result(job, reason, time.monotonic() - started, self._unmappable.get(job.source, ""))
 
     def _bytes(self, job: PeerFetchJob) -> int:
-        return sum(len(g.local) * self._view.groups[g.group].block_bytes for g in job.groups)
+        return sum(g.num_blocks * self._view.groups[g.group].block_bytes for g in job.groups)
 
     def _forget(self, source: str) -> None:
         self._ready.pop(source, None)

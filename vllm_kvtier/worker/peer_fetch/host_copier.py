@@ -19,14 +19,16 @@ import numpy as np
 import torch
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank, SourceRegion
-from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRank
+from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import Shared
 from vllm_kvtier.wire.slots import align
 from vllm_kvtier.worker.cache_view import CacheView, dense_region
 from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.nixl_pull.descriptors import page_chunks
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob
+from vllm_kvtier.worker.peer_fetch.page_writers import page_writer
 from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory
 
 # Bytes of a piece: 4 ms of a core that reads and verifies 1 GB/s.
@@ -61,8 +63,9 @@ class HostPeerCopier:
         readers = []
         for part in parts:
             memory = self._open_memory(part.source.shared)
-            for group in part.groups:
-                readers.append(_Reader(memory, part, group, self._scratch(part, group), self._view))
+            for number in dict.fromkeys(group.group for group in part.groups):
+                groups = [group for group in part.groups if group.group == number]
+                readers.append(_Reader(memory, part, groups, self._scratch(part, groups[0]), self._view))
         self._sources[source] = readers
 
     def forget(self, source: str) -> None:
@@ -105,40 +108,38 @@ class HostCopy(Copy):
         piece = next(self._pieces, None)
         if piece is None:
             return True
-        number, reader, rows = piece
-        blocks, remote, keys, valid = rows
+        number, reader, remote, places, pull = piece
         try:
             if self._copier.closed:
                 raise KVTierError("this engine suspended its cache meanwhile")
             if time.monotonic() >= self._jobs[number][0].until:
                 raise KVTierError("the copy did not end in time")
-            checksums, right = reader.copy(blocks, remote, keys, valid)
+            checksums, right = reader.copy(remote, places, pull)
         except KVTierError as error:
             self._why[number] = str(error)
             self._bad[number].update(block for g in self._jobs[number][0].groups for block in g.local.tolist())
             return False
-        self.nbytes += len(blocks) * reader.block_bytes
-        self._bad[number].update(blocks[~right].tolist())
+        self.nbytes += len(remote) * reader.block_bytes
+        self._bad[number].update(pull.local[~right].tolist())
         if reader.identical_layout:
-            self._copier.table[blocks[right]] = checksums[right]
+            self._copier.table[pull.local[right]] = checksums[right]
         return False
 
     def wait_on(self, stream: Any) -> None:
         """Nothing to do on a CPU: call ``wait``."""
 
-    def _cut(self) -> "Iterator[tuple[int, _Reader, tuple[np.ndarray, ...]]]":
-        """(number of the job, its reader, (local, remote, keys, valid)), until each job's end or first error."""
+    def _cut(self) -> "Iterator[tuple[int, _Reader, np.ndarray, np.ndarray, GroupPull]]":
+        """(number of the job, its reader, and a piece as ``GroupPull.rounds``), until each job's end or first
+        error."""
         for number, (job, readers) in enumerate(self._jobs):
             for reader in readers:
                 for g in job.groups:
                     if g.group != reader.group:
                         continue
-                    nearest = np.argsort(g.remote)  # blocks that are adjacent in the source are read together
-                    for start in range(0, len(nearest), reader.max_blocks):
+                    for piece in g.rounds(reader.max_blocks):  # blocks that are adjacent there are read together
                         if self._why[number]:
                             break
-                        cut = nearest[start : start + reader.max_blocks]
-                        yield number, reader, (g.local[cut], g.remote[cut], g.keys[cut], g.valid[cut])
+                        yield number, reader, *piece
 
 
 def _unread(job: CopyJob, readers: "list[_Reader]") -> set[int]:
@@ -169,9 +170,12 @@ class _Scratch:
 
 
 class _Reader:
-    """One group of a rank of a source."""
+    """One group of a rank of a source. ``groups``: for each shift."""
 
-    def __init__(self, memory: Memory, part: SourceRank, group: SourceGroup, scratch: _Scratch, view: CacheView):
+    def __init__(
+        self, memory: Memory, part: SourceRank, groups: Sequence[SourceGroup], scratch: _Scratch, view: CacheView
+    ):
+        group = groups[0]
         self._memory, self._checksum_table_addr, self._scratch = memory, part.source.checksum_table_addr, scratch
         self.group, self.identical_layout, self.max_blocks = group.group, group.identical_layout, scratch.max_blocks
         self.block_bytes = sum(r.source.block_bytes for r in group.regions)
@@ -180,25 +184,39 @@ class _Reader:
         for region in group.regions:
             there, sizes = np.array(page_chunks(region.source), dtype=np.int64).T
             self._chunks.append((region.source, there, np.cumsum(sizes) - sizes, sizes))
-        self._pairs = [
-            (each, *_pair(each, dense, scratch.view, view))
-            for each, dense in zip(group.regions, scratch.regions, strict=True)
-            if each.target is not None
-        ]
+        self._writers = {
+            shifted.shift: [
+                page_writer(each, dense, scratch.view, view)
+                for each, dense in zip(shifted.regions, scratch.regions, strict=True)
+                if each.target is not None
+            ]
+            for shifted in groups
+        }
 
-    def copy(
-        self, blocks: np.ndarray, remote: np.ndarray, keys: np.ndarray, valid: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [n], bool [n]): the checksums of the bytes that arrived, and which are right: those blocks are in our
-        pages then. Raises KVTierError if the source cannot be read; then nothing was written."""
-        count = len(blocks)
+    def copy(self, remote: np.ndarray, places: np.ndarray, pull: GroupPull) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [n], bool [n]): for each row of ``pull`` the checksum of the block that arrived, and whether it is
+        right: then its tokens are in our block. ``remote``: the source's blocks, each once; ``places``: the one of each
+        row. Raises KVTierError if the source cannot be read; then nothing was written."""
         self._read(remote)
-        checksums = self._scratch.checksums.compute(0, np.arange(count), keys, valid).numpy()
-        right = checksums == self._scratch.expected[:count]
-        rows = slice(count) if right.all() else np.flatnonzero(right)
-        for each, arrived, pages in self._pairs:
-            _store(each.source, arrived, rows, pages, blocks[rows], valid[rows])
+        # Every row is verified with the key and the length that it names, even if another row has the same block.
+        checksums = self._scratch.checksums.compute(0, places, pull.keys, pull.valid).numpy()
+        right = checksums == self._scratch.expected[places]
+        if pull.shifts is None:
+            self._write(0, places, pull, right)
+        else:
+            for shift in np.unique(pull.shifts).tolist():
+                known = shift in self._writers
+                right &= known | (pull.shifts != shift)
+                if known:
+                    self._write(shift, places, pull, right & (pull.shifts == shift))
         return checksums, right
+
+    def _write(self, shift: int, places: np.ndarray, pull: GroupPull, right: np.ndarray) -> None:
+        for writer in self._writers[shift]:
+            if right.all():
+                writer.write(places, pull.local, pull.valid)
+            elif right.any():
+                writer.write(places[right], pull.local[right], pull.valid[right])
 
     def _read(self, remote: np.ndarray) -> None:
         rows = np.arange(len(remote))[:, None]
@@ -218,31 +236,3 @@ def _joined(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> tupl
     apart = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
     starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
-
-
-def _pair(each: SourceRegion, dense: Region, scratch: CacheView, view: CacheView) -> tuple[np.ndarray, np.ndarray]:
-    """Views of this region's heads in the scratch and in our pages: [blocks, outers, cells, words of a cell]."""
-    arrived = scratch.pages(dense).numpy()[:, each.first_outer : each.first_outer + each.outers]
-    pages = view.pages(each.target).numpy()[:, each.target_outer : each.target_outer + each.outers]
-    for word in (np.dtype(np.uint64), np.dtype(np.uint32)):
-        size = word.itemsize
-        if all(a.ctypes.data % size == 0 and not any(n % size for n in (*a.strides[:-1], a.shape[-1]))
-               for a in (arrived, pages)):  # fmt: skip
-            return arrived.view(word), pages.view(word)
-    return arrived, pages
-
-
-def _store(
-    source: Region, arrived: np.ndarray, rows: slice | np.ndarray, pages: np.ndarray, blocks: np.ndarray, valid:
-    np.ndarray
-) -> None:
-    """Write the cells of valid tokens to our pages; cells beyond were not verified."""
-    if not len(blocks):
-        return
-    cells = np.clip(-(-(valid.astype(np.int64) - source.first_token) // source.cell_tokens), 0, source.tokens)
-    if (cells == source.tokens).all():
-        pages[blocks] = arrived[rows]
-        return
-    rows = np.arange(len(blocks)) if isinstance(rows, slice) else rows
-    for row, block, count in zip(rows.tolist(), blocks.tolist(), cells.tolist(), strict=True):
-        pages[block, :, :count] = arrived[row, :, :count]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.kernels import checksum, peer_copy_plan
-from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRegion
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRegion, TokenRun
 
 _MAX_SEGMENTS = 1024  # of a round
 _MAX_KINDS = 64  # of a group: layers of one model have one or two
@@ -37,10 +38,11 @@ class GroupTable:
         Raises ValueError for pages that cannot be copied by words of 4 bytes, or that have too many kinds.
         """
         self.group, self.identical_layout, self.num_blocks = part.group, part.identical_layout, num_blocks
+        self.shift = part.shift
         self.checksum_table_addr = translate(checksum_table_addr, num_blocks * 8)
         rows, first = [], 0
         self._cells: list[tuple[int, int, int, int]] = []  # first token, tokens of a cell, cells, words of all outer
-        for each in part.regions:
+        for each in (stored for region in part.regions for stored in _in_runs(region)):
             rows.append(_region_row(each, num_blocks, translate, first))
             r, words = each.source, rows[-1][8]
             self._cells.append((r.first_token, r.cell_tokens, r.tokens, words // r.tokens))
@@ -74,11 +76,40 @@ class GroupTable:
         return made
 
 
+def _in_runs(each: SourceRegion) -> list[SourceRegion]:
+    """The same in parts, in the order of the checksum: all cells of a part are stored, or none. The kernel knows words
+    that it stores by their index in a region."""
+    if not each.by_cells:
+        raise ValueError(f"cells of {each.source.packing} hold several tokens in an order of their own")
+    s, (first, cells, target) = each.source, each.cell_run
+    if each.run is None or cells == s.tokens:
+        return [each]
+    runs = [(0, first, False), (first, cells, True), (first + cells, s.tokens - first - cells, False)]
+    found = []
+    for outer in range(s.outer):
+        stored = each.first_outer <= outer < each.first_outer + each.outers
+        for at, count, mine in runs:
+            if not count:
+                continue
+            part = msgspec.structs.replace(
+                s, base=s.base + outer * s.outer_stride + at * s.token_stride, outer=1, outer_stride=0, tokens=count,
+                first_token=s.first_token + at * s.cell_tokens, token_stride=s.token_stride if count > 1 else 0,
+            )  # fmt: skip
+            if mine and stored:
+                to = TokenRun(0, count * s.cell_tokens, target * s.cell_tokens)
+                found.append(SourceRegion(part, each.target, 0, 1, each.target_outer + outer - each.first_outer, to))
+            else:
+                found.append(SourceRegion(part, None))
+    return found
+
+
 def _region_row(each: SourceRegion, num_blocks: int, translate: Callable[[int, int], int], first: int) -> tuple:
     s, t = each.source, each.target
     word = checksum.word_bytes(s.inner)
     base = translate(s.base, (num_blocks - 1) * s.block_stride + s.page_extent)
-    target = (0, 0, 0, 0) if t is None else (t.base, t.block_stride, t.outer_stride, t.token_stride)
+    target = (0, 0, 0, 0)
+    if t is not None:
+        target = (t.base + each.cell_run[2] * t.token_stride, t.block_stride, t.outer_stride, t.token_stride)
     words = s.block_bytes // word
     cells = (words, s.inner // word, s.tokens, first, s.first_token, s.cell_tokens, word)
     stored = (0, 0, 0) if t is None else (each.first_outer, each.outers, each.target_outer)
