@@ -117,7 +117,7 @@ async def test_host_buffers_on_one_or_both_sides_pull(buffers):
 
 
 async def test_engines_of_other_block_sizes_pull_both_ways(sizes):
-    """Lengths with partial blocks of either size. Shared beginnings: then a pull begins within a block of the source."""
+    """With partial blocks of either size. Shared beginnings: then a pull begins within a block of the source."""
     async with driving(sizes["B32"]) as driver:
         for seed, (p, d) in enumerate(itertools.permutations(sizes, 2)):
             for length in (33, 200, 389):
