@@ -12,7 +12,7 @@ import msgspec
 from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 take 4 MiB
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
@@ -150,10 +150,14 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     lend: bool = False  # from the prefix cache, exported or not
     mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
+    follow: bool = False  # the export's prefill may not have ended, or not have begun: wait for it
+    stretches: bool = False  # with ``follow``: grant what it has computed while it goes on
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
-    """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached."""
+    """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached. ``final``: False for
+    a stretch of a prefill that goes on; more grants follow, or a refusal. The last grant is of all that was asked for.
+    """
 
     ask: Count
     lease: Count
@@ -161,6 +165,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     start: Count
     blocks: list[list[Count]]
     expires_in: Seconds
+    final: bool = True
 
 
 STILL_STARTING = "the engine is still starting"  # the reason, until its namespace and all ranks are known
@@ -179,6 +184,12 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
     lease: Count
     done: bool = True
+
+
+class StopFollowing(msgspec.Struct, frozen=True, tag="stop_following"):
+    """Grant nothing more for this lease request. What was granted is released by itself."""
+
+    ask: Count
 
 
 class ReleaseExport(msgspec.Struct, frozen=True, tag="release_export"):
@@ -337,6 +348,7 @@ EngineMessage = (
     | LeaseGranted
     | LeaseRefused
     | Release
+    | StopFollowing
     | ReleaseExport
     | Ping
     | Query

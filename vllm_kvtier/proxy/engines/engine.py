@@ -44,6 +44,9 @@ class Engine:
         self.drained = False
         self.leaving = False
         self.failures = 0
+        #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
+        self.followed_prefills = 0
+        self.can_be_followed = False
         #: Called when its health changes, to serve waiting requests or tell them that none can be served.
         self.on_change: Callable[[Engine], None] = lambda engine: None
         #: Called when a request has ended here.
@@ -102,6 +105,7 @@ class Engine:
         if (source := params.source) is not None:
             self._engine_id = source.engine_id
             self._endpoint = (source.host, source.port)
+            self.can_be_followed = params.own.get("follow") is True
 
     async def ask(
         self,
@@ -135,6 +139,7 @@ class Engine:
             self.instance += 1
             self._engine_id = None
             self._endpoint = None
+            self.can_be_followed = False
         # Many requests may fail at once; that is one failure. A leaving engine is not probed.
         if self.healthy and not self.leaving:
             self.healthy = False

@@ -56,7 +56,8 @@ LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreach
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours."""
+    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``final``: False for
+    a stretch of a prefill that goes on."""
 
     address: Address
     instance: str
@@ -68,6 +69,7 @@ class LeasedBlocks:
     path: ReadPath = ReadPath.DIRECT
     same_layout: bool = True
     nbytes: int = 0
+    final: bool = True
 
 
 @dataclass
@@ -89,6 +91,25 @@ class PendingLease:
     def wait(self, seconds: float) -> None:
         """Until there is an outcome, at most so long."""
         self.settled.wait(seconds)
+
+
+@dataclass
+class FollowedLease(PendingLease):
+    """A lease request that follows a prefill. ``outcome``: the first grant, or why there is none.
+
+    The reactor appends to ``grants`` in the order of the prompt, then sets ``ended`` if the last of them is not
+    ``final``: why no more come. It calls ``notify`` after each change. ``max_wait``: seconds without a grant after
+    which it ends.
+    """
+
+    max_wait: float = 0.0
+    notify: Callable[[], object] = lambda: None
+    grants: list[LeasedBlocks] = field(default_factory=list)
+    ended: LookupMiss | None = None
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.grants) and self.grants[-1].final
 
 
 @dataclass(eq=False)
@@ -138,6 +159,24 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending = PendingLease(address, ask, deadline, same_node_instance, prefer_mapped)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
+
+    def follow(
+        self, address: Address, max_wait: float, notify: Callable[[], object], **fields: Any
+    ) -> FollowedLease:
+        """Queue a lease request for a prefill that may not have ended. ``max_wait``: seconds without an answer, or
+        without a further one, after which it ends. ``stop_following`` must follow, whatever came. ``notify``: called on
+        the reactor's thread after each change."""
+        fields["wait_seconds"] = min(max_wait, 86400.0)
+        ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", follow=True, **fields)
+        deadline = time.monotonic() + max_wait
+        pending = FollowedLease(address, ask, deadline, max_wait=max_wait, notify=notify)
+        self._reactor.call_soon(lambda: self._begin(pending))
+        return pending
+
+    def stop_following(self, pending: FollowedLease, done: bool) -> None:
+        """Release all that was granted; what is granted from now on goes back at once. ``done``: the prefill engine may
+        free the export. Idempotent."""
+        self._reactor.call_soon(lambda: self._stop_following(pending, done))
 
     def cancel(self, pending: PendingLease) -> None:
         def cancel() -> None:
@@ -287,7 +326,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             case m.LeaseRefused(code="peer_restarted"):
                 self._restarted(connection, _refusal(message))
             case m.LeaseRefused() if message.ask in connection.asked:
-                self._settle(connection.asked.pop(message.ask), _refusal(message))
+                self._fail(connection.asked.pop(message.ask), _refusal(message))
             case m.LeaseRefused():
                 pass  # its request has timed out
             case _:
@@ -322,20 +361,69 @@ class LeaseClient(LeaseConnections[_Connection]):
             return
         pending.path = path
         connection.asked[pending.ask.ask] = pending
-        mapped = path is ReadPath.MAPPED
-        self._send(connection, msgspec.structs.replace(pending.ask, instance=welcome.instance, mapped=mapped))
+        ask = msgspec.structs.replace(
+            pending.ask,
+            instance=welcome.instance,
+            mapped=path is ReadPath.MAPPED,
+            stretches=pending.ask.stretches and path is not ReadPath.STAGED,
+        )
+        self._send(connection, ask)
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
-        pending = connection.asked.pop(granted.ask, None)
+        pending = connection.asked.get(granted.ask)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection, self._config.lease_seconds / 3)
+        if isinstance(pending, FollowedLease):
+            self._granted_stretch(connection, pending, leased)
+            return
+        connection.asked.pop(granted.ask, None)
         if pending is None or pending.cancelled or pending.outcome is not None:
             self._release(leased, done=False)  # too late: no request waits for it
             if pending is not None and pending.timer is not None:
                 pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
             self._settle(pending, leased)
+
+    def _granted_stretch(self, connection: _Connection, pending: FollowedLease, leased: LeasedBlocks) -> None:
+        connection.last_used = time.monotonic()
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if leased.final:
+            del connection.asked[pending.ask.ask]
+        else:
+            pending.deadline = time.monotonic() + pending.max_wait
+            pending.timer = self._reactor.call_later(pending.max_wait, lambda: self._timed_out(connection, pending))
+        pending.grants.append(leased)
+        if pending.outcome is None:
+            pending.outcome = leased
+            pending.settled.set()
+        pending.notify()
+
+    def _stop_following(self, pending: FollowedLease, done: bool) -> None:
+        pending.cancelled = True
+        if pending.timer is not None:
+            pending.timer.cancel()
+        for connection in list(self._connections.values()):
+            if pending in connection.waiting:
+                connection.waiting.remove(pending)
+            if connection.asked.get(pending.ask.ask) is pending:
+                del connection.asked[pending.ask.ask]
+                self._send(connection, m.StopFollowing(pending.ask.ask))
+        for leased in pending.grants:
+            self._release(leased, done and leased.final)
+
+    def _fail(self, pending: PendingLease, outcome: LookupMiss) -> None:
+        """No answer, or no further one, comes."""
+        if isinstance(pending, FollowedLease):
+            if pending.timer is not None:
+                pending.timer.cancel()
+            if pending.ended is None:
+                pending.ended = outcome
+        if pending.outcome is None:
+            self._settle(pending, outcome)
+        if isinstance(pending, FollowedLease):
+            pending.notify()
 
     def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
         welcome, reach = connection.welcome, connection.reach
@@ -347,6 +435,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
             granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
             reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
+            granted.final,
         )  # fmt: skip
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:
@@ -354,7 +443,11 @@ class LeaseClient(LeaseConnections[_Connection]):
         sent = connection.asked.pop(pending.ask.ask, None) is not None
         if pending in connection.waiting:
             connection.waiting.remove(pending)
-        if pending.outcome is None:
+        if isinstance(pending, FollowedLease):  # the prefill may wait for its turn: the engine is not taken for silent
+            if sent and self._connections.get(connection.address) is connection:
+                self._send(connection, m.StopFollowing(pending.ask.ask))
+            self._fail(pending, LookupMiss("timeout", "the prefill took too long"))
+        elif pending.outcome is None:
             outcome = LookupMiss("timeout", "no answer in time")
             if sent and self._connections.get(connection.address) is connection:
                 # It may have died since the handshake: not every request should have to wait.
@@ -413,8 +506,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         asks = [*connection.waiting, *connection.asked.values()]
         connection.waiting, connection.asked = [], {}
         for pending in asks:
-            if pending.outcome is None:
-                self._settle(pending, outcome)
+            self._fail(pending, outcome)
 
     def _log_once(self, address: Address, text: str) -> None:
         if self._is_new(address, text):

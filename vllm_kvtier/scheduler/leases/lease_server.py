@@ -49,13 +49,20 @@ class Connection(ServerConnection):
     greeted: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Parked:
-    """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline."""
+    """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline.
+
+    Or one that follows a prefill (``ask.follow``), which gets several grants. ``sent``: tokens up to which it has got
+    stretches. ``asking``: the scheduler side was asked for the next one; ``again``: and has computed more since then.
+    """
 
     identity: bytes
     ask: m.LeaseRequest
     deadline: float
+    sent: int = 0
+    asking: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class LeaseServerEvents:
     ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too leased
     this prefix.
     ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
+    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.ask``). ``on_dropped``: an export that is
+    not here will not be pulled.
     """
 
     on_freed: Callable[[], object]
@@ -73,6 +82,8 @@ class LeaseServerEvents:
     on_serving: Callable[[bool], object]
     on_puller: Callable[[m.LeaseRequest], object]
     lease_cached: LeaseCached | None = None
+    lease_stretch: LeaseCached | None = None
+    on_dropped: Callable[[str], object] = lambda export: None
 
 
 class LeaseServer(LeaseListener[Connection]):
@@ -113,8 +124,9 @@ class LeaseServer(LeaseListener[Connection]):
     # -- any thread --------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """An export was added: its deadline is watched from now on."""
-        self._reactor.call_soon(self.settle)
+        """An export was added, or a prefill ended without one: its deadline is watched from now on, and engines that
+        follow the prefill get an answer."""
+        self._reactor.call_soon(self._on_changed)
 
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
@@ -134,13 +146,20 @@ class LeaseServer(LeaseListener[Connection]):
 
     def checksums_ready(self, step: int) -> None:
         self._exports.mark_checksums_ready(step)
-        self._ask_parked()
+        self._on_changed()
+
+    def _on_changed(self) -> None:
+        if self._parked:
+            self._ask_parked()
         self.settle()
 
     def _ask_parked(self) -> None:
-        parked, self._parked = self._parked, []
+        parked, self._parked = self._parked, [p for p in self._parked if p.ask.follow]
         for p in parked:
-            self._ask(p.identity, p.ask, p.deadline)
+            if p.ask.follow:
+                self._follow(p)
+            else:
+                self._ask(p.identity, p.ask, p.deadline)
 
     def settle(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
@@ -181,6 +200,13 @@ class LeaseServer(LeaseListener[Connection]):
         match message:
             case m.Hello():
                 self._hello(connection, message)
+            case m.LeaseRequest(follow=True) if connection.greeted:
+                follower = Parked(identity, message, time.monotonic() + message.wait_seconds, message.start)
+                self._parked.append(follower)
+                self._follow(follower)
+            case m.StopFollowing():
+                asked = identity, message.ask
+                self._parked = [p for p in self._parked if (p.identity, p.ask.ask) != asked]
             case m.LeaseRequest() if connection.greeted:
                 wait_seconds = min(PARK_SHARE * self._config.lookup_timeout, message.wait_seconds)
                 self._ask(identity, message, time.monotonic() + wait_seconds)
@@ -189,7 +215,8 @@ class LeaseServer(LeaseListener[Connection]):
             case m.Release():
                 self._exports.release(message.lease, identity, message.done)
             case m.ReleaseExport():
-                self._exports.end_export(message.export)
+                if not self._exports.end_export(message.export):
+                    self._events.on_dropped(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
             case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
@@ -241,6 +268,55 @@ class LeaseServer(LeaseListener[Connection]):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
         self._settled(identity, ask, deadline, found)
 
+    # -- following a prefill -------------------------------------------------------------------------------------------
+
+    def _follow(self, p: Parked) -> None:
+        """Grant the whole export if the prefill has ended, else ask for its next stretch. ``p`` is parked."""
+        ask, seconds = p.ask, self._config.lease_seconds
+        if self._welcome is None or ask.instance != self._welcome[1].instance:
+            self._parked.remove(p)
+            self._refuse(p.identity, ask.ask, "peer_restarted", "this engine was restarted since the handshake")
+            return
+        found = self._exports.lease_export(
+            ask.export, ask.digest, ask.lora_fingerprint, ask.start, p.identity, seconds, not ask.mapped
+        )
+        if isinstance(found, Lease) or found in (Refusal.DIGEST, Refusal.NOTHING):
+            self._parked.remove(p)
+            self._settled(p.identity, ask, p.deadline, found)
+        elif found is Refusal.UNKNOWN and self._events.lease_stretch is not None:
+            if p.asking:
+                p.again = True
+                return
+            p.asking, p.again = True, False
+            self._events.lease_stretch(
+                msgspec.structs.replace(ask, start=p.sent), p.identity, seconds,
+                lambda stretch: self._reactor.call_soon(lambda: self._on_stretch(p, stretch)),
+            )  # fmt: skip
+
+    def _on_stretch(self, p: Parked, found: Lease | Refusal) -> None:
+        p.asking = False
+        if p not in self._parked:  # it left, gave up, or has got the whole export
+            if isinstance(found, Lease):
+                self._exports.release(found.id, p.identity, False)
+        elif isinstance(found, Lease):
+            p.sent, p.deadline = found.tokens, time.monotonic() + p.ask.wait_seconds
+            self._grant(p.identity, p.ask, found, final=False)
+        elif found is Refusal.NOT_READY:
+            if p.again:
+                self._follow(p)
+        else:
+            self._on_prefill_ended(p, found)
+        self.settle()
+
+    def _on_prefill_ended(self, p: Parked, found: Refusal) -> None:
+        """There will be no more stretches. If there is an export, it was added before."""
+        known = self._exports.has(p.ask.export)
+        if found is Refusal.UNKNOWN and known:
+            self._follow(p)
+        else:
+            self._parked.remove(p)
+            self._refuse(p.identity, p.ask.ask, found.value, _REASONS[found])
+
     def _on_cache_lease(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
         if identity not in self._connections:
             self._exports.disconnect(identity)  # it went meanwhile
@@ -256,12 +332,12 @@ class LeaseServer(LeaseListener[Connection]):
         else:
             self._refuse(identity, ask.ask, found.value, _REASONS[found])
 
-    def _grant(self, identity: bytes, ask: m.LeaseRequest, lease: Lease) -> None:
-        if ask.reply_port and not ask.lend:
+    def _grant(self, identity: bytes, ask: m.LeaseRequest, lease: Lease, final: bool = True) -> None:
+        if ask.reply_port and final and not ask.lend:
             self._events.on_puller(ask)
         seconds = self._config.lease_seconds
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
-        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds))
+        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds, final))
 
     def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
         self._send(identity, m.LeaseRefused(ask, code, reason[:500]))

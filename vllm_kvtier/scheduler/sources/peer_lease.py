@@ -9,6 +9,7 @@ from typing import Any
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources import job_builder
@@ -84,7 +85,7 @@ class PeerLeaseSource(KVSource):
     def fits(self, request: RequestState, hit: LookupHit) -> bool:
         return self._fits(hit, request.pending.start, request.pending.max_tokens)
 
-    def _fits(self, hit: LookupHit, start: int, max_tokens: int) -> bool:
+    def _fits(self, hit: LookupHit | LeasedBlocks, start: int, max_tokens: int) -> bool:
         groups = self._geometry.groups
         if not (start <= hit.start < hit.tokens <= max_tokens and len(hit.blocks) == len(groups)):
             return False
