@@ -4,8 +4,9 @@ import asyncio
 import random
 import uuid
 
+import httpx
 import pytest
-from engine_client import PREFILL, Refused, random_tokens
+from engine_client import PREFILL, random_tokens
 from engine_fixtures import BLOCK, ENGINE_FLAGS, EXTRA, start_missing
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -48,7 +49,8 @@ async def read_early(driver, engine) -> float:
 
 async def both(driver, p, d, prompt, max_tokens=8, **body):
     to_p, to_d = params_of(p)
-    return await asyncio.gather(driver.prefill(p, prompt, to_p, **body), driver.ask(d, prompt, max_tokens, to_d, **body))
+    decode = driver.ask(d, prompt, max_tokens, to_d, **body)
+    return await asyncio.gather(driver.prefill(p, prompt, to_p, **body), decode)
 
 
 async def test_most_of_prompt_is_read_before_its_prefill_ends(pair, driver):
@@ -131,7 +133,8 @@ async def test_client_leaving_decode_engine_frees_both(pair, driver):
     prompt = random_tokens(random.Random("leave"), 3000)
     to_p, to_d = params_of(p)
     early = await read_early(driver, d)
-    tasks = [asyncio.create_task(driver.prefill(p, prompt, to_p)), asyncio.create_task(driver.ask(d, prompt, 400, to_d))]
+    asks = driver.prefill(p, prompt, to_p), driver.ask(d, prompt, 400, to_d)
+    tasks = [asyncio.create_task(each) for each in asks]
     await until_reading(driver, d, early)
     tasks[1].cancel()
     await asyncio.wait(tasks)
@@ -160,7 +163,7 @@ async def test_killed_prefill_engine_costs_what_is_missing(pair, driver):
     early = await read_early(driver, d)
 
     async def prefilling() -> None:
-        with pytest.raises((OSError, Refused, Exception)):
+        with pytest.raises(httpx.TransportError):
             await driver.prefill(p, prompt, to_p)
 
     tasks = [asyncio.create_task(prefilling()), asyncio.create_task(driver.ask(d, prompt, 8, to_d))]

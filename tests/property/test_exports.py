@@ -156,7 +156,13 @@ class Exports(RuleBasedStateMachine):
         self.exports[name] = e
         return name
 
-    @rule(target=leases, who=st.sampled_from("xyz"), blocks=st.integers(1, 12), served=st.booleans(), kind=st.sampled_from(LEASED_ONCE))
+    @rule(
+        target=leases,
+        who=st.sampled_from("xyz"),
+        blocks=st.integers(1, 12),
+        served=st.booleans(),
+        kind=st.sampled_from(LEASED_ONCE),
+    )
     def lend(self, who, blocks, served, kind):
         """Of the prefix cache: one lease, with which it ends, and nobody else finds it."""
         assert self.table.room(kind) == 20 - self.leased_blocks(kind)

@@ -57,7 +57,7 @@ async def test_names_of_exports_differ():
 
 @pytest.mark.parametrize("why", ["unknown endpoint", "old engine", "off", "too many"])
 async def test_requests_are_sent_one_after_the_other(why):
-    async with Cluster(**({"max_followed_prefills": 0 if why == "off" else 1})) as c:
+    async with Cluster(max_followed_prefills=0 if why == "off" else 1) as c:
         c.p[0].follow = why != "old engine"
         if why != "unknown endpoint":
             await c.chat("first")
