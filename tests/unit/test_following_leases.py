@@ -7,6 +7,7 @@ from support import eventually
 from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind, Refusal
 from vllm_kvtier.wire import messages as m
 
+pytestmark = pytest.mark.usefixtures("run_dir")
 TOKENS = len(BLOCK_HASHES) * HASH_BLOCK_SIZE
 
 
@@ -41,10 +42,10 @@ class Running:
         self.computed = tokens
         self.source.on_reactor(lambda: self.source.endpoint.checksums_ready(1))
 
-    def finish(self, **fields):
-        if fields.pop("exported", True):
+    def finish(self, found=Refusal.UNKNOWN, exported=True, **fields):
+        if exported:
             self.source.table.add(export(**fields))
-        self.found = Refusal.UNKNOWN
+        self.found = found
         self.source.endpoint.changed()
 
     def parked(self):
@@ -114,8 +115,7 @@ def test_prefill_without_export_ends_following(make, why, granted):
     if granted:
         running.compute(8)
         eventually(lambda: pending.grants)
-    running.finish(exported=False)
-    running.found = why
+    running.finish(why, exported=False)
     eventually(lambda: pending.ended)
     assert pending.ended.code == why.value and bool(pending.grants) == granted == (pending.outcome is not pending.ended)
     assert notes and running.parked() == 0
@@ -162,7 +162,7 @@ def test_stretch_that_is_leased_when_follower_has_left_goes_back(make):
 
 def test_following_ends_without_news(make):
     running, asker = Running(make), make(Asker)
-    pending, _ = follow(asker, running.source, max_wait=0.4)
+    pending, _ = follow(asker, running.source, max_wait=0.1)  # heartbeats come later
     eventually(lambda: pending.ended)
     assert pending.outcome.code in ("timeout", "checksums_not_ready")
     eventually(lambda: running.parked() == 0)
@@ -171,7 +171,7 @@ def test_following_ends_without_news(make):
     assert asker.answer(running.source.address, export="other", digest=b"digest").tokens, "the engine is not avoided"
 
 
-def test_news_extend_the_wait(make):
+def test_grant_extends_the_wait(make):
     running, asker = Running(make), make(Asker)
     pending, _ = follow(asker, running.source, max_wait=5.0)
     eventually(lambda: running.parked() == 1)
@@ -181,6 +181,18 @@ def test_news_extend_the_wait(make):
     assert pending.deadline > before
 
 
+def test_prefill_that_waits_is_waited_for_while_its_engine_answers(make):
+    """Up to a limit: ten times ``max_wait``."""
+    running, asker = Running(make), make(Asker)  # heartbeats every 0.2 s
+    pending, _ = follow(asker, running.source, max_wait=0.5)
+    first, last = pending.deadline, pending.last_deadline
+    eventually(lambda: pending.deadline > first)
+    assert pending.ended is None and running.parked() == 1
+    eventually(lambda: pending.ended)
+    assert pending.ended.code in ("timeout", "checksums_not_ready") and pending.deadline == last
+    eventually(lambda: running.parked() == 0)
+
+
 def test_dropped_prefill_is_reported(make):
     running, asker = Running(make), make(Asker)
     asker.peers.drop(running.source.address, "e")
@@ -188,7 +200,7 @@ def test_dropped_prefill_is_reported(make):
 
 
 def test_lost_connection_ends_following(make):
-    asker = make(Asker, lease_seconds=0.6)
+    asker = make(Asker, handshake_timeout=10.0)
     with SourceProcess() as source:
         pending, notes = follow(asker, source)
         eventually(lambda: asker.peers._connections and next(iter(asker.peers._connections.values())).asked)

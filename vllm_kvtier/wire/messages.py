@@ -192,6 +192,12 @@ class StopFollowing(msgspec.Struct, frozen=True, tag="stop_following"):
     ask: Count
 
 
+class StillPrefilling(msgspec.Struct, frozen=True, tag="still_prefilling"):
+    """Answer to Ping for each lease request that follows a prefill which has not ended."""
+
+    ask: Count
+
+
 class ReleaseExport(msgspec.Struct, frozen=True, tag="release_export"):
     """Free an export that will not be pulled, for example because the proxy's client disconnected."""
 
@@ -349,6 +355,7 @@ EngineMessage = (
     | LeaseRefused
     | Release
     | StopFollowing
+    | StillPrefilling
     | ReleaseExport
     | Ping
     | Query

@@ -63,6 +63,8 @@ class FollowingGeneration(Generation):
             outcome, answer = await prefilling
             if outcome in (Prefill.FAILED, Prefill.LOST):
                 self._core.count("prefill_failures")
+            if outcome is Prefill.LOST and time.monotonic() >= deadline:
+                outcome = Prefill.FAILED  # it hangs, and the decode engine waits for it
             if outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
                 return outcome, answer

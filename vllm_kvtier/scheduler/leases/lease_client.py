@@ -42,6 +42,7 @@ REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
+MAX_FOLLOW_WAITS = 10  # a prefill may wait in its engine's queue for so many times ``transfer_timeout``
 
 # Codes of refusals. They become labels of metrics, and a process at an address that a client named may send any.
 REFUSAL_CODES = frozenset(
@@ -98,11 +99,12 @@ class FollowedLease(PendingLease):
     """A lease request that follows a prefill. ``outcome``: the first grant, or why there is none.
 
     The reactor appends to ``grants`` in the order of the prompt, then sets ``ended`` if the last of them is not
-    ``final``: why no more come. It calls ``notify`` after each change. ``max_wait``: seconds without a grant after
-    which it ends.
+    ``final``: why no more come. It calls ``notify`` after each change. It ends after ``max_wait`` seconds without a
+    grant or a sign that the prefill's engine is there, and at ``last_deadline`` if there was no grant until then.
     """
 
     max_wait: float = 0.0
+    last_deadline: float = 0.0
     notify: Callable[[], object] = lambda: None
     grants: list[LeasedBlocks] = field(default_factory=list)
     ended: LookupMiss | None = None
@@ -169,7 +171,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         fields["wait_seconds"] = min(max_wait, 86400.0)
         ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", follow=True, **fields)
         deadline = time.monotonic() + max_wait
-        pending = FollowedLease(address, ask, deadline, max_wait=max_wait, notify=notify)
+        last = time.monotonic() + MAX_FOLLOW_WAITS * max_wait
+        pending = FollowedLease(address, ask, deadline, max_wait=max_wait, last_deadline=last, notify=notify)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -320,6 +323,10 @@ class LeaseClient(LeaseConnections[_Connection]):
                 self._welcomed(connection, message)
             case m.LeaseGranted():
                 self._granted(connection, message)
+            case m.StillPrefilling():
+                pending = connection.asked.get(message.ask)
+                if isinstance(pending, FollowedLease):
+                    self._wait_on(connection, pending)
             case m.LeaseRefused(ask=0):
                 pause = DOWN_PAUSE if message.code == "peer_starting" else REFUSED_PAUSE
                 self._close(connection, _refusal(message), pause)
@@ -368,6 +375,8 @@ class LeaseClient(LeaseConnections[_Connection]):
             stretches=pending.ask.stretches and path is not ReadPath.STAGED,
         )
         self._send(connection, ask)
+        if ask.follow:
+            self._keep_alive(connection, self._config.lease_seconds / 3)
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
         pending = connection.asked.get(granted.ask)
@@ -387,18 +396,24 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _granted_stretch(self, connection: _Connection, pending: FollowedLease, leased: LeasedBlocks) -> None:
         connection.last_used = time.monotonic()
-        if pending.timer is not None:
-            pending.timer.cancel()
+        pending.last_deadline = time.monotonic() + MAX_FOLLOW_WAITS * pending.max_wait
+        self._wait_on(connection, pending)
         if leased.final:
             del connection.asked[pending.ask.ask]
-        else:
-            pending.deadline = time.monotonic() + pending.max_wait
-            pending.timer = self._reactor.call_later(pending.max_wait, lambda: self._timed_out(connection, pending))
+            if pending.timer is not None:
+                pending.timer.cancel()
         pending.grants.append(leased)
         if pending.outcome is None:
             pending.outcome = leased
             pending.settled.set()
         pending.notify()
+
+    def _wait_on(self, connection: _Connection, pending: FollowedLease) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        pending.deadline = min(time.monotonic() + pending.max_wait, pending.last_deadline)
+        seconds = max(0.0, pending.deadline - time.monotonic())
+        pending.timer = self._reactor.call_later(seconds, lambda: self._timed_out(connection, pending))
 
     def _stop_following(self, pending: FollowedLease, done: bool) -> None:
         pending.cancelled = True
@@ -465,9 +480,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending.settled.set()
 
     def _heartbeat(self, connection: _Connection) -> bool:
-        if connection.leases:
+        needed = bool(connection.leases) or any(each.ask.follow for each in connection.asked.values())
+        if needed:
             self._send(connection, m.Ping())
-        return bool(connection.leases)
+        return needed
 
     def _watch_idle(self, connection: _Connection) -> None:
         """Close a connection that was not used for long: its peer may be gone for good."""

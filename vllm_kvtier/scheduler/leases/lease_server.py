@@ -219,6 +219,9 @@ class LeaseServer(LeaseListener[Connection]):
                     self._events.on_dropped(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
+                for p in [p for p in self._parked if p.identity == identity and p.ask.follow]:
+                    p.deadline = time.monotonic() + p.ask.wait_seconds
+                    self._send(identity, m.StillPrefilling(p.ask.ask))
             case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
                 self._events.on_question(message, partial(self._answer, identity))
             case _:

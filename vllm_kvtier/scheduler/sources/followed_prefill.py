@@ -93,6 +93,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
         self._stretches = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
         self._stretches &= self._config.follow_share > 0 and info.supports_partial_prefix
+        # A prefill that dies half way must not end its request here.
+        self._stretches &= self._config.kv_load_failure_policy != "fail"
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
