@@ -202,7 +202,7 @@ def test_dropped_prefill_is_reported(make):
 def test_lost_connection_ends_following(make):
     asker = make(Asker, handshake_timeout=10.0)
     with SourceProcess() as source:
-        pending, notes = follow(asker, source)
+        pending, notes = follow(asker, source, export="other")
         eventually(lambda: asker.peers._connections and next(iter(asker.peers._connections.values())).asked)
         source.kill()
         eventually(lambda: pending.ended)

@@ -90,6 +90,21 @@ async def test_prefill_that_is_refused_cancels_decode_request(status, then):
             assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
 
 
+async def test_engine_with_several_endpoints_is_not_followed():
+    """Data-parallel ranks behind one URL: the decode engine asked the wrong one."""
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        _, to_d = await both_asked(c)
+        c.p[0].kv_port = 4321
+        c.p[0].hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        assert c.d[0].seen[1].body["kv_transfer_params"]["remote_port"] == 4321
+        await c.chat("again")
+        assert c.core.state()["counts"]["followed"] == 1
+
+
 async def test_failed_prefill_is_tried_at_another_engine():
     async with following(p=2) as c:
         asked = asyncio.create_task(c.chat("hello"))

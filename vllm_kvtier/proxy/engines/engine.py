@@ -55,6 +55,7 @@ class Engine:
         self._http = EngineHttp(self, address, config.connect_timeout)
         self._engine_id: str | None = None
         self._endpoint: tuple[str, int] | None = None
+        self._has_several = False  # endpoints: data-parallel ranks behind one URL
         self._prober: asyncio.Task[None] | None = None
         self.update(address, config)
 
@@ -103,9 +104,10 @@ class Engine:
     def learn(self, params: TransferParams) -> None:
         """Take the endpoint from an answer of this engine."""
         if (source := params.source) is not None:
-            self._engine_id = source.engine_id
-            self._endpoint = (source.host, source.port)
-            self.can_be_followed = params.own.get("follow") is True
+            endpoint = source.host, source.port
+            self._has_several |= self._endpoint not in (None, endpoint)
+            self._engine_id, self._endpoint = source.engine_id, endpoint
+            self.can_be_followed = params.own.get("follow") is True and not self._has_several
 
     async def ask(
         self,
@@ -139,7 +141,7 @@ class Engine:
             self.instance += 1
             self._engine_id = None
             self._endpoint = None
-            self.can_be_followed = False
+            self.can_be_followed = self._has_several = False
         # Many requests may fail at once; that is one failure. A leaving engine is not probed.
         if self.healthy and not self.leaving:
             self.healthy = False

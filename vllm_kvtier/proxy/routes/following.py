@@ -7,6 +7,8 @@ after a failure, are sent one after the other. So are requests beyond ``max_foll
 Failures, where they differ from ``routes.generation``:
 
 * The prefill engine dies: the decode engine goes on. It notices by itself, and computes what it lacks.
+* The export is at another endpoint than before (data-parallel ranks behind one URL): the decode request is sent again.
+  Such an engine is not followed any more.
 * The prefill engine declines, or answers with an error: the decode request is cancelled. Then all is as without it.
 * The decode engine answers before the prefill has ended (it has the prompt, or computed it): the prefill is cancelled.
 * The decode engine fails: when the prefill has ended, the next one gets its params.
@@ -65,7 +67,9 @@ class FollowingGeneration(Generation):
                 self._core.count("prefill_failures")
             if outcome is Prefill.LOST and time.monotonic() >= deadline:
                 outcome = Prefill.FAILED  # it hangs, and the decode engine waits for it
-            if outcome not in (Prefill.DONE, Prefill.LOST):
+            now = prefill.engine.source
+            asks_elsewhere = outcome is Prefill.DONE and now is not None and (now.host, now.port) != (source.host, source.port)
+            if asks_elsewhere or outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
                 return outcome, answer
             prefill.release()

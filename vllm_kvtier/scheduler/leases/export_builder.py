@@ -201,13 +201,11 @@ class ExportBuilder:
         ids, ready = table.groups[g], self._table.checksums_ready_step
         last = min(table.checksums_ready[g], len(ids), t.request.num_prompt_tokens // self._groups[g][0])
         found: list[int] = []
-        for position in range(first, last):
-            entries = self._entries(t, g, ids, position, position + 1)
-            if not (entries and self._checksum_index.has(entries[0])):
+        for position, entry in enumerate(self._entries(t, g, ids, first, last), first):
+            made = self._checksum_index.has(entry) and self._checksum_index.ready_step([entry]) <= ready
+            if not made or entry.block != ids[position]:  # a group that lacks a block
                 break
-            if self._checksum_index.ready_step(entries) > ready:
-                break
-            found.append(ids[position])
+            found.append(entry.block)
         return found
 
     def prefill_ended(self, name: str) -> None:

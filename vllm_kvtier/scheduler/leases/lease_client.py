@@ -11,7 +11,6 @@ stops answering without that (its machine is gone, or it hangs).
 
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.exports import Refusal
+from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
@@ -33,7 +33,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
 from vllm_kvtier.wire.local import LocalDealer
-from vllm_kvtier.wire.reactor import Reactor, Timer
+from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger("vllm.kvtier.lease_client")
 
@@ -52,66 +52,6 @@ REFUSAL_CODES = frozenset(
 RENAMED_CODES = {"namespace": "namespace_mismatch", "starting": "peer_starting"}
 # Causes that the user can remove; the others are normal.
 LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreachable")
-
-
-@dataclass(frozen=True)
-class LeasedBlocks:
-    """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``final``: False for
-    a stretch of a prefill that goes on."""
-
-    address: Address
-    instance: str
-    lease: int
-    start: int
-    tokens: int
-    blocks: list[list[int]]
-    ranks: list[m.RankInfo]
-    path: ReadPath = ReadPath.DIRECT
-    same_layout: bool = True
-    nbytes: int = 0
-    final: bool = True
-
-
-@dataclass
-class PendingLease:
-    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
-
-    address: Address
-    ask: m.LeaseRequest
-    deadline: float
-    same_node_instance: str = ""  # the instance, if it should be on this node
-    prefer_mapped: bool = False
-    path: ReadPath = ReadPath.DIRECT  # once it is sent
-    outcome: LeasedBlocks | LookupMiss | None = None
-    cancelled: bool = False
-    again: bool = False  # asked a second time, of the instance that took the first one's place
-    timer: Timer | None = field(default=None, repr=False)
-    settled: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    def wait(self, seconds: float) -> None:
-        """Until there is an outcome, at most so long."""
-        self.settled.wait(seconds)
-
-
-@dataclass
-class FollowedLease(PendingLease):
-    """A lease request that follows a prefill. ``outcome``: the first grant, or why there is none.
-
-    The reactor appends to ``grants`` in the order of the prompt, then sets ``ended`` if the last of them is not
-    ``final``: why no more come. It calls ``notify`` after each change. It ends after ``max_wait`` seconds without a
-    grant or a sign that the prefill's engine is there, and at ``last_deadline`` if there was no grant until then.
-    """
-
-    max_wait: float = 0.0
-    last_deadline: float = 0.0
-    notify: Callable[[], object] = lambda: None
-    grants: list[LeasedBlocks] = field(default_factory=list)
-    ended: LookupMiss | None = None
-
-    @property
-    def complete(self) -> bool:
-        return bool(self.grants) and self.grants[-1].final
 
 
 @dataclass(eq=False)

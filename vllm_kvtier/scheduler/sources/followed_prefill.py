@@ -20,7 +20,7 @@ from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupPull, PeerFetchJob, P
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry
-from vllm_kvtier.scheduler.leases.lease_client import FollowedLease, LeasedBlocks
+from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources import job_builder

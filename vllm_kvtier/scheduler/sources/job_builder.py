@@ -10,7 +10,7 @@ from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, GroupPull, Load
 from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ContentKeys
 from vllm_kvtier.scheduler.leases.exports import GroupBlocks
-from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
+from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources.base import BlockIds, LookupHit, RequestState
 from vllm_kvtier.shapes.read_paths import ReadPath

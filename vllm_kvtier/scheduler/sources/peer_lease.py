@@ -9,7 +9,7 @@ from typing import Any
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
-from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
+from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources import job_builder
