@@ -68,8 +68,8 @@ class FollowingGeneration(Generation):
             if outcome is Prefill.LOST and time.monotonic() >= deadline:
                 outcome = Prefill.FAILED  # it hangs, and the decode engine waits for it
             now = prefill.engine.source
-            asks_elsewhere = outcome is Prefill.DONE and now is not None and (now.host, now.port) != (source.host, source.port)
-            if asks_elsewhere or outcome not in (Prefill.DONE, Prefill.LOST):
+            moved = now is not None and (now.host, now.port) != (source.host, source.port)
+            if (outcome is Prefill.DONE and moved) or outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
                 return outcome, answer
             prefill.release()
