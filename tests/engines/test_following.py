@@ -121,6 +121,19 @@ async def test_other_prompt_reads_nothing(pair, driver):
     await driver.assert_right(reply, mine)
 
 
+async def test_proxy_sends_requests_to_both_engines(pair, driver, make_proxy):
+    """The first one tells it where the prefill engine's endpoint is."""
+    p, d = pair
+    rng = random.Random("proxy")
+    early = await read_early(driver, d)
+    with make_proxy([p], [d]) as proxy:
+        for prompt in (random_tokens(rng, 40), random_tokens(rng, 2000)):
+            await driver.assert_right(await driver.ask(proxy, prompt), prompt)
+        state = httpx.get(f"{proxy.base_url}/kvtier/state").json()
+    assert state["counts"]["followed"] == 1
+    assert await read_early(driver, d) - early > 1000
+
+
 async def until_reading(driver, d, early):
     async def reading() -> bool:
         return await read_early(driver, d) > early
