@@ -152,6 +152,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
     follow: bool = False  # the export's prefill may not have ended, or not have begun: wait for it
     stretches: bool = False  # with ``follow``: grant what it has computed while it goes on
+    # With hashes: an export of at most so many tokens may end within a block. The requester compares ``tail``.
+    partial_up_to: Count = 0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
@@ -165,6 +167,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     start: Count
     blocks: list[list[Count]]
     expires_in: Seconds
+    tail: bytes = b""  # hash of the partial block that ends at ``tokens``
     final: bool = True
 
 

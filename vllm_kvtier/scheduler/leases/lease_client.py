@@ -390,7 +390,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
             granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
             reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
-            granted.final,
+            granted.tail, granted.final,
         )  # fmt: skip
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:

@@ -14,8 +14,8 @@ from vllm_kvtier.wire.reactor import Timer
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``final``: False for
-    a stretch of a prefill that goes on."""
+    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``tail``: hash of
+    the partial block at the end. ``final``: False for a stretch of a prefill that goes on."""
 
     address: Address
     instance: str
@@ -27,6 +27,7 @@ class LeasedBlocks:
     path: ReadPath = ReadPath.DIRECT
     same_layout: bool = True
     nbytes: int = 0
+    tail: bytes = b""
     final: bool = True
 
 

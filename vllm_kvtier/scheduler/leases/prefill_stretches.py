@@ -42,8 +42,9 @@ class PrefillStretches:
             geometry.groups, geometry.alignment, geometry.hash_block_size,
         )  # fmt: skip
         # Behind a window blocks are freed while the prefill goes on; with lookahead there is no partial last block.
-        self._possible = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
-        self._possible &= not engine.info.hash_lookahead and engine.config.follow_share > 0
+        possible = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
+        possible &= not (geometry.whole_blocks or engine.info.hash_lookahead)
+        self.possible: bool = possible and engine.config.follow_share > 0
 
     def ask(
         self, ask: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
@@ -79,7 +80,7 @@ class PrefillStretches:
         if ask.export in self._exporter.ended:
             return Refusal.UNKNOWN
         running = self._exporter.running.get(ask.export)
-        if running is None or not (self._possible and ask.stretches):
+        if running is None or not (self.possible and ask.stretches):
             return Refusal.NOT_READY
         t, table = running
         prompt: int = t.request.num_prompt_tokens

@@ -130,9 +130,11 @@ def write(
     seconds: float,
     tensor_parallel: int,
     report: dict[str, Any],
+    follow: bool = False,
 ) -> dict[str, Any]:
     """Params for the answer of a request whose blocks are exported: a hand-off for a decode engine, or blocks retained
-    for the next turn. ``seconds``: how long the export lives (a duration, because clocks differ)."""
+    for the next turn. ``seconds``: how long the export lives (a duration, because clocks differ). ``follow``: whether
+    this engine's prefills can be pulled while they go on, under the name ``export_as`` (for routers)."""
     prefill = export.kind is LeaseKind.HANDOFF
     return {
         "do_remote_prefill": prefill,
@@ -154,7 +156,7 @@ def write(
             "num_tokens": export.tokens,
             "digest": export.digest.hex(),
             "expires_in": seconds,
-            "follow": True,  # for routers: this release knows ``follow`` and ``export_as``
+            "follow": follow,
             **report,
         },
     }

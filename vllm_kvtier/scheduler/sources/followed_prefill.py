@@ -92,6 +92,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         geometry, info = self._geometry, self._engine.info
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
         self._stretches = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
+        self._stretches &= not geometry.whole_blocks
         self._stretches &= self._config.follow_share > 0 and info.supports_partial_prefix
         # A prefill that dies half way must not end its request here.
         self._stretches &= self._config.kv_load_failure_policy != "fail"
@@ -106,13 +107,13 @@ class FollowedPrefillSource(PrefillHandoffSource):
         if self._too_little(request, need):
             self.release_export(request)
             return None
-        tokens, handoff = request.request.num_tokens, request.hints.handoff
+        tokens, handoff = self._exported_tokens(request), request.hints.handoff
         hashes = self._block_hashes(request, tokens)
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
             partial(self._changed.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(request.request), export=handoff.export,
-            digest=self._digest(request, hashes), stretches=self._stretches, **self._reply_address(),
+            digest=self._digest(request, hashes, tokens), stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
         return _FollowedLookup(self, answer, need.start, tokens)
 
