@@ -126,7 +126,7 @@ async def test_proxy_sends_requests_to_both_engines(pair, driver, make_proxy):
     p, d = pair
     rng = random.Random("proxy")
     early = await read_early(driver, d)
-    with make_proxy([p], [d]) as proxy:
+    with make_proxy([p], [d], args=["--max-followed-prefills", "16"]) as proxy:
         for prompt in (random_tokens(rng, 40), random_tokens(rng, 2000)):
             await driver.assert_right(await driver.ask(proxy, prompt), prompt)
         state = httpx.get(f"{proxy.base_url}/kvtier/state").json()

@@ -118,7 +118,8 @@ def test_prefill_without_export_ends_following(make, why, granted):
     running.finish(why, exported=False)
     eventually(lambda: pending.ended)
     assert pending.ended.code == why.value and bool(pending.grants) == granted == (pending.outcome is not pending.ended)
-    assert notes and running.parked() == 0
+    eventually(lambda: notes)
+    assert running.parked() == 0
 
 
 def test_wrong_digest_of_finished_prefill_is_refused(make):
@@ -206,7 +207,8 @@ def test_lost_connection_ends_following(make):
         eventually(lambda: asker.peers._connections and next(iter(asker.peers._connections.values())).asked)
         source.kill()
         eventually(lambda: pending.ended)
-    assert pending.outcome.code == "unreachable" and notes
+    assert pending.outcome.code == "unreachable"
+    eventually(lambda: notes)
 
 
 def test_engine_that_closes_ends_following(make):

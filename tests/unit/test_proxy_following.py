@@ -12,7 +12,7 @@ from vllm_kvtier.scheduler.matching.transfer_params import read
 @asynccontextmanager
 async def following(**options):
     """A cluster whose prefill engines are known, both engines of the next request held."""
-    async with Cluster(**options) as c:
+    async with Cluster(max_followed_prefills=16, **options) as c:
         for engine in c.p:
             engine.follow = True
         for _ in c.p:

@@ -138,7 +138,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: Maximum number of requests at a decode engine whose prefill has not ended: they are sent to both engines at once,
     #: and the decode engine pulls what the prefill engine computes step by step. Further requests are sent to the
     #: decode engine when their prefill has ended; 0: all are.
-    max_followed_prefills: int = 16
+    max_followed_prefills: int = 0
 
     #: Timeout of a connection to an engine.
     connect_timeout: float = 5.0

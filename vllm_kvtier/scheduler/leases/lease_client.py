@@ -370,14 +370,13 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _fail(self, pending: PendingLease, outcome: LookupMiss) -> None:
         """No answer, or no further one, comes."""
+        if pending.outcome is None:
+            self._settle(pending, outcome)
         if isinstance(pending, FollowedLease):
             if pending.timer is not None:
                 pending.timer.cancel()
             if pending.ended is None:
                 pending.ended = outcome
-        if pending.outcome is None:
-            self._settle(pending, outcome)
-        if isinstance(pending, FollowedLease):
             pending.notify()
 
     def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
