@@ -84,7 +84,7 @@ async def test_order_of_arrival_does_not_matter(pair, driver, first):
         async def waits() -> bool:
             return (await driver.inspect(d)).requests == 1
 
-        await driver.until(waits, 10.0, "D has the request")
+        await driver.until(waits, 10.0, "the decode engine has the request")
         await driver.prefill(p, prompt, to_p)
         reply = await asked
     assert reply.pulled == len(prompt)
@@ -138,7 +138,7 @@ async def until_reading(driver, d, early):
     async def reading() -> bool:
         return await read_early(driver, d) > early
 
-    await driver.until(reading, 20.0, "D has begun to read")
+    await driver.until(reading, 20.0, "the decode engine has begun to read")
 
 
 async def test_client_leaving_decode_engine_frees_both(pair, driver):
