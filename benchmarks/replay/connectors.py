@@ -22,6 +22,7 @@ from serve.variants import Variant
 from tiers import GIB
 
 from vllm_kvtier.devtools.engines import kvtier
+from vllm_kvtier.store.memory.memory_limits import parse_bytes
 
 IDLE_SECONDS = 600
 
@@ -91,6 +92,15 @@ WORDS: dict[str, Callable[[str, Sizes], Variant]] = {
     "none": lambda name, sizes: Variant(name), "kvtier": _ours, "memory": _memory, "offloading": _offloading,
     "lmcache": _lmcache,
 }  # fmt: skip
+
+
+def store_bytes(variant: Variant) -> int:
+    """Of the node store that its engine starts; 0: it has none. Whether so much is free is not asked: it may be in use
+    already."""
+    options = variant.kv["kv_connector_extra_config"] if variant.is_ours else {}
+    if options.get("store", "auto") != "auto" or "store_size" not in options:
+        return 0
+    return parse_bytes(options["store_size"], "store_size")
 
 
 def unlimited_folders(variant: Variant) -> list[str]:

@@ -214,8 +214,8 @@ async def _prepare(
 ) -> None:
     """Until its memory can be used and its first prompts, which cost more, are over."""
     variant, target = player.running.variant, player.running.targets[0]
-    if variant.store_bytes:
-        await player.hands.until_usable(target, int(0.99 * variant.store_bytes))
+    if nbytes := connectors.store_bytes(variant):
+        await player.hands.until_usable(target, int(0.99 * nbytes))
     said = [
         Conversation(i, [], [Turn(tokens(random.Random(f"warm {i}"), min(count, longest - 8), work.vocabulary), 8)])
         for i, count in enumerate(WARM_UP)

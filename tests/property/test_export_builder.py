@@ -49,7 +49,7 @@ class ReadyPeers:
 
     def ask(self, address, timeout, **fields):
         pending = PendingLease(address, m.LeaseRequest(0, "", **fields), 0.0)
-        start = pending.ask.start
+        start = pending.request.start
         if not self.grant:
             pending.outcome = LookupMiss("no_matching_blocks", "")
             return pending
@@ -66,7 +66,7 @@ class ReadyPeers:
     def release(self, offer, done):
         self.leases.remove(offer.lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         pass
 
 
@@ -376,9 +376,9 @@ class Engine:
             if self.rng.random() < 0.4
             else 0
         )
-        ask = m.LeaseRequest(1, "", start, block_hashes, lend=True, mapped=True)
+        ask = m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True)
         answers = []
-        self.lender.ask(ask, "reader", 5.0, answers.append)
+        self.lender.lease(ask, "reader", 5.0, answers.append)
         (found,) = answers
         if isinstance(found, Lease):
             assert start < found.tokens <= len(block_hashes) * HASH_BLOCK_SIZE and found.tokens % self.align == 0
@@ -398,7 +398,7 @@ class Engine:
         digest = b"wrong" if wrong else vr.prefix_digest(vr.block_hashes(request, prompt, HASH_BLOCK_SIZE), tail)
         sent, answers = self.sent.get(name, 0), []
         ask = m.LeaseRequest(1, "", sent, [], export=name, digest=digest, follow=True, stretches=True)
-        self.stretches.ask(ask, "reader", 5.0, answers.append)
+        self.stretches.lease(ask, "reader", 5.0, answers.append)
         (found,) = answers
         if not isinstance(found, Lease):
             ended = r.status == "aborted" and found is Refusal.UNKNOWN

@@ -48,8 +48,8 @@ class Client:
         self.dropped: list[str] = []
 
     def follow(self, address, max_wait, notify, **fields):
-        ask = m.LeaseRequest(ask=len(self.followed) + 1, instance="", follow=True, **fields)
-        pending = FollowedLease(address, ask, 1e18, max_wait=max_wait, notify=notify)
+        request = m.LeaseRequest(lookup_id=len(self.followed) + 1, instance="", follow=True, **fields)
+        pending = FollowedLease(address, request, 1e18, max_wait=max_wait, notify=notify)
         self.followed.append(pending)
         return pending
 
@@ -64,7 +64,7 @@ class Client:
         assert not done
         self.held.discard(leased.lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         self.dropped.append(export)
 
 
@@ -122,7 +122,7 @@ class World:
 
     def followed(self, p):
         name = f"export-{p.request.request_id}"
-        return next((f for f in reversed(self.client.followed) if f.ask.export == name), None)
+        return next((f for f in reversed(self.client.followed) if f.request.export == name), None)
 
     def pick(self):
         going = [p for p in self.prefills.values() if not p.over and self.followed(p) is not None]
@@ -135,9 +135,9 @@ class World:
         follow, length = self.followed(p), p.request.num_tokens
         p.computed = min(length, p.computed + self.rng.choice((4, 8, 16, 32)))
         align = max(size for size, _ in self.groups)
-        p.granted = max(p.granted, follow.ask.start)
+        p.granted = max(p.granted, follow.request.start)
         final = p.computed == length
-        start, end = (follow.ask.start, length) if final else (p.granted, p.computed // align * align)
+        start, end = (follow.request.start, length) if final else (p.granted, p.computed // align * align)
         if start >= end:
             p.over |= final
             if final:

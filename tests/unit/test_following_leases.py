@@ -197,7 +197,7 @@ def test_prefill_that_waits_is_waited_for_while_its_engine_answers(make):
 
 def test_dropped_prefill_is_reported(make):
     running, asker = Running(make), make(Asker)
-    asker.peers.drop(running.source.address, "e")
+    asker.peers.release_export(running.source.address, "e")
     eventually(lambda: running.source.dropped == ["e"])
 
 

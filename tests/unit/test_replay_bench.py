@@ -14,7 +14,7 @@ from serve_fakes import FakeServer, Node
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from replay import capacity, connectors, hits, ideal, options, run, trace, trim
+from replay import capacity, connectors, hits, ideal, options, run, tables, trace, trim
 from replay.agents import Agents
 from replay.capacity import Capacity, Point
 from replay.trace import Request
@@ -145,7 +145,7 @@ def test_replay_connectors_have_the_same_memory_and_disk(tmp_path):
     names = "none", "kvtier", "offloading", "lmcache"
     none, ours, theirs, cache = (connectors.named(name, sizes(tmp_path)) for name in names)
     options = ours.kv["kv_connector_extra_config"]
-    assert none.kv is None and ours.store_bytes == 2 << 30
+    assert none.kv is None and [connectors.store_bytes(v) for v in (none, ours, theirs, cache)] == [0, 2 << 30, 0, 0]
     assert (options["store_disk_path"], options["store_disk_size"]) == (str(tmp_path), str(1 << 30))
     assert theirs.kv["kv_connector_extra_config"] == {
         "cpu_bytes_to_use": 2 << 30, "spec_name": "TieringOffloadingSpec",
@@ -164,7 +164,9 @@ def test_replay_connectors_without_disk_name_none(tmp_path):
 
 def test_replay_connectors_take_options_and_whole_configurations(tmp_path):
     ours = connectors.named('fp8={"codec": "fp8"}', sizes(tmp_path))
-    assert ours.name == "fp8" and ours.kv["kv_connector_extra_config"]["codec"] == "fp8" and ours.store_bytes == 2 << 30
+    assert ours.name == "fp8" and ours.kv["kv_connector_extra_config"]["codec"] == "fp8"
+    assert connectors.store_bytes(ours) == 2 << 30
+    assert connectors.store_bytes(connectors.named('x={"store": "off"}', sizes(tmp_path))) == 0
     other = connectors.named('x={"kv_connector": "NixlConnector"}', sizes(tmp_path))
     assert other.kv == {"kv_role": "kv_both", "kv_connector": "NixlConnector"}
     for wrong in ("kvtiers", "x=[1]"):
@@ -225,6 +227,18 @@ def test_capacity_is_interpolated_between_levels():
 @pytest.mark.parametrize("after", [Point(2, None, 1.8), Point(2, 10.0, 0.9)])
 def test_capacity_beyond_which_requests_fail_is_that_of_the_level_before(after):
     assert capacity.at_p99([Point(1, 0.1, 1.0), after], 1.0) == Capacity(1.0)
+
+
+def test_capacity_has_no_ratio_to_a_variant_beyond_the_limit():
+    def level(variant: str, p99: float, missed: int = 0) -> dict:
+        return {"workload": "trace", "variant": variant, "offered": 4.0, "requests_per_s": 3.0, "left_out": missed,
+                "ttft_ms": {"p99": p99}, "errors": 0, "given_up": 0}  # fmt: skip
+
+    levels = [level("none", 1500.0), level("ours", 500.0), level("cut off", 10.0, missed=1)]
+    data = {"levels": levels, "settings": {"p99": [1, 2]}}
+    found = {(row["p99_s"], row["variant"]): (row["requests_per_s"], row["ratio"]) for row in tables.capacities(data)}
+    assert found[1, "none"] == (None, None) and found[1, "ours"] == (3.0, None)
+    assert found[2, "none"] == found[2, "ours"] == (3.0, 1.0) and found[2, "cut off"] == (None, None)
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnection
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.lease_client")
+logger = get_logger(__name__)
 
 SAME_NODE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
@@ -80,7 +80,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._config, self._key = config, key
         self._hello, self._reach, self._world = hello, reach, world
         self._unmappable: set[str] = set()  # instances
-        self._ask_ids = itertools.count(1)
+        self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
     # -- scheduler's thread ------------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         """Queue a request; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, if fewer
         than the option's. ``same_node_instance``: the instance, if it should be on this node. ``prefer_mapped``: copy
         from mapped memory, if that is possible, whatever the option ``same_node_pulls`` says."""
-        ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", **fields)
+        request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", **fields)
         deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
-        pending = PendingLease(address, ask, deadline, same_node_instance, prefer_mapped)
+        pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -109,10 +109,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         without a further one, after which it ends. ``stop_following`` must follow, whatever came. ``notify``: called on
         the reactor's thread after each change."""
         fields["wait_seconds"] = min(max_wait, 86400.0)
-        ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", follow=True, **fields)
+        request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", follow=True, **fields)
         deadline = time.monotonic() + max_wait
         last = time.monotonic() + MAX_FOLLOW_WAITS * max_wait
-        pending = FollowedLease(address, ask, deadline, max_wait=max_wait, last_deadline=last, notify=notify)
+        pending = FollowedLease(address, request, deadline, max_wait=max_wait, last_deadline=last, notify=notify)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -132,10 +132,10 @@ class LeaseClient(LeaseConnections[_Connection]):
     def release(self, leased: LeasedBlocks | LookupHit, done: bool) -> None:
         self._reactor.call_soon(lambda: self._release(leased, done))
 
-    def drop(self, address: Address, export: str) -> None:
+    def release_export(self, address: Address, export: str) -> None:
         """Tell the engine at ``address`` that ``export`` will not be pulled. If the message is lost, it expires."""
 
-        def drop() -> None:
+        def send() -> None:
             connection = self._connections.get(address)
             if connection is None:
                 paused = self._pause_reason(address)
@@ -144,7 +144,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             if connection is not None:
                 self._send(connection, m.ReleaseExport(export))
 
-        self._reactor.call_soon(drop)
+        self._reactor.call_soon(send)
 
     def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
         """The ranks of an engine that we shook hands with, if it is still that instance and NIXL reads its pages as
@@ -179,22 +179,22 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _begin(self, pending: PendingLease) -> None:
         if self._hello() is None:
-            self._settle(pending, LookupMiss("unreachable", "this engine is still starting, or sleeps"))
+            self._set_outcome(pending, LookupMiss("unreachable", "this engine is still starting, or sleeps"))
             return
         here, connection = (pending.same_node_instance, SAME_NODE), None
         paused = self._pause_reason(here) or self._pause_reason(pending.address)
         if paused is not None:
-            self._settle(pending, paused)
+            self._set_outcome(pending, paused)
             return
         if pending.same_node_instance:
             connection = self._connections.get(here) or self._connect(here)
         if connection is None:
             connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
-            self._settle(pending, LookupMiss("unreachable", "no connection can be made to this address"))
+            self._set_outcome(pending, LookupMiss("unreachable", "no connection can be made to this address"))
             return
         if connection.lost is not None:
-            self._settle(pending, connection.lost)
+            self._set_outcome(pending, connection.lost)
             return
         connection.last_used = time.monotonic()
         pending.timer = self._reactor.call_later(
@@ -264,16 +264,16 @@ class LeaseClient(LeaseConnections[_Connection]):
             case m.LeaseGranted():
                 self._granted(connection, message)
             case m.StillPrefilling():
-                pending = connection.asked.get(message.ask)
+                pending = connection.asked.get(message.lookup_id)
                 if isinstance(pending, FollowedLease):
                     self._wait_on(connection, pending)
-            case m.LeaseRefused(ask=0):
+            case m.LeaseRefused(lookup_id=0):
                 pause = DOWN_PAUSE if message.code == "peer_starting" else REFUSED_PAUSE
                 self._close(connection, _refusal(message), pause)
             case m.LeaseRefused(code="peer_restarted"):
                 self._restarted(connection, _refusal(message))
-            case m.LeaseRefused() if message.ask in connection.asked:
-                self._fail(connection.asked.pop(message.ask), _refusal(message))
+            case m.LeaseRefused() if message.lookup_id in connection.asked:
+                self._fail(connection.asked.pop(message.lookup_id), _refusal(message))
             case m.LeaseRefused():
                 pass  # its request has timed out
             case _:
@@ -283,7 +283,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         """Another instance answers at this address: greet it, and send the requests once more: they may be for it."""
         again = [p for p in connection.asked.values() if not (p.again or p.cancelled) and p.outcome is None]
         for pending in again:
-            del connection.asked[pending.ask.ask]
+            del connection.asked[pending.request.lookup_id]
             if pending.timer is not None:
                 pending.timer.cancel()
             pending.again = True
@@ -304,48 +304,48 @@ class LeaseClient(LeaseConnections[_Connection]):
         assert welcome is not None and reach is not None, "requests wait for the handshake"
         path = self._path(welcome.instance, reach, pending.prefer_mapped)
         if path is None:
-            self._settle(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
+            self._set_outcome(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
             return
         pending.path = path
-        connection.asked[pending.ask.ask] = pending
-        ask = msgspec.structs.replace(
-            pending.ask,
+        connection.asked[pending.request.lookup_id] = pending
+        request = msgspec.structs.replace(
+            pending.request,
             instance=welcome.instance,
             mapped=path is ReadPath.MAPPED,
-            stretches=pending.ask.stretches and path is not ReadPath.STAGED,
+            stretches=pending.request.stretches and path is not ReadPath.STAGED,
         )
-        self._send(connection, ask)
-        if ask.follow:
+        self._send(connection, request)
+        if request.follow:
             self._keep_alive(connection, self._config.lease_seconds / 3)
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
-        pending = connection.asked.get(granted.ask)
+        pending = connection.asked.get(granted.lookup_id)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection, self._config.lease_seconds / 3)
         if isinstance(pending, FollowedLease):
             self._granted_stretch(connection, pending, leased)
             return
-        connection.asked.pop(granted.ask, None)
+        connection.asked.pop(granted.lookup_id, None)
         if pending is None or pending.cancelled or pending.outcome is not None:
             self._release(leased, done=False)  # too late: no request waits for it
             if pending is not None and pending.timer is not None:
                 pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
-            self._settle(pending, leased)
+            self._set_outcome(pending, leased)
 
     def _granted_stretch(self, connection: _Connection, pending: FollowedLease, leased: LeasedBlocks) -> None:
         connection.last_used = time.monotonic()
         pending.last_deadline = time.monotonic() + MAX_FOLLOW_WAITS * pending.max_wait
         self._wait_on(connection, pending)
         if leased.final:
-            del connection.asked[pending.ask.ask]
+            del connection.asked[pending.request.lookup_id]
             if pending.timer is not None:
                 pending.timer.cancel()
         pending.grants.append(leased)
         if pending.outcome is None:
             pending.outcome = leased
-            pending.settled.set()
+            pending.answered.set()
         pending.notify()
 
     def _wait_on(self, connection: _Connection, pending: FollowedLease) -> None:
@@ -362,16 +362,16 @@ class LeaseClient(LeaseConnections[_Connection]):
         for connection in list(self._connections.values()):
             if pending in connection.waiting:
                 connection.waiting.remove(pending)
-            if connection.asked.get(pending.ask.ask) is pending:
-                del connection.asked[pending.ask.ask]
-                self._send(connection, m.StopFollowing(pending.ask.ask))
+            if connection.asked.get(pending.request.lookup_id) is pending:
+                del connection.asked[pending.request.lookup_id]
+                self._send(connection, m.StopFollowing(pending.request.lookup_id))
         for leased in pending.grants:
             self._release(leased, done and leased.final)
 
     def _fail(self, pending: PendingLease, outcome: LookupMiss) -> None:
         """No answer, or no further one, comes."""
         if pending.outcome is None:
-            self._settle(pending, outcome)
+            self._set_outcome(pending, outcome)
         if isinstance(pending, FollowedLease):
             if pending.timer is not None:
                 pending.timer.cancel()
@@ -394,12 +394,12 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:
         # A grant that still comes is released on arrival.
-        sent = connection.asked.pop(pending.ask.ask, None) is not None
+        sent = connection.asked.pop(pending.request.lookup_id, None) is not None
         if pending in connection.waiting:
             connection.waiting.remove(pending)
         if isinstance(pending, FollowedLease):  # the prefill may wait for its turn: the engine is not taken for silent
             if sent and self._connections.get(connection.address) is connection:
-                self._send(connection, m.StopFollowing(pending.ask.ask))
+                self._send(connection, m.StopFollowing(pending.request.lookup_id))
             self._fail(pending, LookupMiss("timeout", "the prefill took too long"))
         elif pending.outcome is None:
             outcome = LookupMiss("timeout", "no answer in time")
@@ -408,18 +408,18 @@ class LeaseClient(LeaseConnections[_Connection]):
                 connection.unanswered += 1
                 pause = min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE)
                 self._pause(connection.address, pause, outcome)
-            self._settle(pending, outcome)
+            self._set_outcome(pending, outcome)
 
-    def _settle(self, pending: PendingLease, outcome: LeasedBlocks | LookupMiss) -> None:
+    def _set_outcome(self, pending: PendingLease, outcome: LeasedBlocks | LookupMiss) -> None:
         if pending.timer is not None:
             pending.timer.cancel()
         if isinstance(outcome, LookupMiss) and outcome.code in LOGGED_CODES:
             self._log_once(pending.address, f"{outcome.reason}; prompts are computed instead")
         pending.outcome = outcome
-        pending.settled.set()
+        pending.answered.set()
 
     def _heartbeat(self, connection: _Connection) -> bool:
-        needed = bool(connection.leases) or any(each.ask.follow for each in connection.asked.values())
+        needed = bool(connection.leases) or any(each.request.follow for each in connection.asked.values())
         if needed:
             self._send(connection, m.Ping())
         return needed

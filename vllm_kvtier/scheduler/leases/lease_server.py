@@ -22,7 +22,7 @@ from vllm_kvtier.wire.lease_connections import LeaseListener, ServerConnection
 from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Timer
 
-logger = get_logger("vllm.kvtier.lease_server")
+logger = get_logger(__name__)
 
 _REASONS = {
     Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",
@@ -53,12 +53,12 @@ class Connection(ServerConnection):
 class Parked:
     """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline.
 
-    Or one that follows a prefill (``ask.follow``), which gets several grants. ``sent``: tokens up to which it has got
-    stretches. ``asking``: the scheduler side was asked for the next one; ``again``: and has computed more since then.
+    Or one that follows a prefill (``request.follow``), which gets several grants. ``sent``: tokens up to which it has
+    got stretches. ``asking``: the scheduler side was asked for the next one; ``again``: it computed more since then.
     """
 
     identity: bytes
-    ask: m.LeaseRequest
+    request: m.LeaseRequest
     deadline: float
     sent: int = 0
     asking: bool = False
@@ -73,8 +73,8 @@ class LeaseServerEvents:
     ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too leased
     this prefix.
     ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
-    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.ask``). ``on_dropped``: an export that is
-    not here will not be pulled.
+    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.lease``). ``on_dropped``: an export that
+    is not here will not be pulled.
     """
 
     on_freed: Callable[[], object]
@@ -151,17 +151,17 @@ class LeaseServer(LeaseListener[Connection]):
     def _on_changed(self) -> None:
         if self._parked:
             self._ask_parked()
-        self.settle()
+        self.update()
 
     def _ask_parked(self) -> None:
-        parked, self._parked = self._parked, [p for p in self._parked if p.ask.follow]
+        parked, self._parked = self._parked, [p for p in self._parked if p.request.follow]
         for p in parked:
-            if p.ask.follow:
+            if p.request.follow:
                 self._follow(p)
             else:
-                self._ask(p.identity, p.ask, p.deadline)
+                self._lease(p.identity, p.request, p.deadline)
 
-    def settle(self) -> None:
+    def update(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
         now = time.monotonic()
         silent = now - self._config.lease_seconds
@@ -173,7 +173,7 @@ class LeaseServer(LeaseListener[Connection]):
                 )
         for p in [p for p in self._parked if p.deadline <= now]:
             self._parked.remove(p)
-            self._refuse(p.identity, p.ask.ask, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
+            self._refuse(p.identity, p.request.lookup_id, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
         until = self._exports.expire()
         if self._exports.has_freed():
             self._events.on_freed()
@@ -188,7 +188,7 @@ class LeaseServer(LeaseListener[Connection]):
         if now < self._serve_until:
             waits.append(self._serve_until - now)
         if waits:
-            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.settle)
+            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.update)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -205,13 +205,13 @@ class LeaseServer(LeaseListener[Connection]):
                 self._parked.append(follower)
                 self._follow(follower)
             case m.StopFollowing():
-                asked = identity, message.ask
-                self._parked = [p for p in self._parked if (p.identity, p.ask.ask) != asked]
+                stopped = identity, message.lookup_id
+                self._parked = [p for p in self._parked if (p.identity, p.request.lookup_id) != stopped]
             case m.LeaseRequest() if connection.greeted:
                 wait_seconds = min(PARK_SHARE * self._config.lookup_timeout, message.wait_seconds)
-                self._ask(identity, message, time.monotonic() + wait_seconds)
+                self._lease(identity, message, time.monotonic() + wait_seconds)
             case m.LeaseRequest():
-                self._refuse(identity, message.ask, "peer_restarted", "no handshake on this connection")
+                self._refuse(identity, message.lookup_id, "peer_restarted", "no handshake on this connection")
             case m.Release():
                 self._exports.release(message.lease, identity, message.done)
             case m.ReleaseExport():
@@ -219,14 +219,14 @@ class LeaseServer(LeaseListener[Connection]):
                     self._events.on_dropped(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
-                for p in [p for p in self._parked if p.identity == identity and p.ask.follow]:
-                    p.deadline = time.monotonic() + p.ask.wait_seconds
-                    self._send(identity, m.StillPrefilling(p.ask.ask))
+                for p in [p for p in self._parked if p.identity == identity and p.request.follow]:
+                    p.deadline = time.monotonic() + p.request.wait_seconds
+                    self._send(identity, m.StillPrefilling(p.request.lookup_id))
             case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
                 self._events.on_question(message, partial(self._answer, identity))
             case _:
                 raise msgspec.DecodeError(f"{type(message).__name__} is only sent as an answer")
-        self.settle()
+        self.update()
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         # The peer logs the reason: "here" is the peer.
@@ -248,51 +248,53 @@ class LeaseServer(LeaseListener[Connection]):
         """Any thread."""
         self._reactor.call_soon(lambda: self._send(identity, answer))
 
-    def _ask(self, identity: bytes, ask: m.LeaseRequest, deadline: float) -> None:
-        if self._welcome is None or ask.instance != self._welcome[1].instance:
-            self._refuse(identity, ask.ask, "peer_restarted", "this engine was restarted since the handshake")
+    def _lease(self, identity: bytes, request: m.LeaseRequest, deadline: float) -> None:
+        if self._welcome is None or request.instance != self._welcome[1].instance:
+            self._refuse(identity, request.lookup_id, "peer_restarted", "this engine was restarted since the handshake")
             return
         seconds = self._config.lease_seconds
-        if ask.lend:
+        if request.from_prefix_cache:
             if self._events.lease_cached is None:
-                self._settled(identity, ask, deadline, Refusal.NOTHING)
+                self._reply(identity, request, deadline, Refusal.NOTHING)
                 return
             self._events.lease_cached(
-                ask, identity, seconds,
-                lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, ask, deadline, found)),
+                request, identity, seconds,
+                lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, request, deadline, found)),
             )
             return
-        what = ask.lora_fingerprint, ask.start, identity, seconds, not ask.mapped
-        if ask.export:
-            found = self._exports.lease_export(ask.export, ask.digest, *what)
+        what = request.lora_fingerprint, request.start, identity, seconds, not request.mapped
+        if request.export:
+            found = self._exports.lease_export(request.export, request.digest, *what)
         else:
-            found = self._exports.lease_by_hashes(ask.block_hashes, *what, ask.partial_up_to)
+            found = self._exports.lease_by_hashes(request.block_hashes, *what, request.partial_up_to)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
-        self._settled(identity, ask, deadline, found)
+        self._reply(identity, request, deadline, found)
 
     # -- following a prefill -------------------------------------------------------------------------------------------
 
     def _follow(self, p: Parked) -> None:
         """Grant the whole export if the prefill has ended, else ask for its next stretch. ``p`` is parked."""
-        ask, seconds = p.ask, self._config.lease_seconds
-        if self._welcome is None or ask.instance != self._welcome[1].instance:
+        request, seconds = p.request, self._config.lease_seconds
+        if self._welcome is None or request.instance != self._welcome[1].instance:
             self._parked.remove(p)
-            self._refuse(p.identity, ask.ask, "peer_restarted", "this engine was restarted since the handshake")
+            reason = "this engine was restarted since the handshake"
+            self._refuse(p.identity, request.lookup_id, "peer_restarted", reason)
             return
         found = self._exports.lease_export(
-            ask.export, ask.digest, ask.lora_fingerprint, ask.start, p.identity, seconds, not ask.mapped
-        )
+            request.export, request.digest, request.lora_fingerprint, request.start, p.identity, seconds,
+            not request.mapped,
+        )  # fmt: skip
         if isinstance(found, Lease) or found in (Refusal.DIGEST, Refusal.NOTHING):
             self._parked.remove(p)
-            self._settled(p.identity, ask, p.deadline, found)
+            self._reply(p.identity, request, p.deadline, found)
         elif found is Refusal.UNKNOWN and self._events.lease_stretch is not None:
             if p.asking:
                 p.again = True
                 return
             p.asking, p.again = True, False
             self._events.lease_stretch(
-                msgspec.structs.replace(ask, start=p.sent), p.identity, seconds,
+                msgspec.structs.replace(request, start=p.sent), p.identity, seconds,
                 lambda stretch: self._reactor.call_soon(lambda: self._on_stretch(p, stretch)),
             )  # fmt: skip
 
@@ -302,50 +304,52 @@ class LeaseServer(LeaseListener[Connection]):
             if isinstance(found, Lease):
                 self._exports.release(found.id, p.identity, False)
         elif isinstance(found, Lease):
-            p.sent, p.deadline = found.tokens, time.monotonic() + p.ask.wait_seconds
-            self._grant(p.identity, p.ask, found, final=False)
+            p.sent, p.deadline = found.tokens, time.monotonic() + p.request.wait_seconds
+            self._grant(p.identity, p.request, found, final=False)
         elif found is Refusal.NOT_READY:
             if p.again:
                 self._follow(p)
         else:
             self._on_prefill_ended(p, found)
-        self.settle()
+        self.update()
 
     def _on_prefill_ended(self, p: Parked, found: Refusal) -> None:
         """There will be no more stretches. If there is an export, it was added before."""
-        known = self._exports.has(p.ask.export)
+        known = self._exports.has(p.request.export)
         if found is Refusal.UNKNOWN and known:
             self._follow(p)
         else:
             self._parked.remove(p)
-            self._refuse(p.identity, p.ask.ask, found.value, _REASONS[found])
+            self._refuse(p.identity, p.request.lookup_id, found.value, _REASONS[found])
 
-    def _on_cache_lease(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+    def _on_cache_lease(
+        self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal
+    ) -> None:
         if identity not in self._connections:
             self._exports.disconnect(identity)  # it went meanwhile
         else:
-            self._settled(identity, ask, deadline, found)
-        self.settle()
+            self._reply(identity, request, deadline, found)
+        self.update()
 
-    def _settled(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+    def _reply(self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
         if found is Refusal.NOT_READY and time.monotonic() < deadline:
-            self._parked.append(Parked(identity, ask, deadline))
+            self._parked.append(Parked(identity, request, deadline))
         elif isinstance(found, Lease):
-            self._grant(identity, ask, found)
+            self._grant(identity, request, found)
         else:
-            self._refuse(identity, ask.ask, found.value, _REASONS[found])
+            self._refuse(identity, request.lookup_id, found.value, _REASONS[found])
 
-    def _grant(self, identity: bytes, ask: m.LeaseRequest, lease: Lease, final: bool = True) -> None:
-        if ask.reply_port and final and not ask.lend:
-            self._events.on_puller(ask)
-        seconds = self._config.lease_seconds
+    def _grant(self, identity: bytes, request: m.LeaseRequest, lease: Lease, final: bool = True) -> None:
+        if request.reply_port and final and not request.from_prefix_cache:
+            self._events.on_puller(request)
+        seconds, number = self._config.lease_seconds, request.lookup_id
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
         tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
-        granted = m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds, tail, final)
+        granted = m.LeaseGranted(number, lease.id, lease.tokens, lease.start, blocks, seconds, tail, final)
         self._send(identity, granted)
 
-    def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
-        self._send(identity, m.LeaseRefused(ask, code, reason[:500]))
+    def _refuse(self, identity: bytes, lookup_id: int, code: str, reason: str) -> None:
+        self._send(identity, m.LeaseRefused(lookup_id, code, reason[:500]))
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
         if self._local is None or not self._local.send(identity, m.encode(message)):
@@ -359,4 +363,4 @@ class LeaseServer(LeaseListener[Connection]):
     def _left(self, connection: Connection) -> None:
         self._parked = [p for p in self._parked if p.identity != connection.identity]
         self._exports.disconnect(connection.identity)
-        self.settle()
+        self.update()

@@ -36,7 +36,7 @@ class PendingLease:
     """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
 
     address: Address
-    ask: m.LeaseRequest
+    request: m.LeaseRequest
     deadline: float
     same_node_instance: str = ""  # the instance, if it should be on this node
     prefer_mapped: bool = False
@@ -45,11 +45,11 @@ class PendingLease:
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
     timer: Timer | None = field(default=None, repr=False)
-    settled: threading.Event = field(default_factory=threading.Event, repr=False)
+    answered: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self, seconds: float) -> None:
         """Until there is an outcome, at most so long."""
-        self.settled.wait(seconds)
+        self.answered.wait(seconds)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.prefill_stretches")
+logger = get_logger(__name__)
 
 # A stretch has so many tokens, or half of those that the reader still lacks: with small steps neither engine has a
 # message and a read for each step, and little is left for the last one.
@@ -46,10 +46,10 @@ class PrefillStretches:
         possible &= not (geometry.whole_blocks or engine.info.hash_lookahead)
         self.possible: bool = possible and engine.config.follow_share > 0
 
-    def ask(
-        self, ask: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
+    def lease(
+        self, request: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
     ) -> None:
-        """Lease tokens from ``ask.start`` on. Any thread that does not hold the lock; ``answer`` is called once, by
+        """Lease tokens from ``request.start`` on. Any thread that does not hold the lock; ``answer`` is called once, by
         the thread that holds it then. NOT_READY: nothing now, perhaps later; UNKNOWN: the prefill has ended."""
         if not self._scheduler_lock.known:
             answer(Refusal.NOT_READY)
@@ -57,7 +57,7 @@ class PrefillStretches:
 
         def lease() -> None:
             try:
-                found = self._lease(ask, connection, seconds)
+                found = self._lease(request, connection, seconds)
             except Exception:
                 logger.exception("kvtier: prefill stretches: a lease failed; it is refused")
                 found = Refusal.NOT_READY
@@ -76,29 +76,29 @@ class PrefillStretches:
         if name in self._exporter.running:
             self._exporter.unwanted.add(name)
 
-    def _lease(self, ask: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
-        if ask.export in self._exporter.ended:
+    def _lease(self, request: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
+        if request.export in self._exporter.ended:
             return Refusal.UNKNOWN
-        running = self._exporter.running.get(ask.export)
-        if running is None or not (self.possible and ask.stretches):
+        running = self._exporter.running.get(request.export)
+        if running is None or not (self.possible and request.stretches):
             return Refusal.NOT_READY
         t, table = running
         prompt: int = t.request.num_prompt_tokens
         if not table.stretches_for:
             table.stretches_for = self._digest(t)
-        if table.stretches_for != ask.digest or lora_fingerprint_of(t.request) != ask.lora_fingerprint:
+        if table.stretches_for != request.digest or lora_fingerprint_of(t.request) != request.lora_fingerprint:
             return Refusal.DIGEST
         if not is_worth_a_stretch(min(table.checksums_ready[g] * size for g, (size, _) in enumerate(self._groups)),
-                                  ask.start, prompt):  # fmt: skip
+                                  request.start, prompt):  # fmt: skip
             return Refusal.NOT_READY
-        found = [self._exporter.ready_blocks(t, table, g, ask.start // s) for g, (s, _) in enumerate(self._groups)]
-        ends = [(ask.start // size + len(ids)) * size for ids, (size, _) in zip(found, self._groups, strict=True)]
+        found = [self._exporter.ready_blocks(t, table, g, request.start // s) for g, (s, _) in enumerate(self._groups)]
+        ends = [(request.start // size + len(ids)) * size for ids, (size, _) in zip(found, self._groups, strict=True)]
         tokens = min(ends) // self._alignment * self._alignment
-        if tokens <= ask.start or not is_worth_a_stretch(tokens, ask.start, prompt):
+        if tokens <= request.start or not is_worth_a_stretch(tokens, request.start, prompt):
             return Refusal.NOT_READY
         groups = []
         for ids, (size, kind) in zip(found, self._groups, strict=True):
-            before = ask.start // size
+            before = request.start // size
             groups.append(GroupBlocks(size, [0] * before + ids[: tokens // size - before], kind))
         wanted = [i for group in groups for i in group.ids if i]
         if len(wanted) > self._exports.room(LeaseKind.STRETCH) or self._pool.unheld(wanted):
@@ -109,14 +109,14 @@ class PrefillStretches:
             tokens=tokens,
             block_hashes=(),
             digest=b"",
-            lora_fingerprint=ask.lora_fingerprint,
+            lora_fingerprint=request.lora_fingerprint,
             groups=groups,
             pinned=self._pool.pin(wanted),
             ready_step=-1,
             deadline=time.monotonic(),
         )
         try:
-            return self._exports.lease_cached(export, ask.start, connection, seconds, served=not ask.mapped)
+            return self._exports.lease_cached(export, request.start, connection, seconds, served=not request.mapped)
         except Exception:
             self._pool.free(export.pinned)
             raise

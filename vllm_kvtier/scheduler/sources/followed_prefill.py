@@ -37,7 +37,7 @@ from vllm_kvtier.scheduler.sources.base import (
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.shapes.read_paths import ReadPath
 
-logger = get_logger("vllm.kvtier.followed_prefill")
+logger = get_logger(__name__)
 
 # Of all blocks: they stay free for the requests that this engine serves, while a prompt is promised ahead.
 FREE_BLOCK_SHARE = 0.05
@@ -292,4 +292,4 @@ class FollowedPrefillSource(PrefillHandoffSource):
     def release_export(self, request: RequestState) -> None:
         handoff = request.hints.handoff
         if handoff is not None and handoff.follow:
-            self._lease_client.drop(handoff.address, handoff.export)
+            self._lease_client.release_export(handoff.address, handoff.export)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
 
 FIRST_ROUND_REQUESTS = 4  # requests of the first round; few, because most searches find nothing and end with it
@@ -41,7 +41,7 @@ class Prefix:
 
     def block(self, group: int, end: int) -> Name:
         """The group's block that ends at hash block ``end``."""
-        return group, self.hashes[(end - 1) * HASH : end * HASH]
+        return group, self.hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
 
 
 Rounds = Generator[list[Name], list[bool], int]
@@ -55,7 +55,7 @@ def search(prefix: Prefix, known: Callable[[Name], bool | None]) -> Rounds:
     step = prefix.step
     full = [g for g, shape in enumerate(prefix.groups) if shape.cache_kind.whole_prefix]
     sparse = [g for g, shape in enumerate(prefix.groups) if not shape.cache_kind.whole_prefix]
-    end = prefix.start + (len(prefix.hashes) // HASH - prefix.start) // step * step
+    end = prefix.start + (len(prefix.hashes) // HASH_BYTES - prefix.start) // step * step
     if full and end > prefix.start:
         end = yield from _beginning(prefix, full, end, known)
     if sparse and end > prefix.start:

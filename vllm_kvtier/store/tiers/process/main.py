@@ -36,7 +36,7 @@ KINDS = {
     "object": "vllm_kvtier.store.tiers.objects.process:ObjectProcess",
     "nodes": "vllm_kvtier.store.tiers.nodes.process:NodeProcess",
 }
-BACKLOG = 256 << 20  # unsent bytes; the index of a large disk fits
+MAX_UNSENT_BYTES = 256 << 20  # unsent bytes; the index of a large disk fits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SENTENCE = 4096  # characters of protocol.Sentence
 
@@ -80,7 +80,7 @@ class TierProcessMain:
         self._over = threading.Event()
         self._failed = ""
         self._stream = Stream(
-            self.reactor, sock, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, BACKLOG)
+            self.reactor, sock, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, MAX_UNSENT_BYTES)
         )
 
     # -- any thread ---------------------------------------------------------------------------------------------
