@@ -81,7 +81,7 @@ class Prefill:
     local: int = 0
     tables: list[list[int]] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)  # our blocks that rank 0 began to read
-    ranks: list[bool] = field(default_factory=lambda: [False] * RANKS)  # which said that the load ended
+    ranks: list[bool] = field(default_factory=lambda: [False] * RANKS)  # which reported the end of the load
     bad: set[int] = field(default_factory=set)
 
 
