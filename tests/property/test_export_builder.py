@@ -404,7 +404,7 @@ class Engine:
             ended = r.status == "aborted" and found is Refusal.UNKNOWN
             assert ended or found is Refusal.NOT_READY or (found is Refusal.DIGEST and wrong)
             return
-        assert not wrong and r.status == "running"
+        assert not wrong and r.status in ("running", "preempted"), "the latter of blocks that others hold too"
         assert found.start == sent < found.tokens <= prompt and found.tokens % self.align == 0
         self.sent[name] = found.tokens
         self.loans.append((found, [bytes(h) for h in request.block_hashes]))

@@ -4,7 +4,7 @@ The router named the prefill ahead (``Hints.export_as``). A stretch is what step
 far as its checksums are made. Its blocks are pinned until the reader has them: vLLM may preempt the prefill, which then
 goes on in other blocks. What the last step computes, and the partial last block, come with the export.
 
-Nothing is leased for a preempted prefill, so that its blocks are vLLM's to reuse.
+What only a preempted prefill had is not leased, so that vLLM may reuse it.
 """
 
 import time
