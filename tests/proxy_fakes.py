@@ -183,7 +183,7 @@ class FakeEngine:
                 "pulled_from": "10.9.8.7:4321",
                 "local_tokens": 1,
                 "computed_tokens": 1,
-                **({"follow": True} if self.follow else {}),
+                **({"can_follow": True} if self.follow else {}),
             },
         }
 

@@ -47,6 +47,14 @@ async def test_request_is_sent_to_both_engines_at_once(stream):
         assert c.released.empty()
 
 
+async def test_finished_prefill_is_no_prefill_to_follow():
+    """Its params are passed on as they are; the decode engine must not wait for an export that has gone."""
+    async with Cluster() as c:
+        c.p[0].follow = True
+        await c.chat("hello")
+        assert read(c.d[0].seen[0].body["kv_transfer_params"]).handoff.follow is False
+
+
 async def test_names_of_exports_differ():
     async with following() as c:
         c.p[0].hold = c.d[0].hold = None

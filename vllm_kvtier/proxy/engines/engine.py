@@ -107,7 +107,7 @@ class Engine:
             endpoint = source.host, source.port
             self._has_several |= self._endpoint not in (None, endpoint)
             self._engine_id, self._endpoint = source.engine_id, endpoint
-            self.can_be_followed = params.own.get("follow") is True and not self._has_several
+            self.can_be_followed = params.own.get("can_follow") is True and not self._has_several
 
     async def ask(
         self,

@@ -156,7 +156,7 @@ def write(
             "num_tokens": export.tokens,
             "digest": export.digest.hex(),
             "expires_in": seconds,
-            "follow": follow,
+            "can_follow": follow,  # not ``follow``: routers pass this on to the decode engine
             **report,
         },
     }
