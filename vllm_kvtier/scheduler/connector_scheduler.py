@@ -6,6 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,10 +68,14 @@ logger = get_logger(__name__)
 # A reset of vLLM's prefix cache waits so long for peers to release their leases, and as long again for copies to the
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
 RESET_WAIT_SECONDS = 1.0
+# Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
+REPORT_SECONDS = 0.25
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class KVTierConnectorScheduler:
+    _report_at = 0.0  # when vLLM next gets what was counted
+
     def __init__(
         self,
         info: EngineInfo,
@@ -100,7 +105,8 @@ class KVTierConnectorScheduler:
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        geometry = BlockGeometry(info.groups, pool.hash_block_size, bool(info.left_behind))
+        left_behind = bool(info.left_behind)
+        geometry = BlockGeometry(info.groups, pool.hash_block_size, left_behind, info.draft_lookahead)
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -161,6 +167,7 @@ class KVTierConnectorScheduler:
             lambda t: self._provenance.is_admitted(t) and (offload or self._exporter.checksums(t)),
             None if info.group_ids is None else self._followed,
         )  # fmt: skip
+        self._tables.rewritten = max(0, info.draft_lookahead - 1)
         encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
         self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
         self._gauges = Gauges(context, self._matcher, self._exports, self._store, self._offloader)
@@ -350,14 +357,20 @@ class KVTierConnectorScheduler:
             self._matcher.put_back(jobs, new_peers, aborted)
             raise
 
-    def end_step(self) -> None:
-        """A step's output was read."""
+    def end_step(self) -> bool:
+        """A step's output was read. Returns whether vLLM gets what was counted: a few times a second, and when the last
+        request has ended."""
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
         self._step_timer.end_step()
+        now = time.monotonic()
+        if now < self._report_at and len(self._matcher):
+            return False
+        self._report_at = now + REPORT_SECONDS
         if not self._info.unsupported:
             self._gauges.refresh()
+        return True
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""
