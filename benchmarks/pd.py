@@ -8,11 +8,17 @@ prefill engine (one token), then with its params to the decode engine, streamed.
   hit       its time for the same prompt again, from its prefix cache
   computed  its time for a new prompt that it computes
   beyond    pulled - hit: the cost of the pull, including the wire
+  after     from the end of the prefill engine's answer to the decode engine's first chunk
 
-and the rate at which the workers read (kvtier: its counters; NixlConnector: vLLM's histogram of transfers).
+``kvtier-follow`` sends the request to both engines at once, and the decode engine reads each step of the prefill while
+the next one is computed (--engine-args "--max-num-batched-tokens 2048" sets the steps). Then ``pulled`` is the time
+from the request to the first chunk, prefill included, and ``after`` is to be compared.
+
+Also the rate at which the workers read (kvtier: its counters; NixlConnector: vLLM's histogram of transfers).
 
     python benchmarks/pd.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 --lengths 2048 8192 32768
     python benchmarks/pd.py --model models/recall-6m --lengths 512 2048          # without a GPU
+    python benchmarks/pd.py ... --connectors kvtier-follow kvtier nixl --engine-args "--max-num-batched-tokens 2048"
 
 Beside the package of another commit: --connectors kvtier kvtier:before --trees '{"before": "/tmp/before"}'.
 """
@@ -27,6 +33,8 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -85,18 +93,34 @@ def read_rate(engine: Engine, connector: str) -> tuple[float, float]:
     return metrics(engine, r"vllm:nixl_bytes_transferred_sum"), metrics(engine, r"vllm:nixl_xfer_time_seconds_sum")
 
 
-NAMES = ("prefill", "pulled", "hit", "computed", "beyond")
+NAMES = ("prefill", "pulled", "hit", "computed", "beyond", "after")
+
+
+def follow(p: Engine, d: Engine, prompt: list[int]) -> tuple[float, float]:
+    """Seconds to the end of the prefill engine's answer, and to the decode engine's first chunk, both asked at once."""
+    name, (host, port) = uuid.uuid4().hex, p.kv_address.rsplit(":", 1)
+    to_p = {"do_remote_decode": True, "do_remote_prefill": False, "kvtier": {"export_as": name}}
+    own = {"export": name, "follow": True}
+    to_d = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "kvtier": own}
+    with ThreadPoolExecutor(2) as threads:
+        prefill, decode = threads.submit(ask, p, prompt, to_p, 1, False), threads.submit(ask, d, prompt, to_d, 2, True)
+        return prefill.result()[0], decode.result()[0]
 
 
 def one(p: Engine, d: Engine, connector: str, fresh: list[int], other: list[int]) -> tuple[dict, float, float]:
     """Milliseconds of each kind for one prompt; bytes and seconds of the read."""
-    prefill, answer = ask(p, fresh, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
-    before = read_rate(d, connector)
-    pulled, _ = ask(d, fresh, answer["kv_transfer_params"], 2, True)
+    if connector == "kvtier-follow":
+        before = read_rate(d, connector)
+        prefill, pulled = follow(p, d, fresh)
+        waited = pulled - prefill
+    else:
+        prefill, answer = ask(p, fresh, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
+        before = read_rate(d, connector)
+        waited = pulled = ask(d, fresh, answer["kv_transfer_params"], 2, True)[0]
     after = read_rate(d, connector)
     hit, _ = ask(d, fresh, None, 2, True)
     computed, _ = ask(d, other, None, 2, True)
-    values = (prefill, pulled, hit, computed, pulled - hit)
+    values = (prefill, pulled, hit, computed, pulled - hit, waited)
     row = {name: value * 1000 for name, value in zip(NAMES, values, strict=True)}
     return row, after[0] - before[0], after[1] - before[1]
 

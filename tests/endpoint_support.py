@@ -50,8 +50,9 @@ class Source:
 
     def __init__(
         self, instance="source/1", port=0, key=None, namespace=NAMESPACE, is_open=True, lend=None, hash_block_size=0,
-        **options,
+        stretch=None, **options,
     ):  # fmt: skip
+        self.dropped = []
         self.config = KVTierConfig(**{**FAST, "endpoint_port": port, **options})
         self.table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1000))
         self.reactor = Reactor(instance)
@@ -61,7 +62,7 @@ class Source:
             LeaseServerEvents(
                 lambda: self.freed.extend(sum(self.table.take_freed(), [])),
                 lambda query, answer: self.queries.append((query, answer)),
-                self.serving.append, self.pullers.append, lend,
+                self.serving.append, self.pullers.append, lend, stretch, self.dropped.append,
             ),
         )  # fmt: skip
         self.address = ("127.0.0.1", self.endpoint.port)

@@ -126,6 +126,7 @@ class FakeEngine:
         self.tokenize_hold: asyncio.Event | None = None
         self.tokenized: list[dict[str, Any]] = []
         self.api_key: str | None = None
+        self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
         self.port = 0
         self._tls: dict[str, Any] = {}
@@ -182,6 +183,7 @@ class FakeEngine:
                 "pulled_from": "10.9.8.7:4321",
                 "local_tokens": 1,
                 "computed_tokens": 1,
+                **({"can_follow": True} if self.follow else {}),
             },
         }
 

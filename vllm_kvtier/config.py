@@ -75,6 +75,16 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     handoff_share: Annotated[
         float, _doc("Maximum share of the KV cache for prefills that wait to be pulled.", gt=0, le=1)
     ] = 0.9
+    follow_share: Annotated[
+        float,
+        _doc(
+            "Maximum share of the KV cache of a decode engine for prompts that it pulls while their prefill goes on; "
+            "one prompt alone may take more. Further ones are pulled when their prefill has ended. 0: all are, and a "
+            "prefill engine leases nothing before its end.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.25
     peer_fetch: Annotated[
         Literal["auto", "off"],
         _doc(

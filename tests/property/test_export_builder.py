@@ -21,8 +21,9 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
-from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, LeaseKind
+from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
+from vllm_kvtier.scheduler.leases.prefill_stretches import PrefillStretches
 from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.transfer_params import read
@@ -89,7 +90,9 @@ class Engine:
         self.groups, self.align = groups, BlockGeometry(groups, HASH_BLOCK_SIZE).alignment
         self.fake = FakePool(BLOCKS, HASH_BLOCK_SIZE)
         self.pool = BlockPool(self.fake)
-        budget = {LeaseKind.HANDOFF: 30, LeaseKind.RETAINED: 16, LeaseKind.PEER_FETCH: 20}
+        budget = {
+            LeaseKind.HANDOFF: 30, LeaseKind.RETAINED: 16, LeaseKind.PEER_FETCH: 20, LeaseKind.STRETCH: 30,
+        }  # fmt: skip
         self.table = ExportTable(HASH_BLOCK_SIZE, budget, align=self.align // HASH_BLOCK_SIZE)
         self.checksum_index, self.peers, counters = (
             ChecksumIndex([size for size, _ in groups]),
@@ -108,6 +111,9 @@ class Engine:
         lock = SchedulerLock(Uncontained())
         lock.install(SimpleNamespace(**dict.fromkeys(METHODS, lambda: None)))
         self.lender = PrefixCacheLeases(load.engine, lock, self.checksum_index, self.table)
+        self.stretches = PrefillStretches(load.engine, lock, self.exporter, self.table)
+        self.sent: dict[str, int] = {}  # of a prefill that is followed: tokens that its reader has
+        self.stretched = 0
         self.directory: set[int] = set()  # what the node store was told of us
         self.loans: list[tuple[Lease, list[bytes]]] = []
         self.lent = 0
@@ -197,6 +203,8 @@ class Engine:
         params = rng.choice([None, PREFILL, PREFILL, HANDOFF, {**PREFILL, "remote_host": "h", "remote_port": 1}])
         self.made += 1
         name = f"r{self.made}"
+        if params is not None and params.get("do_remote_decode") and rng.random() < 0.7:
+            params = {**params, "kvtier": {"export_as": f"router/{name}"}}
         r = Running(make_request(name, [1] * (repeat * HASH_BLOCK_SIZE) + tokens, HASH_BLOCK_SIZE, params))
         r.tables = [[] for _ in self.groups]
         self.requests[name] = r
@@ -244,7 +252,8 @@ class Engine:
                     self.grow(r, hit, hit)
                     self.matcher.allocated(request, tuple(r.tables), 0)
                 self.slide(r)
-                chunk = min(request.num_tokens - request.num_computed_tokens, rng.randint(1, 9 * HASH_BLOCK_SIZE))
+                most = 9 if "kvtier" in (request.kv_transfer_params or {}) else 9 * HASH_BLOCK_SIZE
+                chunk = min(request.num_tokens - request.num_computed_tokens, rng.randint(1, most))
                 if not self.room(r, request.num_computed_tokens + chunk):
                     self.release(r)
                     r.status, r.resumed, request.num_computed_tokens = "preempted", r.resumed, 0
@@ -334,6 +343,9 @@ class Engine:
         export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables))
         if export is not None:
             self.exports.append((export, r.request))
+        if tracked.hints.export_as:
+            assert export is None or export.id == tracked.hints.export_as
+            self.exporter.prefill_ended(tracked.hints.export_as)
         self.exporter.drain()
         if r.status == "loading":
             r.status = "aborted"
@@ -372,6 +384,31 @@ class Engine:
             assert start < found.tokens <= len(block_hashes) * HASH_BLOCK_SIZE and found.tokens % self.align == 0
             self.loans.append((found, block_hashes))
             self.lent += 1
+
+    def follow(self):
+        """The reader of a prefill asks for what was computed since the last time. With a wrong prompt it gets
+        nothing."""
+        named = [r for r in self.requests.values() if "kvtier" in (r.request.kv_transfer_params or {})]
+        if not named:
+            return
+        r = self.rng.choice(named)
+        request, name = r.request, r.request.kv_transfer_params["kvtier"]["export_as"]
+        prompt, wrong = request.num_prompt_tokens, self.rng.random() < 0.1
+        tail = vr.tail_hash(request, prompt, HASH_BLOCK_SIZE) if prompt % HASH_BLOCK_SIZE else b""
+        digest = b"wrong" if wrong else vr.prefix_digest(vr.block_hashes(request, prompt, HASH_BLOCK_SIZE), tail)
+        sent, answers = self.sent.get(name, 0), []
+        ask = m.LeaseRequest(1, "", sent, [], export=name, digest=digest, follow=True, stretches=True)
+        self.stretches.lease(ask, "reader", 5.0, answers.append)
+        (found,) = answers
+        if not isinstance(found, Lease):
+            ended = r.status == "aborted" and found is Refusal.UNKNOWN
+            assert ended or found is Refusal.NOT_READY or (found is Refusal.DIGEST and wrong)
+            return
+        assert not wrong and r.status in ("running", "preempted"), "the latter of blocks that others hold too"
+        assert found.start == sent < found.tokens <= prompt and found.tokens % self.align == 0
+        self.sent[name] = found.tokens
+        self.loans.append((found, [bytes(h) for h in request.block_hashes]))
+        self.stretched += 1
 
     def loan_ends(self):
         if self.loans:
@@ -440,7 +477,9 @@ class Engine:
             if r.status != "aborted":
                 r.request.status = RequestStatus.FINISHED_ABORTED
                 self.tables.forget(name)
-                self.exporter.finished(self.matcher.finished(r.request), tuple(r.tables))
+                tracked = self.matcher.finished(r.request)
+                self.exporter.finished(tracked, tuple(r.tables))
+                self.exporter.prefill_ended(tracked.hints.export_as)
             if r.status in ("loading", "aborted"):
                 self.matcher.on_load_ended(name, False)
             self.release(r)
@@ -448,6 +487,7 @@ class Engine:
         self.table.disconnect("reader")
         self.exporter.drain()
         assert not self.peers.leases and not len(self.matcher) and not len(self.tables)
+        assert not self.exporter.running
         assert all(b.ref_cnt == 0 for b in self.fake.blocks), "a block is still held"
 
 
@@ -465,9 +505,9 @@ GROUPS = [
 def test_export_builder_random_operations_keep_invariants(groups, bidirectional, shared, seed):
     engine = Engine(groups, bidirectional, seed, shared)
     events = [engine.step, engine.new_request, engine.loads_end, engine.finish, engine.preempt, engine.exports_end]
-    events += [engine.lend, engine.loan_ends]
+    events += [engine.lend, engine.loan_ends, engine.follow]
     for _ in range(120):
-        engine.rng.choices(events, [8, 5, 4, 2, 0.7, 0.2, 3, 2])[0]()
+        engine.rng.choices(events, [8, 5, 4, 2, 0.7, 0.2, 3, 2, 4])[0]()
         engine.what_is_promised_is_in_the_table()
         engine.what_is_lent_is_as_it_was_summed()
         engine.the_directory_is_kept_current()
@@ -489,6 +529,21 @@ def test_export_builder_random_operations_grant_leases():
             engine.end()
             lent += engine.lent
         assert lent > 20
+
+
+def test_prefill_stretches_are_granted_while_prefills_run():
+    """The machine above does grant stretches, of full attention only."""
+    for groups in GROUPS:
+        granted = 0
+        for seed in range(8):
+            engine = Engine(groups, False, seed)
+            events = [engine.step, engine.new_request, engine.preempt, engine.follow, engine.loan_ends]
+            for _ in range(120):
+                engine.rng.choices(events, [8, 5, 0.5, 6, 2])[0]()
+                engine.what_is_lent_is_as_it_was_summed()
+            engine.end()
+            granted += engine.stretched
+        assert granted > 10 if len(groups) == 1 else not granted
 
 
 # -- single cases ----------------------------------------------------------------------------------------------------

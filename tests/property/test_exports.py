@@ -22,6 +22,7 @@ from vllm_kvtier.scheduler.leases.exports import (
 )
 
 HASH_BLOCK_SIZE = 4
+LEASED_ONCE = (LeaseKind.PEER_FETCH, LeaseKind.STRETCH)
 
 
 def block_hashes_of(tokens: list[int]) -> list[bytes]:
@@ -70,7 +71,7 @@ class Exports(RuleBasedStateMachine):
     def start(self, groups, handoff, retained):
         self.groups = cache_groups(groups)
         self.align = max(size for size, _ in groups) // HASH_BLOCK_SIZE
-        self.budget = {LeaseKind.HANDOFF: handoff, LeaseKind.RETAINED: retained, LeaseKind.PEER_FETCH: 20}
+        self.budget = {LeaseKind.HANDOFF: handoff, LeaseKind.RETAINED: retained, **dict.fromkeys(LEASED_ONCE, 20)}
         self.clock = Clock()
         self.table = ExportTable(HASH_BLOCK_SIZE, self.budget, self.clock, self.align)
         self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
@@ -91,7 +92,10 @@ class Exports(RuleBasedStateMachine):
             self.ended.append(e)
 
     def lent(self) -> list[ModelExport]:
-        return [e for e in self.ended if e.export.kind is LeaseKind.PEER_FETCH and e.leases]
+        return [e for e in self.ended if e.export.kind in LEASED_ONCE and e.leases]
+
+    def leased_blocks(self, kind: LeaseKind) -> int:
+        return sum(len(e.pinned) for e in self.lent() if e.export.kind is kind)
 
     def unlease(self, lease_id: int) -> ModelExport:
         e, _, _ = self.model_leases.pop(lease_id)
@@ -152,15 +156,20 @@ class Exports(RuleBasedStateMachine):
         self.exports[name] = e
         return name
 
-    @rule(target=leases, who=st.sampled_from("xyz"), blocks=st.integers(1, 12), served=st.booleans())
-    def lend(self, who, blocks, served):
+    @rule(
+        target=leases,
+        who=st.sampled_from("xyz"),
+        blocks=st.integers(1, 12),
+        served=st.booleans(),
+        kind=st.sampled_from(LEASED_ONCE),
+    )
+    def lend(self, who, blocks, served, kind):
         """Of the prefix cache: one lease, with which it ends, and nobody else finds it."""
-        lent = sum(len(e.pinned) for e in self.lent())
-        assert self.table.room(LeaseKind.PEER_FETCH) == 20 - lent
+        assert self.table.room(kind) == 20 - self.leased_blocks(kind)
         ids = list(range(self.next_block, self.next_block + blocks))
         self.next_block += blocks
         group = GroupBlocks(HASH_BLOCK_SIZE, ids)
-        export = Export("", LeaseKind.PEER_FETCH, blocks * HASH_BLOCK_SIZE, (), b"", b"", [group], list(ids), -1, 0.0)
+        export = Export("", kind, blocks * HASH_BLOCK_SIZE, (), b"", b"", [group], list(ids), -1, 0.0)
         lease = self.table.lease_cached(export, 0, who, 5.0, served)
         e = ModelExport(export, [], ids, {lease.id}, ended=True)
         self.ended.append(e)
@@ -284,7 +293,7 @@ class Exports(RuleBasedStateMachine):
                 self.end(e)
         for lease_id, (e, *_) in list(self.model_leases.items()):  # what was lent long ago, oldest first
             late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - PEER_FETCH_SECONDS
-            if e.export.kind is LeaseKind.PEER_FETCH and late and expected < blocks:
+            if e.export.kind in LEASED_ONCE and late and expected < blocks:
                 expected += len(e.pinned)
                 self.unlease(lease_id)
         assert got == expected
@@ -328,9 +337,10 @@ class Exports(RuleBasedStateMachine):
             "leases": len(self.model_leases),
             "handoff_blocks": pinned[LeaseKind.HANDOFF],
             "retained_blocks": pinned[LeaseKind.RETAINED],
-            "peer_fetch_blocks": sum(len(e.pinned) for e in self.lent()),
+            "peer_fetch_blocks": self.leased_blocks(LeaseKind.PEER_FETCH),
+            "stretch_blocks": self.leased_blocks(LeaseKind.STRETCH),
             "served": sum(
-                e.export.kind is not LeaseKind.PEER_FETCH or n in self.served
+                e.export.kind not in LEASED_ONCE or n in self.served
                 for n, (e, *_) in self.model_leases.items()
             ),
         }

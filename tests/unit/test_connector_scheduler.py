@@ -25,6 +25,9 @@ class Source:
     def __init__(self):
         self.failed = []
 
+    def on_result(self, request, result):
+        pass
+
     def on_load_failed(self, request, result):
         self.failed.append(result)
 

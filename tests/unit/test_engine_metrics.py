@@ -257,7 +257,9 @@ def test_load_with_one_failed_rank_counts_as_failed():
 def test_load_time_for_planner_excludes_wait_for_steps(prompts):
     """0.3 of its 0.4 s the blocks were another request's. And whoever computes waits for a step with prompts too."""
     plan = SimpleNamespace(load_seconds=0.05, queued_bytes=7)
-    source = SimpleNamespace(cost_key="host", stage_metric="host_hit_seconds", on_loaded=lambda t: None)
+    source = SimpleNamespace(
+        cost_key="host", stage_metric="host_hit_seconds", on_loaded=lambda t: None, on_result=lambda t, r: None
+    )
     hit = SimpleNamespace(source=source, nbytes=1000)
     life = SimpleNamespace(state=State.LOADING)
     now = time.monotonic()
@@ -380,7 +382,7 @@ def gauges():
         def states(self):
             return iter(states)
 
-    held = {"leases": 2, "handoff_blocks": 5, "retained_blocks": 6, "peer_fetch_blocks": 7}
+    held = {"leases": 2, "handoff_blocks": 5, "retained_blocks": 6, "peer_fetch_blocks": 7, "stretch_blocks": 8}
     exports = SimpleNamespace(counts=lambda: dict(held))
     tier, offloader = SimpleNamespace(limit=lambda: 100), SimpleNamespace(pinned=9)
     peers = SimpleNamespace(held_leases=lambda: 3)
@@ -401,7 +403,7 @@ def test_gauges_show_current_state(gauges):
     assert (shown["leases|granted"], shown["leases|held"]) == (2, 3)
     assert (shown["store_inflight_blocks"], shown["store_up"]) == (9, 1)
     assert shown["store_registered_bytes"] > 0
-    assert [shown[f"exported_blocks|{kind}"] for kind in KINDS["exported_blocks"]] == [5, 6, 7]
+    assert [shown[f"exported_blocks|{kind}"] for kind in KINDS["exported_blocks"]] == [5, 6, 7, 8]
     assert shown["loading_bytes|host"] == 1000 and shown["loading_bytes|peer_gpu"] == 0
     assert shown["planner_bandwidth|peer_gpu"] == pytest.approx(4e9) and shown["planner_error|step"] == 0
     assert {key.partition("|")[0] for key in shown} == GAUGES.keys()

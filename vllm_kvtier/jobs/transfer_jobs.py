@@ -1,7 +1,7 @@
 """Jobs that the scheduler side gives the workers in a step; vLLM carries them as connector metadata."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,6 +40,12 @@ class GroupPull:
         """The same name as in GroupLoad."""
         return self.local
 
+    @classmethod
+    def join(cls, group: int, parts: Sequence["GroupPull"]) -> "GroupPull":
+        """The blocks of all ``parts``, which are of this group, in blocks of our size."""
+        fields = (("local", np.int64), ("remote", np.int64), ("keys", np.uint64), ("valid", np.int32))
+        return cls(group, *(np.concatenate([np.zeros(0, t), *(getattr(p, n) for p in parts)]) for n, t in fields))
+
     @property
     def num_blocks(self) -> int:
         """Of ours."""
@@ -76,6 +82,7 @@ class FillingJob:
     request_id: str
     groups: list[Any]
     synchronous: bool = False  # the step's forward computes on it: begun before, and ended within the step
+    more: bool = False  # more jobs of this request's load follow; it ends with the last of them
     load_id: int = 0  # given by the worker to each synchronous job; its result repeats it
 
     @property
@@ -98,6 +105,7 @@ class PullJob(FillingJob):
     timeout: float  # seconds from when the worker gets it
     promised: bool = False  # read before the lease is granted: the source may still lack checksums
     staged: bool = False  # through a ring of ours, because pages or ranks there differ
+    more: bool = False
 
 
 @dataclass(eq=False)
@@ -112,6 +120,7 @@ class PeerFetchJob(FillingJob):
     timeout: float  # seconds from when the worker gets it
     synchronous: bool = False
     load_id: int = 0
+    more: bool = False
 
 
 @dataclass(eq=False)
@@ -162,7 +171,8 @@ class LoadJob(FillingJob):
 
 @dataclass(eq=False)
 class FailedJob(FillingJob):
-    """A load that vLLM counts on and that could not be built: the workers report it as failed."""
+    """A load, or the rest of one, that vLLM counts on and that nothing brings: the workers report it as failed.
+    ``reason``: "": it could not be built."""
 
     step_list: ClassVar[str] = "failed"
 
@@ -171,6 +181,7 @@ class FailedJob(FillingJob):
     synchronous: bool = False
     timeout: float = math.inf
     load_id: int = 0
+    reason: str = ""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.routes import admin
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, refusal
-from vllm_kvtier.proxy.routes.generation import Generation
+from vllm_kvtier.proxy.routes.following import FollowingGeneration
 from vllm_kvtier.proxy.routes.passthrough import Passthrough, find_passthrough
 from vllm_kvtier.proxy.routes.query import Query, read_query
 from vllm_kvtier.proxy.routes.serving import CLOSING, QUIET_ROUTES, Receive, Send, Serving, Work
@@ -111,7 +111,7 @@ class ProxyApp:
             trace["key"] = owner
         conversation_id = incoming.headers.get("x-conversation-id") or None
         request = ClientRequest(route, body, header_conversation_id=conversation_id)
-        return await Generation(self.core, incoming, request, tenant, trace).answer()
+        return await FollowingGeneration(self.core, incoming, request, tenant, trace).answer()
 
     async def _query(self, incoming: Incoming, tenant: bytes, body: bytes, trace) -> Answer:
         return await Query(self.core, read_query(body), tenant, incoming.for_engines()).answer()

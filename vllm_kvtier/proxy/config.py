@@ -135,6 +135,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bidirectional: bool = True
     #: Prompts with fewer characters are computed by the decode engine (a token counts as four characters).
     min_prefill_chars: int = 0
+    #: Maximum number of requests at a decode engine whose prefill has not ended: they are sent to both engines at once,
+    #: and the decode engine pulls what the prefill engine computes step by step. Further requests are sent to the
+    #: decode engine when their prefill has ended; 0: all are.
+    max_followed_prefills: int = 0
 
     #: Timeout of a connection to an engine.
     connect_timeout: float = 5.0
@@ -248,5 +252,6 @@ _POSITIVE = (
     *("max_body_bytes", "max_event_bytes", "max_conversations", "conversation_ttl", "max_blocks", "tokenize_timeout"),
 )
 _NOT_NEGATIVE = (
+    "max_followed_prefills",
     *("min_prefill_chars", "affinity_slack", "engine_requests", "queue_limit", "max_prefixes", "request_cost_tokens"),
 )

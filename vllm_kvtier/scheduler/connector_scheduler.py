@@ -29,11 +29,12 @@ from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
+from vllm_kvtier.scheduler.leases.prefill_stretches import PrefillStretches
 from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
-from vllm_kvtier.scheduler.matching.transfer_params import write, write_report
+from vllm_kvtier.scheduler.matching.transfer_params import read, write, write_report
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.scheduler.offload.offloader import Offloader
@@ -41,6 +42,7 @@ from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.scheduler.planner.step_timer import StepTimer
 from vllm_kvtier.scheduler.sources.base import Job, KVSource
+from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
@@ -112,6 +114,7 @@ class KVTierConnectorScheduler:
             LeaseKind.HANDOFF: int(pool.num_blocks * config.handoff_share),
             LeaseKind.RETAINED: int(pool.num_blocks * config.retain_share),
             LeaseKind.PEER_FETCH: int(pool.num_blocks * config.peer_lease_share),
+            LeaseKind.STRETCH: int(pool.num_blocks * config.handoff_share),
         }
         longest = 3 * config.transfer_timeout + config.lease_seconds  # any reader that works ends long before
         align = geometry.alignment // geometry.hash_block_size
@@ -123,6 +126,8 @@ class KVTierConnectorScheduler:
             on_serving=lambda active: self._link.send(m.Serve(active)),
             on_puller=lambda request: self._retained.record_puller(request),
             lease_cached=cache_leases.lease,
+            lease_stretch=lambda *request: self._stretches.lease(*request),
+            on_dropped=lambda export: self._stretches.drop(export),
         )
         self._endpoint = LeaseServer(engine, self._exports, key, events)
         identity.address = (self._endpoint.host, self._endpoint.port)
@@ -132,6 +137,7 @@ class KVTierConnectorScheduler:
             engine, self._exports, self._checksum_index,
             shared=lambda: self._sharing is not None and self._sharing.active,
         )  # fmt: skip
+        self._stretches = PrefillStretches(engine, self._engine.scheduler_lock, self._exporter, self._exports)
         # -- load or recompute
         bandwidths = {"host": store_bandwidth(config, info), "peer_gpu": info.peer_bandwidth}
         self._planner = LoadPlanner(bandwidths, step_tokens=info.step_tokens, known=2)
@@ -150,7 +156,8 @@ class KVTierConnectorScheduler:
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
         self._wire_store(context, peer_gpu)
         self._access = PeerAccess(engine, self._endpoint, self._store, self._offloader, self._sharing)
-        sources: list[KVSource | None] = [PrefillHandoffSource(context), self._store, peer_gpu, self._retained]
+        handoffs = FollowedPrefillSource(context), PrefillHandoffSource(context)
+        sources: list[KVSource | None] = [*handoffs, self._store, peer_gpu, self._retained]
         self._matcher = RequestMatcher(context, [source for source in sources if source is not None])
         self._outcomes = LoadResults(context, self._matcher, self._step_timer, containment, self._form)
         # -- what requests fill, and questions about it
@@ -290,6 +297,7 @@ class KVTierConnectorScheduler:
         checksums: list[ChecksumJob] = []
         if not (self._passive or self._info.unsupported):
             checksums = attempt("step", self._follow, output, synchronous, repair=self._forget_tables) or []
+        attempt("following prefills", self._matcher.collect_jobs)
         idle = not output.total_num_scheduled_tokens
         if checksums or self._matcher.has_jobs():
             return self.step_work(checksums, idle)
@@ -385,7 +393,9 @@ class KVTierConnectorScheduler:
             export = None  # no engine could ask for it: pin nothing
         else:
             export = self._exporter.finished(tracked, block_ids)
-        if export is not None:
+        if tracked.hints.export_as:
+            self._exporter.prefill_ended(tracked.hints.export_as)
+        if export is not None or tracked.hints.export_as:
             self._endpoint.changed()
         self._exporter.drain()
         if not tracked.hints.asked:
@@ -396,7 +406,10 @@ class KVTierConnectorScheduler:
         handoff = export.kind is LeaseKind.HANDOFF
         seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
         instance, address = self._identity.instance, self._identity.address
-        return write(export, self._info.engine_id, instance, address, seconds, self._info.tensor_parallel, report)
+        return write(
+            export, self._info.engine_id, instance, address, seconds, self._info.tensor_parallel, report,
+            follow=self._stretches.possible,
+        )  # fmt: skip
 
     def release(self, request: Any) -> None:
         """In place of ``finished`` after an exception: keep and export nothing. A load goes on until it ends."""
@@ -404,6 +417,10 @@ class KVTierConnectorScheduler:
         attempt("dropping a request", self._release_all, request_id, True)
         attempt("dropping a table", self._tables.forget, request_id)
         attempt("dropping an export", self._exports.end_export, request_id)
+        if name := read(request.kv_transfer_params).export_as:
+            attempt("dropping an export", self._exports.end_export, name)
+            attempt("ending a prefill", self._exporter.prefill_ended, name)
+            self._endpoint.changed()
         attempt("forgetting checksums", self._checksum_index.clear)  # it may name some that no step computes
         self._provenance.forget(request)
 

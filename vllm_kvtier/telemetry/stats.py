@@ -15,6 +15,8 @@ MEANINGS = {
     "lookups_declined": "lookups, requests or sources that gave no load, by reason",
     "pulls": "ended pulls from prefill and decode engines, by outcome",
     "pulled_tokens": "prompt tokens pulled instead of computed, by source",
+    "followed_tokens": "prompt tokens of pulls that follow a prefill, by when they were begun to be read: while the "
+    "prefill went on, or when it had ended",
     "pulled_bytes": "bytes pulled from other engines, all ranks, by the codec of the transfer",
     "integrity_failures": "blocks with a wrong checksum on arrival, by source; the engine computes them. Of the store: "
     "changed bits; of other engines also blocks read before their checksum was made, or after their reuse",
@@ -123,6 +125,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "lookups_declined": _DECLINED,
     "pulls": _OUTCOMES,
     "pulled_tokens": _LEASES,
+    "followed_tokens": ("while_prefilling", "after_prefill"),
     "fetches": _OUTCOMES,
     "fetched_bytes": ("raw",),
     "peer_fetches_skipped": ("below_threshold", "no_free_blocks", "compute_within_step", "store_faster"),
@@ -153,7 +156,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "load_time_ratio": _LOADED,
     "requests": ("lookup", "leased", "loading", "computing"),
     "loading_bytes": _LOADED,
-    "exported_blocks": (*_LEASES, "peer_fetch"),
+    "exported_blocks": (*_LEASES, "peer_fetch", "stretch"),
     "leases": ("granted", "held"),
     "planner_bandwidth": _LOADED,
     "planner_error": ("step", *_LOADED),

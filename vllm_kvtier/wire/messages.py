@@ -153,12 +153,16 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     from_prefix_cache: bool = False  # from the prefix cache, exported or not
     mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
+    follow: bool = False  # the export's prefill may not have ended, or not have begun: wait for it
+    stretches: bool = False  # with ``follow``: grant what it has computed while it goes on
     # With hashes: an export of at most so many tokens may end within a block. The requester compares ``tail``.
     partial_up_to: Count = 0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
-    """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached."""
+    """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached. ``final``: False for
+    a stretch of a prefill that goes on; more grants follow, or a refusal. The last grant is of all that was asked for.
+    """
 
     lookup_id: Count
     lease: Count
@@ -167,6 +171,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     blocks: list[list[Count]]
     expires_in: Seconds
     tail: bytes = b""  # hash of the partial block that ends at ``tokens``
+    final: bool = True
 
 
 STILL_STARTING = "the engine is still starting"  # the reason, until its namespace and all ranks are known
@@ -185,6 +190,18 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
     lease: Count
     done: bool = True
+
+
+class StopFollowing(msgspec.Struct, frozen=True, tag="stop_following"):
+    """Grant nothing more for this lease request. What was granted is released by itself."""
+
+    lookup_id: Count
+
+
+class StillPrefilling(msgspec.Struct, frozen=True, tag="still_prefilling"):
+    """Answer to Ping for each lease request that follows a prefill which has not ended."""
+
+    lookup_id: Count
 
 
 class ReleaseExport(msgspec.Struct, frozen=True, tag="release_export"):
@@ -343,6 +360,8 @@ EngineMessage = (
     | LeaseGranted
     | LeaseRefused
     | Release
+    | StopFollowing
+    | StillPrefilling
     | ReleaseExport
     | Ping
     | Query

@@ -227,8 +227,9 @@ class KVTierConnectorWorker:
         reactor by now runs before."""
         errors = self._contain.errors + self._reactor.errors
         if errors != self._errors:
-            self._errors = errors
-            jobs = list(self._jobs.outstanding.values())
+            jobs = self._jobs.under_way()
+            if len({job.request_id for job in jobs}) == len(jobs):
+                self._errors = errors  # else look again when one of a load's two jobs has ended
             self._reactor.call_soon(lambda: self._fail_lost(jobs))
 
     def shutdown(self) -> None:

@@ -44,6 +44,9 @@ class Engine:
         self.drained = False
         self.leaving = False
         self.failures = 0
+        #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
+        self.followed_prefills = 0
+        self.can_be_followed = False
         #: Called when its health changes, to serve waiting requests or tell them that none can be served.
         self.on_change: Callable[[Engine], None] = lambda engine: None
         #: Called when a request has ended here.
@@ -52,6 +55,7 @@ class Engine:
         self._http = EngineHttp(self, address, config.connect_timeout)
         self._engine_id: str | None = None
         self._endpoint: tuple[str, int] | None = None
+        self._has_several = False  # endpoints: data-parallel ranks behind one URL
         self._prober: asyncio.Task[None] | None = None
         self.update(address, config)
 
@@ -100,8 +104,10 @@ class Engine:
     def learn(self, params: TransferParams) -> None:
         """Take the endpoint from an answer of this engine."""
         if (source := params.source) is not None:
-            self._engine_id = source.engine_id
-            self._endpoint = (source.host, source.port)
+            endpoint = source.host, source.port
+            self._has_several |= self._endpoint not in (None, endpoint)
+            self._engine_id, self._endpoint = source.engine_id, endpoint
+            self.can_be_followed = params.own.get("can_follow") is True and not self._has_several
 
     async def ask(
         self,
@@ -135,6 +141,7 @@ class Engine:
             self.instance += 1
             self._engine_id = None
             self._endpoint = None
+            self.can_be_followed = self._has_several = False
         # Many requests may fail at once; that is one failure. A leaving engine is not probed.
         if self.healthy and not self.leaving:
             self.healthy = False

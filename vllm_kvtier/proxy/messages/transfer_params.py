@@ -104,11 +104,28 @@ def replace_params(document: bytes, params: dict[str, Any] | None) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def prefill_params(sources: list[Source]) -> dict[str, Any]:
-    """Params for the prefill engine: query ``sources`` first, compute the rest, export the KV."""
+def prefill_params(sources: list[Source], export_as: str = "") -> dict[str, Any]:
+    """Params for the prefill engine: query ``sources`` first, compute the rest, export the KV. ``export_as``: by this
+    name, which a decode engine has already got (``following_params``)."""
     unset = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    own = {"kvtier": {"sources": sources}} if sources else {}
-    return {"do_remote_decode": True, "do_remote_prefill": False, **unset, **own}
+    own: dict[str, Any] = {"sources": sources} if sources else {}
+    if export_as:
+        own["export_as"] = export_as
+    return {"do_remote_decode": True, "do_remote_prefill": False, **unset, **({"kvtier": own} if own else {})}
+
+
+def following_params(prefill: Source, export: str) -> dict[str, Any]:
+    """Params for a decode engine that gets the request together with the engine ``prefill``: pull what that computes,
+    as it computes it."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": prefill.engine_id,
+        "remote_request_id": export,
+        "remote_host": prefill.host,
+        "remote_port": prefill.port,
+        "kvtier": {"export": export, "follow": True},
+    }
 
 
 def decode_only_params(sources: list[Source]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ Failures and their handling:
 * No decode engine takes the export: it is released.
 """
 
+import enum
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -40,6 +41,16 @@ logger = get_logger(__name__)
 
 # The prefill engine does not serve this route or is full; the decode engine may serve it.
 _PREFILL_DECLINED = (404, 405, 429)
+
+
+class Prefill(enum.Enum):
+    """How a prefill ended. CLIENT: with an answer for the client (4xx). LOST: perhaps with its engine."""
+
+    DONE = enum.auto()
+    CLIENT = enum.auto()
+    DECLINED = enum.auto()
+    FAILED = enum.auto()
+    LOST = enum.auto()
 
 
 class Generation(EngineRequest):
@@ -77,10 +88,7 @@ class Generation(EngineRequest):
                 return unavailable("All decode engines are drained.")
             tokens = self._prompt.tokens
             core.metrics.prompt(tokens, max(0, tokens - (prefill or decode).tokens))
-            if prefill is not None:
-                answer = await self._prefill(prefill)
-                prefill.release()
-            answer = answer or await self._decode(decode)
+            answer = await self._run(prefill, decode)
             return answer
         except QueueFull as error:
             return self._queue_full(error)
@@ -92,6 +100,14 @@ class Generation(EngineRequest):
             export = self._prefill_params.export if self._prefill_params is not None else None
             if export is not None and self._decode_engine is None:
                 core.releaser.schedule(export)
+
+    async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
+        """The prefill, if there is one, then the decode request."""
+        answer = None
+        if prefill is not None:
+            answer = await self._prefill(prefill)
+            prefill.release()
+        return answer or await self._decode(decode)
 
     # -- engine slots ----------------------------------------------------------------------------------------------
 
@@ -113,16 +129,15 @@ class Generation(EngineRequest):
 
     async def _prefill(self, slot: EngineSlot) -> Answer | None:
         """Have a prefill engine compute the prompt; returns its answer only if it is for the client (4xx)."""
-        sources = self._core.router.sources(self._route) if self._config.bidirectional else []
-        body = self._request.body_for_prefill(self._salt, prefill_params(sources))
+        body = self._prefill_body()
         deadline = time.monotonic() + self._config.prefill_timeout
         tried: tuple[Engine, ...] = ()
         while True:
             engine = slot.engine
             tried = (*tried, engine)
             if engine.usable:
-                failed, answer = await self._prefill_at(engine, body, deadline)
-                if not failed:
+                outcome, answer = await self._prefill_at(engine, body, deadline)
+                if outcome not in (Prefill.FAILED, Prefill.LOST):
                     return answer
                 self._core.count("prefill_failures")
             # Else it failed or was removed while this request waited for its decode slot.
@@ -134,8 +149,12 @@ class Generation(EngineRequest):
             self._core.metrics.retried("prefill")
             slot.move(choice.engine, choice.tokens)
 
-    async def _prefill_at(self, engine: Engine, body: bytes, deadline: float) -> tuple[bool, Answer | None]:
-        """(whether it failed, the answer if it is for the client)."""
+    def _prefill_body(self, export_as: str = "") -> bytes:
+        sources = self._core.router.sources(self._route) if self._config.bidirectional else []
+        return self._request.body_for_prefill(self._salt, prefill_params(sources, export_as))
+
+    async def _prefill_at(self, engine: Engine, body: bytes, deadline: float) -> tuple[Prefill, Answer | None]:
+        """How it ended, and the answer if it is for the client."""
         began = time.monotonic()
         try:
             reply = await engine.ask("POST", self._request.route.value, body, self._headers, deadline - began)
@@ -145,15 +164,15 @@ class Generation(EngineRequest):
                 reply.close()
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
-            return True, None
+            return Prefill.LOST, None
         if reply.status in _PREFILL_DECLINED:
             self._core.count("prefill_declined")
-            return False, None
+            return Prefill.DECLINED, None
         if 400 <= reply.status < 500:
-            return False, forwarded(reply, document)
+            return Prefill.CLIENT, forwarded(reply, document)
         if reply.status != 200:
             engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
-            return True, None
+            return Prefill.FAILED, None
         engine.succeeded()
         self._prefill_engine = engine
         self._prefill_seconds = time.monotonic() - began
@@ -164,51 +183,59 @@ class Generation(EngineRequest):
         if self._prefill_params is not None:
             engine.learn(self._prefill_params)
             self._core.count("prefilled")
-        return False, None
+        return Prefill.DONE, None
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
     async def _decode(self, slot: EngineSlot) -> Answer:
-        timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
         last_error: Answer | None = None
         for engine in self._decode_order(slot.engine)[: self._config.max_decode_attempts]:
-            self._attempts += 1
-            if self._attempts > 1:
+            if self._attempts:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
             slot.move(engine, 0)
-            body = self._request.body_for_decode(self._salt, self._decode_params(engine))
-            try:
-                reply = await engine.ask("POST", self._request.route.value, body, self._headers, timeout)
-                done = False
-                try:
-                    if reply.status == 200 and is_stream(reply):
-                        rewriter = self._rewriter(engine)
-                        first = await self._first_events(reply, rewriter)
-                        done = True
-                        slot.prompt_computed()
-                        self._note_decode(engine)
-                        answer = Answer(200, forwarded_headers(reply, stream=True), reply=reply, slot=slot)
-                        answer.pieces = self._relay(reply, rewriter, first, answer)
-                        return answer
-                    document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout)
-                finally:
-                    if not done:
-                        reply.close()
-            except EngineFailure as failure:
-                engine.mark_unavailable(str(failure))
-                continue
-            if reply.status == 429 or reply.status >= 500:
-                if reply.status >= 500:
-                    engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
-                last_error = forwarded(reply, document)
-                continue
-            if reply.status != 200:
-                return forwarded(reply, document)
-            self._note_decode(engine)
-            return Answer(200, forwarded_headers(reply), body=self._rewriter(engine).whole(document))
+            served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
+            if served and answer is not None:
+                return answer
+            last_error = answer or last_error
         self._core.count("refused")
         return last_error or unavailable("No decode engine could answer; the request can be sent again.")
+
+    async def _decode_at(
+        self, engine: Engine, slot: EngineSlot, params: msgspec.Raw | dict[str, Any]
+    ) -> tuple[bool, Answer | None]:
+        """(Whether the answer is for the client, or another engine is to be tried; the answer, if there is one.)"""
+        self._attempts += 1
+        timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
+        body = self._request.body_for_decode(self._salt, params)
+        try:
+            reply = await engine.ask("POST", self._request.route.value, body, self._headers, timeout)
+            done = False
+            try:
+                if reply.status == 200 and is_stream(reply):
+                    rewriter = self._rewriter(engine)
+                    first = await self._first_events(reply, rewriter)
+                    done = True
+                    slot.prompt_computed()
+                    self._note_decode(engine)
+                    answer = Answer(200, forwarded_headers(reply, stream=True), reply=reply, slot=slot)
+                    answer.pieces = self._relay(reply, rewriter, first, answer)
+                    return True, answer
+                document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout)
+            finally:
+                if not done:
+                    reply.close()
+        except EngineFailure as failure:
+            engine.mark_unavailable(str(failure))
+            return False, None
+        if reply.status == 429 or reply.status >= 500:
+            if reply.status >= 500:
+                engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
+            return False, forwarded(reply, document)
+        if reply.status != 200:
+            return True, forwarded(reply, document)
+        self._note_decode(engine)
+        return True, Answer(200, forwarded_headers(reply), body=self._rewriter(engine).whole(document))
 
     def _decode_order(self, chosen: Engine) -> list[Engine]:
         """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""

@@ -107,6 +107,8 @@ class LoadResults:
         ended.fenced = max(ended.fenced, getattr(result, "fenced", 0.0))
         ended.exact &= getattr(result, "timed", True)
         count(_BYTES[kind], self._codec(kind), result.bytes)
+        if tracked is not None and tracked.hit is not None:
+            tracked.hit.source.on_result(tracked, result)
         if not result.failed:
             return
         ended.failed = True

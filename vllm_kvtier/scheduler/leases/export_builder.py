@@ -10,6 +10,7 @@ prompt needs the state behind its last token but one: ``prepare`` ends the prefi
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ MIN_PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at onc
 # Blocks of each group that are kept free for a running request, which vLLM would preempt otherwise: it may take so many
 # in the steps before we look again.
 RESERVE_PER_REQUEST = 2
+MAX_ENDED = 1 << 12  # names of ended prefills that are remembered
 
 
 class ExportBuilder:
@@ -60,6 +62,10 @@ class ExportBuilder:
         self._hasten = False
         self.urgent = False  # a peer waits for this step's checksums
         self.step = 0
+        # Prefills that other engines know by name before they end (``Hints.export_as``), and names of those that ended.
+        self.running: dict[str, tuple[RequestState, Table]] = {}
+        self.ended: OrderedDict[str, None] = OrderedDict()
+        self.unwanted: set[str] = set()  # of ``running``: not to be exported
 
     # -- as blocks fill ---------------------------------------------------------------------------------------------
 
@@ -89,6 +95,8 @@ class ExportBuilder:
         for tracked, table, computed in growth:
             if self.kind(tracked) is not None:
                 self.urgent |= self.kind(tracked) is LeaseKind.HANDOFF
+                if tracked.hints.export_as:
+                    self.running[tracked.hints.export_as] = tracked, table
                 entries += self._completed(tracked, table, computed)
             elif self._shared():
                 entries += self._filled(tracked, table, computed)
@@ -212,13 +220,39 @@ class ExportBuilder:
         key = self._keys().key(block_hash, g, lora_fingerprint_of(t.request))
         return [ChecksumEntry(g, ids[position], key, tokens - position * size)]
 
+    # -- while a prefill runs ----------------------------------------------------------------------------------------
+
+    def ready_blocks(self, t: RequestState, table: Table, g: int, first: int) -> list[int]:
+        """Block ids of group ``g`` from position ``first`` on that hold the prompt and have their checksums by now.
+
+        A block that vLLM took from a preempted request is in the index no more, once it has other content.
+        """
+        ids, ready = table.groups[g], self._table.checksums_ready_step
+        last = min(table.checksums_ready[g], len(ids), t.request.num_prompt_tokens // self._groups[g][0])
+        found: list[int] = []
+        for position, entry in enumerate(self._entries(t, g, ids, first, last), first):
+            made = self._checksum_index.has(entry) and self._checksum_index.ready_step([entry]) <= ready
+            if not made or entry.block != ids[position]:  # a group that lacks a block
+                break
+            found.append(entry.block)
+        return found
+
+    def prefill_ended(self, name: str) -> None:
+        """Call after ``finished``, or in place of it: a prefill that was named ahead has ended, with an export or
+        not."""
+        self.running.pop(name, None)
+        self.unwanted.discard(name)
+        self.ended[name] = None
+        while len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
+
     # -- finishing -------------------------------------------------------------------------------------------------
 
     def finished(self, t: RequestState, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
         self._hasten |= bool(self._deferred)
         kind = self.kind(t)
-        if kind is None or not vr.ended_well(t.request):
+        if kind is None or not vr.ended_well(t.request) or t.hints.export_as in self.unwanted:
             return None
         export = self._make(t, kind, block_ids)
         if export is None:
@@ -263,7 +297,7 @@ class ExportBuilder:
         tail = vr.tail_hash(request, tokens, hash_block_size) if tokens % hash_block_size else b""
         seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
         return Export(
-            id=request.request_id,
+            id=t.hints.export_as or request.request_id,
             kind=kind,
             tokens=tokens,
             block_hashes=hashes,

@@ -27,6 +27,11 @@ class LeaseKind(enum.Enum):
     HANDOFF = "handoff"  # a prefill for another engine; ends when consumed
     RETAINED = "retained"  # a finished conversation kept for its next turn
     PEER_FETCH = "peer_fetch"  # blocks of the prefix cache that a peer is copying; ends with its only lease
+    STRETCH = "stretch"  # the same for a part of a prefill that goes on
+
+
+# They are leased once, by ``lease_cached``, and end with that lease.
+_LEASED_ONCE = (LeaseKind.PEER_FETCH, LeaseKind.STRETCH)
 
 
 class Refusal(enum.Enum):
@@ -152,11 +157,12 @@ class ExportTable:
         return self._budget[kind] - self._pinned[kind]
 
     def lease_cached(self, export: Export, start: int, connection: Hashable, seconds: float, served: bool) -> Lease:
-        """Take over ``export.pinned`` (of kind PEER_FETCH) for one lease, with which it ends; no other can lease it."""
+        """Take over ``export.pinned`` (of kind PEER_FETCH or STRETCH) for one lease, with which it ends; no other can
+        lease it."""
         with self._lock:
             export.ended = True
             lease = self._lease(export, start, export.tokens, connection, seconds, served)
-            self._pinned[LeaseKind.PEER_FETCH] += len(export.pinned)
+            self._pinned[export.kind] += len(export.pinned)
             return lease
 
     def take_freed(self) -> list[list[int]]:
@@ -186,7 +192,7 @@ class ExportTable:
                     self._end(export)
             # Peer fetches take milliseconds. A reader that takes longer may find its blocks changed.
             late = self._clock() - PEER_FETCH_SECONDS
-            for lease in [lease for lease in self._leases.values() if lease.export.kind is LeaseKind.PEER_FETCH]:
+            for lease in [lease for lease in self._leases.values() if lease.export.kind in _LEASED_ONCE]:
                 if got < blocks and lease.granted < late:
                     got += len(lease.export.pinned)
                     self._release(lease)
@@ -288,6 +294,9 @@ class ExportTable:
                 self._end(lease.export)
             return True
 
+    def has(self, export_id: str) -> bool:
+        return export_id in self._exports
+
     def end_export(self, export_id: str) -> bool:
         with self._lock:
             export = self._exports.get(export_id)
@@ -337,6 +346,7 @@ class ExportTable:
                 "handoff_blocks": self._pinned[LeaseKind.HANDOFF],
                 "retained_blocks": self._pinned[LeaseKind.RETAINED],
                 "peer_fetch_blocks": self._pinned[LeaseKind.PEER_FETCH],
+                "stretch_blocks": self._pinned[LeaseKind.STRETCH],
             }
 
     # -- under the lock ----------------------------------------------------------------------------------------
@@ -404,8 +414,8 @@ class ExportTable:
                 del self._by_hash[block_hash]
 
     def _free(self, export: Export) -> None:
-        if export.kind is LeaseKind.PEER_FETCH:
-            self._pinned[LeaseKind.PEER_FETCH] -= len(export.pinned)
+        if export.kind in _LEASED_ONCE:
+            self._pinned[export.kind] -= len(export.pinned)
         if export.pinned:
             self._freed.append(export.pinned)
             export.pinned = []

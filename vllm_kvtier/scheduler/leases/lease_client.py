@@ -11,7 +11,6 @@ stops answering without that (its machine is gone, or it hangs).
 
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.exports import Refusal
+from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks, PendingLease, Rehash
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
@@ -33,7 +33,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
 from vllm_kvtier.wire.local import LocalDealer
-from vllm_kvtier.wire.reactor import Reactor, Timer
+from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)
 
@@ -43,6 +43,7 @@ DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
 MAX_HASH_SIZE_RATIO = 64  # of two engines' hash blocks
+MAX_FOLLOW_WAITS = 10  # a prefill may wait in its engine's queue for so many times ``transfer_timeout``
 
 # Codes of refusals. They become labels of metrics, and a process at an address that a client named may send any.
 REFUSAL_CODES = frozenset(
@@ -52,53 +53,6 @@ REFUSAL_CODES = frozenset(
 RENAMED_CODES = {"namespace": "namespace_mismatch", "starting": "peer_starting"}
 # Causes that the user can remove; the others are normal.
 LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreachable")
-
-
-# {field of the LeaseRequest: value} for an engine with this ``hash_block_size``. On the reactor's thread.
-Rehash = Callable[[int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class LeasedBlocks:
-    """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``tail``: hash of
-    the partial block at the end. ``hash_block_size``, ``block_tokens``: as in ``LookupHit``."""
-
-    address: Address
-    instance: str
-    lease: int
-    start: int
-    tokens: int
-    blocks: list[list[int]]
-    ranks: list[m.RankInfo]
-    path: ReadPath = ReadPath.DIRECT
-    same_layout: bool = True
-    nbytes: int = 0
-    tail: bytes = b""
-    hash_block_size: int = 0
-    block_tokens: tuple[int, ...] = ()
-
-
-@dataclass
-class PendingLease:
-    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
-
-    address: Address
-    request: m.LeaseRequest
-    deadline: float
-    same_node_instance: str = ""  # the instance, if it should be on this node
-    prefer_mapped: bool = False
-    rehash: Rehash | None = None
-    path: ReadPath = ReadPath.DIRECT  # once it is sent
-    outcome: LeasedBlocks | LookupMiss | None = None
-    cancelled: bool = False
-    again: bool = False  # asked a second time, of the instance that took the first one's place
-    timer: Timer | None = field(default=None, repr=False)
-    answered: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    def wait(self, seconds: float) -> None:
-        """Until there is an outcome, at most so long."""
-        self.answered.wait(seconds)
 
 
 @dataclass(eq=False)
@@ -151,6 +105,25 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped, rehash)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
+
+    def follow(
+        self, address: Address, max_wait: float, notify: Callable[[], object], **fields: Any
+    ) -> FollowedLease:
+        """Queue a lease request for a prefill that may not have ended. ``max_wait``: seconds without an answer, or
+        without a further one, after which it ends. ``stop_following`` must follow, whatever came. ``notify``: called on
+        the reactor's thread after each change."""
+        fields["wait_seconds"] = min(max_wait, 86400.0)
+        request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", follow=True, **fields)
+        deadline = time.monotonic() + max_wait
+        last = time.monotonic() + MAX_FOLLOW_WAITS * max_wait
+        pending = FollowedLease(address, request, deadline, max_wait=max_wait, last_deadline=last, notify=notify)
+        self._reactor.call_soon(lambda: self._begin(pending))
+        return pending
+
+    def stop_following(self, pending: FollowedLease, done: bool) -> None:
+        """Release all that was granted; what is granted from now on goes back at once. ``done``: the prefill engine may
+        free the export. Idempotent."""
+        self._reactor.call_soon(lambda: self._stop_following(pending, done))
 
     def cancel(self, pending: PendingLease) -> None:
         def cancel() -> None:
@@ -295,13 +268,17 @@ class LeaseClient(LeaseConnections[_Connection]):
                 self._welcomed(connection, message)
             case m.LeaseGranted():
                 self._granted(connection, message)
+            case m.StillPrefilling():
+                pending = connection.asked.get(message.lookup_id)
+                if isinstance(pending, FollowedLease):
+                    self._wait_on(connection, pending)
             case m.LeaseRefused(lookup_id=0):
                 pause = DOWN_PAUSE if message.code == "peer_starting" else REFUSED_PAUSE
                 self._close(connection, _refusal(message), pause)
             case m.LeaseRefused(code="peer_restarted"):
                 self._restarted(connection, _refusal(message))
             case m.LeaseRefused() if message.lookup_id in connection.asked:
-                self._set_outcome(connection.asked.pop(message.lookup_id), _refusal(message))
+                self._fail(connection.asked.pop(message.lookup_id), _refusal(message))
             case m.LeaseRefused():
                 pass  # its request has timed out
             case _:
@@ -344,8 +321,15 @@ class LeaseClient(LeaseConnections[_Connection]):
             return
         pending.path = path
         connection.asked[pending.request.lookup_id] = pending
-        mapped = path is ReadPath.MAPPED
-        self._send(connection, msgspec.structs.replace(pending.request, instance=welcome.instance, mapped=mapped))
+        request = msgspec.structs.replace(
+            pending.request,
+            instance=welcome.instance,
+            mapped=path is ReadPath.MAPPED,
+            stretches=pending.request.stretches and path is not ReadPath.STAGED,
+        )
+        self._send(connection, request)
+        if request.follow:
+            self._keep_alive(connection, self._config.lease_seconds / 3)
 
     @staticmethod
     def _rehash(connection: _Connection, pending: PendingLease) -> LookupMiss | None:
@@ -364,16 +348,65 @@ class LeaseClient(LeaseConnections[_Connection]):
         return None
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
-        pending = connection.asked.pop(granted.lookup_id, None)
+        pending = connection.asked.get(granted.lookup_id)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection, self._config.lease_seconds / 3)
+        if isinstance(pending, FollowedLease):
+            self._granted_stretch(connection, pending, leased)
+            return
+        connection.asked.pop(granted.lookup_id, None)
         if pending is None or pending.cancelled or pending.outcome is not None:
             self._release(leased, done=False)  # too late: no request waits for it
             if pending is not None and pending.timer is not None:
                 pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
             self._set_outcome(pending, leased)
+
+    def _granted_stretch(self, connection: _Connection, pending: FollowedLease, leased: LeasedBlocks) -> None:
+        connection.last_used = time.monotonic()
+        pending.last_deadline = time.monotonic() + MAX_FOLLOW_WAITS * pending.max_wait
+        self._wait_on(connection, pending)
+        if leased.final:
+            del connection.asked[pending.request.lookup_id]
+            if pending.timer is not None:
+                pending.timer.cancel()
+        pending.grants.append(leased)
+        if pending.outcome is None:
+            pending.outcome = leased
+            pending.answered.set()
+        pending.notify()
+
+    def _wait_on(self, connection: _Connection, pending: FollowedLease) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        pending.deadline = min(time.monotonic() + pending.max_wait, pending.last_deadline)
+        seconds = max(0.0, pending.deadline - time.monotonic())
+        pending.timer = self._reactor.call_later(seconds, lambda: self._timed_out(connection, pending))
+
+    def _stop_following(self, pending: FollowedLease, done: bool) -> None:
+        pending.cancelled = True
+        if pending.timer is not None:
+            pending.timer.cancel()
+        for connection in list(self._connections.values()):
+            if pending in connection.waiting:
+                connection.waiting.remove(pending)
+            if connection.asked.get(pending.request.lookup_id) is pending:
+                del connection.asked[pending.request.lookup_id]
+                self._send(connection, m.StopFollowing(pending.request.lookup_id))
+        for leased in pending.grants:
+            self._release(leased, done and leased.final)
+
+    def _fail(self, pending: PendingLease, outcome: LookupMiss) -> None:
+        """No answer, or no further one, comes."""
+        if pending.outcome is None:
+            self._set_outcome(pending, outcome)
+        if isinstance(pending, FollowedLease):
+            if pending.timer is not None:
+                pending.timer.cancel()
+            if pending.ended is None:
+                pending.ended = outcome
+            pending.notify()
 
     def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
         welcome, reach = connection.welcome, connection.reach
@@ -385,7 +418,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
             granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
             reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
-            granted.tail, welcome.hash_block_size if welcome is not None else 0,
+            granted.tail, granted.final, welcome.hash_block_size if welcome is not None else 0,
             tuple(group.block_tokens for group in groups),
         )  # fmt: skip
 
@@ -394,7 +427,11 @@ class LeaseClient(LeaseConnections[_Connection]):
         sent = connection.asked.pop(pending.request.lookup_id, None) is not None
         if pending in connection.waiting:
             connection.waiting.remove(pending)
-        if pending.outcome is None:
+        if isinstance(pending, FollowedLease):  # the prefill may wait for its turn: the engine is not taken for silent
+            if sent and self._connections.get(connection.address) is connection:
+                self._send(connection, m.StopFollowing(pending.request.lookup_id))
+            self._fail(pending, LookupMiss("timeout", "the prefill took too long"))
+        elif pending.outcome is None:
             outcome = LookupMiss("timeout", "no answer in time")
             if sent and self._connections.get(connection.address) is connection:
                 # It may have died since the handshake: not every request should have to wait.
@@ -412,9 +449,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending.answered.set()
 
     def _heartbeat(self, connection: _Connection) -> bool:
-        if connection.leases:
+        needed = bool(connection.leases) or any(each.request.follow for each in connection.asked.values())
+        if needed:
             self._send(connection, m.Ping())
-        return bool(connection.leases)
+        return needed
 
     def _watch_idle(self, connection: _Connection) -> None:
         """Close a connection that was not used for long: its peer may be gone for good."""
@@ -453,8 +491,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         asks = [*connection.waiting, *connection.asked.values()]
         connection.waiting, connection.asked = [], {}
         for pending in asks:
-            if pending.outcome is None:
-                self._set_outcome(pending, outcome)
+            self._fail(pending, outcome)
 
     def _log_once(self, address: Address, text: str) -> None:
         if self._is_new(address, text):

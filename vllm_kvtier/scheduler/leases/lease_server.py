@@ -49,13 +49,20 @@ class Connection(ServerConnection):
     greeted: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Parked:
-    """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline."""
+    """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline.
+
+    Or one that follows a prefill (``request.follow``), which gets several grants. ``sent``: tokens up to which it has
+    got stretches. ``asking``: the scheduler side was asked for the next one; ``again``: it computed more since then.
+    """
 
     identity: bytes
     request: m.LeaseRequest
     deadline: float
+    sent: int = 0
+    asking: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class LeaseServerEvents:
     ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too leased
     this prefix.
     ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
+    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.lease``). ``on_dropped``: an export that
+    is not here will not be pulled.
     """
 
     on_freed: Callable[[], object]
@@ -73,6 +82,8 @@ class LeaseServerEvents:
     on_serving: Callable[[bool], object]
     on_puller: Callable[[m.LeaseRequest], object]
     lease_cached: LeaseCached | None = None
+    lease_stretch: LeaseCached | None = None
+    on_dropped: Callable[[str], object] = lambda export: None
 
 
 class LeaseServer(LeaseListener[Connection]):
@@ -113,8 +124,9 @@ class LeaseServer(LeaseListener[Connection]):
     # -- any thread --------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """An export was added: its deadline is watched from now on."""
-        self._reactor.call_soon(self.update)
+        """An export was added, or a prefill ended without one: its deadline is watched from now on, and engines that
+        follow the prefill get an answer."""
+        self._reactor.call_soon(self._on_changed)
 
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
@@ -134,13 +146,20 @@ class LeaseServer(LeaseListener[Connection]):
 
     def checksums_ready(self, step: int) -> None:
         self._exports.mark_checksums_ready(step)
-        self._ask_parked()
+        self._on_changed()
+
+    def _on_changed(self) -> None:
+        if self._parked:
+            self._ask_parked()
         self.update()
 
     def _ask_parked(self) -> None:
-        parked, self._parked = self._parked, []
+        parked, self._parked = self._parked, [p for p in self._parked if p.request.follow]
         for p in parked:
-            self._lease(p.identity, p.request, p.deadline)
+            if p.request.follow:
+                self._follow(p)
+            else:
+                self._lease(p.identity, p.request, p.deadline)
 
     def update(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
@@ -181,6 +200,13 @@ class LeaseServer(LeaseListener[Connection]):
         match message:
             case m.Hello():
                 self._hello(connection, message)
+            case m.LeaseRequest(follow=True) if connection.greeted:
+                follower = Parked(identity, message, time.monotonic() + message.wait_seconds, message.start)
+                self._parked.append(follower)
+                self._follow(follower)
+            case m.StopFollowing():
+                stopped = identity, message.lookup_id
+                self._parked = [p for p in self._parked if (p.identity, p.request.lookup_id) != stopped]
             case m.LeaseRequest() if connection.greeted:
                 wait_seconds = min(PARK_SHARE * self._config.lookup_timeout, message.wait_seconds)
                 self._lease(identity, message, time.monotonic() + wait_seconds)
@@ -189,9 +215,13 @@ class LeaseServer(LeaseListener[Connection]):
             case m.Release():
                 self._exports.release(message.lease, identity, message.done)
             case m.ReleaseExport():
-                self._exports.end_export(message.export)
+                if not self._exports.end_export(message.export):
+                    self._events.on_dropped(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
+                for p in [p for p in self._parked if p.identity == identity and p.request.follow]:
+                    p.deadline = time.monotonic() + p.request.wait_seconds
+                    self._send(identity, m.StillPrefilling(p.request.lookup_id))
             case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
                 self._events.on_question(message, partial(self._answer, identity))
             case _:
@@ -241,6 +271,57 @@ class LeaseServer(LeaseListener[Connection]):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
         self._reply(identity, request, deadline, found)
 
+    # -- following a prefill -------------------------------------------------------------------------------------------
+
+    def _follow(self, p: Parked) -> None:
+        """Grant the whole export if the prefill has ended, else ask for its next stretch. ``p`` is parked."""
+        request, seconds = p.request, self._config.lease_seconds
+        if self._welcome is None or request.instance != self._welcome[1].instance:
+            self._parked.remove(p)
+            reason = "this engine was restarted since the handshake"
+            self._refuse(p.identity, request.lookup_id, "peer_restarted", reason)
+            return
+        found = self._exports.lease_export(
+            request.export, request.digest, request.lora_fingerprint, request.start, p.identity, seconds,
+            not request.mapped,
+        )  # fmt: skip
+        if isinstance(found, Lease) or found in (Refusal.DIGEST, Refusal.NOTHING):
+            self._parked.remove(p)
+            self._reply(p.identity, request, p.deadline, found)
+        elif found is Refusal.UNKNOWN and self._events.lease_stretch is not None:
+            if p.asking:
+                p.again = True
+                return
+            p.asking, p.again = True, False
+            self._events.lease_stretch(
+                msgspec.structs.replace(request, start=p.sent), p.identity, seconds,
+                lambda stretch: self._reactor.call_soon(lambda: self._on_stretch(p, stretch)),
+            )  # fmt: skip
+
+    def _on_stretch(self, p: Parked, found: Lease | Refusal) -> None:
+        p.asking = False
+        if p not in self._parked:  # it left, gave up, or has got the whole export
+            if isinstance(found, Lease):
+                self._exports.release(found.id, p.identity, False)
+        elif isinstance(found, Lease):
+            p.sent, p.deadline = found.tokens, time.monotonic() + p.request.wait_seconds
+            self._grant(p.identity, p.request, found, final=False)
+        elif found is Refusal.NOT_READY:
+            if p.again:
+                self._follow(p)
+        else:
+            self._on_prefill_ended(p, found)
+        self.update()
+
+    def _on_prefill_ended(self, p: Parked, found: Refusal) -> None:
+        """There will be no more stretches. If there is an export, it was added before."""
+        known = self._exports.has(p.request.export)
+        if found is Refusal.UNKNOWN and known:
+            self._follow(p)
+        else:
+            self._parked.remove(p)
+            self._refuse(p.identity, p.request.lookup_id, found.value, _REASONS[found])
+
     def _on_cache_lease(
         self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal
     ) -> None:
@@ -258,15 +339,14 @@ class LeaseServer(LeaseListener[Connection]):
         else:
             self._refuse(identity, request.lookup_id, found.value, _REASONS[found])
 
-    def _grant(self, identity: bytes, request: m.LeaseRequest, lease: Lease) -> None:
-        if request.reply_port and not request.from_prefix_cache:
+    def _grant(self, identity: bytes, request: m.LeaseRequest, lease: Lease, final: bool = True) -> None:
+        if request.reply_port and final and not request.from_prefix_cache:
             self._events.on_puller(request)
-        seconds = self._config.lease_seconds
+        seconds, number = self._config.lease_seconds, request.lookup_id
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
         tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
-        self._send(
-            identity, m.LeaseGranted(request.lookup_id, lease.id, lease.tokens, lease.start, blocks, seconds, tail)
-        )
+        granted = m.LeaseGranted(number, lease.id, lease.tokens, lease.start, blocks, seconds, tail, final)
+        self._send(identity, granted)
 
     def _refuse(self, identity: bytes, lookup_id: int, code: str, reason: str) -> None:
         self._send(identity, m.LeaseRefused(lookup_id, code, reason[:500]))

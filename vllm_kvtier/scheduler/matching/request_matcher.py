@@ -43,6 +43,7 @@ class RequestMatcher:
         self._load_or_recompute = LoadOrRecompute(context)
         self._source_selector = SourceSelector(context, sources)
         self._looking_ahead = self._source_selector.looking_ahead
+        self._growing = [source for source in sources if source.loads_in_parts]
         self._tracked: dict[str, RequestState] = {}
         self._jobs: list[Job | FailedJob] = []
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
@@ -224,12 +225,7 @@ class RequestMatcher:
             t.planned_for = hit
         t.num_external_tokens = external
         self._jobs.append(job)
-        # vLLM goes on computing in this block, or computes a prompt's last token in it again: the source's checksum is
-        # not that of its content then.
-        first = min(tokens, request.num_tokens - 1)
-        pairs = zip(block_ids, self._geometry.groups, strict=True)
-        again = {ids[first // size] for ids, (size, _) in pairs if first // size < len(ids)}
-        t.entries = [entry for entry in t.entries if entry.block not in again]
+        t.entries = job_builder.unchanged(t, t.entries, self._geometry, block_ids, tokens)
         if t.synchronous:
             self._sync_load.begin(t, cast(SyncJob, job))  # as ``supports_sync_load`` says
             return
@@ -259,6 +255,8 @@ class RequestMatcher:
         t.allocated_at, t.num_external_tokens, t.entries = time.monotonic(), external, []
         job = t.job = job_builder.failed_job(t, self._geometry, block_ids, t.num_computed_tokens + external)
         t.can_cancel_load = False
+        if t.hit is not None:
+            t.hit.source.forget_load(t)
         self._jobs.append(job)
         if t.synchronous:
             self._sync_load.begin(t, job)
@@ -299,6 +297,12 @@ class RequestMatcher:
     def has_jobs(self) -> bool:
         """Whether ``take_jobs`` or ``take_aborted`` returns anything."""
         return bool(self._jobs or self._source_selector.aborted)
+
+    def collect_jobs(self) -> None:
+        """Once a step: add the jobs of loads that go on."""
+        for source in self._growing:
+            for job in source.more_jobs():  # one by one: if it raises, those before are not lost
+                self._jobs.append(job)
 
     def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
         """Jobs for the workers to start in this step, and the ranks of peers that they name for the first time."""

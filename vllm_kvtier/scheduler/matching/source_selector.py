@@ -170,8 +170,11 @@ class SourceSelector:
             source.release_export(t)
         elif action is Action.RELEASE and t.hit is not None:
             t.hit.source.release_hit(t)
-        elif action is Action.CANCEL_LOAD and t.can_cancel_load:
-            self.aborted.append(t.request.request_id)
+        elif action is Action.CANCEL_LOAD:
+            if t.can_cancel_load:
+                self.aborted.append(t.request.request_id)
+            if t.hit is not None:
+                t.hit.source.cancel_load(t)
         t.life.fire(event)
 
     def release_held(self, t: RequestState) -> None:

@@ -32,11 +32,12 @@ class EarlyReadInfo:
 
 @dataclass(frozen=True)
 class PrefillHandoff:
-    """A finished prefill promised to us."""
+    """A prefill promised to us. ``follow``: it may still run, or wait to run."""
 
     address: Address
     export: str
     early_read: EarlyReadInfo | None = field(default=None, compare=False)
+    follow: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Hints:
     peers: tuple[Address, ...] = ()  # engines that may hold the prompt's blocks, to be asked by hash
     stores: tuple[str, ...] = ()  # host:port of other nodes' stores that may
     export_prefill: bool = False  # another engine will fetch this request's prefill
+    export_as: str = ""  # by this name, which that engine knows already; "": by the request's id
     asked: bool = False  # whether the answer should carry params at all
 
 
@@ -70,11 +72,10 @@ def read(params: Any) -> Hints:
     remote = _address(params.get("remote_host"), params.get("remote_port"))
     stores = _stores(ours.get("stores"))
     if params.get("do_remote_prefill"):
-        export = ours.get("export") or params.get("remote_request_id")
-        if remote and isinstance(export, str) and 0 < len(export) <= 512 and _is_text(export):
-            return Hints(
-                handoff=PrefillHandoff(remote, export, _early_read_info(params, ours)), stores=stores, asked=True
-            )
+        export = _export_name(ours.get("export") or params.get("remote_request_id"))
+        if remote and export:
+            early, follow = _early_read_info(params, ours), ours.get("follow") is True
+            return Hints(handoff=PrefillHandoff(remote, export, early, follow), stores=stores, asked=True)
         return Hints(stores=stores, asked=True)
     peers = [remote] if remote else []
     listed = ours.get("sources")
@@ -82,7 +83,13 @@ def read(params: Any) -> Hints:
         address = _address(peer.get("host"), peer.get("port")) if isinstance(peer, dict) else None
         if address and address not in peers:
             peers.append(address)
-    return Hints(peers=tuple(peers), stores=stores, export_prefill=bool(params.get("do_remote_decode")), asked=True)
+    exports = bool(params.get("do_remote_decode"))
+    export_as = _export_name(ours.get("export_as")) if exports else ""
+    return Hints(peers=tuple(peers), stores=stores, export_prefill=exports, export_as=export_as, asked=True)
+
+
+def _export_name(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= 512 and _is_text(value) else ""
 
 
 def _stores(listed: Any) -> tuple[str, ...]:
@@ -123,9 +130,11 @@ def write(
     seconds: float,
     tensor_parallel: int,
     report: dict[str, Any],
+    follow: bool = False,
 ) -> dict[str, Any]:
     """Params for the answer of a request whose blocks are exported: a hand-off for a decode engine, or blocks retained
-    for the next turn. ``seconds``: how long the export lives (a duration, because clocks differ)."""
+    for the next turn. ``seconds``: how long the export lives (a duration, because clocks differ). ``follow``: whether
+    this engine's prefills can be pulled while they go on, under the name ``export_as`` (for routers)."""
     prefill = export.kind is LeaseKind.HANDOFF
     return {
         "do_remote_prefill": prefill,
@@ -147,6 +156,7 @@ def write(
             "num_tokens": export.tokens,
             "digest": export.digest.hex(),
             "expires_in": seconds,
+            "can_follow": follow,  # not ``follow``: routers pass this on to the decode engine
             **report,
         },
     }

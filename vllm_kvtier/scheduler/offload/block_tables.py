@@ -29,6 +29,7 @@ class Table:
     request: Any = None
     checksums_ready: list[int] = field(default_factory=list)  # per group: blocks before this position are in the index
     tailed: bool = False  # the prompt's partial tail is in the index
+    stretches_for: bytes = b""  # digest of the prompt, once an engine follows its prefill
     offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store
     begun: int = 0  # how often offering them began again
     rewinds: int = 0  # of these, how often for a cause that may last

@@ -196,6 +196,7 @@ class KVSource(ABC):
     can_cancel_load: ClassVar[bool] = False  # the workers can stop a load that no request waits for
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
     looks_ahead: ClassVar[bool] = False  # it looks up queued requests
+    loads_in_parts: ClassVar[bool] = False  # a load may have several jobs: ``more_jobs`` is called once a step
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
 
     # -- before a request is matched: called if ``looks_ahead`` ------------------------------------------------------
@@ -272,6 +273,19 @@ class KVSource(ABC):
 
     def on_allocated(self, request: RequestState, num_tokens: int) -> None:
         """``num_tokens`` tokens are being loaded."""
+
+    def more_jobs(self) -> Iterable[Any]:
+        """Jobs of loads that go on, whose earlier jobs had ``more``. Called if ``loads_in_parts``."""
+        return ()
+
+    def cancel_load(self, request: RequestState) -> None:
+        """The request of a load under way ended: begin no more of it than has to be."""
+
+    def forget_load(self, request: RequestState) -> None:
+        """What ``build_job`` returned does not get to the workers; a failed job takes its place."""
+
+    def on_result(self, request: RequestState, result: Result) -> None:
+        """A rank's job for ``request.hit`` ended, well or not."""
 
     @abstractmethod
     def on_loaded(self, request: RequestState) -> None:

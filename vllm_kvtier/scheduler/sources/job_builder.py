@@ -11,8 +11,9 @@ import numpy as np
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, GroupPull, LoadJob, PeerFetchJob, PullJob
 from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ContentKeys
+from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
-from vllm_kvtier.scheduler.sources.base import BlockIds, RequestState
+from vllm_kvtier.scheduler.sources.base import BlockIds, LookupHit, RequestState
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 
@@ -31,16 +32,32 @@ def pull_job(
 ) -> PullJob:
     """The blocks of tokens [t.num_computed_tokens, tokens) that vLLM gave the request; in ``t.entries`` too. ``keys``:
     of the hit's engine, whose blocks may be of other sizes."""
-    hit, own = t.hit, t.hit.hash_block_size in (0, geometry.hash_block_size)
+    pulls, t.entries = pull_rows(t, t.hit, geometry, keys, block_ids, t.num_computed_tokens, tokens)
+    staged = t.hit.path is ReadPath.STAGED
+    return PullJob(t.request.request_id, t.hit.instance, pulls, timeout, promised=not t.hit.lease, staged=staged)
+
+
+def pull_rows(
+    t: RequestState,
+    hit: LookupHit | LeasedBlocks,
+    geometry: BlockGeometry,
+    keys: ContentKeys,
+    block_ids: BlockIds,
+    start: int,
+    tokens: int,
+) -> tuple[list[GroupPull], list[ChecksumEntry]]:
+    """The blocks of tokens [start, tokens), which ``hit`` has, and the checksums of those that are of our size."""
+    own = hit.hash_block_size in (0, geometry.hash_block_size)
     hash_block_size = geometry.hash_block_size if own else hit.hash_block_size
     # Up to the hit's end, even if the last token is not taken: the peer's checksums cover its blocks so far.
     most = hit.tokens
     hashes = vr.block_hashes(t.request, most, hash_block_size) if own else t.other_hashes[hash_block_size]
     lora_fingerprint = lora_fingerprint_of(t.request)
-    pulls, t.entries = [], []
-    for g, ((size, _), their_size) in enumerate(zip(geometry.groups, hit.block_sizes(geometry.groups), strict=True)):
+    pulls, entries = [], []
+    their_sizes = hit.block_tokens or [size for size, _ in geometry.groups]
+    for g, ((size, _), their_size) in enumerate(zip(geometry.groups, their_sizes, strict=True)):
         rows, shifts, before = [], [], hit.start // their_size
-        for position in range(t.num_computed_tokens // size, -(-tokens // size)):
+        for position in range(start // size, -(-tokens // size)):
             local = block_ids[g][position] if position < len(block_ids[g]) else 0
             if not local:
                 continue  # not needed: vLLM gave no block
@@ -55,7 +72,7 @@ def pull_job(
                 rows.append((entry, hit.blocks[g][place - before] if 0 <= place - before < len(hit.blocks[g]) else 0))
                 shifts.append(position * size - place * their_size)
         if own and size == their_size:
-            t.entries += [entry for entry, _ in rows]
+            entries += [entry for entry, _ in rows]
         pulls.append(
             GroupPull(
                 g,
@@ -66,8 +83,18 @@ def pull_job(
                 None if size == their_size else np.array(shifts, np.int32),
             )
         )
-    staged = t.hit.path is ReadPath.STAGED
-    return PullJob(t.request.request_id, t.hit.instance, pulls, timeout, promised=not t.hit.lease, staged=staged)
+    return pulls, entries
+
+
+def unchanged(
+    t: RequestState, entries: list[ChecksumEntry], geometry: BlockGeometry, block_ids: BlockIds, tokens: int
+) -> list[ChecksumEntry]:
+    """Those of ``entries`` that hold after a load of ``tokens`` tokens. vLLM goes on computing in the block of the next
+    one, or computes a prompt's last token in it again: the source's checksum is not that of its content then."""
+    first = min(tokens, t.request.num_tokens - 1)
+    pairs = zip(block_ids, geometry.groups, strict=True)
+    again = {ids[first // size] for ids, (size, _) in pairs if first // size < len(ids)}
+    return [entry for entry in entries if entry.block not in again]
 
 
 def load_job(
@@ -93,15 +120,19 @@ def peer_fetch_job(
     return PeerFetchJob(t.request.request_id, t.hit.instance, fetches, timeout)
 
 
-def failed_job(t: RequestState, geometry: BlockGeometry, block_ids: BlockIds, tokens: int) -> FailedJob:
-    """For a load whose job could not be built: vLLM's blocks of tokens [t.num_computed_tokens, tokens)."""
+def failed_job(
+    t: RequestState, geometry: BlockGeometry, block_ids: BlockIds, tokens: int, start: int = -1, reason: str = ""
+) -> FailedJob:
+    """For a load whose job could not be built, or whose rest does not come: vLLM's blocks of tokens [start, tokens);
+    -1: from t.num_computed_tokens on."""
     t.positions, failed = {}, []
+    start = t.num_computed_tokens if start < 0 else start
     for g, (size, _) in enumerate(geometry.groups):
-        blocks = np.array(block_ids[g][t.num_computed_tokens // size : -(-tokens // size)], np.int64)
+        blocks = np.array(block_ids[g][start // size : -(-tokens // size)], np.int64)
         rows = np.flatnonzero(blocks)
-        t.positions[g] = t.num_computed_tokens // size + rows
+        t.positions[g] = start // size + rows
         failed.append(GroupLoad(g, blocks[rows], np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)))
-    return FailedJob(t.request.request_id, failed, t.synchronous)
+    return FailedJob(t.request.request_id, failed, t.synchronous, reason=reason)
 
 
 def _whole_blocks(

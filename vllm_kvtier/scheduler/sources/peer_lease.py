@@ -9,6 +9,7 @@ from typing import Any
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources import job_builder
@@ -101,13 +102,14 @@ class PeerLeaseSource(KVSource):
             most = len(request.other_hashes.get(hit.hash_block_size, ())) * hit.hash_block_size
         return self._fits(hit, request.pending.start, most)
 
-    def _fits(self, hit: LookupHit, start: int, max_tokens: int) -> bool:
+    def _fits(self, hit: LookupHit | LeasedBlocks, start: int, max_tokens: int) -> bool:
         groups = self._geometry.groups
         if not (start <= hit.start < hit.tokens <= max_tokens and len(hit.blocks) == len(groups)):
             return False
         if hit.block_tokens and len(hit.block_tokens) != len(groups):
             return False
-        for ids, size, (_, kind) in zip(hit.blocks, hit.block_sizes(groups), groups, strict=True):
+        sizes = hit.block_tokens or tuple(size for size, _ in groups)
+        for ids, size, (_, kind) in zip(hit.blocks, sizes, groups, strict=True):
             if len(ids) != -(-hit.tokens // size) - hit.start // size:
                 return False
             if kind.whole_prefix and not all(ids):

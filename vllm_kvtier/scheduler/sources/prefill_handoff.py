@@ -24,7 +24,8 @@ class PrefillHandoffSource(PeerLeaseSource):
     name = "handoff"
 
     def candidates(self, request: RequestState) -> Iterable[Candidate]:
-        return [Candidate(self, request.hints.handoff.address)] if request.hints.handoff else []
+        handoff = request.hints.handoff
+        return [Candidate(self, handoff.address)] if handoff is not None and not handoff.follow else []
 
     def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(request, need):
@@ -87,5 +88,5 @@ class PrefillHandoffSource(PeerLeaseSource):
 
     def release_export(self, request: RequestState) -> None:
         handoff = request.hints.handoff
-        if handoff is not None:
+        if handoff is not None and not handoff.follow:
             self._lease_client.release_export(handoff.address, handoff.export)

@@ -1,0 +1,180 @@
+"""Requests that the proxy sends to a prefill engine and a decode engine at once."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from proxy_fakes import Cluster, text_of, turn
+
+from vllm_kvtier.scheduler.matching.transfer_params import read
+
+
+@asynccontextmanager
+async def following(**options):
+    """A cluster whose prefill engines are known, both engines of the next request held."""
+    async with Cluster(max_followed_prefills=16, **options) as c:
+        for engine in c.p:
+            engine.follow = True
+        for _ in c.p:
+            await c.chat(f"first {_}")
+        for engine in (*c.p, *c.d):
+            engine.seen.clear()
+            engine.hold = asyncio.Event()
+        yield c
+
+
+async def both_asked(c):
+    return await c.p[0].until_seen(1), await c.d[0].until_seen(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_is_sent_to_both_engines_at_once(stream):
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello", stream=stream, max_tokens=5))
+        to_p, to_d = await both_asked(c)
+        prefill, decode = (read(seen.body["kv_transfer_params"]) for seen in (to_p, to_d))
+        assert prefill.export_prefill and prefill.export_as == decode.handoff.export and decode.handoff.follow
+        assert decode.handoff.address == ("127.0.0.1", c.p[0].params({})["remote_port"])
+        assert (to_p.body["max_tokens"], to_d.body["max_tokens"]) == (1, 5)
+        assert c.core.decode[0].followed_prefills == 1
+        c.p[0].hold.set()
+        await c.until(lambda: c.core.prefill[0].outstanding == 0)
+        c.d[0].hold.set()
+        reply = await asked
+        text = text_of(reply.content) if stream else reply.json()["choices"][0]["text"]
+        assert text.startswith(c.d[0].text(turn("hello"), 0))
+        assert len(c.p[0].seen) == len(c.d[0].seen) == 1 and c.core.decode[0].followed_prefills == 0
+        assert c.released.empty()
+
+
+async def test_finished_prefill_is_no_prefill_to_follow():
+    """Its params are passed on as they are; the decode engine must not wait for an export that has gone."""
+    async with Cluster() as c:
+        c.p[0].follow = True
+        await c.chat("hello")
+        assert read(c.d[0].seen[0].body["kv_transfer_params"]).handoff.follow is False
+
+
+async def test_names_of_exports_differ():
+    async with following() as c:
+        c.p[0].hold = c.d[0].hold = None
+        await asyncio.gather(*(c.chat(f"hello {i}") for i in range(4)))
+        names = [seen.body["kv_transfer_params"]["kvtier"]["export_as"] for seen in c.p[0].seen]
+        assert len(set(names)) == 4
+
+
+@pytest.mark.parametrize("why", ["unknown endpoint", "old engine", "off", "too many"])
+async def test_requests_are_sent_one_after_the_other(why):
+    async with Cluster(max_followed_prefills=0 if why == "off" else 1) as c:
+        c.p[0].follow = why != "old engine"
+        if why != "unknown endpoint":
+            await c.chat("first")
+        if why == "too many":
+            c.core.decode[0].followed_prefills = 1
+        c.p[0].hold = asyncio.Event()
+        count = len(c.d[0].seen)
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.p[0].until_seen(len(c.p[0].seen) + 1)
+        assert len(c.d[0].seen) == count
+        c.p[0].hold.set()
+        await asked
+        assert "follow" not in c.d[0].seen[-1].body["kv_transfer_params"]["kvtier"] or c.p[0].follow
+        assert c.d[0].seen[-1].body["kv_transfer_params"]["kvtier"]["export"].startswith("secret-export")
+
+
+@pytest.mark.parametrize("status, then", [(400, 400), (404, 200), (429, 200), (500, 200)])
+async def test_prefill_that_is_refused_cancels_decode_request(status, then):
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        _, to_d = await both_asked(c)
+        c.p[0].status = status
+        c.p[0].hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        reply = await asked
+        assert reply.status_code == then
+        assert len(c.d[0].seen) == (1 if then == 400 else 2)
+        if then == 200:
+            assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
+
+
+async def test_engine_with_several_endpoints_is_not_followed():
+    """Data-parallel ranks behind one URL: the decode engine asked the wrong one."""
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        _, to_d = await both_asked(c)
+        c.p[0].kv_port = 4321
+        c.p[0].hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        assert c.d[0].seen[1].body["kv_transfer_params"]["remote_port"] == 4321
+        await c.chat("again")
+        assert c.core.state()["counts"]["followed"] == 1
+
+
+async def test_failed_prefill_is_tried_at_another_engine():
+    async with following(p=2) as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        to_d = await c.d[0].until_seen(1)
+        failing, other = sorted(c.p, key=lambda engine: not engine.seen)
+        other.hold, failing.status = None, 500
+        failing.hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        export = c.d[0].seen[1].body["kv_transfer_params"]["kvtier"]["export"]
+        assert export.startswith(f"secret-export-{other.name}")
+
+
+async def test_decode_request_goes_on_when_prefill_engine_dies():
+    """The decode engine computes what it lacks."""
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        _, to_d = await both_asked(c)
+        await c.p[0].kill()
+        await c.until(lambda: not c.core.prefill[0].healthy)
+        assert not to_d.aborted.is_set()
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200 and len(c.d[0].seen) == 1
+
+
+async def test_decode_engine_that_answers_first_ends_prefill():
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        to_p, _ = await both_asked(c)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        await asyncio.wait_for(to_p.aborted.wait(), 10)
+        await c.until(lambda: c.core.prefill[0].outstanding == 0)
+
+
+@pytest.mark.parametrize("how", ["dies", "answers 500"])
+async def test_next_decode_engine_gets_export_of_finished_prefill(how):
+    async with following(d=2) as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.p[0].until_seen(1)
+        await c.until(lambda: any(engine.seen for engine in c.d))
+        failing, other = sorted(c.d, key=lambda engine: not engine.seen)
+        other.hold = None
+        if how == "dies":
+            await failing.kill()
+        else:
+            failing.status = 500
+            failing.hold.set()
+        await c.until(lambda: sum(not engine.healthy for engine in c.core.decode) == 1)
+        assert not other.seen
+        c.p[0].hold.set()
+        assert (await asked).status_code == 200
+        assert other.seen[0].body["kv_transfer_params"]["kvtier"]["export"].startswith("secret-export-P0")
+
+
+async def test_client_that_leaves_ends_both_requests():
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        to_p, to_d = await both_asked(c)
+        asked.cancel()
+        for seen in (to_p, to_d):
+            await asyncio.wait_for(seen.aborted.wait(), 10)
+        await c.until(lambda: not any(e.outstanding for e in (*c.core.prefill, *c.core.decode)))
+        assert c.core.decode[0].followed_prefills == 0

@@ -1,0 +1,295 @@
+"""A prefill that its router gave to a prefill engine and to this one at the same time.
+
+The prefill engine grants stretches of the prompt as its steps compute them, and at last the whole export. vLLM is
+promised the whole prompt when the first stretch is granted: by then the prefill has begun, and what this engine keeps
+blocks for is its computing, not its queue. One load fills them, piece by piece: its first job comes from ``build_job``,
+the others from ``more_jobs``. The last one ends it. If the prefill ends early, that is a ``FailedJob`` for what is
+missing, and the request goes on from the last verified block.
+
+At most one stretch of a request is being read at a time; what was granted meanwhile is read with the next. The export
+does not wait for a stretch. A stretch's lease goes back when all ranks have read it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from vllm_kvtier.jobs.results import Result
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupPull, PeerFetchJob, PullJob
+from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.context import LoadContext
+from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry
+from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks
+from vllm_kvtier.scheduler.matching.request_lifecycle import State
+from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import (
+    BlockIds,
+    Candidate,
+    Job,
+    LookupHit,
+    LookupMiss,
+    Need,
+    PendingLookup,
+    RequestState,
+)
+from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
+from vllm_kvtier.shapes.read_paths import ReadPath
+
+logger = get_logger(__name__)
+
+# Of all blocks: they stay free for the requests that this engine serves, while a prompt is promised ahead.
+FREE_BLOCK_SHARE = 0.05
+# The prefill engine is gone, or does not answer: what it granted and was not read yet is not tried.
+_GONE = ("unreachable", "timeout", "peer_restarted", "malformed")
+
+
+@dataclass(eq=False)
+class _Following:
+    """A load that follows a prefill. Tokens [request.num_computed_tokens, ``given``) are in jobs; ``used``: so many of
+    the answer's grants. ``results``: of all ranks, that are awaited. ``closed``: the last job was made."""
+
+    request: RequestState
+    answer: FollowedLease
+    block_ids: BlockIds
+    tokens: int
+    given: int
+    num_blocks: int
+    used: int = 0
+    results: int = 0
+    closed: bool = False
+    failed: bool = False
+    aborted: bool = False
+    reading: list[LeasedBlocks] = field(default_factory=list)
+
+
+class _FollowedLookup(PendingLookup):
+    """Its answer counts when the engine has room for a prompt whose prefill goes on, or that prefill has ended."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, source: "FollowedPrefillSource", answer: FollowedLease, start: int, tokens: int):
+        super().__init__(source, answer, start, tokens)
+        self.tokens = tokens
+
+    def poll(self) -> LookupHit | LookupMiss | None:
+        source: FollowedPrefillSource = self.source  # type: ignore[assignment]
+        if self.outcome is None and not source.may_begin(self):
+            return None
+        return super().poll()
+
+
+class FollowedPrefillSource(PrefillHandoffSource):
+    """For requests whose params say ``follow``. The export's name is the router's."""
+
+    loads_in_parts = True
+
+    def __init__(self, context: LoadContext):
+        super().__init__(context)
+        self._changed: deque[str] = deque()  # requests; the reactor appends too
+        self._following: dict[str, _Following] = {}
+        geometry, info = self._geometry, self._engine.info
+        # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
+        self._stretches = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
+        self._stretches &= not geometry.whole_blocks
+        self._stretches &= self._config.follow_share > 0 and info.supports_partial_prefix
+        # A prefill that dies half way must not end its request here.
+        self._stretches &= self._config.kv_load_failure_policy != "fail"
+
+    # -- lookup ------------------------------------------------------------------------------------------------------
+
+    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+        handoff = request.hints.handoff
+        return [Candidate(self, handoff.address)] if handoff is not None and handoff.follow else []
+
+    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(request, need):
+            self.release_export(request)
+            return None
+        tokens, handoff = self._exported_tokens(request), request.hints.handoff
+        hashes = self._block_hashes(request, tokens)
+        answer = self._lease_client.follow(
+            handoff.address, self._config.transfer_timeout,
+            partial(self._changed.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
+            lora_fingerprint=lora_fingerprint_of(request.request), export=handoff.export,
+            digest=self._digest(request, hashes, tokens, self._geometry.hash_block_size), stretches=self._stretches, **self._reply_address(),
+        )  # fmt: skip
+        return _FollowedLookup(self, answer, need.start, tokens)
+
+    def may_begin(self, pending: _FollowedLookup) -> bool:
+        """Whether its answer is to be read now: of prompts that are promised ahead only so many hold blocks."""
+        answer = pending.answer
+        if not isinstance(answer.outcome, LeasedBlocks) or answer.complete or answer.ended is not None:
+            return True  # no answer yet, a miss, or nothing more to come
+        pool, config = self._engine.pool, self._config
+        needed = self._num_blocks(pending.start, pending.tokens)
+        if pool.free_count() < needed + FREE_BLOCK_SHARE * pool.num_blocks:
+            return False
+        held = sum(each.num_blocks for each in self._following.values() if not each.closed)
+        return not held or held + needed <= config.follow_share * pool.num_blocks
+
+    def _num_blocks(self, start: int, tokens: int) -> int:
+        return sum(-(-tokens // size) - start // size for size, _ in self._geometry.groups)
+
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        answer: FollowedLease = pending.answer
+        if isinstance(answer.outcome, LookupMiss):
+            return answer.outcome
+        if answer.ended is not None:
+            self._lease_client.stop_following(answer, done=False)
+            return answer.ended
+        if not all(self._is_sound(pending, each) for each in list(answer.grants)):
+            self._lease_client.stop_following(answer, done=True)
+            return LookupMiss("malformed", "a malformed grant")
+        leased = answer.grants[-1] if answer.complete else answer.grants[0]
+        return LookupHit(
+            self, leased.instance, leased.lease, pending.start, leased.tokens if leased.final else pending.max_tokens,
+            leased.blocks, address=leased.address, ranks=leased.ranks, path=leased.path,
+            same_layout=leased.same_layout,
+        )  # fmt: skip
+
+    def early_hit(self, request: RequestState) -> LookupHit | None:
+        return None
+
+    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+        return True  # ``read_answer`` checked what it was made of
+
+    def _is_sound(self, pending: PendingLookup, leased: LeasedBlocks) -> bool:
+        """Another process made it, and its numbers become indices."""
+        if not leased.final and any(leased.tokens % size for size, _ in self._geometry.groups):
+            return False
+        return self._fits(leased, pending.start, pending.max_tokens)
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        start = request.num_computed_tokens
+        f = _Following(request, request.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
+        self._context.checksum_index.forget(
+            block
+            for ids, (size, _) in zip(block_ids, self._geometry.groups, strict=True)
+            for block in ids[start // size :]
+        )
+        request.entries, request.positions = [], {}
+        job = self._next_job(f)
+        assert isinstance(job, PullJob | PeerFetchJob), "there is a grant"
+        self._following[request.request.request_id] = f
+        return job
+
+    def more_jobs(self) -> Iterable[Job | FailedJob]:
+        while self._changed:
+            f = self._following.get(self._changed.popleft())
+            if f is None:
+                continue
+            try:
+                job = self._next_job(f)
+            except Exception:
+                logger.exception("kvtier: followed prefill: an internal error; what is missing is computed")
+                job = self._close(f, "an internal error; see this engine's log")
+            if job is not None:
+                yield job
+
+    def _next_job(self, f: _Following) -> Job | FailedJob | None:
+        """The next job, if there is something to read and the job before it has ended, or nothing more comes."""
+        answer = f.answer
+        if f.closed:
+            return None
+        if f.aborted:
+            return self._close(f, "")
+        ended = answer.ended  # before ``grants``, which do not change after it
+        grants = answer.grants[f.used :]
+        bad = next((each for each in grants if not self._is_sound(f.request.pending, each)), None)
+        if f.failed or bad is not None or (ended is not None and ended.code in _GONE):
+            why = (
+                "a stretch was not read" if f.failed else "a malformed grant" if bad else ended.reason if ended else ""
+            )
+            return self._close(f, f"the rest of the prefill: {why}")
+        if grants and grants[-1].final:
+            return self._read(f, [grants[-1]], len(grants), more=False)
+        if grants and not f.results:
+            return self._read(f, grants, len(grants), more=True)
+        if ended is not None and not grants:
+            return self._close(f, f"the rest of the prefill: {ended.reason}")
+        return None
+
+    def _read(self, f: _Following, grants: list[LeasedBlocks], used: int, more: bool) -> Job:
+        """Tokens from ``f.given`` to the end of ``grants``."""
+        keys, t = self._engine.identity.content_keys(), f.request
+        parts: list[list[GroupPull]] = []
+        entries: list[ChecksumEntry] = []
+        tokens = f.given
+        for leased in grants:
+            end = f.tokens if leased.final else min(leased.tokens, f.tokens)
+            if leased.start > tokens:
+                raise ValueError(f"a grant from token {leased.start} on, after token {tokens}")
+            if end > tokens:
+                rows, new = job_builder.pull_rows(t, leased, self._geometry, keys, f.block_ids, tokens, end)
+                parts.append(rows)
+                entries += new
+                tokens = end
+        groups = [GroupPull.join(g, [rows[g] for rows in parts]) for g in range(len(self._geometry.groups))]
+        t.entries += job_builder.unchanged(t, entries, self._geometry, f.block_ids, f.tokens)
+        self._counters.count("followed_tokens", "while_prefilling" if more else "after_prefill", tokens - f.given)
+        f.reading += f.answer.grants[f.used : f.used + used]
+        f.given, f.used, f.closed = tokens, f.used + used, not more
+        f.results += self._engine.info.world_size
+        request_id, timeout, path = t.request.request_id, self._config.transfer_timeout, grants[0].path
+        if path is ReadPath.MAPPED:
+            return PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
+        return PullJob(request_id, grants[0].instance, groups, timeout, staged=path is ReadPath.STAGED, more=more)
+
+    def _close(self, f: _Following, reason: str) -> Job | FailedJob:
+        """The last job: what is missing failed, except of a request that has ended."""
+        f.closed = True
+        f.results += self._engine.info.world_size
+        if f.aborted:
+            groups = [GroupPull.join(g, []) for g in range(len(self._geometry.groups))]
+            return PullJob(f.request.request.request_id, f.request.taken_hit.instance, groups, 0.0)
+        return job_builder.failed_job(f.request, self._geometry, f.block_ids, f.tokens, f.given, reason)
+
+    def cancel_load(self, request: RequestState) -> None:
+        f = self._following.get(request.request.request_id)
+        if f is not None and not f.closed:
+            f.aborted = True
+            self._changed.append(request.request.request_id)
+
+    def forget_load(self, request: RequestState) -> None:
+        self._following.pop(request.request.request_id, None)
+
+    def on_result(self, request: RequestState, result: Result) -> None:
+        f = self._following.get(request.request.request_id)
+        if f is None:
+            return
+        f.results -= 1
+        f.failed |= result.failed
+        if not f.results and not f.closed:
+            for leased in f.reading:
+                self._lease_client.release(leased, False)
+            f.reading = []
+        self._changed.append(request.request.request_id)
+
+    def on_loaded(self, request: RequestState) -> None:
+        if request.life.state is not State.ABANDONED:
+            super().on_loaded(request)
+
+    # -- release -----------------------------------------------------------------------------------------------------
+
+    def cancel(self, pending: PendingLookup) -> None:
+        self._lease_client.stop_following(pending.answer, done=False)
+
+    def release(self, hit: LookupHit, consumed: bool) -> None:
+        """Nothing: ``release_hit`` and ``cancel`` release all that was granted."""
+
+    def release_hit(self, request: RequestState) -> None:
+        self._following.pop(request.request.request_id, None)
+        answer = request.pending.answer if request.pending is not None else None
+        if answer is not None:
+            self._lease_client.stop_following(answer, done=True)
+        if answer is None or not answer.complete:
+            self.release_export(request)
+
+    def release_export(self, request: RequestState) -> None:
+        handoff = request.hints.handoff
+        if handoff is not None and handoff.follow:
+            self._lease_client.release_export(handoff.address, handoff.export)
