@@ -275,8 +275,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _doc(
             "Master of a Mooncake Store cluster that keeps blocks in the memory of its nodes, for a node store that "
-            "this engine starts: host:port, or of several masters etcd://host:port;host:port or redis://host:port; "
-            "empty: none. Needs store_mooncake_trusted_network."
+            "this engine starts: host:port, or of several masters etcd://host:port;host:port; empty: none. Needs "
+            "store_mooncake_trusted_network."
         ),
     ] = ""
     store_mooncake_trusted_network: Annotated[

@@ -89,7 +89,7 @@ class StoreOptions:
     mooncake_master: str = _option(
         "",
         "Master of a Mooncake Store cluster that keeps blocks in the memory of its nodes: host:port, or of several "
-        "masters etcd://host:port;host:port or redis://host:port; empty: none. Needs mooncake_trusted_network.",
+        "masters etcd://host:port;host:port; empty: none. Needs mooncake_trusted_network.",
     )
     mooncake_trusted_network: bool = _option(
         False, "Only trusted machines reach the cluster's ports: Mooncake has neither authentication nor encryption."

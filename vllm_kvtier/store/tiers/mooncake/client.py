@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 
 class Code(enum.IntEnum):
-    """Mooncake's error codes that are told apart."""
+    """Mooncake's error codes that are handled differently."""
 
     NO_SPACE = -200
     NOT_FOUND = -704

@@ -1,7 +1,7 @@
 """The options of the Mooncake tier. The server checks them before it serves, and the tier's processes again.
 
 Mooncake has no authentication, and its clients listen on all interfaces of a machine, whatever address they are given:
-whoever reaches their ports, or the master's, can read, write and delete KV. Hence ``trusted_network``.
+a program that reaches their ports, or the master's, can read, write and delete KV. Hence ``trusted_network``.
 """
 
 import re
@@ -14,8 +14,8 @@ from vllm_kvtier.remote_store.options import Address
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
 
 MAX_REPLICAS = 8
-DEFAULT_PORTS = {"etcd": 2379, "redis": 6379}
-SCHEMES = "host:port, etcd://host:port;host:port or redis://host:port"
+ETCD_PORT = 2379
+FORMS = "host:port, or etcd://host:port;host:port"  # the library's other way, redis://, is not in its wheels
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class MooncakeOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "MooncakeOptions":
-        """Raises ConfigError for invalid options, and for a network that is not said to be trusted."""
+        """Raises ConfigError for invalid options, and for a network that is not declared as trusted."""
         master = str(options["mooncake_master"]).strip()
         scheme, rest = master.split("://", 1) if "://" in master else ("", master)
-        if scheme not in ("", *DEFAULT_PORTS):
-            raise ConfigError(f"store option mooncake_master={master!r}: must be {SCHEMES}")
+        if scheme not in ("", "etcd"):
+            raise ConfigError(f"store option mooncake_master={master!r}: must be {FORMS}")
         words = [word for word in re.split("[;,]", rest.rstrip("/")) if word] if scheme else [rest]
         probes = []
         for word in words:
-            address = Address.parse(word) or (Address.parse(f"{word}:{DEFAULT_PORTS[scheme]}") if scheme else None)
+            address = Address.parse(word) or (Address.parse(f"{word}:{ETCD_PORT}") if scheme else None)
             if address is None:
-                raise ConfigError(f"store option mooncake_master={master!r}: must be {SCHEMES}")
+                raise ConfigError(f"store option mooncake_master={master!r}: must be {FORMS}")
             probes.append(address)
         if not probes:
-            raise ConfigError(f"store option mooncake_master={master!r}: must be {SCHEMES}")
+            raise ConfigError(f"store option mooncake_master={master!r}: must be {FORMS}")
         if not options["mooncake_trusted_network"]:
             raise ConfigError(
                 "store option mooncake_master: Mooncake has no authentication, and its clients listen on all of a "
-                "machine's interfaces: whoever reaches them can read and delete KV. If only trusted machines do, set "
+                "machine's interfaces: what reaches them can read and delete KV. If only trusted machines do, set "
                 "mooncake_trusted_network (engines: store_mooncake_trusted_network) to true"
             )
         replicas = int(str(options["mooncake_replicas"]))
