@@ -85,6 +85,7 @@ class RaisingLife(Life):
         half._matcher, half._sync_load, half._contain, half._passive = self.matcher, self.sync_load, self.contain, False
         half._info = SimpleNamespace(unsupported=None)
         half._offloader, half._store = None, self.tier
+        half._questions = SimpleNamespace(waiting=[])
         facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)
         half._run_jobs, half._provenance = lambda: None, Provenance(None)
         half._identity = bare_identity(namespace=object())
@@ -92,7 +93,7 @@ class RaisingLife(Life):
         half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
         half._access = SimpleNamespace(closed=True)
         half._tables = SimpleNamespace(forget=lambda name: None)
-        half._exports, half._events = SimpleNamespace(end_export=lambda name: False), None
+        half._exports, half._events = SimpleNamespace(end_export=lambda name: False, has_freed=lambda: False), None
         half._checksum_index = SimpleNamespace(clear=lambda: None)
         half._outcomes = load_results(self.load, self.matcher, self.contain)
         made = KVTierConnector.__new__(KVTierConnector)

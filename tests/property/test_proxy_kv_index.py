@@ -114,13 +114,18 @@ async def _deliver(batches, kept) -> tuple[Replaying, Replaying]:
     log: list = []
     lossy, whole = Replaying(log, kept), Replaying(log, 1000)
     clock = itertools.count(1)
+    reconnects = False
     for step, is_lost, restarts in batches:
         if restarts:
             log.clear()
+            reconnects = True  # to the new publisher
         frames = [b"", len(log).to_bytes(8, "big"), msgspec.msgpack.encode([float(next(clock)), [event_of(step)], 0])]
         log.append(frames)
         await whole.on_message(frames)
         if not is_lost:
+            if reconnects:
+                await lossy._replay()  # as after the handshake of each connection
+                reconnects = False
             await lossy.on_message(frames)
             await lossy.on_message(frames)  # and once more, as after a replay
     return lossy, whole

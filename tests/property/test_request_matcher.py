@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         RequestLifecycle.violations = 0
         self.groups = GROUPS[groups]
         self.align = max(size for size, _ in self.groups)
-        self.now = 1000.0
+        self.now = time.monotonic()  # other modules make deadlines from the real clock
         self.real_time = request_matcher.time
         request_matcher.time = asking.time = SimpleNamespace(monotonic=lambda: self.now)
         self.peers = FakePeers(self.groups, lambda: self.now)

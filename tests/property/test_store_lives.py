@@ -2,6 +2,7 @@
 preempts: all leases and loads balance, in every step."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ class Life(World):
 
     def __init__(self, groups, seed):
         self.rng = random.Random(seed)
-        self.now = 1000.0
+        self.now = time.monotonic()  # other modules make deadlines from the real clock
         self.live: dict[str, SimpleNamespace] = {}
         self.engine = self.engine_of_one_group() if len(groups) == 1 else None
         pool = SimpleNamespace(evict=self.evict, pin=list, free=lambda ids: None)

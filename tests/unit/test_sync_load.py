@@ -192,7 +192,7 @@ def test_sync_load_unknown_bad_blocks_evict_all_of_its_blocks(engine):
 def test_sync_load_overdue_verification_waits_for_end_of_step(bare):  # noqa: F811
     """The request may be in that step: vLLM could not take it out again."""
     half, arrived = bare, []
-    half._run_jobs = lambda: None
+    half._questions, half.has_pending_frees = SimpleNamespace(waiting=[]), lambda: False
     half._info = SimpleNamespace(unsupported="no")
     half._step_timer = SimpleNamespace(end_step=lambda: None)
     half._sync_load = SimpleNamespace(verification_pending=True, overdue=lambda: "verdict")

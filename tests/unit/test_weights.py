@@ -120,12 +120,13 @@ class Running:
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
         half._provenance = Provenance(pool, prefix_caching, encoder)
         half._info = SimpleNamespace(unsupported=None)
+        half._questions = SimpleNamespace(waiting=[])
         half._run_jobs, half._identity = lambda: None, bare_identity(namespace=object())
         half._free_blocks = lambda needed: None
         half._contain, half._passive = Uncontained(), False
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
         half._events = half._offloader = half._sharing = None
-        half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None)
+        half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)
         half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
         half._engine = SimpleNamespace(scheduler_lock=SimpleNamespace(held=lambda method: method))
@@ -273,6 +274,7 @@ def test_weights_request_with_failed_matching_is_not_shared(part):
     elif part == "matcher":
         half._matcher.match = lambda *_: 1 / 0
     elif not connector._marks_failures:
+        half._questions.waiting.append("a question")
         setattr(half if part == "_run_jobs" else half._identity, part, lambda *_: 1 / 0)
     shares, t = half._provenance.may_share, SimpleNamespace(request=request)
     assert not shares(t), "it was not looked at yet"

@@ -107,7 +107,7 @@ ROWS: tuple[Row, ...] = (
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
-            "__dataclass_fields__",
+            "speculative_config __dataclass_fields__",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
