@@ -23,6 +23,7 @@ class FakeCluster:
         self.full = False
         self.master = 0
         self.short = 0
+        self.fails = int(Code.TRANSFER)  # of reads from places that are gone
         self.resume = threading.Event()
         self.calls: list[tuple[str, list[str]]] = []
 
@@ -59,7 +60,7 @@ class FakeClient:
                 self.cluster.resume.wait()  # then it writes, when no call is waiting for it any more
             data = self.cluster.objects[key]
             if place in self.cluster.gone:
-                codes.append(int(Code.TRANSFER))
+                codes.append(self.cluster.fails)
                 continue
             data = data[: len(data) - self.cluster.short]
             self.cluster.memory[address : address + len(data)] = data

@@ -203,6 +203,18 @@ def test_mooncake_failed_read_ends_the_process_and_names_the_place(reading):
     )
 
 
+@pytest.mark.parametrize("code", [Code.NOT_FOUND, Code.LEASE_ENDED, Code.BAD_ARGUMENT, -1234])
+def test_mooncake_read_ends_the_process_unless_the_error_is_known_to_be_harmless(reading, code):
+    reading.have(0, place="a")
+    reading.cluster.gone.add("a")
+    reading.cluster.fails = int(code)
+    if code == -1234:
+        reading.begin(m.Read, 1, reading.moves([0]))
+        eventually(lambda: reading.failed)
+    else:
+        assert reading.ask(m.Read, 1, reading.moves([0])).good == [False] and not reading.failed
+
+
 def test_mooncake_read_that_hangs_ends_the_process(reading, monkeypatch):
     monkeypatch.setattr(reader, "READ_SECONDS", 0.02)
     reading.have(0, place="a")

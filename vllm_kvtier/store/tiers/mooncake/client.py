@@ -28,11 +28,16 @@ class Code(enum.IntEnum):
     """Mooncake's error codes that are handled differently."""
 
     NO_SPACE = -200
+    BAD_ARGUMENT = -600  # also an object that is larger than its slot
     NOT_FOUND = -704
     LEASE_ENDED = -707  # before the data were read
     TRANSFER = -800
     MASTER_GONE = -900
     MASTER_SILENT = -901
+
+
+# Of a read: nothing was begun, or all of it has ended. After any other error data may still arrive.
+HARMLESS = frozenset({Code.BAD_ARGUMENT, Code.NOT_FOUND, Code.LEASE_ENDED, Code.MASTER_GONE, Code.MASTER_SILENT})
 
 
 def master_failed(codes: Sequence[int]) -> int:

@@ -36,6 +36,7 @@ class MasterConnection:
         self._client: Client | None = None
         self._usable = False
         self._reported: m.Availability | None = None
+        self._reporting = threading.Lock()
         self._closed = False
         self._wake = threading.Event()
         self._watchdog: Timer | None = None
@@ -116,9 +117,10 @@ class MasterConnection:
 
     def _report(self, usable: bool, reason: str) -> None:
         report = m.Availability(usable, reason[:1000], self._client.name if self._client is not None else "")
-        if report != self._reported and not self._closed:
-            self._reported = report
-            self._host.send(report)
+        with self._reporting:  # what was sent last is what is remembered
+            if report != self._reported and not self._closed:
+                self._reported = report
+                self._host.send(report)
 
 
 def _hide_library_log() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.tiers.mooncake.client import Client, Code, MooncakeClient, key_of
+from vllm_kvtier.store.tiers.mooncake.client import HARMLESS, Client, Code, MooncakeClient, key_of
 from vllm_kvtier.store.tiers.mooncake.connection import Connect, MasterConnection, slots_of
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.objects.prefix_search import Name, Prefix, end_of, names_by_position
@@ -188,8 +188,8 @@ class MooncakeReader:
             if number in self._deadlines:
                 self._deadlines.pop(number).cancel()
             assert isinstance(codes, list)
-            if Code.TRANSFER in codes:
-                self._give_up(place, f"a read from {place} failed (code {int(Code.TRANSFER)})")
+            if harmful := [code for code in codes if code < 0 and code not in HARMLESS]:
+                self._give_up(place, f"a read from {place} failed (code {harmful[0]})")
             else:
                 self._master.check(codes)
                 ended(codes)
