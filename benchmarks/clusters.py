@@ -6,9 +6,9 @@ Each node is a whole store process; this program is its engine, with blocks of 1
 with what was written. Needs root, for the namespaces, and for ``mooncake`` its package. A few minutes.
 
 * load: time from the lookup until a prefix that only another node has is in the node's memory, and the rate.
-* fault: on the first node, which has a prefix alone (``single``) and another one that the second node has read
-  (``shared``). The third node looks the shared one up: ``answer``, when the first lookup returns; ``whole``, when all
-  of it is found; ``other``, the longest lookup of something unknown meanwhile; ``healed``, after the fault's end until
+* fault: of 15 s or more, on the first node, which has a prefix alone (``single``) and another one that the second node
+  has read (``shared``). The third node looks the shared one up: ``answer``, when the first lookup returns; ``whole``,
+  when all of it is found; ``other``, the longest lookup of something unknown meanwhile; ``healed``, after the fault's end until
   the single one is found, None: it is lost.
 """
 
@@ -40,6 +40,7 @@ PREFIX = 64  # blocks
 PORT = 7300
 WAIT = 20.0  # seconds that a lookup waits for a promotion; 30 are an engine's default
 GIVE_UP = 40.0
+FAULT_SECONDS = 15.0
 FAULTS = ("kill", "stop", "cut")
 
 
@@ -53,7 +54,7 @@ class Node:
 
     def start(self) -> None:
         self.store.start(f"--size={POOL}", "--log-level=warning", *self._options)
-        until(lambda: self._tool(lambda tool: tool.stat().index.pool_pages * m.PAGE >= POOL))
+        until(lambda: self._tool(lambda tool: tool.stat().index.ready_pages * m.PAGE >= POOL))
         self.engine = RawClient(self.store.path, engine_hello(pages=PAGES), GIVE_UP)
         self.pool = PoolMapping(os.dup(self.engine.fds[0]), POOL, "here")
 
@@ -139,7 +140,7 @@ class Cluster:
     def _options(self, i: int, key: Path) -> list[str]:
         if self.master is not None:
             address = f"--mooncake-master={self.master.address}"
-            segment = f"--mooncake-segment={2 * POOL}"
+            segment = f"--mooncake-segment={6 * POOL}"
             return [address, "--mooncake-trusted-network=true", segment, "--mooncake-admission=all"]
         others = ",".join(f"{self.net.addresses[j]}:{PORT}" for j in range(3) if j != i)
         listen = f"--node-listen={self.net.addresses[i]}:{PORT}"
@@ -210,6 +211,7 @@ def fault(cluster: Cluster, what: str) -> dict[str, float | int | None]:
 
     all_found = until(whole)
     seconds = round(time.monotonic() - began, 1) if all_found is not None else None
+    time.sleep(max(0.0, began + FAULT_SECONDS - time.monotonic()))  # as long for both kinds
     if what == "kill":
         first.start()
     elif what == "stop":

@@ -26,7 +26,7 @@ from vllm_kvtier.store.tiers.process.main import TierProcessMain
 from vllm_kvtier.wire.reactor import Timer
 
 LOOK_SECONDS = 1.0  # of a lookup; then the master has failed
-READ_SECONDS, READ_RATE = 3.0, 20e6  # of a read: seconds, and bytes/s for more bytes
+READ_SECONDS, READ_RATE = 3.0, 100e6  # of a read: seconds, and bytes/s for more bytes
 AVOID_SECONDS = 10.0  # the master's client_ttl: objects of a node that is gone seem to exist for so long
 PARALLEL_LOOKUPS, PARALLEL_READS = 4, 4  # threads
 FIRST_NAMES, MORE_NAMES = 64, 2048  # asked for at a time: most prefixes end early
@@ -80,8 +80,8 @@ class MooncakeReader:
                 self._host.send(m.Located(message.id, token, end, seconds=time.monotonic() - began))
 
         def late() -> None:
-            answer(message.start)
             self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s")
+            answer(message.start)
 
         timer = self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(late))
         if client is None:
