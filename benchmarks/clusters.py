@@ -8,8 +8,8 @@ with what was written. Needs root, for the namespaces, and for ``mooncake`` its 
 * load: time from the lookup until a prefix that only another node has is in the node's memory, and the rate.
 * fault: of 15 s or more, on the first node, which has a prefix alone (``single``) and another one that the second node
   has read (``shared``). The third node looks the shared one up: ``answer``, when the first lookup returns; ``whole``,
-  when all of it is found; ``other``, the longest lookup of something unknown meanwhile; ``healed``, after the fault's end until
-  the single one is found, None: it is lost.
+  when all of it is found; ``other``, the longest lookup of something unknown meanwhile; ``healed``, after the fault's
+  end until the single one is found, None: it is lost.
 """
 
 import argparse
