@@ -16,6 +16,15 @@ BASE = dict(
     eos_token_id=0, pad_token_id=0, bos_token_id=0,
 )  # fmt: skip
 DENSE = dict(BASE, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+MLA = dict(
+    DENSE, num_hidden_layers=4, num_key_value_heads=4, head_dim=64, q_lora_rank=None, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=128, n_shared_experts=1, n_group=1, topk_group=1, topk_method="greedy",
+    first_k_dense_replace=4, routed_scaling_factor=1.0, scoring_func="softmax", norm_topk_prob=True,
+    attention_bias=False, rope_parameters=dict(
+        rope_type="yarn", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=4096,
+        beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
 CHUNK = 192  # tokens, three blocks of 64
 LINEAR2 = ["linear_attention"] * 2 + ["full_attention"]
 # kind -> class of the model, class of its configuration, its arguments, dtype
@@ -42,10 +51,34 @@ MODELS = {
         DENSE, num_hidden_layers=8, layer_types=["conv", "full_attention"] * 4, conv_L_cache=3,
         conv_bias=False, conv_dim=HIDDEN, block_dim=HIDDEN, block_auto_adjust_ff_dim=False, norm_eps=1e-5,
         num_attention_heads=1, num_key_value_heads=1, head_dim=HIDDEN, tie_word_embeddings=True), "float32"),
+    # These need a GPU.
+    "mamba1": ("JambaForCausalLM", "JambaConfig", dict(
+        DENSE, num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2,
+        expert_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=16, mamba_d_conv=4,
+        mamba_expand=2, mamba_dt_rank=16, use_mamba_kernels=False), "float32"),
+    "kda": ("KimiLinearForCausalLM", "KimiLinearConfig", dict(
+        MLA, layer_types=["linear_attention"] * 3 + ["full_attention"], qk_rope_head_dim=64, num_experts=4,
+        num_experts_per_token=2, num_shared_experts=1, moe_layer_freq=1, linear_attn_config=dict(
+            kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=4, head_dim=128, short_conv_kernel_size=4)),
+        "float32"),
+    "swa-sink": ("GptOssForCausalLM", "GptOssConfig", dict(
+        DENSE, num_hidden_layers=4, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 2), "float32"),
+    "mla": ("DeepseekV2ForCausalLM", "DeepseekV2Config", MLA, "float32"),
+    "mla-sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", dict(
+        MLA, q_lora_rank=256, topk_method="noaux_tc", scoring_func="sigmoid", index_n_heads=4, index_head_dim=128,
+        index_topk=512), "float32"),
+    "swa-mla": ("DeepseekV4ForCausalLM", "DeepseekV4Config", dict(
+        BASE, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=1, head_dim=512, q_lora_rank=256,
+        qk_rope_head_dim=64, o_lora_rank=128, o_groups=8, moe_intermediate_size=256, n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=1, sliding_window=128, index_n_heads=64, index_head_dim=128,
+        index_topk=512, num_hash_layers=0, hc_mult=4, compress_ratios=[0, 4, 128, 4],
+        topk_method="noaux_tc", scoring_func="sqrtsoftplus"), "float32"),
 }  # fmt: skip
 # Gain of a matrix by what its name ends in; others get 1.
 Q, OUT = 2.2, 2.0
-SHARP = {"q_proj": Q, "k_proj": Q, "o_proj": OUT, "out_proj": OUT, "down_proj": OUT, "w2": OUT}
+SHARP = dict.fromkeys(("q_proj", "k_proj", "q_b_proj", "kv_b_proj"), Q)
+SHARP |= dict.fromkeys(("o_proj", "out_proj", "down_proj", "w2"), OUT)
 QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 
@@ -56,7 +89,7 @@ def _filled(name, p, live, g):
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf == "A_log":  # decay exp(-exp(A_log) * dt): half lives of one to about a thousand tokens
         return torch.empty(p.shape).uniform_(math.log(1e-3), math.log(1.0), generator=g)
-    if leaf == "dt_bias" or name.endswith("dt_proj.bias"):
+    if leaf in ("dt_bias", "sinks") or name.endswith("dt_proj.bias"):
         return torch.zeros(p.shape)
     if name.endswith("conv1d.bias"):  # silu's mean goes to 0: B.C gets both signs, the state is no mere average
         return torch.full(p.shape, -0.6)
@@ -72,7 +105,7 @@ def _filled(name, p, live, g):
         return w
     if (p.ndim == 3 and min(p.shape[1:]) <= 4) or "conv" in leaf:  # depthwise convolution
         return torch.randn(p.shape, generator=g) * (1.5 / math.sqrt(p.shape[-1]))
-    # Experts that Llama 4 keeps as [expert, in, out]; all others are [.., out, in].
+    # Experts that gpt-oss and Llama 4 keep as [expert, in, out]; all others are [.., out, in].
     fan_in = p.shape[1] if p.ndim == 3 and leaf.endswith("_proj") else p.shape[-1]
     return torch.randn(p.shape, generator=g) * (SHARP.get(leaf, 1.0) / math.sqrt(fan_in))
 
@@ -94,8 +127,12 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0) -> Path:
             if new is not None:
                 p.copy_(new)
     model.to(getattr(torch, dtype)).save_pretrained(out, safe_serialization=True)
+    if kind == "swa-mla":
+        _rename_as_vllm(out / "model.safetensors")
     path = out / "config.json"
     saved = json.loads(path.read_text())
+    if kind == "swa-mla":
+        saved.pop("mlp_layer_types", None)  # transformers writes what it then refuses
     saved.update({key: value for key, value in args.items() if key not in saved})
     saved["architectures"], saved["dtype"] = [model_class], dtype
     path.write_text(json.dumps(saved, indent=1))
@@ -103,3 +140,17 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0) -> Path:
         shutil.copy(tokenizer / file, out / file)
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
     return out
+
+
+def _rename_as_vllm(path: Path) -> None:
+    """transformers writes some names of DeepSeek V4 otherwise than vLLM, and the hub, have them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for old, new in (
+        ("hc_head.hc_", "hc_head_"),
+        (".attn.norm.", ".attn.kv_norm."),
+        ("gate.e_score_correction_bias", "gate.bias"),
+    ):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
