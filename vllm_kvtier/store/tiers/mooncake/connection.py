@@ -129,7 +129,7 @@ def _hide_library_log() -> None:
     own = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)
-    for handler in logging.getLogger().handlers:
+    for handler in logging.root.handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
             handler.setStream(own)
     sys.stderr = own
