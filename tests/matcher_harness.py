@@ -51,7 +51,7 @@ class FakePeers:
     def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, **fields):
         assert timeout > 0 and set(fields) <= {
             "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest", "lend",
-            "wait_seconds",
+            "wait_seconds", "partial_up_to",
         }  # fmt: skip
         ask = m.LeaseRequest(len(self.offered), "", **fields)
         pending = PendingLease(address, ask, self.clock() + 2.0, same_node_instance)

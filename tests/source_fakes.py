@@ -43,13 +43,13 @@ def load_context(
     facts = {
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
-        "unsupported_pulls": None, "speculates": False,
+        "left_behind": "", "speculates": False,
     }  # fmt: skip
     return LoadContext(
         EngineContext(
             config or KVTierConfig(),
             SimpleNamespace(**{**facts, **dict(info)}),
-            BlockGeometry(groups, hash_block_size),
+            BlockGeometry(groups, hash_block_size, bool(dict(info).get("left_behind"))),
             pool or SimpleNamespace(free_count=lambda: 1 << 60, cached_about=lambda *_: 0),
             counters or Counters(),
             reactor,

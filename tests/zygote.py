@@ -48,10 +48,9 @@ IMPORTS = (
     "vllm_kvtier.connector",
 )
 # Variables that an engine reads when it starts, not when its modules are imported. PYTHONPATH is where it finds more.
+# All that tests tell their own classes there (OF_TESTS) is read so late as well.
+OF_TESTS = "KVTIER_"
 LATE = {
-    "KVTIER_FAULTS",
-    "KVTIER_RAISING",
-    "KVTIER_WITHOUT",
     "PYTEST_CURRENT_TEST",
     "PYTHONHASHSEED",  # which vLLM's block hashes start from; the hashes of this interpreter's strings stay as they are
     "PYTHONPATH",
@@ -135,7 +134,8 @@ class Zygote:
 
 
 def _fixed(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in LATE and name not in SET_BY_IMPORTS}
+    late = LATE | SET_BY_IMPORTS
+    return {name: value for name, value in env.items() if name not in late and not name.startswith(OF_TESTS)}
 
 
 class Forked:

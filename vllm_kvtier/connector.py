@@ -75,9 +75,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace.fix_hash_seed(vllm_config)
             if self._info.unsupported:
                 logger.warning("kvtier: connector: disabled (%s)", self._info.unsupported)
-            elif self._info.unsupported_pulls:
-                reason = self._info.unsupported_pulls
-                logger.warning("kvtier: connector: %s: KV is stored and loaded, but not pulled", reason)
             elif not self._info.prefix_caching:
                 logger.warning(
                     "kvtier: connector: vLLM's prefix caching is off; KV is neither stored, loaded nor retained; "

@@ -22,11 +22,13 @@ WORDS = (
 @dataclass(frozen=True)
 class Turn:
     """``new``: what the user adds, token ids. ``output``: most tokens of the answer. ``due``: seconds after the start
-    at which it is asked, where a trace says so."""
+    at which it is asked, where a trace says so. ``pause``: seconds before it is asked, after the answer before it; the
+    conversation counts as one that is asked meanwhile."""
 
     new: list[int]
     output: int
     due: float | None = None
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,12 @@ class Load:
     async def _turn(self, game: _Game, due: float, session: aiohttp.ClientSession) -> None:
         conversation, number = game.conversation, game.turn
         turn = conversation.turns[number]
+        if turn.pause:
+            await asyncio.sleep(turn.pause)
+            due = time.perf_counter()
+            if self._out_of_time():
+                self._waiting.append(game)
+                return
         chosen = self._choose(conversation.number, number)
         target, before = self._targets[chosen], game.target
         known = len(game.history) if number else 0

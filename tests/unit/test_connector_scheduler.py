@@ -138,5 +138,5 @@ def test_peer_directory_lists_only_engines_with_shared_memory(shared):
 
 def context_of(identity):
     reactor = SimpleNamespace(call_soon=lambda job: job())
-    info = SimpleNamespace(world_size=2, engine_id="engine", unsupported_pulls=None)
+    info = SimpleNamespace(world_size=2, engine_id="engine")
     return SimpleNamespace(info=info, identity=identity, reactor=reactor)

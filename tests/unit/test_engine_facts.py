@@ -130,7 +130,7 @@ class RingSpec(FullAttentionSpec):
 def test_engine_info_leaves_groups_without_prefixes_out(configure):
     window = SlidingWindowSpec(**SHAPE, sliding_window=80)
     facts = engine_info(configure(), cache(RingSpec(**SHAPE), FULL, window))
-    assert not facts.unsupported and "RingSpec" in facts.unsupported_pulls, "its ring would have to go with a request"
+    assert not facts.unsupported and facts.left_behind == "RingSpec", "its ring would have to go with a request"
     assert facts.groups == cache_groups([(BLOCK, None), (BLOCK, 80)])
     assert (facts.group_ids, facts.full_groups, facts.num_groups) == ([1, 2], [0], 3)
     assert facts.followed(([7], [8], [9])) == ([8], [9]) and list(facts.left_out(([7], [8], [9]))) == [[7]]
@@ -142,7 +142,7 @@ def test_engine_info_leaves_copies_that_vllm_rebuilds_out(configure):
     config = cache(FULL, FULL)
     config.kv_cache_groups[0].enable_kv_transfer = False
     facts = engine_info(configure(), config)
-    assert facts.group_ids == [1] and not facts.unsupported and facts.unsupported_pulls is None
+    assert facts.group_ids == [1] and not facts.unsupported and not facts.left_behind
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -152,7 +152,7 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
     if alone:  # vLLM caches prefixes of models without attention if a flag asks for it
         monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
     facts = engine_info(configuration, cache(*([] if alone else [FULL]), state))
-    assert not facts.unsupported and "mamba" in facts.unsupported_pulls
+    assert not facts.unsupported and not facts.left_behind
     assert facts.full_groups == ([] if alone else [0]) and not facts.supports_sync_load
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
     none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")

@@ -2,14 +2,20 @@
 
 from types import SimpleNamespace
 
+import pytest
 from cache_groups import cache_groups
+from source_fakes import load_context
 from support import FakePool, make_request, step_output
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
-from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex
+from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
+from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
+from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
+from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
-from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.telemetry.events import PLACES, Label, Removed, Stored
 from vllm_kvtier.vllm_compat import kv_events
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
@@ -63,8 +69,20 @@ def test_events_name_the_groups_of_vllm():
     assert stored.group_idx == removed.group_idx == 1
 
 
-def test_peer_access_of_an_engine_without_pulls_is_refused_from_the_start():
-    engine = EngineContext(None, info(unsupported_pulls="rings do not travel"), None, None, None, None, None)
-    server = SimpleNamespace(unusable="the engine is still starting")
-    access = PeerAccess(engine, server, None, None, None)
-    assert access.closed and access.hello() is None and server.unusable == "rings do not travel"
+@pytest.mark.parametrize(("prompt", "usable"), [(3 * SIZE + 1, 3 * SIZE), (3 * SIZE, 2 * SIZE), (SIZE, 0)])
+def test_exports_and_loads_end_where_left_out_groups_hold_nothing(prompt, usable):
+    """A ring collects the tokens behind the last boundary. The last token of a prompt is computed in any case."""
+    load = load_context([(SIZE, None)], SIZE, pool=BlockPool(FakePool(8, SIZE)), info={"left_behind": "RingSpec"})
+    assert load.engine.geometry.usable_tokens(prompt, prompt) == usable
+    assert load.engine.geometry.lookup_tokens(prompt) // SIZE * SIZE == usable
+    table = ExportTable(SIZE, dict.fromkeys(LeaseKind, 8))
+    exporter = ExportBuilder(load.engine, table, load.checksum_index)
+    request = make_request("r", list(range(prompt)), SIZE, {"do_remote_decode": True})
+    exporter.prepare(request)
+    request.num_computed_tokens = request.num_tokens
+    request.append_output_token_ids(1)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    tracked = RequestState(request, read(request.kv_transfer_params), RequestLifecycle("r"))
+    export = exporter.finished(tracked, ([1, 2, 3, 4][: -(-prompt // SIZE)],))
+    assert (export.tokens if export is not None else 0) == usable
+    assert export is None or export.groups[0].ids == [1, 2, 3][: usable // SIZE]

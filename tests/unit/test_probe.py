@@ -8,7 +8,6 @@ import importlib
 import inspect
 import itertools
 import logging
-import subprocess
 import sys
 import types
 from types import SimpleNamespace
@@ -231,6 +230,7 @@ BEHAVIOUR = [
     ("request", lambda vllm: vllm.put(f"{REQUEST}.num_tokens", property(lambda self: 0))),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.num_output_placeholders")),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.resumable")),
+    ("end of a prompt", lambda vllm: vllm.put("vllm.v1.request:ConstantList", list)),
     ("block hashes", lambda vllm: vllm.put(f"{HASHES}:hash_block_tokens", lambda *a, **k: bytes(32))),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.touch", lambda self, blocks: None)),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.free_blocks", lambda self, blocks: None)),
@@ -270,20 +270,16 @@ def test_probe_of_installed_vllm_has_no_failed_row():
     assert not [found for found in probe.table() if found.state is State.FAILED]
 
 
-def test_probe_trials_leave_no_hash_seed():
+def test_probe_trials_leave_no_hash_seed(monkeypatch):
     """vLLM makes its own later in an engine's start: one of ours would separate engines."""
-    code = """
-import vllm.v1.core.kv_cache_utils as hashes
-from vllm_kvtier.vllm_compat.probe import features as probe
-probe.start(probe.Side.SCHEDULER)
-assert not hasattr(hashes, "NONE_HASH")
-hashes.NONE_HASH = hashes.BlockHash(b"7" * 32)
-probe.forget()
-probe.start(probe.Side.SCHEDULER)
-assert hashes.NONE_HASH == b"7" * 32
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    hashes = importlib.import_module(HASHES)
+    monkeypatch.delattr(hashes, "NONE_HASH", raising=False)  # as in an engine that starts
+    probe.start(Side.SCHEDULER)
+    assert not hasattr(hashes, "NONE_HASH")
+    monkeypatch.setattr(hashes, "NONE_HASH", hashes.BlockHash(b"7" * 32), raising=False)
+    probe.forget()
+    probe.start(Side.SCHEDULER)
+    assert hashes.NONE_HASH == b"7" * 32
 
 
 # -- what becomes of a result ------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ NAMESPACE = m.Namespace("model", "bf16", "sha256", "seed", 16, 1, 1)
 
 def access_of(identity, endpoint, world_size=1, sharing=None):
     reactor = SimpleNamespace(call_soon=lambda job: job())
-    info = SimpleNamespace(world_size=world_size, engine_id="e", unsupported_pulls=None)
+    info = SimpleNamespace(world_size=world_size, engine_id="e")
     engine = SimpleNamespace(reactor=reactor, info=info, identity=identity)
     return PeerAccess(engine, endpoint, None, None, sharing)
 

@@ -135,7 +135,7 @@ class Running:
         half._store = SimpleNamespace(renew=self.namespaces.renew)
         self.told = []
         engine = SimpleNamespace(
-            info=SimpleNamespace(unsupported_pulls=None), identity=half._identity,
+            info=SimpleNamespace(), identity=half._identity,
             reactor=SimpleNamespace(call_soon=lambda job: job()),
         )
         half._access = PeerAccess(engine, SimpleNamespace(close=self.told.append), None, None, None)

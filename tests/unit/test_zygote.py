@@ -135,7 +135,7 @@ def test_zygote_popen_with_other_module_or_environment_starts_interpreter(make, 
     other = make("0", **options[what]).start()
     assert not forked(other)
     other._process.wait()
-    late = make("0", env={"XDG_RUNTIME_DIR": "/somewhere"}).start()
+    late = make("0", env={"XDG_RUNTIME_DIR": "/somewhere", "KVTIER_OF_A_TEST": "plan"}).start()
     assert forked(late) and late._process.wait() == 0
 
 

@@ -8,6 +8,8 @@ asks it; nothing compares names of kinds or looks for a window.
   hit to what vLLM can take (``usable_tokens``, ``num_skipped_tokens``).
 * Storing: ``scheduler.offload`` stores blocks that are still the request's own (``num_skipped_tokens``), behind their
   parents if a prefix needs all (``whole_prefix``); or those that vLLM's prefix cache names (``by_position``).
+* Exporting: ``scheduler.leases.export_builder`` ends an export where every group has what a reader needs: of states
+  that is not any token (``by_position``, ``lookup_tokens``).
 * Layout: ``vllm_compat.layout`` finds the kind of a specification by ``specs``, which also say what a cell holds:
   codecs encode cells whose contents are known. ``vllm_compat.worker_info`` asks how a block is divided over ranks
   (``split``).

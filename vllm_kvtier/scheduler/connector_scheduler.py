@@ -98,7 +98,7 @@ class KVTierConnectorScheduler:
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        geometry = BlockGeometry(info.groups, pool.hash_block_size)
+        geometry = BlockGeometry(info.groups, pool.hash_block_size, bool(info.left_behind))
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -202,7 +202,9 @@ class KVTierConnectorScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
-        blocks."""
+        blocks. A prefill for another engine ends where that one can go on."""
+        if not (self._info.unsupported or self._passive or self._access.closed):
+            self._exporter.prepare(request)
         if self._store is None or self._info.unsupported or self._passive or not self._provenance.would_admit(request):
             return
         if len(self._matcher):

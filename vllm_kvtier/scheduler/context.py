@@ -28,10 +28,12 @@ if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for t
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """``hash_block_size``: tokens that a block hash covers."""
+    """``hash_block_size``: tokens that a block hash covers. ``whole_blocks``: KV is complete only at multiples of
+    ``alignment``, because vLLM also has groups that are left out here (``vllm_compat.layout.groups``)."""
 
     groups: list[CacheGroup]
     hash_block_size: int
+    whole_blocks: bool = False
 
     @cached_property
     def alignment(self) -> int:
@@ -40,11 +42,12 @@ class BlockGeometry:
 
     def usable_tokens(self, tokens: int, prompt: int) -> int:
         """As ``CacheKind.usable_tokens``, for all groups."""
-        return min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
+        usable = min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
+        return min(usable, prompt - 1) // self.alignment * self.alignment if self.whole_blocks else usable
 
     def lookup_tokens(self, prompt: int) -> int:
         """As ``CacheKind.lookup_tokens``, for all groups."""
-        return min(group.kind.lookup_tokens(prompt) for group in self.groups)
+        return min(group.kind.lookup_tokens(prompt) - self.whole_blocks for group in self.groups)
 
     @cached_property
     def by_position(self) -> bool:

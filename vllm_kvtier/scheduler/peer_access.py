@@ -29,9 +29,7 @@ class PeerAccess:
         self._info, self._identity, self._reactor = engine.info, engine.identity, engine.reactor
         self._server, self._store, self._offloader, self._sharing = server, store, offloader, sharing
         self._checksums_ready: dict[int, int] = {}  # by rank: the last step
-        self.refused: str | None = engine.info.unsupported_pulls  # the reason
-        if self.refused:
-            server.unusable = self.refused
+        self.refused: str | None = None  # the reason
 
     @property
     def closed(self) -> bool:

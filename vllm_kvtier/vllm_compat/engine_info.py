@@ -42,7 +42,7 @@ class EngineInfo:
     # vLLM's ids of ``groups``, and how many groups it has: see ``layout.groups``. None: it has these only.
     group_ids: list[int] | None = None
     num_groups: int = 1
-    unsupported_pulls: str | None = None  # why its KV is neither pulled nor exported, although it is stored and loaded
+    left_behind: str = ""  # see ``layout.groups.left_behind``
     event_groups: list[tuple[int, str, int | None]] = field(default_factory=list)  # see ``kv_events.event_groups``
     supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
@@ -99,7 +99,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
         group_ids=None if len(ids) == len(theirs) else ids,
         num_groups=len(theirs),
-        unsupported_pulls=_unsupported_pulls(groups, left_behind(kv_cache_config)),
+        left_behind=left_behind(kv_cache_config),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         data_parallel_rank=parallel.data_parallel_rank,
@@ -120,13 +120,6 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         speculates=vllm_config.speculative_config is not None,
         config=vllm_config,
     )
-
-
-def _unsupported_pulls(groups: list[CacheGroup], left_behind: str) -> str | None:
-    states = dict.fromkeys(group.kind.in_words() for group in groups if not group.kind.by_position)
-    if left_behind or states:
-        return f"{left_behind or ', '.join(states)} does not travel with a request"
-    return None
 
 
 def _supports_partial_prefix(vllm_config: Any) -> bool:

@@ -14,6 +14,7 @@ from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
 _LORA_FINGERPRINT = "_kvtier_lora_fingerprint"
+_LEFT_TO_READER = "_kvtier_left_to_reader"
 
 
 def lora_fingerprint(request: Any) -> bytes | None:
@@ -35,6 +36,38 @@ def keep_variant(request: Any, found: bytes) -> None:
 def written_tokens(request: Any) -> int:
     """Tokens whose KV is in the cache: the step after a sampled token writes its KV."""
     return max(0, min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens - 1))
+
+
+def scheduled_tokens(request: Any) -> int:
+    """Tokens that its steps compute, those in flight included: its recurrent state is behind the last of them."""
+    return int(request.num_computed_tokens)
+
+
+def leave_last_token(request: Any, hash_block_size: int) -> None:
+    """Have a prefill end a token earlier, because a reader computes a prompt's last token behind the state before it.
+    Its answer, one token, is of no use then. NixlConnector does the same (its ``_prefill_backoff``).
+
+    Before vLLM schedules the request. Nothing changes for prompts that are not of token ids, or of a single one, and
+    for requests that want more than a token or log-probabilities of the prompt."""
+    tokens = request.num_prompt_tokens - 1
+    plain = request.prompt_token_ids is not None and request.prompt_embeds is None and not request.resumable
+    if not (plain and tokens and request.max_tokens == 1) or request.skip_reading_prefix_cache:
+        return
+    vars(request)[_LEFT_TO_READER] = 1
+    del request.prompt_token_ids[-1], request._all_token_ids[-1]
+    del request.block_hashes[tokens // hash_block_size :]
+    request.num_prompt_tokens = tokens
+
+
+def prompt_tokens(request: Any) -> int:
+    """Tokens of the prompt that was sent, the one included that ``leave_last_token`` took away."""
+    left: int = vars(request).get(_LEFT_TO_READER, 0)
+    return left + int(request.num_prompt_tokens)
+
+
+def ends_with_prompt(request: Any) -> bool:
+    """Whether no token is computed behind its prompt."""
+    return bool(request.max_tokens == 1)
 
 
 def ended_well(request: Any) -> bool:

@@ -150,6 +150,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     lend: bool = False  # from the prefix cache, exported or not
     mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
+    # With hashes: an export of at most so many tokens may end within a block. The requester compares ``tail``.
+    partial_up_to: Count = 0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
@@ -161,6 +163,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     start: Count
     blocks: list[list[Count]]
     expires_in: Seconds
+    tail: bytes = b""  # hash of the partial block that ends at ``tokens``
 
 
 STILL_STARTING = "the engine is still starting"  # the reason, until its namespace and all ranks are known

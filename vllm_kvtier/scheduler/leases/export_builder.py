@@ -2,6 +2,11 @@
 
 On vLLM's scheduler thread only. Blocks of a request that will be exported get their checksum in the step that
 completes them, so that nothing is left to do when the request finishes but the blocks filled last.
+
+A recurrent state is behind one token (kinds that are not ``by_position``). vLLM changes it in place, so that a request
+which ends has one, behind the last token that was computed. Of those before, vLLM's prefix cache keeps some, and they
+do not change. An export ends at the former if its reader can go on there, else at one of the latter. A reader of a
+prompt needs the state behind its last token but one: ``prepare`` ends the prefill there.
 """
 
 import time
@@ -14,6 +19,7 @@ from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, batches
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
+from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
 from vllm_kvtier.vllm_compat import requests as vr
 
@@ -43,8 +49,10 @@ class ExportBuilder:
         self._keys, self._counters, self._shared = engine.identity.content_keys, engine.counters, shared
         # vLLM's hashes also cover tokens after the block (some speculative decoding): there are no partial tails.
         self._lookahead = engine.info.hash_lookahead > 0
-        self._pulled = not engine.info.unsupported_pulls
+        self._geometry, self._speculates = engine.geometry, engine.info.speculates
         self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
+        self._states = [g for g, group in enumerate(self._groups) if not group.kind.by_position]
+        self._partial = not (self._lookahead or engine.geometry.whole_blocks)  # whether exports end within a block
         self._align = engine.geometry.alignment
         self._pending: list[ChecksumEntry] = []
         self._deferred: list[tuple[ChecksumEntry, bytes]] = []  # with the hash of what they hold
@@ -55,10 +63,13 @@ class ExportBuilder:
 
     # -- as blocks fill ---------------------------------------------------------------------------------------------
 
+    def prepare(self, request: Any) -> None:
+        """vLLM will schedule this request (its own object)."""
+        if self._states and self._partial and read(request.kv_transfer_params).export_prefill:
+            vr.leave_last_token(request, self._hash_block_size)
+
     def kind(self, tracked: RequestState) -> LeaseKind | None:
         """How this request will be exported when it ends well; None if not at all."""
-        if not self._pulled:
-            return None
         if tracked.hints.export_prefill:
             return LeaseKind.HANDOFF
         return LeaseKind.RETAINED if self._config.bidirectional else None
@@ -92,8 +103,9 @@ class ExportBuilder:
             first, last, per = self._known(t, table, g), hashed // size, size // self._hash_block_size
             first = max(first, self._own(t, g))
             table.checksums_ready[g] = max(first, last)
-            new = self._entries(t, g, table.groups[g], first, last)
-            positions = [i for i in range(first, min(last, len(table.groups[g]))) if table.groups[g][i]]
+            ids = self._ids(t.request, g, table.groups[g], first, last)
+            new = self._entries(t, g, ids, first, last)
+            positions = [i for i in range(first, min(last, len(ids))) if ids[i]]
             filled += [(entry, bytes(hashes[(i + 1) * per - 1])) for entry, i in zip(new, positions, strict=True)]
         if len(filled) >= MIN_PROMPT_BLOCKS:
             return self._checksum_index.take_missing([entry for entry, _ in filled], self.step)
@@ -115,7 +127,19 @@ class ExportBuilder:
     def _own(self, t: RequestState, g: int) -> int:
         """Number of blocks of group ``g`` that vLLM has freed and may have given to other requests."""
         group = self._groups[g]
-        return 0 if group.kind.whole_prefix else group.num_skipped_blocks(t.request.num_computed_tokens)
+        if group.kind.whole_prefix or not group.kind.by_position:
+            return 0
+        return group.num_skipped_blocks(t.request.num_computed_tokens)
+
+    def _ids(self, request: Any, g: int, ids: list[int], first: int, last: int) -> list[int]:
+        """By place, the blocks of group ``g`` that are to be read, of places [first, last). ``ids``: the request's."""
+        if self._groups[g].kind.by_position:
+            return ids
+        if request.lora_request is not None:  # vLLM's prefix cache may have states of other weights under these hashes
+            return []
+        per = self._groups[g].block_tokens // self._hash_block_size
+        hashes = [bytes(request.block_hashes[(i + 1) * per - 1]) for i in range(first, last)]
+        return [0] * first + [self._pool.cached_block(block_hash, g) for block_hash in hashes]
 
     def _due(self) -> list[ChecksumEntry]:
         """Deferred entries, once they are due, of blocks that have the same content still."""
@@ -141,11 +165,16 @@ class ExportBuilder:
         ):
             return []
         entries = []
-        for g, (size, _) in enumerate(self._groups):
-            last = hashed // size
-            entries += self._entries(t, g, table.groups[g], max(table.checksums_ready[g], self._own(t, g)), last)
+        for g, (size, kind) in enumerate(self._groups):
+            last, first = hashed // size, max(table.checksums_ready[g], self._own(t, g))
+            ids = self._ids(request, g, table.groups[g], first, last)
+            entries += self._entries(t, g, ids, first, last)
             table.checksums_ready[g] = max(table.checksums_ready[g], last)
-            if tail is not None and tail % size and tail // size >= last:  # a block has one checksum at a time
+            if tail is None or not (kind.by_position or vr.ends_with_prompt(request)):
+                continue
+            if tail % size == 0 and not kind.by_position and not any(ids[-1:]):
+                entries += self._entries(t, g, table.groups[g], tail // size - 1, tail // size)
+            if tail % size and tail // size >= last:  # a block has one checksum at a time
                 entries += self._tail_entry(t, g, table.groups[g], tail)
         return self._checksum_index.take_missing(entries, self.step)
 
@@ -206,11 +235,8 @@ class ExportBuilder:
         return export
 
     def _make(self, t: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...]) -> Export | None:
-        request, hash_block_size = t.request, self._hash_block_size
-        written = vr.written_tokens(request)
-        hashed = min(written, len(request.block_hashes) * hash_block_size) // self._align * self._align
-        handoff = kind is LeaseKind.HANDOFF
-        tokens = min(written, request.num_prompt_tokens) if handoff and not self._lookahead else hashed
+        request, hash_block_size, handoff = t.request, self._hash_block_size, kind is LeaseKind.HANDOFF
+        tokens, ends_with_state = self._exported_tokens(request, handoff, block_ids)
         if not tokens:
             self._counters.count("export_refused", "nothing_computed")
             return None
@@ -218,7 +244,12 @@ class ExportBuilder:
         groups, held = [], []
         for g, (size, cache_kind) in enumerate(self._groups):
             ids = list(block_ids[g])[: -(-tokens // size)]
-            if not cache_kind.whole_prefix:
+            if not cache_kind.by_position:
+                last = ids[-1] if ends_with_state else 0
+                ids = self._ids(request, g, ids, 0, tokens // size)
+                ids += [0] * (-(-tokens // size) - len(ids))
+                ids[-1] = last or ids[-1]
+            elif not cache_kind.whole_prefix:
                 self._keep_freed(request, g, ids, tokens)
             entries += self._entries(t, g, ids, 0, tokens // size)
             if tokens % size:
@@ -242,7 +273,32 @@ class ExportBuilder:
             pinned=self._pool.pin(held),
             ready_step=ready,
             deadline=time.monotonic() + seconds,
+            tail=tail,
         )
+
+    def _exported_tokens(self, request: Any, handoff: bool, block_ids: tuple[list[int], ...]) -> tuple[int, bool]:
+        """Tokens to export. Whether they end with the request's own recurrent states, not with those of vLLM's prefix
+        cache."""
+        hashed = len(request.block_hashes) * self._hash_block_size
+        written = vr.written_tokens(request)
+        most = self._geometry.lookup_tokens(vr.prompt_tokens(request)) if handoff else request.num_tokens
+        certain = not self._speculates or (handoff and vr.ends_with_prompt(request))
+        if self._states and self._partial and certain:
+            # A step in flight may move the state on by the last token that was sampled; what is behind it is no answer.
+            tokens = vr.scheduled_tokens(request)
+            here = all(any(block_ids[g][: self._groups[g].num_blocks(tokens)][-1:]) for g in self._states)
+            if 0 < tokens <= most and tokens // self._hash_block_size <= len(request.block_hashes) and here:
+                return tokens, True
+        elif handoff and self._partial and not self._states:
+            return min(written, most), False
+        tokens = min(written, hashed, most) // self._align * self._align
+        while tokens and not all(self._has_state(request, g, tokens) for g in self._states):
+            tokens -= self._align
+        return tokens, False
+
+    def _has_state(self, request: Any, g: int, tokens: int) -> bool:
+        last = tokens // self._groups[g].block_tokens
+        return any(self._ids(request, g, [], last - 1, last)[-1:])
 
     def _keep_freed(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
         """Add blocks that vLLM has just freed, because the next token does not read them, if its prefix cache still has

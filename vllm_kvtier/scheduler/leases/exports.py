@@ -64,7 +64,7 @@ class GroupBlocks:
 class Export:
     id: str
     kind: LeaseKind
-    tokens: int  # readable tokens, a partial last block included for a hand-off
+    tokens: int  # readable tokens, a partial last block included
     block_hashes: Sequence[bytes]  # block hashes at hash_block_tokens granularity, token 0 on
     digest: bytes  # of the whole chain, tail included
     lora_fingerprint: bytes
@@ -72,6 +72,7 @@ class Export:
     pinned: list[int]  # block ids to free when the export is gone
     ready_step: int  # checksums are in the table once all ranks summed this step
     deadline: float
+    tail: bytes = b""  # hash of the partial block
     leases: set[int] = field(default_factory=set)
     ended: bool = False
 
@@ -239,19 +240,33 @@ class ExportTable:
         connection: Hashable,
         seconds: float,
         served: bool = True,
+        partial_up_to: int = 0,
     ) -> Lease | Refusal:
-        """Lease the longest prefix of ``block_hashes`` that one export still has, from token ``start`` on."""
+        """Lease the longest prefix of ``block_hashes`` that one export still has, from token ``start`` on.
+
+        ``partial_up_to``: a whole export of up to so many tokens may be leased that ends within a block. The asker
+        compares its ``tail``.
+        """
         with self._lock:
             refusal = Refusal.NOTHING
-            longest = len(block_hashes) - len(block_hashes) % self._align
-            for i in range(longest - 1, start // self._hash_block_size - 1, -self._align):
+            for i in range(len(block_hashes) - 1, max(-1, start // self._hash_block_size - 2), -1):
                 for export in self._holders(block_hashes, i, lora_fingerprint):
-                    granted = self._grant(export, start, (i + 1) * self._hash_block_size, connection, seconds, served)
-                    if isinstance(granted, Lease):
-                        return granted
-                    if granted is Refusal.NOT_READY:
-                        refusal = granted
+                    for tokens in self._ends(export, i + 1, partial_up_to):
+                        granted = self._grant(export, start, tokens, connection, seconds, served)
+                        if isinstance(granted, Lease):
+                            return granted
+                        if granted is Refusal.NOT_READY:
+                            refusal = granted
             return refusal
+
+    def _ends(self, export: Export, num_hash_blocks: int, partial_up_to: int) -> list[int]:
+        """Lengths at which an export may be leased that has so many of the asker's hash blocks."""
+        whole = num_hash_blocks % self._align == 0
+        ends = [num_hash_blocks * self._hash_block_size] if whole else []
+        is_partial = export.tail or not whole
+        if is_partial and len(export.block_hashes) == num_hash_blocks and export.tokens <= partial_up_to:
+            ends.insert(0, export.tokens)
+        return ends
 
     def longest_prefix(self, block_hashes: Sequence[bytes], lora_fingerprint: bytes) -> int:
         """Exported tokens of ``block_hashes`` that ``lease_by_hashes`` from token 0 would lease."""

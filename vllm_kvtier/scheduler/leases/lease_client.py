@@ -56,7 +56,8 @@ LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreach
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Blocks of the engine ``instance`` for tokens [start, tokens), by group. ``nbytes``: what one rank of ours would
-    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours."""
+    copy. ``path``: how our ranks read them. ``same_layout``: rank for rank, its pages are as ours. ``tail``: hash of
+    the partial block at the end."""
 
     address: Address
     instance: str
@@ -68,6 +69,7 @@ class LeasedBlocks:
     path: ReadPath = ReadPath.DIRECT
     same_layout: bool = True
     nbytes: int = 0
+    tail: bytes = b""
 
 
 @dataclass
@@ -347,6 +349,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             welcome.instance if welcome is not None else "", granted.lease, granted.start, granted.tokens,
             granted.blocks, ranks, ReadPath.DIRECT if pending is None else pending.path,
             reach is not None and ReadPath.DIRECT in reach.paths, int(nbytes * len(ranks) / max(1, self._world)),
+            granted.tail,
         )  # fmt: skip
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:

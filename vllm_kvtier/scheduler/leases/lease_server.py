@@ -236,7 +236,7 @@ class LeaseServer(LeaseListener[Connection]):
         if ask.export:
             found = self._exports.lease_export(ask.export, ask.digest, *what)
         else:
-            found = self._exports.lease_by_hashes(ask.block_hashes, *what)
+            found = self._exports.lease_by_hashes(ask.block_hashes, *what, ask.partial_up_to)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
         self._settled(identity, ask, deadline, found)
@@ -261,7 +261,8 @@ class LeaseServer(LeaseListener[Connection]):
             self._events.on_puller(ask)
         seconds = self._config.lease_seconds
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
-        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds))
+        tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
+        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds, tail))
 
     def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
         self._send(identity, m.LeaseRefused(ask, code, reason[:500]))

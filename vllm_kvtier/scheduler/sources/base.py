@@ -55,12 +55,14 @@ RequestState = Any  # ``matching.request_state.RequestState``, which uses what t
 @dataclass(frozen=True)
 class Candidate:
     """Something that ``source`` can be asked for. A peer engine has an address. If another source named the peer, it
-    also has an instance, and about the first ``tokens`` tokens of the prompt."""
+    also has an instance, and about the first ``tokens`` tokens of the prompt. ``whole_blocks``: no partial block, since
+    the one that it has holds other tokens."""
 
     source: "KVSource"
     address: Address = ("", 0)
     instance: str = ""
     tokens: int = 0
+    whole_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,15 +145,17 @@ class PendingLookup:
 
     ``answer``: the client's; its ``outcome`` is set once, on the client's thread, by its ``deadline``. Tokens [start,
     max_tokens) were asked for. ``epoch``: of the engine's namespaces at that time; ``instance``: the store's.
+    ``request``: the one that it is for, if the source compares the answer with it.
     """
 
-    __slots__ = ("answer", "epoch", "instance", "max_tokens", "outcome", "source", "start")
+    __slots__ = ("answer", "epoch", "instance", "max_tokens", "outcome", "request", "source", "start")
 
     def __init__(
         self, source: "KVSource", answer: Any, start: int, max_tokens: int, epoch: int = 0, instance: str = ""
     ):
         self.source, self.answer, self.start, self.max_tokens = source, answer, start, max_tokens
         self.epoch, self.instance = epoch, instance
+        self.request: RequestState | None = None
         self.outcome: LookupHit | LookupMiss | None = None  # what ``poll`` returned
 
     @property

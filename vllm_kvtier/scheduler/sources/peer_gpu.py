@@ -57,7 +57,8 @@ class PeerGpuSource(PeerLeaseSource):
         if request.epoch != self._context.namespace_ids.epoch:
             return None
         wait_seconds = self.wait_seconds(request, candidate, need.start)
-        hashes = self._block_hashes(request, min(candidate.tokens, request.request.num_tokens))
+        most = self._geometry.lookup_tokens(request.request.num_tokens)
+        hashes = self._block_hashes(request, min(candidate.tokens, most))
         return self._ask(
             request, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
             same_node_instance=candidate.instance, prefer_mapped=True, lend=True, wait_seconds=wait_seconds,

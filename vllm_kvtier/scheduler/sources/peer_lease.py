@@ -50,14 +50,16 @@ class PeerLeaseSource(KVSource):
         **fields: Any,
     ) -> PendingLookup:
         """``fields``: of ``LeaseClient.ask``."""
-        max_tokens = len(block_hashes) * self._geometry.hash_block_size
+        max_tokens = max(len(block_hashes) * self._geometry.hash_block_size, fields.get("partial_up_to", 0))
         fields["lora_fingerprint"] = lora_fingerprint_of(request.request)
         answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
         try:
-            return PendingLookup(self, answer, start, max_tokens)
+            pending = PendingLookup(self, answer, start, max_tokens)
         except Exception:
             self._lease_client.cancel(answer)
             raise
+        pending.request = request
+        return pending
 
     def _too_little(self, request: RequestState, need: Need) -> bool:
         """Decline the lookup if fewer than ``pull_threshold`` tokens lack."""

@@ -29,15 +29,20 @@ class PrefillHandoffSource(PeerLeaseSource):
         if self._too_little(request, need):
             self.release_export(request)
             return None
-        hashes = self._block_hashes(request, request.request.num_tokens)
+        tokens = self._exported_tokens(request)
+        hashes = self._block_hashes(request, tokens)
         return self._ask(
             request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
-            digest=self._digest(request, hashes), **self._reply_address(),
+            digest=self._digest(request, hashes, tokens), **self._reply_address(),
         )  # fmt: skip
 
-    def _digest(self, request: RequestState, hashes: list[bytes]) -> bytes:
-        tail = job_builder.tail_hash(request, request.request.num_tokens, self._geometry.hash_block_size)
-        return vr.prefix_digest(hashes, tail)
+    def _exported_tokens(self, request: RequestState) -> int:
+        """Tokens of the export, as the request's params say. Without them: all that can be of use."""
+        most, early = self._geometry.lookup_tokens(request.request.num_tokens), request.hints.handoff.early_read
+        return early.tokens if early is not None and 0 < early.tokens <= most else most
+
+    def _digest(self, request: RequestState, hashes: list[bytes], tokens: int) -> bytes:
+        return vr.prefix_digest(hashes, job_builder.tail_hash(request, tokens, self._geometry.hash_block_size))
 
     def early_hit(self, request: RequestState) -> LookupHit | None:
         """None with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.transfer_params import Address
-from vllm_kvtier.scheduler.sources.base import Candidate, Need, PendingLookup, RequestState
+from vllm_kvtier.scheduler.sources import job_builder
+from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss, Need, PendingLookup, RequestState
 from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
 from vllm_kvtier.wire import messages as m
 
@@ -37,7 +38,11 @@ class PullerIndex:
 
 class RetainedBlocksSource(PeerLeaseSource):
     """The engines that the request's params name, then the one that last pulled this prefix. The lease is asked by
-    block hashes. Not asked for a request with a hand-off: its prefill engine has all of the prompt."""
+    block hashes. Not asked for a request with a hand-off: its prefill engine has all of the prompt.
+
+    Recurrent states: what the other engine has is mostly the one at the end of its answer, within a block. It may lease
+    that, and says which tokens are in the partial block. If they are others here, it is asked again, for whole blocks.
+    """
 
     name = "retained"
 
@@ -61,7 +66,22 @@ class RetainedBlocksSource(PeerLeaseSource):
     def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(request, need):
             return None
-        hashes = self._block_hashes(request, request.request.num_tokens)
-        if len(hashes) * self._geometry.hash_block_size - need.start < self._config.pull_threshold:
+        most = self._geometry.lookup_tokens(request.request.num_tokens)
+        hashes = self._block_hashes(request, most)
+        partial = 0 if self._geometry.by_position or self._geometry.whole_blocks or candidate.whole_blocks else most
+        if max(partial, len(hashes) * self._geometry.hash_block_size) - need.start < self._config.pull_threshold:
             return None
-        return self._ask(request, candidate.address, need.start, hashes, **self._reply_address())
+        return self._ask(
+            request, candidate.address, need.start, hashes, partial_up_to=partial, **self._reply_address()
+        )
+
+    def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
+        result = super().read_answer(pending)
+        if not result.found or result.tokens % self._geometry.alignment == 0:
+            return result
+        tail = job_builder.tail_hash(pending.request, result.tokens, self._geometry.hash_block_size)
+        if tail == pending.answer.outcome.tail:
+            return result
+        self.release(result, False)
+        again = Candidate(self, pending.answer.address, whole_blocks=True)
+        return LookupMiss("no_matching_blocks", "the partial block there has other tokens", candidates=(again,))

@@ -19,7 +19,7 @@ def followed(kv_cache_config: Any) -> list[int]:
 
 
 def left_behind(kv_cache_config: Any) -> str:
-    """The specifications of groups that belong to a request without being in the prefix cache: KV that is pulled in the
+    """The specifications of groups that belong to a request without being in the prefix cache: KV that ends in the
     middle of a block is not complete without them. "" if there are none."""
     groups = [group for group in kv_cache_config.kv_cache_groups if _transferred(group) and not _cached(group)]
     return ", ".join(dict.fromkeys(type(spec).__name__ for group in groups for spec in layer_specs(group)))

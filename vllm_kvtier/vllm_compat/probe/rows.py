@@ -222,6 +222,10 @@ ROWS: tuple[Row, ...] = (
         calls=(("vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout", 0, ()),),
     ),
     Row(
+        "end of a prompt", Feature.STATES, "a prefill can be made to end a token earlier",
+        trial=trials.shorter_prompt, tried=_all(_REQUEST, "prompt_token_ids _all_token_ids max_tokens"),
+    ),
+    Row(
         "idle hook", Feature.IDLE, "the engine's loop calls it each time before it sleeps",
         calls=((f"{_CORE}:EngineCoreProc._notify_idle_state_callbacks", 1, ()),),
         names=(f"{_CORE}:EngineCoreProc",),

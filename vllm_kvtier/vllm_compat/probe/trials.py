@@ -103,6 +103,14 @@ def request() -> None:
     expect(_request(params={"a": 1}).kv_transfer_params == {"a": 1}, "Request.kv_transfer_params is not what was sent")
 
 
+def shorter_prompt() -> None:
+    made = _request()
+    find(_REQUESTS).leave_last_token(made, _HASH_BLOCK_SIZE)
+    counts = made.num_tokens, made.num_prompt_tokens, len(made.prompt_token_ids)
+    expect(counts == (len(_TOKENS) - 1,) * 3, f"a prompt that is to end a token earlier counts {counts} tokens")
+    expect(list(made.all_token_ids) == _TOKENS[:-1], "a request's tokens do not end with its prompt's")
+
+
 def block_hashes() -> None:
     plain, same, salted = _request().block_hashes, _request().block_hashes, _request(salt="salt").block_hashes
     expect(

@@ -1,0 +1,1 @@
+"""Replays request traces and agents on engines with different KV tiers."""
