@@ -88,7 +88,7 @@ def test_mooncake_nodes_share_blocks_and_survive_a_node(cluster):
     reads_all(third, single)
     replicated(cluster, other, shared)
 
-    # The node of all blocks is killed. What it had and nobody else is lost, and nobody hangs or reads anything wrong.
+    # The node of all blocks is killed. What it alone had is lost, and no read hangs or is wrong.
     for pid in (one.segment(), one.reader()):
         os.kill(pid, signal.SIGKILL)
     assert read_right(third, single) == 0
