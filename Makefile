@@ -64,8 +64,9 @@ lint: $(SETUP)
 # with engines are in files called test_engines_*. The others do not run beside the levels that compute, because some
 # of them measure delays.
 # Files are handed out in order: those that take longest first, or one of them would run alone at the end.
-LONGEST := $(patsubst %,tests/engines/test_%.py,configurations conversations docs internal_errors models node_store \
-	node_store_models sync_loads tiers) tests/chaos/test_engines_deaths.py tests/chaos/test_engines_store.py
+LONGEST := $(patsubst %,tests/engines/test_%.py,docs configurations internal_errors conversations cache_kinds \
+	node_store node_store_models codecs sleep sync_loads models peer_fetch tiers) \
+	tests/chaos/test_engines_deaths.py tests/chaos/test_engines_store.py
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
 ENGINES := $(foreach level,$(filter-out unit property kernels chaos,$(LEVELS)),$(wildcard tests/$(level)/test_*.py))
 ifneq ($(filter chaos,$(LEVELS)),)
@@ -82,7 +83,7 @@ test: lint $(HELM)
 	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
 	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
-		$(filter $(LONGEST),$(ENGINES)) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \
+		$(foreach file,$(LONGEST),$(filter $(file),$(ENGINES))) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \
 	exit $$status
 
 clean:

@@ -110,7 +110,7 @@ class Node:
 
 
 def pattern(block_hashes: bytes, i: int) -> bytes:
-    return block_hashes[i * m.HASH : (i + 1) * m.HASH] * (BLOCK // m.HASH)
+    return block_hashes[i * m.HASH_BYTES : (i + 1) * m.HASH_BYTES] * (BLOCK // m.HASH_BYTES)
 
 
 def until(condition: Callable[[], object], seconds: float = GIVE_UP) -> float | None:
@@ -151,7 +151,7 @@ class Cluster:
         before = node.tier().written_blocks
         node.fill(block_hashes)
         if self.kind == "mooncake":
-            wanted = before + len(block_hashes) // m.HASH
+            wanted = before + len(block_hashes) // m.HASH_BYTES
             until(lambda: node.tier().written_blocks >= wanted)
 
     def share(self, block_hashes: bytes) -> None:
@@ -161,7 +161,7 @@ class Cluster:
             node.forget()
             assert until(lambda: node.find(block_hashes)[0] == PREFIX) is not None
         if self.kind == "mooncake":  # its copy is made in the background
-            keys = [f"kvtier/{NAMESPACE_ID.hex()}/g0/{block_hashes[-m.HASH :].hex()}"]
+            keys = [f"kvtier/{NAMESPACE_ID.hex()}/g0/{block_hashes[-m.HASH_BYTES :].hex()}"]
             until(lambda: self.master.copies(keys)[keys[0]] == 2)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ from tiers import (
 from vllm_kvtier.devtools.clients import PromptTokens, prompt_tokens
 from vllm_kvtier.devtools.engines import kvtier
 from vllm_kvtier.devtools.processes import group_members
-from vllm_kvtier.devtools.stores import end_store, settled, store_counts, tier_of
+from vllm_kvtier.devtools.stores import counts_when_idle, end_store, store_counts, tier_of
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 
@@ -144,7 +144,7 @@ class DiskPeer(Peer):
             self.nudge()  # some only work in an engine's steps
             time.sleep(0.02)
         if self.kind == "kvtier":
-            settled(self._store)
+            counts_when_idle(self._store)
 
     def tiers(self) -> list[dict]:
         """What a store of ours counts of its disk."""
@@ -218,7 +218,7 @@ def ask(peer: DiskPeer, prompt: list[int], name: str, number: int) -> Asked:
         peer.settle(stored, len(prompt))
         peer.written(0.97 * number * len(prompt) * peer.per_token)
     elif peer.kind == "kvtier":
-        settled(peer._store)  # what was begun for a prompt that was then computed must not slow the next one
+        counts_when_idle(peer._store)  # what was begun for a prompt that was then computed must not slow the next one
     return Asked(seconds, tokens, peer.read_bytes() - read, said)
 
 

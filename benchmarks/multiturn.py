@@ -41,7 +41,7 @@ class Size:
     own_max: int
     input: tuple[int, int]
     output: tuple[int, int]
-    prefill_cache: float  # P's KV cache as a share of what all conversations together would fill
+    prefill_cache: float  # the prefill engine's KV cache as a share of what all conversations together would fill
 
 
 SIZES = {

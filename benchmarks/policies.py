@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_kvtier.plan.replay import NAMESPACE_ID, NEVER
 from vllm_kvtier.plan.trace import ideal, read
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 
@@ -35,13 +35,13 @@ def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) ->
     hits = asked = stored = runs = 0
     begun = time.process_time()
     for now, ids in requests:  # noqa: B007 (the index's clock reads it)
-        block_hashes = b"".join((i + 1).to_bytes(HASH, "big") for i in ids)
+        block_hashes = b"".join((i + 1).to_bytes(HASH_BYTES, "big") for i in ids)
         found = index.lookup(1, NAMESPACE_ID, block_hashes, 0, NEVER)
-        rest = block_hashes[found.num_hash_blocks * HASH :]
+        rest = block_hashes[found.num_hash_blocks * HASH_BYTES :]
         before = (
-            block_hashes[(found.num_hash_blocks - 1) * HASH : found.num_hash_blocks * HASH]
+            block_hashes[(found.num_hash_blocks - 1) * HASH_BYTES : found.num_hash_blocks * HASH_BYTES]
             if found.num_hash_blocks
-            else bytes(HASH)
+            else bytes(HASH_BYTES)
         )
         slots = index.reserve(
             1, NAMESPACE_ID, b"", [0] * (len(ids) - found.num_hash_blocks), rest, (before + rest)[: len(rest)], NEVER

@@ -1,8 +1,8 @@
 """What a proxy adds to a request, how many it serves a second, and what it makes of engines that die.
 
 Behind each proxy stand the same engines that compute nothing (proxy_engines.py); in front a client that sends streamed
-chat requests, each another conversation, and checks every answer byte by byte. ``direct`` is that client asking P and
-then D itself: what engines and sockets cost without a proxy. Rounds alternate between the proxies, so that a busy
+chat requests, each another conversation, and checks every answer byte by byte. ``direct`` is that client asking the two
+engines itself: what engines and sockets cost without a proxy. Rounds alternate between the proxies, so that a busy
 machine is busy for all of them. Client, engines and each proxy are one process each: with fewer than three free cores
 the times at high concurrency, and the requests a second, are those of the machine. ``cpu`` is what a proxy's process
 used of a processor for each request, which does not depend on what else the machine does.
@@ -11,7 +11,7 @@ Then, if ``--kills`` is not 0, the same with an engine killed (connections reset
 half second or so:
 
     whole      all of the answer, once
-    said       a beginning of it, and the client was told that it is no more: an error event
+    reported   a beginning of it, and an error event: the client knows that it is no more
     cut        a beginning of it, and the connection broke
     refused    an error instead of an answer (429, 500, 502, 503)
     wrong      anything else: a part missing or twice without a word, or another's. It must be 0.
@@ -51,7 +51,7 @@ ROUNDS = 5
 ROUTE = "/v1/chat/completions"
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 PAIRS = 2  # prefill and decode engines
-OUTCOMES = ("whole", "said", "cut", "refused", "wrong")
+OUTCOMES = ("whole", "reported", "cut", "refused", "wrong")
 
 
 class Sample(NamedTuple):
@@ -163,12 +163,12 @@ def judge(got: Got, body: dict, chunks: int) -> str:
     if not got.whole:
         return "cut"
     if told:
-        return "said"
+        return "reported"
     return "whole" if len(texts) == chunks and got.body.endswith(b"data: [DONE]\n\n") else "wrong"
 
 
 async def measure(make_client, concurrency: int, bodies: Iterator[dict], chunks: int):
-    """(samples of whole answers, how many of each outcome, seconds it took) of ``concurrency`` clients, each of which
+    """(samples of whole answers, how many of each outcome, seconds it took) of ``concurrency`` clients; each
     waits for its answers."""
     samples, outcomes = [], collections.Counter()
     began = time.perf_counter()
@@ -386,8 +386,8 @@ def main() -> None:
     )
     show(results)
     for name, counts in killed.items():
-        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
-        print(f"engines killed, {max(options.concurrency)} clients, {name}: {said}")
+        listed = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+        print(f"engines killed, {max(options.concurrency)} clients, {name}: {listed}")
     if options.json:
         rows = [{"clients": clients, "proxy": name} | values for (clients, name), values in results.items()]
         rows += [{"proxy": name, "kills": True} | values for name, values in killed.items()]

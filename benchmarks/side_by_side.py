@@ -83,7 +83,7 @@ def of_pd(result: list[dict]) -> Iterable[Row]:
     for tokens in sorted({row["tokens"] for row in result}):
         same = {row["connector"]: row for row in result if row["tokens"] == tokens}
         values = {name: row["pulled"] for name, row in same.items()}
-        yield Row("pd", f"{thousands(tokens)} tokens from P, first token on D", "ms", values | _computed(same))
+        yield Row("pd", f"{thousands(tokens)} tokens pulled, first token", "ms", values | _computed(same))
 
 
 def of_disk(result: dict) -> Iterable[Row]:

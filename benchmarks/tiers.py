@@ -50,7 +50,7 @@ STORED = {
 # The last tokens of a prompt that is to be hit, fewer than a block: no connector has them, so that the step that ends
 # the prompt is one of a prefill. For a prompt that is known to its last block it is a step of one token, which vLLM
 # replays from a graph of its decodes; there LMCache 0.5.3 was seen to load nothing (its log has no word of it) and to
-# answer all the same, and 0.5.6 to answer in 37 ms what takes the link 87 (32k tokens).
+# answer anyway, and 0.5.6 to answer in 37 ms what takes the link 87 (32k tokens).
 TAIL = 15
 LOCAL_HITS = r"vllm:prefix_cache_hits_total"
 HOST_HITS = r"vllm:external_prefix_cache_hits_total"
@@ -124,7 +124,7 @@ def other_tree(folder: str | None) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTHONSAFEPATH": "1"}
 
 
-class Said(NamedTuple):
+class Opening(NamedTuple):
     """How an answer began. With random weights the token alone says little about what came long before it; how likely
     it was does, to the bit, where the same step computes it on the same KV."""
 
@@ -132,7 +132,7 @@ class Said(NamedTuple):
     logprobs: list[float]
 
     @classmethod
-    def of(cls, choice: dict) -> "Said":
+    def of(cls, choice: dict) -> "Opening":
         return cls(choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or [])
 
 
@@ -163,7 +163,7 @@ class Peer:
         self.connector, self.host_bytes, self.per_token = connector, host, per_token
         self.step_tokens = args.step_tokens
         self._stored = STORED.get(connector.partition(":")[0])
-        self.said: Said | None = None  # how the last answer began
+        self.opening: Opening | None = None  # how the last answer began
         self.engine = Engine(
             model, name=connector, kv=kv, gpus=[] if args.gpu is None else [args.gpu], log_dir=args.logs, args=flags,
             env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
@@ -214,7 +214,7 @@ class Peer:
         }).encode()  # fmt: skip
 
     def first_token(self, prompt: list[int], tokens: int = 1) -> float:
-        """Seconds to the first chunk of the answer, which ``said`` then has the tokens of."""
+        """Seconds to the first chunk of the answer, which ``opening`` then has"""
         body, first = self.body(prompt, tokens), None
         start = time.perf_counter()
         with self.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
@@ -223,7 +223,7 @@ class Peer:
                 if line.startswith("data: {"):
                     now = time.perf_counter()
                     if first is None:
-                        first, self.said = now - start, Said.of(json.loads(line[6:])["choices"][0])
+                        first, self.opening = now - start, Opening.of(json.loads(line[6:])["choices"][0])
         if first is None:
             raise PeerFailed(f"{self.connector} answered nothing; its log is {self.engine.log_path}")
         return first
@@ -260,7 +260,7 @@ class Peer:
         self.answer([random.randrange(1000, 2000) for _ in range(4)], 2)
 
     def settle(self, before: float, tokens: int, seconds: float = 15.0) -> None:
-        """Until what ``tokens`` take is offloaded since the counter said ``before``, or nothing moves for a second."""
+        """Until what ``tokens`` take is offloaded since the counter was ``before``, or nothing moves for a second."""
         pattern = self._stored
         wanted, last, moved = 0.97 * tokens * self.per_token, -1.0, time.monotonic()
         deadline = moved + seconds
@@ -285,10 +285,10 @@ class Peer:
         """Empty the GPU's prefix cache, and that alone. It refuses while blocks are held, by copies for example."""
         deadline, silent = time.monotonic() + 15, 0
         while True:
-            said = self.client.post("/reset_prefix_cache").raise_for_status().content
-            silent += not said
+            answer = self.client.post("/reset_prefix_cache").raise_for_status().content
+            silent += not answer
             # vLLM 0.25 does not report it; the tokens by source show it.
-            if silent == 3 or (said and json.loads(said)["success"]):
+            if silent == 3 or (answer and json.loads(answer)["success"]):
                 return
             if time.monotonic() > deadline:
                 raise PeerFailed(f"{self.connector} holds GPU blocks for more than 15 s: prefix cache not reset")
@@ -387,10 +387,10 @@ def tailed_prompt(rng: random.Random, vocab: int, tokens: int) -> list[int]:
 
 
 def sees(peer: Peer, prompt: list[int], rng: random.Random, vocab: int) -> bool:
-    """Whether the answer to ``prompt``, which ``said`` has, is another one on other KV before the same tail."""
-    said = peer.said
+    """Whether the answer to ``prompt`` (its ``opening``) is another one on other KV before the same tail."""
+    opening = peer.opening
     peer.first_token(random_prompt(rng, vocab, len(prompt) - TAIL) + prompt[-TAIL:])
-    return peer.said != said
+    return peer.opening != opening
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -25,7 +25,7 @@ in ms, medians and the best of ``host``. beyond: the median of host - hit, promp
 takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
 the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
 what remains is reported as it was. Prompts end in a few tokens that are in no cache (tiers.TAIL). same: share of the
-answers from host memory that begin as the hit's did, the token's probability included; who answers before its KV is
+answers from host memory that begin as the hit's did, the token's probability included; an answer before its KV is
 there says something else. None: answers do not tell (a prompt with another beginning had the same).
 
 ``many``: so many fresh prompts of so many tokens (--many) are sent at once, and when offloading was through and the

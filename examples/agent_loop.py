@@ -37,7 +37,7 @@ from rich.table import Table
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.devtools.stores import open_tier, settled, tier_of
+from vllm_kvtier.devtools.stores import counts_when_idle, open_tier, tier_of
 from vllm_kvtier.store.launcher import store_path
 
 MAX_LEN = 2560
@@ -241,7 +241,7 @@ def ask(one: Engine, messages: list[dict], code: str, before: list[int], edited:
 
 def blocks_read(one: Engine) -> int:
     """Tokens from disk, after all promotions for this engine have ended; 0 without a store."""
-    return tier_of(settled(store_path())).read_blocks if one.kv else 0
+    return tier_of(counts_when_idle(store_path())).read_blocks if one.kv else 0
 
 
 def referees(plain: Engine, played: dict[str, Played]) -> dict[tuple[int, int], Answer]:

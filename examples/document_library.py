@@ -38,7 +38,7 @@ from rich.table import Table
 from vllm_kvtier.devtools.clients import Answer, chat, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
-from vllm_kvtier.devtools.stores import StoreFailed, end_store, open_tier, settled, tier_of
+from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, end_store, open_tier, tier_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
 from vllm_kvtier.store.memory.memory_limits import in_words
@@ -158,7 +158,7 @@ def play(engine: Engine, times: float) -> Played:
     def one_pass(name: str, enough: Callable[[int, m.Counts], bool] = lambda asked, _: asked == number) -> m.Counts:
         passes[name], decisions[name] = ask_all(engine, name, enough)
         failures.append(read_failures(engine))
-        return settled(store_path())
+        return counts_when_idle(store_path())
 
     failures: list[Failures] = []
     bring_up([engine], "the engine, which starts its store,")
@@ -208,7 +208,7 @@ def document(number: int) -> list[dict[str, str]]:
 def ask_all(engine: Engine, name: str, enough: Callable[[int, m.Counts], bool]) -> tuple[list[Asked], dict[str, int]]:
     """Ask about the documents one by one until ``enough``; returns also the engine's load decisions."""
     asked: list[Asked] = []
-    decided, counts = decisions(engine), settled(store_path())
+    decided, counts = decisions(engine), counts_when_idle(store_path())
     with console.status("") as status:
         while not enough(len(asked), counts):
             status.update(f"Asking, {name}: document {len(asked) + 1}")
@@ -216,7 +216,7 @@ def ask_all(engine: Engine, name: str, enough: Callable[[int, m.Counts], bool]) 
             answer = chat(engine.base_url, document(len(asked)), stream=True)
             tokens = at_least_one_computed(prompt_tokens(engine.base_url) - tokens)
             # What was begun to be read for a prompt that was then computed would count for the next one, and slow it.
-            counts = settled(store_path())
+            counts = counts_when_idle(store_path())
             from_disk = min(tokens.pulled, (tier_of(counts).read_blocks - read) * BLOCK)
             first_token = answer.first_token_seconds or answer.seconds
             asked.append(Asked(tokens, first_token, answer.text, from_disk))

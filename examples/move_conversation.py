@@ -62,10 +62,10 @@ class Talk(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One move. ``said``: tokens of the answer before it; ``gap``: seconds from then to the first token of the new
+    """One move. ``produced``: tokens of the answer before it; ``gap``: seconds from then to the first token of the new
     engine; ``report``: the new engine's sources of KV; ``later``: its answer to the question for another code."""
 
-    said: list[int]
+    produced: list[int]
     went_on: list[int]
     text: str
     gap: float
@@ -101,17 +101,17 @@ def play(args: argparse.Namespace, folder: Path) -> list[str]:
         for one in engines:
             warm_up(one)
         talks = [talk(a, number) for number in (1, 2, 3)]  # the shipped model recalls all of them
-        told = [whole(a, each) for each in talks]
+        expected = [whole(a, each) for each in talks]
         moved[SLICED] = go_on(b, talks[0], *sliced(a, talks[0]))
         if not args.quick:
             moved[STREAMED] = go_on(c, talks[1], *streamed(a, talks[1]))
-        said = streamed(a, talks[2], then=a.kill)
+        produced = streamed(a, talks[2], then=a.kill)
         console.print("Killed A (SIGKILL).")
-        moved[KILLED_B] = go_on(b, talks[2], *said)
+        moved[KILLED_B] = go_on(b, talks[2], *produced)
         if not args.quick:
-            moved[KILLED_C] = go_on(c, talks[2], *said)
+            moved[KILLED_C] = go_on(c, talks[2], *produced)
         of = dict(zip(MOVES, (0, 1, 2, 2), strict=True))
-        rows = {move: (talks[of[move]], told[of[move]], moved[move]) for move in args.moves}
+        rows = {move: (talks[of[move]], expected[of[move]], moved[move]) for move in args.moves}
         ties = set() if args.recalls else {move for move, row in rows.items() if tied(b, *row)}
     finally:
         kill_all(engines)
@@ -143,12 +143,12 @@ def talk(a: Engine, number: int) -> Talk:
     codes = {name: str(rng.randrange(10000, 100000)) for name in NAMES}
     messages = [{"role": "system", "content": SYSTEM}]
     for half in range(2):
-        told = NAMES[HALF * half :][:HALF]
-        for said, heard in (
-            (" ".join(f"The code for {name} is {codes[name]}." for name in told), f"Noted {len(told)} codes."),
+        names = NAMES[HALF * half :][:HALF]
+        for question, reply in (
+            (" ".join(f"The code for {name} is {codes[name]}." for name in names), f"Noted {len(names)} codes."),
             ("Read this file:\n" + python_file(10 * number + half, FUNCTIONS), "Done reading."),
         ):
-            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": heard}]
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     messages.append({"role": "user", "content": question(NAMES[0])})
     return Talk(messages, tokens_of(a.base_url, messages), codes)
 
@@ -168,60 +168,60 @@ def whole(a: Engine, t: Talk) -> Told:
 
 def sliced(a: Engine, t: Talk) -> tuple[list[int], str, dict[str, Any]]:
     """(tokens, text, params with A's address) of A's answer in two slices."""
-    said, text = [], ""
+    produced, text = [], ""
     for _ in range(CUT // SLICE):
-        prompt = t.prompt + said
+        prompt = t.prompt + produced
         part = complete(a.base_url, prompt, max_tokens=SLICE, ignore_eos=True, kv_transfer_params={"kvtier": {}})
-        said, text = said + part.token_ids, text + part.text
-    return said, text, {name: (part.params or {}).get(name) for name in ("remote_host", "remote_port")}
+        produced, text = produced + part.token_ids, text + part.text
+    return produced, text, {name: (part.params or {}).get(name) for name in ("remote_host", "remote_port")}
 
 
 def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
     """(tokens, text) of A's answer until the stream is closed; ``then`` is called before that."""
     body = {"model": "model", "temperature": 0, "prompt": t.prompt, "max_tokens": LENGTH, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
-    said, text = [], ""
+    produced, text = [], ""
     with httpx.stream("POST", f"{a.base_url}/v1/completions", json=body, timeout=TIMEOUT) as response:
         for line in response.raise_for_status().iter_lines():
             if line.startswith("data:") and not line.endswith("[DONE]"):
                 for choice in json.loads(line[5:])["choices"]:
-                    said, text = said + choice["token_ids"], text + choice["text"]
-            if len(said) >= CUT:
+                    produced, text = produced + choice["token_ids"], text + choice["text"]
+            if len(produced) >= CUT:
                 then()
-                return said, text
-    raise httpx.RemoteProtocolError(f"{a.name} ended its answer after {len(said)} tokens: {text!r}")
+                return produced, text
+    raise httpx.RemoteProtocolError(f"{a.name} ended its answer after {len(produced)} tokens: {text!r}")
 
 
-def go_on(one: Engine, t: Talk, said: list[int], text: str, source: dict[str, Any] | None = None) -> Moved:
+def go_on(one: Engine, t: Talk, produced: list[int], text: str, source: dict[str, Any] | None = None) -> Moved:
     """Continue after these tokens on ``one``: first one token, for its time and the transferred KV, then the rest."""
     asked = {"kvtier": {}, **(source or {})}  # `kvtier`: the answer is to say where its KV came from
     since = time.monotonic()
-    first = complete(one.base_url, t.prompt + said, max_tokens=1, ignore_eos=True, kv_transfer_params=asked)
+    first = complete(one.base_url, t.prompt + produced, max_tokens=1, ignore_eos=True, kv_transfer_params=asked)
     gap = time.monotonic() - since
-    ahead = said + first.token_ids
+    ahead = produced + first.token_ids
     rest = complete(one.base_url, t.prompt + ahead, max_tokens=LENGTH - len(ahead), ignore_eos=True)
     report, answer = (first.params or {}).get("kvtier", {}), f"The code for {NAMES[0]} is {t.codes[NAMES[0]]}."
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": question(NAMES[-1])}]
     later = chat(one.base_url, [*t.messages, *turns])
-    return Moved(said, first.token_ids + rest.token_ids, text + first.text + rest.text, gap, report, later.text)
+    return Moved(produced, first.token_ids + rest.token_ids, text + first.text + rest.text, gap, report, later.text)
 
 
-def parted(told: Told, moved: Moved) -> int | None:
+def parted(expected: Told, moved: Moved) -> int | None:
     """The first token in which the moved answer differs from A's; None if it is the same."""
-    went = moved.said + moved.went_on
-    if went == told.tokens:
+    went = moved.produced + moved.went_on
+    if went == expected.tokens:
         return None
-    return next((i for i, (x, y) in enumerate(zip(told.tokens, went, strict=False)) if x != y), -1)
+    return next((i for i, (x, y) in enumerate(zip(expected.tokens, went, strict=False)) if x != y), -1)
 
 
-def tied(b: Engine, t: Talk, told: Told, moved: Moved) -> bool:
+def tied(b: Engine, t: Talk, expected: Told, moved: Moved) -> bool:
     """Whether, where the answers part, an engine that computes all of it finds both tokens nearly equally likely."""
-    at = parted(told, moved)
+    at = parted(expected, moved)
     if at is None or at < 0:
         return False
-    before = t.prompt + told.tokens[:at]
+    before = t.prompt + expected.tokens[:at]
     asked = {"logprobs": 20, "return_tokens_as_token_ids": True, "cache_salt": "referee"}
-    return nearly_tied(logprobs_of(b, before, asked), told.tokens[at], (moved.said + moved.went_on)[at])
+    return nearly_tied(logprobs_of(b, before, asked), expected.tokens[at], (moved.produced + moved.went_on)[at])
 
 
 def logprobs_of(b: Engine, prompt: Sequence[int], asked: dict[str, Any]) -> dict[str, float]:
@@ -248,10 +248,10 @@ def tokens_moved(moved: Moved) -> int:
 def judge(rows: Rows, recalls: bool, ties: set[str]) -> list[str]:
     """The failures, as sentences."""
     problems = []
-    for move, (t, told, moved) in rows.items():
-        at = parted(told, moved)
+    for move, (t, expected, moved) in rows.items():
+        at = parted(expected, moved)
         if at is not None and move not in ties:
-            problems.append(f"{move}: differs from A's answer at token {at}: {moved.text!r}, not {told.text!r}.")
+            problems.append(f"{move}: differs from A's answer at token {at}: {moved.text!r}, not {expected.text!r}.")
         for name, answer in ((NAMES[0], moved.text), (NAMES[-1], moved.later)) if recalls else ():
             if t.codes[name] not in answer:
                 problems.append(f"{move}: the code for {name} is {t.codes[name]}, and the answer was {answer!r}.")
@@ -260,32 +260,32 @@ def judge(rows: Rows, recalls: bool, ties: set[str]) -> list[str]:
             problems.append(f"{move}: {tokens_moved(moved)} tokens came from {moved.report.get('pulled_from')}.")
         if move != KILLED_B and tokens_moved(moved) < least:
             problems.append(f"{move}: {tokens_moved(moved)} tokens were moved, the prompt's blocks are {least}.")
-        if not 0 < len(moved.said) < len(told.tokens):
-            problems.append(f"{move}: it was moved behind {len(moved.said)} of {len(told.tokens)} tokens.")
+        if not 0 < len(moved.produced) < len(expected.tokens):
+            problems.append(f"{move}: it was moved behind {len(moved.produced)} of {len(expected.tokens)} tokens.")
     return problems
 
 
 def source(moved: Moved) -> str:
     """The source of the KV as text; the engine reports an address, "gpu" and an address, or "host"."""
-    said = moved.report.get("pulled_from")
-    if not tokens_moved(moved) or said is None:
+    source = moved.report.get("pulled_from")
+    if not tokens_moved(moved) or source is None:
         return "computed"
-    if said == "host":
+    if source == "host":
         return "node's memory"
-    return "A's cache" if said.startswith("gpu ") else "A's cache, NIXL"
+    return "A's cache" if source.startswith("gpu ") else "A's cache, NIXL"
 
 
 def moves_table(rows: Rows) -> Table:
     """A row a move."""
     table = Table(title="Moved in the middle of an answer", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("move", no_wrap=True)
-    for head in ("prompt", "said\nby A", "moved", "com-\nputed", "gap\nms"):
+    for head in ("prompt", "answer\nby A", "moved", "com-\nputed", "gap\nms"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("from", no_wrap=True)
     table.add_column("as A\nwould", no_wrap=True)
-    for move, (t, told, moved) in rows.items():
-        counts = (len(t.prompt), len(moved.said), tokens_moved(moved), moved.report.get("computed_tokens", 0))
-        same = "yes" if parted(told, moved) is None else "no"
+    for move, (t, expected, moved) in rows.items():
+        counts = (len(t.prompt), len(moved.produced), tokens_moved(moved), moved.report.get("computed_tokens", 0))
+        same = "yes" if parted(expected, moved) is None else "no"
         table.add_row(move, *(f"{n:,}" for n in counts), f"{moved.gap * 1000:,.0f}", source(moved), same)
     return table
 

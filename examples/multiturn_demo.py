@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A conversation over a prefill engine P, a decode engine D and the proxy, with KV pulled in both directions.
+"""A conversation over a prefill engine, a decode engine and the proxy, with KV pulled in both directions.
 
 The same conversation runs twice: with pulls by the decode engine only, and with ``bidirectional`` pulls. It plants
 facts and asks for them later. Before some turns, other prompts evict the conversation from the prefill engine's cache,
@@ -279,9 +279,9 @@ def judge(played: list[Played], bidirectional: bool, args: argparse.Namespace) -
         if done.p.total == 0:
             problems.append(f"{where} the prefill engine got no request.")
         for role, counted in (("prefill", done.p.pulled), ("decode", done.d.pulled)):
-            said = done.reported.get(role, counted)
-            if abs(said - counted) > 1:  # one: the last token, see at_least_one_computed
-                problems.append(f"{where} {role} reports {said} tokens pulled, vLLM counted {counted}.")
+            reported = done.reported.get(role, counted)
+            if abs(reported - counted) > 1:  # one: the last token, see at_least_one_computed
+                problems.append(f"{where} {role} reports {reported} tokens pulled, vLLM counted {counted}.")
         if not bidirectional and done.p.pulled:
             problems.append(f"{where} the prefill engine pulled {done.p.pulled} tokens although these pulls are off.")
         # The whole blocks that the decode engine has of the earlier turns.

@@ -1,5 +1,6 @@
 """What every level of the tests shares."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def way(request, run_dir, monkeypatch) -> str:
 
 def pytest_runtest_setup() -> None:
     logs.LIMIT.forget()  # the limit of repeated messages must not carry over to the next test
+    logging.getLogger("vllm").propagate = True  # to caplog; vLLM turns it off when it is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,7 @@ if __name__ == "__main__":
 """
 ONE_PROCESS = "--distributed-executor-backend uni"  # with one rank
 SECONDS = 90.0  # for output to be as the page says
-NUMBER = re.compile(r"(?<![\w\"=])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w\"])")
+NUMBER_BYTES = re.compile(r"(?<![\w\"=])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w\"])")
 
 
 class Step:
@@ -248,7 +248,7 @@ def unlike(sample: str, output: str) -> list[str]:
 
 def _parted(line: str) -> tuple[str, list[float]]:
     line = " ".join(re.sub(r"\([^()]*\)", "", line).split())
-    return NUMBER.sub("#", line), [float(number.replace(",", "")) for number in NUMBER.findall(line)]
+    return NUMBER_BYTES.sub("#", line), [float(number.replace(",", "")) for number in NUMBER_BYTES.findall(line)]
 
 
 def _like(shown: tuple[str, list[float]], printed: tuple[str, list[float]]) -> bool:

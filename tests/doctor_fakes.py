@@ -70,14 +70,14 @@ class FakeEngine:
 
     @property
     def namespace_id(self) -> bytes:
-        return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH).digest()
+        return hashlib.blake2b(m.encode(self.namespace), digest_size=sm.HASH_BYTES).digest()
 
     def block_hashes(self, text: str, salt: str = "") -> bytes:
         """Packed hashes of the whole blocks of a prompt."""
         tokens, last = text.encode(), repr((self.namespace.hash_seed, salt)).encode()
         hashes = []
         for at in range(0, len(tokens) - HASH_BLOCK_SIZE + 1, HASH_BLOCK_SIZE):
-            last = hashlib.blake2b(last + tokens[at : at + HASH_BLOCK_SIZE], digest_size=sm.HASH).digest()
+            last = hashlib.blake2b(last + tokens[at : at + HASH_BLOCK_SIZE], digest_size=sm.HASH_BYTES).digest()
             hashes.append(last)
         return b"".join(hashes)
 

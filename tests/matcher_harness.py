@@ -21,7 +21,7 @@ from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, S
 from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.protocol import HASH, Done, Found, Holder
+from vllm_kvtier.store.protocol import HASH_BYTES, Done, Found, Holder
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
 
@@ -50,12 +50,13 @@ class FakePeers:
 
     def ask(self, address, timeout=2.0, same_node_instance="", prefer_mapped=False, **fields):
         assert timeout > 0 and set(fields) <= {
-            "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest", "lend",
+            "start", "lora_fingerprint", "reply_host", "reply_port", "block_hashes", "export", "digest",
+            "from_prefix_cache",
             "wait_seconds", "partial_up_to",
         }  # fmt: skip
         ask = m.LeaseRequest(len(self.offered), "", **fields)
         pending = PendingLease(address, ask, self.clock() + 2.0, same_node_instance)
-        m.decode_engine(m.encode(pending.ask))  # it can be sent
+        m.decode_engine(m.encode(pending.request))  # it can be sent
         self.open.append(pending)
         return pending
 
@@ -71,7 +72,7 @@ class FakePeers:
         assert lease in self.held, f"lease {lease} is given back twice"
         self.held.discard(lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         self.dropped.append((address, export))
 
     def answer(self, pending, outcome):
@@ -86,11 +87,11 @@ class FakePeers:
     def offer(self, pending, tokens, blocks=None, start=None):
         lease = len(self.offered) + 1
         self.offered[lease] = pending
-        start = pending.ask.start if start is None else start
+        start = pending.request.start if start is None else start
         if blocks is None:
             blocks = [list(range(1, 1 + -(-tokens // size) - start // size)) for size, _ in self.groups]
         fields = (pending.address, self.introduced[lease % 2], lease, start, tokens, blocks, [])
-        if pending.ask.lend:
+        if pending.request.from_prefix_cache:
             path = ReadPath.MAPPED if lease % 4 else ReadPath.STAGED
             return LeasedBlocks(*fields, path=path, same_layout=lease % 3 > 0, nbytes=1000 * len(blocks[0]))
         path = list(ReadPath)[lease % 3]
@@ -204,12 +205,12 @@ class World:
                 self.stored.setdefault((g, self.hash(request, g, i)), self.last)
 
     def hash(self, request, g, i):
-        return bytes(request.block_hashes[(i + 1) * self.groups[g][0] // HASH_BLOCK_SIZE - 1])[:HASH]
+        return bytes(request.block_hashes[(i + 1) * self.groups[g][0] // HASH_BLOCK_SIZE - 1])[:HASH_BYTES]
 
     def answer(self, pending):
         """As the index does: the longest run from the start whose blocks are there, all ends aligned."""
         asked = pending.asked
-        total = len(asked.block_hashes) // HASH * HASH_BLOCK_SIZE
+        total = len(asked.block_hashes) // HASH_BYTES * HASH_BLOCK_SIZE
         start = asked.start * HASH_BLOCK_SIZE
         for tokens in range(total // self.align * self.align, start, -self.align):
             rows = []
@@ -218,7 +219,7 @@ class World:
                 row = []
                 for i in range(start // size, tokens // size):
                     unit = (i + 1) * size // HASH_BLOCK_SIZE
-                    slot = self.stored.get((g, asked.block_hashes[(unit - 1) * HASH : unit * HASH]))
+                    slot = self.stored.get((g, asked.block_hashes[(unit - 1) * HASH_BYTES : unit * HASH_BYTES]))
                     row.append(0 if i < needed else slot)
                 rows.append(row)
             if all(None not in row for row in rows):
@@ -274,7 +275,7 @@ class World:
             for i in range(computed // size, -(-total // size)):
                 if tables[g][i]:
                     full = bytes(request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1])
-                    slot = self.stored.get((g, full[:HASH])) if leased else None
+                    slot = self.stored.get((g, full[:HASH_BYTES])) if leased else None
                     expected.append((tables[g][i], KEYS.key(full, g, b""), slot))
             got = rows.get(g)
             assert (got is None) == (not expected)

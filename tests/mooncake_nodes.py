@@ -15,7 +15,7 @@ from object_nodes import BLOCKS, TierNode, blocks_of
 from support import eventually
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.tiers.mooncake.client import load_library
 from vllm_kvtier.store.tiers.mooncake.tier import MooncakeTier
 from vllm_kvtier.wire.slots import PAGE
@@ -106,7 +106,7 @@ class MooncakeNode(TierNode):
 
     def clear_slots(self) -> None:
         """So that what is right after a read was read by it."""
-        for block in blocks_of(bytes(BLOCKS * HASH), half=1):
+        for block in blocks_of(bytes(BLOCKS * HASH_BYTES), half=1):
             self.pool[block.slot * PAGE : (block.slot + block.pages) * PAGE] = bytes(block.pages * PAGE)
 
     def reader(self) -> int:

@@ -20,7 +20,7 @@ from store_support import block_hashes_of, items_of
 from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.memory.slot_pool import SlotPool
-from vllm_kvtier.store.protocol import HASH, PAGE, PIECE, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, PIECE_BYTES, GroupShape
 from vllm_kvtier.store.tiers.base import Block, Want
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
@@ -86,7 +86,7 @@ class Node:
         self.memory = PoolMemory(pool_mib << 20, huge_pages="never")
         self.pages = block_pages
         self.index = Index(
-            SlotPool(self.memory.nbytes // PAGE, PIECE // PAGE), None, time.monotonic,
+            SlotPool(self.memory.nbytes // PAGE, PIECE_BYTES // PAGE), None, time.monotonic,
             IndexLimits(lease_seconds=lease_seconds),
         )
         self.index.connect(US, HASH_BLOCK_SIZE, [GroupShape(1, block_pages)])
@@ -129,7 +129,7 @@ class Node:
         return {"ok": ok, **self.stat()}
 
     def reserve(self, block_hashes: bytes, start: int = 0) -> list[int]:
-        if len(block_hashes) <= start * HASH:
+        if len(block_hashes) <= start * HASH_BYTES:
             return []
         return self.on_reactor(
             lambda: self.index.reserve(US, NAMESPACE_ID, b"", *items_of(block_hashes, start), EVERYTHING)
@@ -159,10 +159,18 @@ class Node:
         until ``written``."""
         block_hashes = block_hashes_of((num_hash_blocks, name))
         found = self._find(num_hash_blocks, name, nodes, start)
-        block_hashes = block_hashes[: found.num_hash_blocks * HASH]
+        block_hashes = block_hashes[: found.num_hash_blocks * HASH_BYTES]
         slots = self.reserve(block_hashes, start)
         blocks = [
-            Block(NAMESPACE_ID, 0, block_hashes[i * HASH : (i + 1) * HASH], bytes(HASH), b"", slot, self.pages)
+            Block(
+                NAMESPACE_ID,
+                0,
+                block_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES],
+                bytes(HASH_BYTES),
+                b"",
+                slot,
+                self.pages,
+            )
             for i, slot in enumerate(slots, start)
         ]
         assert all(slot > 0 for slot in slots)
@@ -228,11 +236,11 @@ class Node:
         return self.wait(lambda done: self.reactor.call_soon(lambda: self.tier.find(want, done)))
 
     def slot(self, slot: int) -> np.ndarray:
-        return self.bytes[slot * PAGE : (slot + self.pages) * PAGE].reshape(-1, HASH)
+        return self.bytes[slot * PAGE : (slot + self.pages) * PAGE].reshape(-1, HASH_BYTES)
 
     @staticmethod
     def pattern(block_hashes: bytes, block: int) -> np.ndarray:
-        return np.frombuffer(block_hashes[block * HASH : (block + 1) * HASH], np.uint8)
+        return np.frombuffer(block_hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES], np.uint8)
 
 
 def main() -> None:

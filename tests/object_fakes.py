@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from store_support import block_hashes_of
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, READY
 from vllm_kvtier.wire.slots import PAGE
@@ -16,7 +16,7 @@ PAGES = 2  # of a block
 
 def hash_of(number: int) -> bytes:
     """Of a block of CHAIN."""
-    return BLOCK_HASHES[number * HASH : (number + 1) * HASH]
+    return BLOCK_HASHES[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
 
 class Loop:

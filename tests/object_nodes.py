@@ -10,7 +10,7 @@ from pathlib import Path
 from s3_server import REGION
 from support import eventually
 
-from vllm_kvtier.store.index.types import HASH, ZERO, GroupShape
+from vllm_kvtier.store.index.types import HASH_BYTES, ZERO, GroupShape
 from vllm_kvtier.store.tiers.base import Block, Find, Want
 from vllm_kvtier.store.tiers.objects.tier import ObjectTier
 from vllm_kvtier.store.tiers.process.child import spawn
@@ -26,7 +26,7 @@ POOL = (1 + 2 * BLOCKS * PAGES) * PAGE
 
 
 def block_hashes_of(name: str, length: int = BLOCKS) -> bytes:
-    return b"".join(hashlib.blake2b(f"{name} {i}".encode(), digest_size=HASH).digest() for i in range(length))
+    return b"".join(hashlib.blake2b(f"{name} {i}".encode(), digest_size=HASH_BYTES).digest() for i in range(length))
 
 
 def contents(block: Block) -> bytes:
@@ -35,7 +35,7 @@ def contents(block: Block) -> bytes:
 
 def blocks_of(block_hashes: bytes, half: int = 0) -> list[Block]:
     """Of a chain, in the first half of a pool or in the second."""
-    hashes = [block_hashes[i : i + HASH] for i in range(0, len(block_hashes), HASH)]
+    hashes = [block_hashes[i : i + HASH_BYTES] for i in range(0, len(block_hashes), HASH_BYTES)]
     first = 1 + half * BLOCKS * PAGES
     return [
         Block(NAMESPACE_ID, 0, block_hash, hashes[i - 1] if i else ZERO, b"", first + i * PAGES, PAGES, i + 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from tier_fakes import FakePending
 
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.protocol import EXISTS, HASH, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_ITEMS, NO_PARENT, NO_PARENT_STORED, NO_ROOM, Reserved
 
 
 class FakeReactor:
@@ -47,16 +47,16 @@ class FakeTier:
         return 1 << 30 if self.up else 0
 
     def namespace_id(self, lora_fingerprint):
-        return b"space".ljust(HASH) if not lora_fingerprint else lora_fingerprint[:8].ljust(HASH)
+        return b"space".ljust(HASH_BYTES) if not lora_fingerprint else lora_fingerprint[:8].ljust(HASH_BYTES)
 
     def reserve(self, namespace_id, tenant, groups, hashes, parents):
-        assert len(groups) * HASH == len(hashes) == len(parents) and groups
+        assert len(groups) * HASH_BYTES == len(hashes) == len(parents) and groups
         assert len(groups) <= MAX_ITEMS
         pending = FakePending(self._session)
         items = [
             SimpleNamespace(
-                namespace_id=namespace_id, tenant=tenant, group=g, hash=hashes[i * HASH : (i + 1) * HASH],
-                parent=parents[i * HASH : (i + 1) * HASH], session=self._session, fate=None, copied=set(),
+                namespace_id=namespace_id, tenant=tenant, group=g, hash=hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES],
+                parent=parents[i * HASH_BYTES : (i + 1) * HASH_BYTES], session=self._session, fate=None, copied=set(),
             )
             for i, g in enumerate(groups)
         ]  # fmt: skip

@@ -21,7 +21,7 @@ from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.protocol import EXISTS, HASH, NO_PARENT, Reserved
+from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, NO_PARENT, Reserved
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.wire import messages as m
@@ -115,7 +115,7 @@ class Engine:
         r = Running(f"r{self.made}", plan, prompt, self.groups, salt)
         r.tracked = SimpleNamespace(request=r.request)
         for i, full in enumerate(make_request("all", plan, HASH_BLOCK_SIZE, salt=salt).block_hashes):
-            self.meaning[bytes(full)[:HASH]] = bytes(full), (salt, *plan[: (i + 1) * HASH_BLOCK_SIZE])
+            self.meaning[bytes(full)[:HASH_BYTES]] = bytes(full), (salt, *plan[: (i + 1) * HASH_BLOCK_SIZE])
         self.requests[r.request.request_id] = r
         return r
 
@@ -451,7 +451,7 @@ def stored(engine, r, g=0):
     ready = {(item.group, item.hash) for item in engine.tier.items.values() if item.fate == "committed"}
     present = {(group, h) for (_, group, h) in engine.tier.entries} & ready
     blocks = range(len(r.plan) // size)
-    return [i for i in blocks if (g, bytes(hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1])[:HASH]) in present]
+    return [i for i in blocks if (g, bytes(hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1])[:HASH_BYTES]) in present]
 
 
 def cached_states(engine, r, g):

@@ -81,12 +81,12 @@ class Engine(RawClient):
         """Blocks newly stored."""
         num_hash_blocks = self.lookup(block_hashes)
         self.send(m.Release(num_hash_blocks.lease))
-        if num_hash_blocks.num_hash_blocks * m.HASH == len(block_hashes):
+        if num_hash_blocks.num_hash_blocks * m.HASH_BYTES == len(block_hashes):
             return 0
         slots = self.reserve(block_hashes, num_hash_blocks.num_hash_blocks)
         for block, slot in enumerate(slots, num_hash_blocks.num_hash_blocks):
             if slot > 0:
-                data = pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH])
+                data = pattern(block_hashes[block * m.HASH_BYTES : (block + 1) * m.HASH_BYTES])
                 self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE] = data
         written = [slot for slot in slots if slot > 0]
         self.send(m.Commit(written))
@@ -97,7 +97,7 @@ class Engine(RawClient):
         found = self.ask(m.Lookup(1, NAMESPACE_ID, block_hashes, 0, EVERYTHING, wait_seconds))
         for block, slot in enumerate(found.slots[0]):
             there = self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE]
-            assert there == pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH]), (
+            assert there == pattern(block_hashes[block * m.HASH_BYTES : (block + 1) * m.HASH_BYTES]), (
                 f"block {block} in slot {slot}"
             )
         self.send(m.Release(found.lease))

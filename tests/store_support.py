@@ -33,16 +33,16 @@ def block_hashes_of(*lengths_and_names: tuple[int, object]) -> bytes:
     hashes, last = [], b""
     for length, name in lengths_and_names:
         for number in range(length):
-            last = hashlib.blake2b(last + repr((name, number)).encode(), digest_size=m.HASH).digest()
+            last = hashlib.blake2b(last + repr((name, number)).encode(), digest_size=m.HASH_BYTES).digest()
             hashes.append(last)
     return b"".join(hashes)
 
 
 def items_of(block_hashes: bytes, start: int = 0) -> tuple[list[int], bytes, bytes]:
     """(groups, hashes, parents) of a Reserve for blocks from ``start``; one group, one hash block per block."""
-    hashes = block_hashes[start * m.HASH :]
-    before = block_hashes[(start - 1) * m.HASH : start * m.HASH] if start else m.NO_PARENT
-    return [0] * (len(hashes) // m.HASH), hashes, (before + hashes[: -m.HASH])
+    hashes = block_hashes[start * m.HASH_BYTES :]
+    before = block_hashes[(start - 1) * m.HASH_BYTES : start * m.HASH_BYTES] if start else m.NO_PARENT
+    return [0] * (len(hashes) // m.HASH_BYTES), hashes, (before + hashes[: -m.HASH_BYTES])
 
 
 def engine_hello(name: str = "engine", pages: int = BLOCK_PAGES) -> m.Hello:
@@ -123,7 +123,7 @@ class RawClient:
 
 
 def pattern(block_hash: bytes) -> bytes:
-    return block_hash * (BLOCK_PAGES * m.PAGE // m.HASH)
+    return block_hash * (BLOCK_PAGES * m.PAGE // m.HASH_BYTES)
 
 
 class WrongBytes(Exception):
@@ -169,7 +169,7 @@ class Busy:
         self.rounds += 1
         conversation = self.random.randrange(60)
         block_hashes = block_hashes_of((8, conversation % 6), (self.random.randrange(1, 40), conversation))
-        num_hash_blocks = len(block_hashes) // m.HASH
+        num_hash_blocks = len(block_hashes) // m.HASH_BYTES
         pending = self.client.lookup(NAMESPACE_ID, block_hashes, 0, EVERYTHING)
         found = self.outcome(pending)
         if found is None or pending.session != self.client.session or self.pool.instance != self.client.instance:
@@ -189,7 +189,7 @@ class Busy:
     def check(self, block_hashes: bytes, slots: list[int], session: int) -> None:
         for block, slot in enumerate(slots):
             there = self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE]
-            if there != pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH]):
+            if there != pattern(block_hashes[block * m.HASH_BYTES : (block + 1) * m.HASH_BYTES]):
                 if self.client.session != session:
                     return  # the lease ended meanwhile
                 raise WrongBytes(f"block {block} in slot {slot}")
@@ -203,7 +203,7 @@ class Busy:
             return
         given = [(block, slot) for block, slot in enumerate(reserved.slots, start) if slot > 0]
         for block, slot in given:
-            data = pattern(block_hashes[block * m.HASH : (block + 1) * m.HASH])
+            data = pattern(block_hashes[block * m.HASH_BYTES : (block + 1) * m.HASH_BYTES])
             self.pool.buffer[slot * m.PAGE : (slot + BLOCK_PAGES) * m.PAGE] = data
         slots = [slot for _, slot in given]
         self.stored += len(slots)

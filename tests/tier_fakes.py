@@ -11,7 +11,7 @@ from vllm_kvtier.scheduler.sources import node_store as node_store_module
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.protocol import HASH, PAGE, Found
+from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, Found
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
 
@@ -82,9 +82,9 @@ class FakeClient:
         hash_blocks_per_block=1,
     ):
         assert (
-            len(namespace_id) == HASH
-            and len(block_hashes) % HASH == 0
-            and start <= len(block_hashes) // HASH
+            len(namespace_id) == HASH_BYTES
+            and len(block_hashes) % HASH_BYTES == 0
+            and start <= len(block_hashes) // HASH_BYTES
             and pages_limit
         )
         asked = SimpleNamespace(

@@ -18,7 +18,7 @@ from store_support import RawClient, block_hashes_of, items_of
 from support import eventually
 
 from vllm_kvtier.devtools.engines import Engine
-from vllm_kvtier.devtools.stores import StoreFailed, open_tier, settled, tier_of, tier_process_of
+from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, open_tier, tier_of, tier_process_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.tiers.base import TierCounts
 
@@ -110,7 +110,7 @@ class TierDriver(NodeDriver):
 
     async def quiet(self) -> m.Counts:
         """When everything is written that will be."""
-        return await asyncio.to_thread(settled, self.node.store.path, 0.1)
+        return await asyncio.to_thread(counts_when_idle, self.node.store.path, 0.1)
 
     async def kept(self, *prompts: list[int], engine: Engine | None = None, count: int = 8) -> list[Reply]:
         """Right answers, after which the prompts' whole blocks are in memory and on disk."""

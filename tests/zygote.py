@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,11 @@ class Zygote:
         self._lock = threading.Lock()
 
     def popen(self, command: Sequence[str], *, env: Mapping[str, str], stdin, stdout, stderr, start_new_session):
-        if list(command[:3]) != [sys.executable, "-m", self._module] or _fixed(env) != _fixed(self._env):
+        same_module = list(command[:3]) == [sys.executable, "-m", self._module]
+        other = sorted({name for name, _ in _fixed(env).items() ^ _fixed(self._env).items()})
+        if same_module and other:
+            warnings.warn(f"an engine starts slowly, in a new interpreter, for its variables {other}", stacklevel=2)
+        if not same_module or other:
             return subprocess.Popen(
                 command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session
             )

@@ -21,13 +21,13 @@ _R = "[$__rate_interval]"
 
 
 def rate(name: str, by: str = "", more: str = "", where: str = "") -> str:
-    """Per second, summed; ``by``: labels to keep. ``name``: begins with E. (engine), S. (store) or P. (proxy)."""
+    """Per second, summed; ``by``: labels to keep. ``name`` begins with E. (engine), S. (store) or X. (proxy)."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric(name, more, where)}{_R}))"
 
 
 def metric(name: str, more: str = "", where: str = "") -> str:
     owner, _, rest = name.partition(".")
-    prefix, labels = {"E": ("vllm:kvtier_", _E), "S": ("kvtier_store_", _S), "P": ("kvtier_proxy_", _S)}[owner]
+    prefix, labels = {"E": ("vllm:kvtier_", _E), "S": ("kvtier_store_", _S), "X": ("kvtier_proxy_", _S)}[owner]
     return f"{prefix}{rest}{{{labels}{',' + more if more else ''}}}"
 
 
@@ -205,20 +205,20 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Loads: expected and actual", "s", {"{{kind}}": rate("E.load_decision_seconds_total", "kind")}),
     ],
     "Proxy": [
-        Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("P.requests_total", "outcome")}, stack=True),
+        Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("X.requests_total", "outcome")}, stack=True),
         Panel("First byte and whole answer", "s", {
-            "first byte p50": quantile(0.5, "P.first_byte_seconds"),
-            "first byte p99": quantile(0.99, "P.first_byte_seconds"), "answer p99": quantile(0.99, "P.request_seconds"),
-            "prefill p99": quantile(0.99, "P.prefill_seconds"),
+            "first byte p50": quantile(0.5, "X.first_byte_seconds"),
+            "first byte p99": quantile(0.99, "X.first_byte_seconds"), "answer p99": quantile(0.99, "X.request_seconds"),
+            "prefill p99": quantile(0.99, "X.prefill_seconds"),
         }),
-        Panel("Queues", "short", {"{{role}}": total("P.queue", "role")},
+        Panel("Queues", "short", {"{{role}}": total("X.queue", "role")},
               text="Requests that wait for a slot at an engine."),
-        Panel("In flight by engine", "short", {"{{role}} {{engine}}": total("P.engine_in_flight", "role, engine")}),
+        Panel("In flight by engine", "short", {"{{role}} {{engine}}": total("X.engine_in_flight", "role, engine")}),
         Panel("Retries and events", "ops", {
-            "retry {{role}}": rate("P.retries_total", "role"), "{{event}}": rate("P.events_total", "event"),
+            "retry {{role}}": rate("X.retries_total", "role"), "{{event}}": rate("X.events_total", "event"),
         }),
         Panel("Known of prompts", "percentunit", {
-            "known": f"{rate('P.prompt_tokens_known_total')} / {rate('P.prompt_tokens_total')}",
+            "known": f"{rate('X.prompt_tokens_known_total')} / {rate('X.prompt_tokens_total')}",
         }, text="Estimated tokens that the chosen engine had seen before."),
     ],
 }  # fmt: skip

@@ -22,7 +22,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.renamed import warn as warn_renamed
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
-logger = get_logger("vllm.kvtier.config")
+logger = get_logger(__name__)
 
 # Options of vLLM's NixlConnector that mean the same here, so that its command lines keep working.
 ALIASES = {

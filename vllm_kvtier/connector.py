@@ -41,7 +41,7 @@ from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 
-logger = get_logger("vllm.kvtier")
+logger = get_logger(__name__)
 
 _SCHEDULER, _WORKER = "_scheduler", "_worker"  # attributes of the two sides: None in the other process, or if passive
 _STEP = "_step"  # attribute: None if nothing ended in the last step

@@ -45,7 +45,7 @@ from typing import Any
 from vllm_kvtier.logs import get_logger, unlimited
 from vllm_kvtier.telemetry.stats import Counters
 
-logger = get_logger("vllm.kvtier.containment")
+logger = get_logger(__name__)
 
 MAX_ERRORS, WINDOW = 16, 60.0  # errors, seconds
 MAX_LOGGED = 64  # places whose traceback is logged

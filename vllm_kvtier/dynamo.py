@@ -11,7 +11,7 @@ from vllm_kvtier.logs import get_logger
 
 MODULE, TABLE, BASE = "dynamo.vllm.kv_connector_protocols", "KV_CONNECTOR_PROTOCOLS", "KvConnectorProtocol"
 
-logger = get_logger("vllm.kvtier.dynamo")
+logger = get_logger(__name__)
 
 
 def register(name: str) -> bool:

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.file_digests")
+logger = get_logger(__name__)
 
 PAGE = 4 << 10
 WHOLE_BYTES = 64 << 10

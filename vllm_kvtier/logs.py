@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-BURST = 10  # lines of one place in the code that may come at once
+BURST_LINES = 10  # lines of one place in the code that may come at once
 REFILL_SECONDS = 10.0  # then one in so many
 MAX_PLACES = 4096  # places that are remembered; ours are some hundreds
 
@@ -25,7 +25,7 @@ class RateLimit(logging.Filter):
 
     def __init__(
         self,
-        burst: int = BURST,
+        burst: int = BURST_LINES,
         seconds: float = REFILL_SECONDS,
         max_places: int = MAX_PLACES,
         clock: Callable[[], float] = time.monotonic,
@@ -73,8 +73,10 @@ LIMIT = RateLimit()  # of this process
 
 
 def get_logger(name: str) -> logging.Logger:
-    """``logging.getLogger`` of a logger that is limited. Every module of the package gets its logger here."""
-    logger = logging.getLogger(name)
+    """The logger of module ``name``, limited. Every module of the package gets its logger here.
+
+    It is called ``vllm.kvtier.`` and so on: vLLM configures only loggers below ``vllm``."""
+    logger = logging.getLogger(name.replace("vllm_kvtier", "vllm.kvtier", 1))
     logger.addFilter(LIMIT)  # once, however often this is called
     return logger
 

@@ -9,7 +9,7 @@ CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "vllm_kvtier.connector"
 
 # vLLM sets handlers only on the logger "vllm"; a child of it appears in the engine's log, in its format.
-logger = get_logger("vllm.kvtier.plugin")
+logger = get_logger(__name__)
 
 
 def register() -> None:

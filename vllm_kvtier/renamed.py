@@ -7,7 +7,7 @@ from typing import Any
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.renamed")
+logger = get_logger(__name__)
 
 
 def with_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

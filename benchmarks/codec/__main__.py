@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 
     from vllm_kvtier import codecs
     from vllm_kvtier.store.memory.pool_memory import PoolMemory
-    from vllm_kvtier.wire.slots import PIECE
+    from vllm_kvtier.wire.slots import PIECE_BYTES
     from vllm_kvtier.worker import tuning
     from vllm_kvtier.worker.device.cuda_driver import Driver
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
     stored = args.stored_mib * MIB
     cache = torch.empty(2 * 4 * stored, dtype=torch.uint8, device="cuda")
     fill(cache)
-    pool_bytes = -(-(2 * stored + GIB) // PIECE) * PIECE
+    pool_bytes = -(-(2 * stored + GIB) // PIECE_BYTES) * PIECE_BYTES
     memory = PoolMemory(pool_bytes)
     memory.start(lambda: None)
     while memory.ready < memory.usable:
@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> None:
     mapping = mmap.mmap(memory.fd, pool_bytes)
     pool_tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     driver = Driver(torch.cuda.current_device())
-    for at in range(0, pool_bytes, PIECE):
-        driver.register(pool_tensor.data_ptr() + at, PIECE)
+    for at in range(0, pool_bytes, PIECE_BYTES):
+        driver.register(pool_tensor.data_ptr() + at, PIECE_BYTES)
     pool = (pool_tensor.data_ptr(), pool_bytes, pool_tensor)
     # Of memory that the runtime knows as pinned: torch does not see our registration and would stage.
     buffer = torch.empty(2 * GIB if args.quick else 4 * GIB, dtype=torch.uint8, pin_memory=True)

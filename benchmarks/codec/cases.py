@@ -15,7 +15,7 @@ from vllm_kvtier import codecs
 from vllm_kvtier.codecs.base import DTYPES
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
-from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, PartLayout, slot_layout
 from vllm_kvtier.worker.cache_view import CacheView
 
 
@@ -65,9 +65,9 @@ class Bench:
         self.view = CacheView([group], blocks, cache.device, [cache.untyped_storage()])
         self.layout: PartLayout = part_layout(group, codec)
         slot_pages = slot_layout([self.layout]).pages
-        per_piece = PIECE // PAGE // slot_pages
-        places = np.arange(pool[1] // PIECE * per_piece)
-        slots = places // per_piece * (PIECE // PAGE) + places % per_piece * slot_pages
+        per_piece = PIECE_BYTES // PAGE // slot_pages
+        places = np.arange(pool[1] // PIECE_BYTES * per_piece)
+        slots = places // per_piece * (PIECE_BYTES // PAGE) + places % per_piece * slot_pages
         self.all_slots = slots[slots > 0]
         rng = np.random.default_rng(1)
         order, chosen = rng.permutation(self.all_slots), rng.permutation(blocks)

@@ -33,7 +33,7 @@ from peers import memcpy, peers
 from rounds import DIRECTIONS, rates
 
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
-from vllm_kvtier.wire.slots import PIECE
+from vllm_kvtier.wire.slots import PIECE_BYTES
 from vllm_kvtier.worker import tuning
 from vllm_kvtier.worker.device.cuda_driver import Driver
 from vllm_kvtier.worker.tuning import Choice
@@ -72,8 +72,8 @@ def make_pool(kind: str, nbytes: int) -> tuple[torch.Tensor, str]:
         pool = torch.frombuffer(mapping, dtype=torch.uint8)
         word = "hugetlb" if memory.huge_pages else "transparent" if memory._transparent else "none"
         return pool, f"memfd, huge pages: {word}"
-    block = torch.empty(nbytes + PIECE, dtype=torch.uint8)
-    start = -block.data_ptr() % PIECE
+    block = torch.empty(nbytes + PIECE_BYTES, dtype=torch.uint8)
+    start = -block.data_ptr() % PIECE_BYTES
     pool = block[start : start + nbytes]
     pool.zero_()
     return pool, "anonymous memory"
@@ -168,8 +168,8 @@ def main() -> None:
     pool_memory, huge = make_pool(args.pool, size)
     pinned = time.perf_counter()
     driver = Driver(torch.cuda.current_device())
-    for at in range(0, size, PIECE):
-        driver.register(pool_memory.data_ptr() + at, PIECE)
+    for at in range(0, size, PIECE_BYTES):
+        driver.register(pool_memory.data_ptr() + at, PIECE_BYTES)
     now = time.perf_counter()
     print(f"pool of {args.pool_gib} GiB ({huge}): touched in {pinned - touched:.2f} s, pinned in {now - pinned:.2f} s")
     pool = (pool_memory.data_ptr(), size, pool_memory)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import torch
 
-from vllm_kvtier.wire.slots import PIECE
+from vllm_kvtier.wire.slots import PIECE_BYTES
 from vllm_kvtier.worker.device.cuda_driver import ANY_ORDER, ORDERED, Driver
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -39,7 +39,9 @@ def measure(pool: torch.Tensor, cache: torch.Tensor, repeats: int = 3) -> list[d
             distance = -(-(nbytes + 1) // unit) * unit
             n = TOTAL // nbytes
             places = np.random.default_rng(0).permutation(pool.numel() // distance - 1) * distance
-            places = places[places % PIECE + nbytes <= PIECE][:n]  # a copy across two registrations is refused
+            places = places[places % PIECE_BYTES + nbytes <= PIECE_BYTES][
+                :n
+            ]  # a copy across two registrations is refused
             n = len(places)
             host = (pool.data_ptr() + places).astype(np.uint64)
             pitch = -(-nbytes // align) * align

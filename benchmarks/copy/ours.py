@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.wire.slots import PAGE, PIECE, part_layout, slot_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, part_layout, slot_layout
 from vllm_kvtier.worker import tuning
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.cuda_copier import CudaCopier
@@ -39,10 +39,10 @@ class Bench:
         self.slot_pages = slot_layout([self.layout]).pages
         self.count = min(max(2, nbytes // (page * layers)), blocks // 2, (pool[1] // PAGE - 1) // self.slot_pages // 2)
         # Slots are never straddling a piece, as in the store.
-        per_piece = PIECE // PAGE // self.slot_pages
-        pieces = pool[1] // PIECE
+        per_piece = PIECE_BYTES // PAGE // self.slot_pages
+        pieces = pool[1] // PIECE_BYTES
         places = np.arange(pieces * per_piece)
-        slots = places // per_piece * (PIECE // PAGE) + places % per_piece * self.slot_pages
+        slots = places // per_piece * (PIECE_BYTES // PAGE) + places % per_piece * self.slot_pages
         self.all_slots = slots[slots > 0]
         rng = np.random.default_rng(1)
         order = rng.permutation(self.all_slots)
@@ -73,8 +73,8 @@ class Ours:
         driver = Registered(torch.cuda.current_device())
         copier = type("Copier", (CudaCopier,), {"checked": checked})
         self.copier = copier(bench.view, bench.pool, [bench.layout], [0], choice, driver)
-        for at in range(0, bench.pool[1], PIECE):
-            self.copier.register(at, PIECE)
+        for at in range(0, bench.pool[1], PIECE_BYTES):
+            self.copier.register(at, PIECE_BYTES)
         self.copier.warm_up()
         self.step = max(1, CALL_BYTES // bench.layout.nbytes)
         self.nbytes = bench.nbytes

@@ -16,10 +16,10 @@ def capacities(data: dict[str, Any]) -> list[dict]:
     out = []
     for workload in _several(row["workload"] for row in data["levels"]):
         for limit in data["settings"]["p99"]:
-            first = None
-            for variant in _several(row["variant"] for row in data["levels"]):
+            variants = _several(row["variant"] for row in data["levels"])
+            first = at_p99(_points(data["levels"], workload, variants[0]), limit).throughput
+            for variant in variants:
                 found = at_p99(_points(data["levels"], workload, variant), limit)
-                first = found.throughput if first is None else first
                 out.append({
                     "workload": workload, "p99_s": limit, "variant": variant,
                     "requests_per_s": None if found.throughput is None else round(found.throughput, 3),

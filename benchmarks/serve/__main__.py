@@ -1,6 +1,6 @@
 """A load generator for servers that speak OpenAI's format, which also starts and compares engines.
 
-Plays conversations of many turns, each prompt all that was said before, at a concurrency limit or a rate; measures the
+Plays conversations of many turns, each prompt with the whole history, at a concurrency limit or a rate; measures the
 time to the first token (TTFT), the mean time between tokens (ITL: latency less TTFT, by the tokens after the first),
 throughput, and by the engines' own counters where prompts' tokens came from. Each load is played cold and then warm,
 with the same prompts to the token. With --compare, engines of several variants take turns at it.
@@ -21,7 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Run by its directory's name, as the other benchmarks: then Python looks for modules in it, where names like "engines"
-# would be found by whoever imports such a thing. Its parent holds this package and what it shares with the others.
+# would be found by each process that imports such a thing. Its parent holds this package and what it shares with
+# the others.
 sys.path[:] = [str(HERE.parent), str(HERE.parents[1]), *(p for p in sys.path if p != str(HERE))]
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Conversations: what is said in them is drawn once, from a seed, and is the same for everybody who plays them.
+"""Conversations: their text is drawn once, from a seed, and is the same for every system that plays them.
 
 The default ones are like ShareGPT's in that lengths of questions and answers are lognormal, with a system prompt that
-all share and turn upon turn whose prompt is all that was said before. The tokens are random: nothing is ever shared
+all share and turn upon turn whose prompt has the whole history. The tokens are random: nothing is ever shared
 that is not meant to be.
 """
 
@@ -14,7 +14,7 @@ from .lengths import Lengths
 # As many tokens as words, for tokenizers that know English; which they are does not matter.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
+    "part place case week month system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend"
 ).split()
 
@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """``opening``: token ids before the first turn. ``answers``: what was said in reply when it was first played, by
+    """``opening``: token ids before the first turn. ``answers``: the replies when it was first played, by
     turn; playing it again goes on from those, so that its prompts are the same to the token."""
 
     number: int

@@ -4,9 +4,9 @@ Turns of a conversation follow each other, since each prompt holds the answers b
 
   closed       with a concurrency limit alone, the turn of the conversation that has waited longest, as soon as there is
                room; a new conversation where none waits. ``active`` more conversations than may be asked at once make
-               each of them wait for the others between its turns, as users who read do.
+               each of them wait for the others between its turns, as users that read do.
   open         with a rate, requests leave at the times of a Poisson process, whatever became of those before; the
-               concurrency limit is still kept, and what it delays is said.
+               concurrency limit is still kept, and what it delays is reported.
   trace        conversations with a time of their own begin then.
 """
 

@@ -52,7 +52,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 
 def _add_engines(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--engines", type=int, default=0, metavar="N", help="start N, each with the same model")
-    group.add_argument("--data-parallel", type=int, default=1, metavar="D", help="as servers of D ranks each")
+    group.add_argument("--data-parallel", type=int, default=1, metavar="RANKS", help="as servers of so many ranks each")
     group.add_argument("--model", type=Path, help="directory with a config.json; weights and tokenizer if it has them")
     group.add_argument("--dummy", action="store_true", help="random weights")
     group.add_argument("--gpus", type=int, nargs="*", default=[], help="shared out among the engines; none: CPU")

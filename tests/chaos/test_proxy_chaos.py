@@ -330,7 +330,7 @@ async def test_failed_release_is_harmless_and_logged_once(caplog):
         releaser.schedule(export_release.Export("h", 5, "secret-export"))
     await releaser.aclose()
     assert releaser.released == 0
-    (record,) = [r for r in caplog.records if r.name == export_release.__name__]
+    (record,) = [r for r in caplog.records if r.name == export_release.logger.name]
     assert "nobody there" in record.getMessage() and "secret-export" not in record.getMessage()
 
 

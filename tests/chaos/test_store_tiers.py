@@ -94,7 +94,7 @@ def test_block_with_bad_checksum_is_removed_from_disk(store):
         engine.fill(PREFIXES[0])
         all_written(store, 32)
         found = engine.lookup(PREFIXES[0])
-        engine.send(m.Discard(NAMESPACE_ID, 0, PREFIXES[0][5 * m.HASH : 6 * m.HASH], found.slots[0][5]))
+        engine.send(m.Discard(NAMESPACE_ID, 0, PREFIXES[0][5 * m.HASH_BYTES : 6 * m.HASH_BYTES], found.slots[0][5]))
         engine.send(m.Release(found.lease))
         assert engine.find(PREFIXES[0]) == 5
         engine.fill(PREFIXES[1])

@@ -1,4 +1,5 @@
-"""Conversations on tiny models of each kind of KV cache group: what is loaded answers as what is computed.
+"""Conversations on tiny models of each kind of KV cache group: what is loaded, pulled or fetched answers as what is
+computed.
 
 The models' answers depend on all of their history (``tiny_models``). Each kind has a negative control: zeroed or
 exchanged blocks of one group, changed after their checksums were found right, change the answers.
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import tiny_models
 from altering_connector import VARIABLE
-from engine_client import Reply, driving, random_tokens
+from engine_client import Reply, driving, random_tokens, with_sources
 from engine_fixtures import TESTS_ON_PATH, start_missing
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
@@ -31,6 +32,11 @@ class Kind(NamedTuple):
     states: int = 0
     tolerance: float = 2e-3
 
+    @property
+    def pulls(self) -> bool:
+        """Whether a decode engine runs, too. ``test_models`` has the other kinds."""
+        return self.states > 0 and self.groups > 1
+
 
 FLOAT32 = ("--dtype", "float32")
 KINDS = {
@@ -43,11 +49,18 @@ KINDS = {
 
 
 class Pair(NamedTuple):
+    """``engine`` also prefills for ``decode``, which stores nothing. ``plan``: of ``altering_connector``."""
+
     kind: Kind
     engine: Engine
     plain: Engine
+    decode: Engine
     store: NodeStore
-    plan: Path  # of ``altering_connector``
+    plan: Path
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.engine, self.plain] + [self.decode] * self.kind.pulls
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -65,14 +78,20 @@ def pair(request, model_path, log_dir):
                 env=env, ready_seconds=240,
             )  # fmt: skip
 
-        extra = {**OPTIONS, "store_size": "512MiB", "load_policy": "always", "endpoint_port": free_port()}
-        altering = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
-        pair = Pair(kind, engine("store", {**kvtier(extra), **altering}), engine("plain", None), store_in(folder), plan)
+        def altering(**options) -> dict:
+            extra = {**OPTIONS, "store_size": "512MiB", "load_policy": "always", "endpoint_port": free_port()}
+            extra |= {"lookup_timeout": 10, "handshake_timeout": 10, "handoff_seconds": 30, "retain_seconds": 10}
+            extra["pull_threshold"] = 1
+            named = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
+            return {**kvtier({**extra, **options}), **named}
+
+        decode = engine("decode", altering(store_write="off"))
+        pair = Pair(kind, engine("store", altering()), engine("plain", None), decode, store_in(folder), plan)
         try:
-            start_missing(pair[1:3])
+            start_missing(pair.engines)
             yield pair
         finally:
-            kill_all(pair[1:3])
+            kill_all(pair.engines)
 
 
 @pytest.fixture
@@ -169,3 +188,118 @@ async def test_cache_kind_stale_states_change_the_answer(kinds, pair: Pair):
         moved.append(off(reply, cold, tolerance))
     assert sum(each > 3 * tolerance for each in moved) == pair.kind.states, moved
     assert sum(each < tolerance for each in moved) == pair.kind.groups - pair.kind.states, moved
+
+
+# -- prefill and decode engines, and other engines of the node: kinds with recurrent states ---------------------------
+
+
+@pytest.fixture
+def hands_off(pair: Pair) -> Pair:
+    if not pair.kind.pulls:
+        pytest.skip("attention only: see test_models")
+    return pair
+
+
+async def test_state_kind_is_handed_off_and_pulled_back(kinds, hands_off: Pair):
+    """Conversations grow over both engines, one is edited, and a client leaves. A hand-off ends with the state behind
+    the last token but one; the next turn goes on behind the last token that the decode engine computed."""
+    pair, prefill, decode = hands_off, hands_off.engine, hands_off.decode
+    rng = seeded(f"hand-offs {prefill.name}")
+    # Decode steps wrote what a prefill writes in the truth: in bfloat16, other numbers.
+    block, rounding = pair.kind.block, 1.0 if "bfloat16" in pair.kind.flags else 1e-2
+    conversations = [random_tokens(rng, length) for length in (2 * block + 1, block + 30, 3 * block - 40)]
+    computed, resumed = [0] * len(conversations), 0  # by the decode engine, of each conversation as it is now
+    for turn in range(3):
+        known = with_sources(decode)
+        firsts = await asyncio.gather(*(kinds.prefill(prefill, each, known) for each in conversations))
+        leaver = await kinds.prefill(prefill, conversations[0] + [300 + turn])
+        left = kinds.disconnect(decode, leaver.prompt, 0.1, leaver.params)
+        asked = zip(conversations, firsts, strict=True)
+        *replies, _ = await asyncio.gather(*(kinds.ask(decode, each, ANSWER, f.params) for each, f in asked), left)
+        for i, (first, reply) in enumerate(zip(firsts, replies, strict=True)):
+            prompt = conversations[i]
+            want = await kinds.ask(pair.plain, prompt, ANSWER)
+            assert off(reply, want, rounding) < rounding, (turn, len(prompt), reply.report)
+            assert reply.pulled + reply.report["local_tokens"] == len(prompt) - 1, reply.report
+            here = first.report["local_tokens"] + first.pulled
+            assert here <= max(computed[i], len(prompt) - 1), first.report
+            resumed += bool(first.pulled) and here == computed[i]
+            computed[i] = len(prompt) + ANSWER - 1
+            conversations[i] = prompt + reply.tokens + random_tokens(rng, rng.randrange(1, 60))
+            if i == turn:  # in the middle of its answer: the state behind it is of no use
+                conversations[i][len(prompt) + 3] ^= 1
+    assert resumed >= 3, "turns began where the answer before them ended"
+    for engine in (prefill, decode):
+        await kinds.flushed(engine)
+        assert await kinds.kvtier(engine, "integrity_failures") == 0
+        assert await kinds.kvtier(engine, "pulls", "failed") == 0
+
+
+async def certain(kinds, pair: Pair, rng, length: int) -> list[int]:
+    """A prompt whose answer does not begin with a tie, behind which ``off`` compares nothing."""
+    while True:
+        prompt = random_tokens(rng, length)
+        (best,) = (await kinds.ask(pair.plain, prompt, 1)).top
+        if best[0] - best[1] > 10 * pair.kind.tolerance:
+            return prompt
+
+
+@pytest.mark.parametrize("how", ["zero", "exchange", "stale"])
+async def test_state_kind_altered_blocks_of_a_hand_off_change_the_answer(kinds, hands_off: Pair, how):
+    """Or the conversations prove nothing. A stale state is that of a shorter prompt."""
+    pair = hands_off
+    rng = seeded(f"altered hand-off {pair.engine.name} {how}")
+    block, tolerance = pair.kind.block, pair.kind.tolerance
+    prompt, other = [await certain(kinds, pair, rng, 2 * block + 30) for _ in range(2)]
+    if how == "stale":
+        other = prompt[: block + 40]
+    moved = []
+    for plan in ["", *(f"{how.replace('stale', 'exchange')} {group}" for group in range(pair.kind.groups))]:
+        await kinds.reset(pair.decode)
+        assert (await kinds.hand_off(pair.engine, pair.decode, other, 1))[1].pulled == len(other) - 1
+        first = await kinds.prefill(pair.engine, prompt)
+        pair.plan.write_text(plan)
+        try:
+            reply = await kinds.ask(pair.decode, prompt, ANSWER, first.params)
+        finally:
+            pair.plan.write_text("")
+        assert reply.pulled + reply.report["local_tokens"] == len(prompt) - 1, reply.report
+        if not plan:
+            right = reply
+        moved.append(off(reply, right, tolerance))
+    wrong = pair.kind.states if how == "stale" else pair.kind.groups
+    assert sum(each > 3 * tolerance for each in moved) == wrong, moved
+    assert sum(each < tolerance for each in moved) == 1 + pair.kind.groups - wrong, moved
+
+
+async def test_state_kind_is_fetched_from_an_engine_of_the_node(kinds, hands_off: Pair):
+    """Up to the last state that the other engine's prefix cache keeps."""
+    pair = hands_off
+    rng = seeded(f"fetched {pair.engine.name}")
+    block, tolerance = pair.kind.block, pair.kind.tolerance
+    fetched = 0
+    for length in (2 * block + 9, 3 * block):
+        prompt = random_tokens(rng, length)
+        await kinds.ask(pair.engine, prompt, 1)
+        await kinds.stored(pair.engine, prompt, (length - 1) // block * block)
+        await asyncio.to_thread(pair.store.clear)
+        reply = await kinds.ask(pair.decode, prompt, ANSWER, ASKED)
+        want = await kinds.ask(pair.plain, prompt, ANSWER)
+        assert off(reply, want, tolerance) < tolerance, reply.report
+        fetched += reply.pulled
+    await kinds.flushed(pair.decode)
+    assert fetched and await kinds.kvtier(pair.decode, "fetched_tokens") > 0
+    assert await kinds.kvtier(pair.decode, "integrity_failures") == 0
+
+
+async def test_state_kind_prompt_of_a_dead_prefill_engine_is_computed(kinds, hands_off: Pair):
+    """The last test of a kind: its engine ends."""
+    pair = hands_off
+    prompt = random_tokens(seeded(f"death {pair.engine.name}"), 2 * pair.kind.block + 5)
+    first = await kinds.prefill(pair.engine, prompt)
+    pair.engine.kill()
+    reply = await kinds.ask(pair.decode, prompt, ANSWER, first.params)
+    want = await kinds.ask(pair.plain, prompt, ANSWER)
+    assert reply.pulled == 0 and off(reply, want, pair.kind.tolerance) < pair.kind.tolerance, reply.report
+    await kinds.reset(pair.decode)
+    await kinds.until_idle(pair.decode)

@@ -27,24 +27,23 @@ ANSWER = 8  # tokens
 
 class Kind(NamedTuple):
     """``block``: as the flag, tokens; vLLM makes it larger where states need that. ``tolerance``: of logprobs, which
-    kernels and batches move. ``handed_off``: whether a decode engine pulls a prefill."""
+    kernels and batches move."""
 
     block: int
     flags: tuple[str, ...]
     tolerance: float = 2e-2
-    handed_off: bool = True
 
 
 FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
 KINDS = {
     "chunked": Kind(64, FLOAT32),
     # Its other backends come in packages of their own.
-    "gdn": Kind(16, (*BF16, "--gdn-prefill-backend", "triton"), 0.3, False),
-    "mamba2": Kind(16, FLOAT32, handed_off=False),
-    "mamba2-only": Kind(16, (*FLOAT32, "--enable-prefix-caching"), handed_off=False),
-    "mamba1": Kind(16, (*BF16, "--enable-prefix-caching"), 0.3, False),
-    "short-conv": Kind(16, BF16, 0.3, False),
-    "kda": Kind(64, (*BF16, "--enable-prefix-caching"), 0.3, False),
+    "gdn": Kind(16, (*BF16, "--gdn-prefill-backend", "triton"), 0.3),
+    "mamba2": Kind(16, FLOAT32),
+    "mamba2-only": Kind(16, (*FLOAT32, "--enable-prefix-caching")),
+    "mamba1": Kind(16, (*BF16, "--enable-prefix-caching"), 0.3),
+    "short-conv": Kind(16, BF16, 0.3),
+    "kda": Kind(64, (*BF16, "--enable-prefix-caching"), 0.3),
     "swa-sink": Kind(16, BF16, 0.3),
     "mla": Kind(64, BF16, 0.3),
     "mla-sparse": Kind(64, BF16, 0.3),
@@ -157,4 +156,4 @@ async def test_gpu_kind_is_handed_off(trios, kind, driver):
         pulled.append(reply.pulled)
     print(json.dumps({"kind": kind, "handed_off": pulled}))
     assert await driver.kvtier(trio.decode, "integrity_failures") == 0
-    assert min(pulled) > 0 or not trio.kind.handed_off, pulled
+    assert min(pulled) > 0, pulled

@@ -77,7 +77,7 @@ def faked(seed):
             cuda_copier, "torch", SimpleNamespace(cuda=fakes.FakeCuda(world), **{n: getattr(real, n) for n in names})
         )
         patch.setattr(pinned_buffers, "pinned", lambda n: real.empty(n, dtype=real.uint8))
-        patch.setattr(cuda_copier, "PIECE", 24 * PAGE)
+        patch.setattr(cuda_copier, "PIECE_BYTES", 24 * PAGE)
         patch.setattr(part_tables.page_copy, "PageCopier", fakes.later(part_tables.page_copy.PageCopier))
         patch.setattr(
             part_tables.encoded_pages, "EncodedPageCopier", fakes.later(part_tables.encoded_pages.EncodedPageCopier)
@@ -250,7 +250,7 @@ def test_cuda_copier_round_trip_on_gpu(choice, inner, tokens, together, monkeypa
     pool, handle = make_pool(parts.pages * 200)
     copier = cuda_copier.CudaCopier(view, handle, [layout], [parts.part_offsets[1]], fixed(choice, choice))
     half = len(pool) // PAGE // 2 // parts.pages * parts.pages * PAGE
-    monkeypatch.setattr(cuda_copier, "PIECE", half)
+    monkeypatch.setattr(cuda_copier, "PIECE_BYTES", half)
     copier.register(0, half)
     copier.register(half, len(pool) - half)
     copier.warm_up()
@@ -303,12 +303,12 @@ def test_cuda_copier_store_does_not_delay_token_copy():
     pool, handle = make_pool(512 * slot_layout([layout]).pages)
     choice = Choice("staged", 8)
     copier = cuda_copier.CudaCopier(view, handle, [layout], [0], fixed(choice, choice))
-    for start in range(0, len(pool), cuda_copier.PIECE):
-        copier.register(start, min(cuda_copier.PIECE, len(pool) - start))
+    for start in range(0, len(pool), cuda_copier.PIECE_BYTES):
+        copier.register(start, min(cuda_copier.PIECE_BYTES, len(pool) - start))
     copier.warm_up()
     token, there, stream = torch.ones(8, device=device), torch.zeros(8).pin_memory(), torch.cuda.Stream(device)
     slots = np.arange(1, 500) * slot_layout([layout]).pages
-    per_piece = cuda_copier.PIECE // PAGE
+    per_piece = cuda_copier.PIECE_BYTES // PAGE
     slots = slots[slots // per_piece == (slots + slot_layout([layout]).pages - 1) // per_piece]
     blocks, keys = np.arange(len(slots)), np.arange(len(slots), dtype=np.uint64)
     copier.store(0, blocks, keys, slots).wait()  # the first time has its own costs

@@ -95,7 +95,7 @@ def test_encoded_cuda_copier_round_trip_on_gpu(name, monkeypatch):
     pool, handle = make_pool(48)
     choice = Choice("staged", piece_bytes=1 << 20)
     copier = cuda_copier.CudaCopier(view, handle, layouts, [0, 0], fixed(choice, choice))
-    monkeypatch.setattr(cuda_copier, "PIECE", 24 * PAGE)
+    monkeypatch.setattr(cuda_copier, "PIECE_BYTES", 24 * PAGE)
     copier.register(0, 24 * PAGE)
     copier.register(24 * PAGE, 24 * PAGE)
     copier.warm_up()

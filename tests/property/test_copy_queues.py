@@ -16,7 +16,7 @@ from vllm_kvtier.worker.store.copy_engine import MAX_CALLS, CopyEngine
 from vllm_kvtier.worker.store.copy_queues import LoadQueue, StoreQueue
 
 BLOCK_BYTES = [100, 250, 30]
-PIECE = 400
+PIECE_BYTES = 400
 GROUPS = range(len(BLOCK_BYTES))
 
 
@@ -36,7 +36,7 @@ class FakeCopy:
 class FakeMemory:
     """A backing and its copier in one."""
 
-    piece_bytes = PIECE
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, instance):
         self.instance, self.copier = instance, self
@@ -237,7 +237,7 @@ class Engine(RuleBasedStateMachine):
                 self.copies.append(copy)
             assert copy.keys == [b * 7 for b in copy.blocks] and copy.slots == [b + 10_000 for b in copy.blocks]
             owners = {self.owner[slot] for slot in copy.slots}
-            assert copy.nbytes <= max(PIECE, BLOCK_BYTES[copy.group])
+            assert copy.nbytes <= max(PIECE_BYTES, BLOCK_BYTES[copy.group])
             if copy.kind == "store":
                 orders = [self.stores[id] for id in owners]  # KeyError: it has ended
                 steps = [o.after_step for o in orders]
@@ -364,7 +364,7 @@ def test_store_queue_keeps_order_per_group_and_loses_no_block(orders):
     done = []
     for launched in range(step + 1):
         numbers = []
-        while (piece := queue.next_batch(launched, PIECE, 1e6)) is not None:
+        while (piece := queue.next_batch(launched, PIECE_BYTES, 1e6)) is not None:
             assert piece.after_step == max(orders[e.job.id][2] * 0 + e.job.after_step for e, _, _ in piece.spans)
             assert piece.after_step <= launched
             numbers.append(piece.spans[0][0].job.id)

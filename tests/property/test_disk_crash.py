@@ -26,8 +26,8 @@ OPTIONS = {"path": "/disk", "size": CAPACITY * PAGE, "backend": "threads"}
 
 @pytest.fixture(autouse=True)
 def small_journal(monkeypatch):
-    monkeypatch.setattr(journal, "_ROOM", 2048)
-    monkeypatch.setattr(journal, "RESERVE", 512)
+    monkeypatch.setattr(journal, "_PREALLOCATED_BYTES", 2048)
+    monkeypatch.setattr(journal, "REMOVAL_RESERVE_BYTES", 512)
 
 
 class Pool:

@@ -15,7 +15,7 @@ from support import WITHOUT_SHRINKING, Clock
 from tier_backend_fakes import FakeMover, FakeReactor
 
 from vllm_kvtier.store.index.index import Index
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.admission import admission
@@ -28,7 +28,7 @@ from vllm_kvtier.wire.slots import PAGE
 
 HASH_BLOCK_SIZE = 4
 NOWHERE = 1 << 30
-NAMESPACE_IDS = [b"A" * HASH, b"B" * HASH]
+NAMESPACE_IDS = [b"A" * HASH_BYTES, b"B" * HASH_BYTES]
 MEMORY, DISK = 40, 34  # pages
 SHAPES = [
     [GroupShape(1, 3)],
@@ -41,7 +41,7 @@ tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 
 
 def block_hashes_of(tokens: list[int]) -> list[bytes]:
-    return [bytes(tokens[: n + 1]).ljust(HASH, b"\xff") for n in range(len(tokens))]
+    return [bytes(tokens[: n + 1]).ljust(HASH_BYTES, b"\xff") for n in range(len(tokens))]
 
 
 class Disk:
@@ -158,7 +158,7 @@ class Tiers(RuleBasedStateMachine):
             (
                 g,
                 hashes[(j + 1) * s.hash_blocks_per_block - 1],
-                hashes[j * s.hash_blocks_per_block - 1] if j else bytes(HASH),
+                hashes[j * s.hash_blocks_per_block - 1] if j else bytes(HASH_BYTES),
             )
             for g, s in enumerate(self.shapes)
             for j in range(len(tokens) // s.hash_blocks_per_block)
@@ -201,7 +201,7 @@ class Tiers(RuleBasedStateMachine):
     def read(self, pick):
         find, names = pick.choice(self.finds)
         blocks = [
-            Block(*name, bytes(HASH), b"", 7 + i, self.shapes[name[1]].slot_pages) for i, name in enumerate(names)
+            Block(*name, bytes(HASH_BYTES), b"", 7 + i, self.shapes[name[1]].slot_pages) for i, name in enumerate(names)
         ]
         read = {"names": names, "answers": [], "sent": len(self.tier_process.sent)}
         self.reads.append(read)

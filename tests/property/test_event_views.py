@@ -14,14 +14,14 @@ from vllm.distributed.kv_events import AllBlocksCleared
 from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.index.block_entry import READY
-from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import NO_PARENT, GroupShape
 from vllm_kvtier.store.server import event_feed as event_feed_module
 from vllm_kvtier.store.server.event_feed import EventFeed
 
 HASH_BLOCK_SIZE, PAGES, EVERYTHING = 4, 40, 1 << 30
-NAMESPACE_IDS = [bytes([n]) * HASH for n in range(1, 4)]
+NAMESPACE_IDS = [bytes([n]) * HASH_BYTES for n in range(1, 4)]
 SHAPES = [
     GroupShape(hash_blocks_per_block=1, slot_pages=3),
     GroupShape(hash_blocks_per_block=2, slot_pages=2, window=16),
@@ -100,8 +100,8 @@ class Machine(RuleBasedStateMachine):
         rows = range(num_hash_blocks // per)
         if not rows:
             return
-        cut = [hashes[(i + 1) * per - 1][:HASH] for i in rows]
-        parents = [hashes[i * per - 1][:HASH] if i else NO_PARENT for i in rows]
+        cut = [hashes[(i + 1) * per - 1][:HASH_BYTES] for i in rows]
+        parents = [hashes[i * per - 1][:HASH_BYTES] if i else NO_PARENT for i in rows]
         slots = self.index.reserve(
             number, namespace_id, b"", [group] * len(rows), b"".join(cut), b"".join(parents), EVERYTHING
         )
@@ -253,7 +253,7 @@ class Machine(RuleBasedStateMachine):
                 hashes = hashes_of(tokens_of(branch))
                 for group, shape in enumerate(SHAPES):
                     for whole in hashes[shape.hash_blocks_per_block - 1 :: shape.hash_blocks_per_block]:
-                        name = namespace_id, group, whole[:HASH]
+                        name = namespace_id, group, whole[:HASH_BYTES]
                         entry = self.index.find(*name)
                         there = {"memory": entry is not None and entry.state is READY}
                         there |= {each: self.tiers[i].keeps(*name) for i, each in WRITTEN.items()}
@@ -282,7 +282,7 @@ class Machine(RuleBasedStateMachine):
             run = next((i for i, each in enumerate(hashes) if (each, 0) not in memory), len(hashes))
             found = 0
             for namespace_id in namespaces:
-                rows = [self.index.find(namespace_id, 0, each[:HASH]) for each in hashes]
+                rows = [self.index.find(namespace_id, 0, each[:HASH_BYTES]) for each in hashes]
                 here = [entry is not None and entry.state is READY for entry in rows]
                 found = max(found, here.index(False) if False in here else len(here))
             assert run <= found or len(namespaces) > 1
@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
             request = m.decode_request(wire.to_store[0])
             if isinstance(request, m.Labels) and request.namespace_id in self.following(wire.number):
                 for i, group in enumerate(request.groups):
-                    name = request.namespace_id, group, request.hashes[i * HASH : (i + 1) * HASH]
+                    name = request.namespace_id, group, request.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                     if self.exists(name):
                         self.labelled.add(name)
         return wire.deliver_to_store()
@@ -315,8 +315,8 @@ class Machine(RuleBasedStateMachine):
                     for whole in hashes_of(tokens_of(branch))[
                         shape.hash_blocks_per_block - 1 :: shape.hash_blocks_per_block
                     ]:
-                        if self.index.find(namespace_id, group, whole[:HASH]) is not None:
-                            found.append((namespace_id, group, whole[:HASH]))
+                        if self.index.find(namespace_id, group, whole[:HASH_BYTES]) is not None:
+                            found.append((namespace_id, group, whole[:HASH_BYTES]))
         return sorted(set(found))
 
     @invariant()

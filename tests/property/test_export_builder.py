@@ -48,7 +48,7 @@ class ReadyPeers:
 
     def ask(self, address, timeout, **fields):
         pending = PendingLease(address, m.LeaseRequest(0, "", **fields), 0.0)
-        start = pending.ask.start
+        start = pending.request.start
         if not self.grant:
             pending.outcome = LookupMiss("no_matching_blocks", "")
             return pending
@@ -65,7 +65,7 @@ class ReadyPeers:
     def release(self, offer, done):
         self.leases.remove(offer.lease)
 
-    def drop(self, address, export):
+    def release_export(self, address, export):
         pass
 
 
@@ -364,9 +364,9 @@ class Engine:
             if self.rng.random() < 0.4
             else 0
         )
-        ask = m.LeaseRequest(1, "", start, block_hashes, lend=True, mapped=True)
+        ask = m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True)
         answers = []
-        self.lender.ask(ask, "reader", 5.0, answers.append)
+        self.lender.lease(ask, "reader", 5.0, answers.append)
         (found,) = answers
         if isinstance(found, Lease):
             assert start < found.tokens <= len(block_hashes) * HASH_BLOCK_SIZE and found.tokens % self.align == 0

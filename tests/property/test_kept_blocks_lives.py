@@ -41,7 +41,7 @@ from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
 from vllm_kvtier.scheduler.offload.offloader import Offloader
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
@@ -185,7 +185,7 @@ class Life(Offload):
         for _ in range(count):
             whole.append(next_token(salt, whole))
         for i, full in enumerate(make("all", whole).block_hashes):
-            self.meaning[bytes(full)[:HASH]] = bytes(full), (salt, *whole[: (i + 1) * HASH_BLOCK_SIZE])
+            self.meaning[bytes(full)[:HASH_BYTES]] = bytes(full), (salt, *whole[: (i + 1) * HASH_BLOCK_SIZE])
         if name is not None:
             self.live[name].whole = whole
             self.scheduler.add_request(make(name, tokens[-fresh:]))
@@ -345,7 +345,7 @@ class Life(Offload):
         hashes = [bytes(h) for h in request.block_hashes]
         ask = m.LeaseRequest(0, "", 0, hashes, mapped=True)
         answers = []
-        self.lender.ask(ask, "peer", 60.0, answers.append)
+        self.lender.lease(ask, "peer", 60.0, answers.append)
         if isinstance(answers[0], Lease):
             self.leased.append((answers[0], prefix))
 
@@ -376,7 +376,7 @@ class Life(Offload):
         ready = self.half._exports.checksums_ready_step
         for export in self.half._exports._exports.values():
             if export.ready_step <= ready and export.block_hashes:
-                prefix = self.meaning[export.block_hashes[-1][:HASH]][1]
+                prefix = self.meaning[export.block_hashes[-1][:HASH_BYTES]][1]
                 size = max(size for size, _ in self.groups)
                 tokens = min(export.tokens, len(export.block_hashes) * HASH_BLOCK_SIZE) // size * size
                 self.readable_if_checked(export, prefix[: tokens + 1], tokens)

@@ -8,7 +8,7 @@ from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, cached_states, fl
 
 from vllm_kvtier.scheduler.offload import offloader
 from vllm_kvtier.store.client import Failed
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.vllm_compat import requests as vr
 
 
@@ -171,7 +171,7 @@ def test_offloader_adapter_hit_blocks_are_offered_with_computed_ones():
     engine.finish(r, True)
     engine.reactor.run()
     [(_, items)] = engine.tier.asked
-    assert [item.hash for item in items] == [bytes(h)[:HASH] for h in r.request.block_hashes[:7]]
+    assert [item.hash for item in items] == [bytes(h)[:HASH_BYTES] for h in r.request.block_hashes[:7]]
 
 
 def test_offloader_stores_current_chunk_when_first_store_comes_late():

@@ -11,7 +11,7 @@ from offloader_harness import BLOCKS, GROUPS, HASH_BLOCK_SIZE, Engine, cached_st
 from support import WITHOUT_SHRINKING
 
 from vllm_kvtier.scheduler.offload import offloader, store_jobs
-from vllm_kvtier.store.protocol import HASH, Reserved
+from vllm_kvtier.store.protocol import HASH_BYTES, Reserved
 
 
 def test_offloader_pins_are_bounded_and_all_blocks_are_stored():
@@ -159,7 +159,7 @@ def test_offloader_reset_drops_blocks_of_old_namespace():
     engine = Engine(GROUPS["full"], 5, 0, share=0.1)
     r, = computed(engine, 1, 30 * HASH_BLOCK_SIZE + 1)
     engine.finish(r, True)
-    engine.tier.namespace_id = lambda lora_fingerprint: b"another".ljust(HASH)
+    engine.tier.namespace_id = lambda lora_fingerprint: b"another".ljust(HASH_BYTES)
     engine.settle_down()
     assert len(stored(engine, r)) == 10 and lost(engine) == {"inflight_limit": 20}
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_kvtier.store.index.index import Index
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers import promotion as module
 from vllm_kvtier.store.tiers.base import Block, Find, Tier, TierCounts, Want
 from vllm_kvtier.store.tiers.promotion import Promotion
 
-NAMESPACE_ID = b"S" * HASH
+NAMESPACE_ID = b"S" * HASH_BYTES
 ONE = (GroupShape(1, 1),)
 WINDOWED = (GroupShape(1, 1), GroupShape(2, 2, window=4 * 16))
 HASH_BLOCK_SIZE = 16
@@ -25,7 +25,7 @@ ENGINE = 1
 
 
 def block_hashes_of(name: str, num_hash_blocks: int) -> bytes:
-    return b"".join(f"{name}{i}".encode().ljust(HASH, b"\0") for i in range(num_hash_blocks))
+    return b"".join(f"{name}{i}".encode().ljust(HASH_BYTES, b"\0") for i in range(num_hash_blocks))
 
 
 class FakeTier(Tier):
@@ -55,7 +55,8 @@ class FakeTier(Tier):
 
     def _answer(self, want, done):
         find = Find(
-            want, max(want.start, min(want.num_hash_blocks, self.num_hash_blocks.get(want.block_hashes[:HASH], 0)))
+            want,
+            max(want.start, min(want.num_hash_blocks, self.num_hash_blocks.get(want.block_hashes[:HASH_BYTES], 0))),
         )
         if find.num_hash_blocks > want.start:
             self.found.add(find)
@@ -169,7 +170,7 @@ def small_chunks(monkeypatch):
 def test_promotion_of_prefix_is_in_order_and_answers_waiting_lookup():
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk), block_hashes_of("a", 10), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 9
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 9
     ahead = world.ahead(block_hashes)
     assert (ahead.num_hash_blocks, ahead.over) == (9, False) and expected(world, ahead) == (9 * 4096 / 1e6, 0.0)
     world.promotion.wait(ahead, 10.0, lambda: heard.append(world.here(block_hashes)))
@@ -181,7 +182,7 @@ def test_promotion_of_prefix_is_in_order_and_answers_waiting_lookup():
     disk.finish()
     assert heard == [9] and ahead.over and world.quiet()
     names = [block.hash for block in disk.read_blocks]
-    assert names == [block_hashes[i * HASH : (i + 1) * HASH] for i in range(9)]
+    assert names == [block_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(9)]
     assert all(b.parent == a.hash for a, b in pairwise(disk.read_blocks))
 
 
@@ -196,7 +197,7 @@ def test_promotion_without_blocks_in_tiers_ends_at_once():
 def test_promotion_queries_each_tier_from_end_of_previous():
     disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
     world, block_hashes = World(disk, s3), block_hashes_of("a", 12)
-    disk.num_hash_blocks[block_hashes[:HASH]], s3.num_hash_blocks[block_hashes[:HASH]] = 4, 10
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], s3.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4, 10
     ahead = world.ahead(block_hashes)
     assert ahead.num_hash_blocks == 4 and expected(world, ahead)[1] == 0.02
     disk.finish()
@@ -211,7 +212,7 @@ def test_promotion_queries_each_tier_from_end_of_previous():
 def test_promotion_wait_answers_found_blocks_and_extends():
     disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
     world, block_hashes, heard = World(disk, s3), block_hashes_of("a", 8), []
-    disk.num_hash_blocks[block_hashes[:HASH]], s3.num_hash_blocks[block_hashes[:HASH]] = 4, 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], s3.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4, 8
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 60.0, lambda: heard.append(world.here(block_hashes)))
     disk.finish()
@@ -225,7 +226,7 @@ def test_promotion_wait_answers_found_blocks_and_extends():
 def test_promotion_timeout_answers_and_promotion_continues():
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk), block_hashes_of("a", 8), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 1.0, lambda: heard.append(world.here(block_hashes)))
     disk.finish()
@@ -238,7 +239,7 @@ def test_promotion_timeout_answers_and_promotion_continues():
 def test_promotion_wait_that_cannot_succeed_answers_at_once():
     far = FakeTier("far", at_once=False)
     world, block_hashes, heard = World(far), block_hashes_of("a", 8), []
-    far.num_hash_blocks[block_hashes[:HASH]] = 8
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
     ahead = world.ahead(block_hashes)
     for wait_seconds in (0.02, 5.0):  # 8 pages take 0.033 s
         world.promotion.wait(ahead, wait_seconds, lambda wait_seconds=wait_seconds: heard.append(wait_seconds))
@@ -252,7 +253,7 @@ def test_promotion_wait_that_cannot_succeed_answers_at_once():
 def test_promotion_of_same_blocks_is_read_once():
     disk = FakeTier("disk")
     world, short, long = World(disk), block_hashes_of("a", 6), block_hashes_of("a", 9)
-    disk.num_hash_blocks[short[:HASH]] = 9
+    disk.num_hash_blocks[short[:HASH_BYTES]] = 9
     first, second = world.ahead(short), world.ahead(long)
     assert first is not second and world.ahead(short) is first
     while disk.reads:
@@ -264,7 +265,7 @@ def test_promotion_of_same_blocks_is_read_once():
 def test_promotion_ends_at_unreadable_block():
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk), block_hashes_of("a", 12), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(block_hashes)))
     disk.finish(good=lambda block: block.end_hash_block != 3)
@@ -276,7 +277,7 @@ def test_promotion_ends_at_unreadable_block():
 def test_promotion_without_space_ends_and_keeps_promoted_blocks():
     disk = FakeTier("disk")
     world, block_hashes = World(disk, pages=6), block_hashes_of("a", 12)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
     ahead = world.ahead(block_hashes)
     while disk.reads:
         disk.finish()
@@ -287,14 +288,14 @@ def test_promotion_keeps_first_blocks_until_last_arrive():
     """Others fill the pool while it comes up: leases keep the beginning."""
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk, pages=16), block_hashes_of("a", 12), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 12
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 9.0, lambda: heard.append(world.here(block_hashes)))
     for name in "bcdefgh":
         if disk.reads:
             disk.finish()
         other = block_hashes_of(name, 4)
-        parents = (bytes(HASH) + other)[: len(other)]
+        parents = (bytes(HASH_BYTES) + other)[: len(other)]
         slots = world.index.reserve(ENGINE, NAMESPACE_ID, b"", [0] * 4, other, parents, EVERYTHING)
         world.index.commit(ENGINE, [slot for slot in slots if slot > 0])
     assert heard == [12]
@@ -303,7 +304,7 @@ def test_promotion_keeps_first_blocks_until_last_arrive():
 def test_promotion_of_windowed_group_reads_visible_blocks_only():
     disk = FakeTier("disk")
     world, block_hashes = World(disk, groups=WINDOWED), block_hashes_of("a", 16)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 16
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 16
     ahead = world.ahead(block_hashes)
     while disk.reads:
         disk.finish()
@@ -315,7 +316,7 @@ def test_promotion_of_windowed_group_reads_visible_blocks_only():
 def test_promotion_after_client_left_answers_nothing():
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk), block_hashes_of("a", 4), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 4
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     waiter = world.promotion.wait(world.ahead(block_hashes), 1.0, lambda: heard.append(1))
     waiter.cancel()
     disk.finish()
@@ -365,7 +366,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("xyz"), num_hash_blocks=st.integers(1, 8))
     def others_store(self, name, num_hash_blocks):
         block_hashes = block_hashes_of(name, num_hash_blocks)
-        parents = (bytes(HASH) + block_hashes)[: len(block_hashes)]
+        parents = (bytes(HASH_BYTES) + block_hashes)[: len(block_hashes)]
         slots = self.world.index.reserve(
             ENGINE, NAMESPACE_ID, b"", [0] * num_hash_blocks, block_hashes, parents, EVERYTHING
         )

@@ -3,7 +3,7 @@
 import pytest
 from test_promotion import EVERYTHING, HASH_BLOCK_SIZE, NAMESPACE_ID, FakeTier, World, block_hashes_of, small_chunks  # noqa: F401
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.base import Want
 from vllm_kvtier.store.tiers.tier_stack import TierStack
@@ -12,9 +12,9 @@ OTHER = 2  # an engine with other groups
 
 
 def store(world: World, block_hashes: bytes, client: int = 1) -> list[int]:
-    parents = (bytes(HASH) + block_hashes)[: len(block_hashes)]
+    parents = (bytes(HASH_BYTES) + block_hashes)[: len(block_hashes)]
     slots = world.index.reserve(
-        client, NAMESPACE_ID, b"", [0] * (len(block_hashes) // HASH), block_hashes, parents, EVERYTHING
+        client, NAMESPACE_ID, b"", [0] * (len(block_hashes) // HASH_BYTES), block_hashes, parents, EVERYTHING
     )
     world.index.commit(client, [slot for slot in slots if slot > 0])
     return slots
@@ -24,7 +24,7 @@ def test_promotion_hung_read_keeps_its_slots_reserved():
     """Until it is over it may write to them: nobody else may get them, whatever the deadline of an engine's stores."""
     disk = FakeTier("disk")
     world, block_hashes = World(disk, pages=4), block_hashes_of("a", 4)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 4
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     ahead = world.ahead(block_hashes)
     reading = {block.slot for block in disk.reads[0][0]}
     world.clock.pass_(10_000.0)
@@ -38,7 +38,7 @@ def test_promotion_cleared_during_read_discards_old_read_and_reads_again():
     """The first read's blocks are nobody's when they arrive; the second's are its own."""
     far = FakeTier("far")
     world, block_hashes, heard = World(far), block_hashes_of("a", 4), []
-    far.num_hash_blocks[block_hashes[:HASH]] = 4
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     first = world.ahead(block_hashes)
     world.index.clear(None)
     second = world.ahead(block_hashes_of("a", 5))
@@ -60,7 +60,7 @@ class Gone(FakeTier):
 def test_promotion_blocks_lost_before_read_end_it():
     gone = Gone("gone")
     world, block_hashes = World(gone), block_hashes_of("a", 20)
-    gone.num_hash_blocks[block_hashes[:HASH]] = 20
+    gone.num_hash_blocks[block_hashes[:HASH_BYTES]] = 20
     assert world.ahead(block_hashes).over and world.quiet()
     assert world.promotion.failed_blocks == 4
 
@@ -68,7 +68,7 @@ def test_promotion_blocks_lost_before_read_end_it():
 def test_promotion_blocks_lost_after_first_chunk_keep_read_ones():
     disk = FakeTier("disk")
     world, block_hashes = World(disk), block_hashes_of("a", 20)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 20
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 20
     ahead = world.ahead(block_hashes)
     disk.read = Gone.read.__get__(disk)
     disk.finish()
@@ -82,7 +82,7 @@ def test_promotion_namespace_change_discards_blocks_and_answers(when):
     far = FakeTier("far", at_once=when == "reading")
     world, block_hashes, heard = World(far), block_hashes_of("a", 12), []
     world.index.connect(OTHER, HASH_BLOCK_SIZE, [GroupShape(1, 3)])
-    far.num_hash_blocks[block_hashes[:HASH]] = 12
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 9.0, lambda: heard.append(1))
     world.index.clear(None)
@@ -97,7 +97,7 @@ def test_promotion_wait_answers_after_namespace_change():
     far = FakeTier("far")
     world, block_hashes, heard = World(far), block_hashes_of("a", 4), []
     world.index.connect(OTHER, HASH_BLOCK_SIZE, [GroupShape(1, 3)])
-    far.num_hash_blocks[block_hashes[:HASH]] = 4
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     lower = TierStack(world.index, [far], None, world.promotion)
     want = Want(NAMESPACE_ID, HASH_BLOCK_SIZE, [GroupShape(1, 1)], block_hashes, 0)
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_lookup_does_not_wait_for_unavailable_tier():
     """Its process was killed and cannot be reaped, so that its reads never end: it is not waited for again."""
     disk, other = FakeTier("disk"), FakeTier("other")
     world, block_hashes, heard = World(disk, other), block_hashes_of("a", 4), []
-    disk.num_hash_blocks[block_hashes[:HASH]] = 4
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     lower = TierStack(world.index, [disk, other], None, world.promotion)
     want = Want(NAMESPACE_ID, HASH_BLOCK_SIZE, [GroupShape(1, 1)], block_hashes, 0)
     lower.lookup(1, want, EVERYTHING, 0.0, lambda found, below: heard.append(below.num_hash_blocks))
@@ -128,7 +128,7 @@ def test_lookup_does_not_wait_for_unavailable_tier():
 def test_promotion_keeps_prefix_while_next_tier_is_queried():
     disk, far = FakeTier("disk"), FakeTier("far", at_once=False)
     world, block_hashes = World(disk, far, pages=8), block_hashes_of("a", 8)
-    disk.num_hash_blocks[block_hashes[:HASH]], far.num_hash_blocks[block_hashes[:HASH]] = 4, 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4, 8
     ahead = world.ahead(block_hashes)
     disk.finish()
     store(world, block_hashes_of("b", 8))  # others fill the pool
@@ -144,7 +144,7 @@ def test_client_leaving_during_promotion_leaks_nothing():
     lower = TierStack(world.index, [disk], None, world.promotion)
     for number in range(100):
         block_hashes = block_hashes_of(f"{number}-", 4)
-        disk.num_hash_blocks[block_hashes[:HASH]] = 4
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
         want = Want(NAMESPACE_ID, HASH_BLOCK_SIZE, [GroupShape(1, 1)], block_hashes, 0)
         lower.lookup(1, want, EVERYTHING, 9.0, lambda found, below: heard.append(found))
     lower.forget(1)
@@ -160,7 +160,7 @@ def test_promotion_with_all_memory_leased_backs_off():
     disk = FakeTier("disk")
     world = World(disk, pages=4)
     busy, other = block_hashes_of("a", 4), block_hashes_of("b", 4)
-    disk.num_hash_blocks = {busy[:HASH]: 4, other[:HASH]: 4}
+    disk.num_hash_blocks = {busy[:HASH_BYTES]: 4, other[:HASH_BYTES]: 4}
     first, reserve, tries = world.ahead(busy), world.index.reserve, []
 
     def slow(*args, **options):

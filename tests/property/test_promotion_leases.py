@@ -16,7 +16,7 @@ from test_promotion import (  # noqa: F401
     small_chunks,
 )
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.nodes.lease_table import MAX_SHAPES, NodeLeaseTable
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -68,9 +68,9 @@ class Lender:
 
 
 def store(world: World, block_hashes: bytes, client: int = ENGINE) -> None:
-    parents = (bytes(HASH) + block_hashes)[: len(block_hashes)]
+    parents = (bytes(HASH_BYTES) + block_hashes)[: len(block_hashes)]
     slots = world.index.reserve(
-        client, NAMESPACE_ID, b"", [0] * (len(block_hashes) // HASH), block_hashes, parents, 1 << 30
+        client, NAMESPACE_ID, b"", [0] * (len(block_hashes) // HASH_BYTES), block_hashes, parents, 1 << 30
     )
     world.index.commit(client, slots)
 
@@ -78,8 +78,8 @@ def store(world: World, block_hashes: bytes, client: int = ENGINE) -> None:
 def test_lookup_without_promotion_timeout_reports_length_and_promotes_nothing():
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 10)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 8
-    store(lender.world, block_hashes[: 3 * HASH])
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
+    store(lender.world, block_hashes[: 3 * HASH_BYTES])
     lender.lend(block_hashes)
     lender.lend(block_hashes_of("b", 4))
     assert lender.lent() == [(1, 3, 8), (2, 0, 0)]
@@ -91,8 +91,8 @@ def test_lookup_without_promotion_timeout_reports_length_and_promotes_nothing():
 def test_lookup_with_promotion_timeout_gets_promoted_blocks_in_one_lease():
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 10)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 8
-    store(lender.world, block_hashes[: 3 * HASH])
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
+    store(lender.world, block_hashes[: 3 * HASH_BYTES])
     lender.lend(block_hashes, wait_seconds=10.0)
     assert lender.coming() == [(8, pytest.approx(5 * 4096 / 1e6))] and not lender.lent()
     while disk.reads:
@@ -107,7 +107,7 @@ def test_lookup_with_promotion_timeout_gets_promoted_blocks_in_one_lease():
 def test_promotion_timeout_leases_blocks_promoted_so_far():
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 10)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 10
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 10
     lender.lend(block_hashes, wait_seconds=2.0)
     disk.finish()
     lender.clock.pass_(2.5)
@@ -125,7 +125,7 @@ def test_promotion_slower_than_timeout_waits_whole_timeout():
     disk = FakeTier("disk")
     disk.seconds = lambda nbytes: 100.0
     lender, block_hashes = Lender(disk), block_hashes_of("a", 8)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
     lender.lend(block_hashes, wait_seconds=3.0)
     assert lender.coming() == [(8, 100.0)]
     disk.finish()
@@ -137,7 +137,7 @@ def test_promotion_slower_than_timeout_waits_whole_timeout():
 def test_lookup_queries_object_tier_unless_client_shares_it():
     objects = FakeTier("object", at_once=False)
     lender, block_hashes = Lender(objects, objects="ours"), block_hashes_of("a", 6)
-    objects.num_hash_blocks[block_hashes[:HASH]] = 6
+    objects.num_hash_blocks[block_hashes[:HASH_BYTES]] = 6
     lender.lend(block_hashes, objects="ours")
     lender.lend(block_hashes, wait_seconds=5.0, objects="ours")
     assert lender.lent() == [(1, 0, 0), (2, 0, 0)] and not objects.asked
@@ -156,7 +156,7 @@ def test_lookup_queries_object_tier_unless_client_shares_it():
 def test_lookup_promotes_from_disk_then_object_tier():
     disk, objects = FakeTier("disk"), FakeTier("object", at_once=False)
     lender, block_hashes = Lender(disk, objects), block_hashes_of("a", 6)
-    disk.num_hash_blocks[block_hashes[:HASH]], objects.num_hash_blocks[block_hashes[:HASH]] = 3, 6
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], objects.num_hash_blocks[block_hashes[:HASH_BYTES]] = 3, 6
     lender.lend(block_hashes, wait_seconds=5.0)
     disk.finish()
     assert not lender.lent()  # the beginning is here, and perhaps there is more
@@ -169,8 +169,8 @@ def test_lookup_promotes_from_disk_then_object_tier():
 def test_lookup_shares_promotion_with_local_engine():
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 8)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 4
-    lender.nodes.num_hash_blocks[block_hashes[:HASH]] = 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
+    lender.nodes.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
     ahead = lender.world.ahead(block_hashes)  # for an engine of ours: the disk, then other nodes
     lender.lend(block_hashes, wait_seconds=5.0)
     disk.finish()
@@ -183,7 +183,7 @@ def test_lookup_shares_promotion_with_local_engine():
 def test_remote_client_that_left_gets_no_answer_and_leaks_nothing():
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 8)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 8
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 8
     lender.lend(block_hashes, wait_seconds=5.0)
     lender.lend(block_hashes, wait_seconds=5.0, asker=8)
     lender.lending.handle(m.Left(ASKER), None)
@@ -199,7 +199,7 @@ def test_lookup_with_many_group_shapes_is_always_answered():
     """Or it would take the connection for dead."""
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk), block_hashes_of("a", 4)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 4
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
     lender.lend(block_hashes, wait_seconds=5.0)
     for pages in range(2, MAX_SHAPES + 2):
         lender.lend(block_hashes_of("b", 4), groups=(GroupShape(1, pages),))
@@ -214,7 +214,7 @@ def test_lookup_waiting_during_namespace_change_gets_empty_answer():
     objects = FakeTier("object", at_once=False)
     disk = FakeTier("disk")
     lender, block_hashes = Lender(disk, objects), block_hashes_of("a", 4)
-    disk.num_hash_blocks[block_hashes[:HASH]] = 2
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 2
     lender.index.connect(2, HASH_BLOCK_SIZE, [GroupShape(1, 3)])
     lender.lend(block_hashes, wait_seconds=5.0)
     lender.index.clear(None)
@@ -231,7 +231,7 @@ def test_lookup_waiting_during_namespace_change_gets_empty_answer():
 def test_lookup_reports_promotion_on_another_node():
     nodes, objects = FakeTier("nodes", at_once=False), FakeTier("object", at_once=False)
     world, block_hashes, heard = World(nodes, objects), block_hashes_of("a", 10), []
-    nodes.num_hash_blocks[block_hashes[:HASH]] = 10
+    nodes.num_hash_blocks[block_hashes[:HASH_BYTES]] = 10
     ahead = world.ahead(block_hashes)
     assert world.promotion.expected(ahead).num_hash_blocks == 0 and expected(world, ahead) == (0.0, 0.02)
     for wait_seconds in (0.3, 5.0):
@@ -266,7 +266,7 @@ def test_promotion_late_tier_answer_is_used():
 def test_promotion_blocks_in_memory_are_leased_first():
     disk, nodes = FakeTier("disk"), FakeTier("nodes", at_once=False)
     world, block_hashes, heard = World(disk, nodes), block_hashes_of("a", 10), []
-    disk.num_hash_blocks[block_hashes[:HASH]], nodes.num_hash_blocks[block_hashes[:HASH]] = 4, 10
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], nodes.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4, 10
     ahead = world.ahead(block_hashes)
     world.promotion.wait(ahead, 0.5, lambda: heard.append(world.here(block_hashes)))
     nodes.on_promotion_status(nodes.asked[0][0], 10, 2.0)
@@ -331,7 +331,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("xyz"), num_hash_blocks=st.integers(1, 8))
     def others_store(self, name, num_hash_blocks):
         block_hashes = block_hashes_of(name, num_hash_blocks)
-        parents = (bytes(HASH) + block_hashes)[: len(block_hashes)]
+        parents = (bytes(HASH_BYTES) + block_hashes)[: len(block_hashes)]
         slots = self.lender.index.reserve(
             ENGINE, NAMESPACE_ID, b"", [0] * num_hash_blocks, block_hashes, parents, 1 << 30
         )

@@ -11,9 +11,9 @@ from vllm_kvtier.store.index.block_entry import READY
 from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.index.removal_history import RemovalHistory, RemovalReason
 from vllm_kvtier.store.memory.slot_pool import SlotPool
-from vllm_kvtier.store.protocol import HASH, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, GroupShape
 
-NAMES = [(NAMESPACE_ID, group, bytes([n]) * HASH) for n in range(12) for group in (0, 1)]
+NAMES = [(NAMESPACE_ID, group, bytes([n]) * HASH_BYTES) for n in range(12) for group in (0, 1)]
 ENDS = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(list(RemovalReason)), st.floats(0, 9)), max_size=80)
 
 
@@ -73,7 +73,7 @@ def test_index_every_removed_block_has_a_reason(seed):
         block_hashes = block_hashes_of((stem, "stem"), (dice.randint(1, 8), dice.randrange(6)))
         if what < 0.5:
             groups, hashes, parents = items_of(block_hashes)
-            blocks = [hashes[at : at + HASH] for at in range(0, len(hashes), HASH)]
+            blocks = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
             late = {b for b, (_, _, until) in writing.items() if until <= clock.now}
             for block in late:
                 del writing[block]

@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         r = self.live[name]
         request = r.request
         computed = min(local * self.align, (request.num_tokens - 1) // self.align * self.align)
-        before = [len(p.ask.block_hashes) for p in self.peers.open]
+        before = [len(p.request.block_hashes) for p in self.peers.open]
         external, asynchronous = self.matcher.match(request, computed)
         if external is None:
             assert not asynchronous
@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
             again, _ = self.matcher.match(request, computed)
             assert again == external, "asked twice in a row, it says the same"
         if not self.config.bidirectional and r.kind == "sources":
-            assert before == [len(p.ask.block_hashes) for p in self.peers.open], "off means off"
+            assert before == [len(p.request.block_hashes) for p in self.peers.open], "off means off"
         if not room:
             return
         if external and ignored == 0:
@@ -148,13 +148,15 @@ class Machine(RuleBasedStateMachine):
                 data.draw(st.none() | st.integers(0, 50)),
             )
         else:
-            limit = len(pending.ask.block_hashes) * HASH_BLOCK_SIZE
-            if pending.ask.export:
+            limit = len(pending.request.block_hashes) * HASH_BLOCK_SIZE
+            if pending.request.export:
                 tokens = next((r.request.num_tokens for r in self.live.values() if self.asks(r, pending)), 40)
             else:
-                tokens = data.draw(st.integers(pending.ask.start // self.align + 1, max(1, limit // self.align) + 1))
+                tokens = data.draw(
+                    st.integers(pending.request.start // self.align + 1, max(1, limit // self.align) + 1)
+                )
                 tokens = min(
-                    tokens * self.align, max(limit // self.align * self.align, pending.ask.start + HASH_BLOCK_SIZE)
+                    tokens * self.align, max(limit // self.align * self.align, pending.request.start + HASH_BLOCK_SIZE)
                 )
             outcome = self.peers.offer(pending, tokens)
         self.peers.answer(pending, outcome)
@@ -347,7 +349,7 @@ def test_matcher_handoff_is_looked_up_loaded_and_released():
     request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, HANDOFF)
     assert made.match(request, 0) == (None, False)
     [pending] = peers.open
-    assert pending.ask.export == "e" and len(pending.ask.digest) == 16
+    assert pending.request.export == "e" and len(pending.request.digest) == 16
     peers.answer(pending, peers.offer(pending, 18))
     assert made.match(request, 0) == (18, True)
     made.allocated(request, ([11, 12, 13, 14, 15],), 18)
@@ -366,7 +368,7 @@ def test_matcher_queries_next_source_after_refusal():
     for host in "abc":
         assert made.match(request, 0) == (None, False)
         [pending] = peers.open
-        assert pending.address == (host, 1) and len(pending.ask.block_hashes) == 10
+        assert pending.address == (host, 1) and len(pending.request.block_hashes) == 10
         peers.answer(pending, LookupMiss("no_matching_blocks", ""))
     assert made.match(request, 0) == (0, False) and not peers.open
 

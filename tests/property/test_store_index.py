@@ -12,17 +12,17 @@ from support import WITHOUT_SHRINKING, Clock
 
 from vllm_kvtier.store.eviction import POLICIES
 from vllm_kvtier.store.index.block_entry import READY
-from vllm_kvtier.store.index.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index, IndexLimits
+from vllm_kvtier.store.index.index import EXISTS, HASH_BYTES, NO_PARENT_STORED, NO_ROOM, BadRequest, Index, IndexLimits
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.process.protocol import Move
 
 HASH_BLOCK_SIZE = 4  # tokens
-PIECE = 32  # pages
+PIECE_BYTES = 32  # pages
 PAGES = 96
 CLIENTS = (1, 2, 3)
 TOOL = 9  # never says which groups it has
-LEASE, RESERVE = 30.0, 50.0
+LEASE, REMOVAL_RESERVE_BYTES = 30.0, 50.0
 NOWHERE = 1 << 30  # a pages_limit that limits nothing
 
 SHAPES = [
@@ -42,7 +42,7 @@ SHAPES = [
 
 def block_hashes_of(tokens: list[int]) -> list[bytes]:
     """Chained hashes of units, readable in failures: which prefix it is."""
-    return [bytes(tokens[: n + 1]).ljust(HASH, b"\xff") for n in range(len(tokens))]
+    return [bytes(tokens[: n + 1]).ljust(HASH_BYTES, b"\xff") for n in range(len(tokens))]
 
 
 @dataclass(eq=False)
@@ -111,12 +111,18 @@ class Store(RuleBasedStateMachine):
         self.evicted = 0
 
     def make(self) -> None:
-        self.pool = SlotPool(PAGES, PIECE, slab_pages=12)
+        self.pool = SlotPool(PAGES, PIECE_BYTES, slab_pages=12)
         self.index = Index(
             self.pool,
             POLICIES[self.policy],
             self.clock,
-            IndexLimits(LEASE, RESERVE, pin_share=0.3, tenant_share=self.tenant_share, state_share=self.state_share),
+            IndexLimits(
+                LEASE,
+                REMOVAL_RESERVE_BYTES,
+                pin_share=0.3,
+                tenant_share=self.tenant_share,
+                state_share=self.state_share,
+            ),
         )
         for client in CLIENTS:
             self.index.connect(client, HASH_BLOCK_SIZE, self.shapes)
@@ -210,7 +216,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from(CLIENTS),
-        namespace_id=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        namespace_id=st.sampled_from([b"A" * HASH_BYTES, b"A" * HASH_BYTES, b"B" * HASH_BYTES]),
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         first=st.sampled_from([0, 0, 0, 1, 2, 4]),
         tenant=st.sampled_from([b"", b"t", b"u"]),
@@ -225,7 +231,7 @@ class Store(RuleBasedStateMachine):
         if shuffle:
             shuffle.shuffle(items)
         hashes = b"".join(h for _, h, _ in items)
-        parents = b"".join(p or bytes(HASH) for _, _, p in items)
+        parents = b"".join(p or bytes(HASH_BYTES) for _, _, p in items)
         before = dict(self.listed)
         answer = self.index.reserve(client, namespace_id, tenant, [g for g, _, _ in items], hashes, parents, limit)
         assert len(answer) == len(items)
@@ -247,7 +253,13 @@ class Store(RuleBasedStateMachine):
             else:
                 assert got > 0 or got == NO_ROOM
                 block = Block(
-                    key, parent if linked else None, got, shape.slot_pages, client, self.clock.now + RESERVE, tenant
+                    key,
+                    parent if linked else None,
+                    got,
+                    shape.slot_pages,
+                    client,
+                    self.clock.now + REMOVAL_RESERVE_BYTES,
+                    tenant,
                 )
                 wanted[key] = (block, got)
         for size in {s.slot_pages for s in self.shapes}:
@@ -272,7 +284,7 @@ class Store(RuleBasedStateMachine):
         if self.tenant_share < 1 or len({s.slot_pages for s in self.shapes}) > 1:
             return
         top = min(limit, self.pool.ready)
-        pieces = [(max(1, at), min(at + PIECE, top)) for at in range(0, PAGES, PIECE)]
+        pieces = [(max(1, at), min(at + PIECE_BYTES, top)) for at in range(0, PAGES, PIECE_BYTES)]
         slots = sum(max(0, end - begin) // size for begin, end in pieces)
         busy = [b for b in [*self.listed.values(), *self.limbo] if b.slot + b.size <= top]
         assert granted + len(busy) == slots and self.evictable(limit, parents) == 0
@@ -313,7 +325,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from(CLIENTS),
-        namespace_id=st.sampled_from([b"A" * HASH, b"A" * HASH, b"B" * HASH]),
+        namespace_id=st.sampled_from([b"A" * HASH_BYTES, b"A" * HASH_BYTES, b"B" * HASH_BYTES]),
         tokens=st.lists(st.integers(0, 1), max_size=9),
         start=st.sampled_from([0, 0, 1, 2]),
         limit=st.sampled_from([NOWHERE, NOWHERE, 40]),
@@ -341,7 +353,7 @@ class Store(RuleBasedStateMachine):
     @rule(client=st.sampled_from([*CLIENTS, TOOL]), pick=st.randoms(use_true_random=False), forever=st.booleans())
     def hold(self, client, pick, forever):
         names = pick.sample(sorted(self.listed), pick.randint(0, min(3, len(self.listed))))
-        names.append((b"A" * HASH, pick.randint(0, 2), b"nobody's".ljust(HASH)))
+        names.append((b"A" * HASH_BYTES, pick.randint(0, 2), b"nobody's".ljust(HASH_BYTES)))
         blocks = [self.listed.get(name) for name in names]
         lease, slots = self.index.lease_blocks(client, names, forever)
         assert slots == [block.slot if block and block.ready else 0 for block in blocks]
@@ -369,7 +381,14 @@ class Store(RuleBasedStateMachine):
         for block in kept:
             namespace_id, group, block_hash = block.key
             move = Move(
-                namespace_id, group, block_hash, block.parent or bytes(HASH), block.tenant, 0, block.size, block.slot
+                namespace_id,
+                group,
+                block_hash,
+                block.parent or bytes(HASH_BYTES),
+                block.tenant,
+                0,
+                block.size,
+                block.slot,
             )
             assert self.index.restore(namespace_id, HASH_BLOCK_SIZE, shapes, [move]) == []
             block.pinned, block.leases = False, set()
@@ -383,7 +402,7 @@ class Store(RuleBasedStateMachine):
             block = pick.choice(list(self.listed.values()))
             assert self.index.forget(*block.key)
             self.forget(block)
-        assert not self.index.forget(b"A" * HASH, 0, b"nobody's".ljust(HASH))
+        assert not self.index.forget(b"A" * HASH_BYTES, 0, b"nobody's".ljust(HASH_BYTES))
 
     @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False))
     def release(self, client, pick):
@@ -424,7 +443,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), pinned=st.booleans(), tool=st.booleans())
     def pin(self, tokens, pinned, tool):
-        namespace_id, hashes = b"A" * HASH, block_hashes_of(tokens)
+        namespace_id, hashes = b"A" * HASH_BYTES, block_hashes_of(tokens)
         count = self.index.pin(TOOL if tool else 1, namespace_id, b"".join(hashes), pinned)
         blocks = []
         for group, shape in enumerate(self.shapes):
@@ -445,7 +464,7 @@ class Store(RuleBasedStateMachine):
         for block in blocks:
             block.pinned = pinned
 
-    @rule(namespace_id=st.sampled_from([None, b"A" * HASH, b"B" * HASH]), really=st.integers(0, 5))
+    @rule(namespace_id=st.sampled_from([None, b"A" * HASH_BYTES, b"B" * HASH_BYTES]), really=st.integers(0, 5))
     def clear(self, namespace_id, really):
         if really:  # seldom, or nothing ever grows
             return
@@ -467,7 +486,7 @@ class Store(RuleBasedStateMachine):
         client=st.sampled_from(CLIENTS), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), tool=st.booleans()
     )
     def touch_and_inspect(self, client, tokens, tool):
-        namespace_id, hashes = b"A" * HASH, block_hashes_of(tokens)
+        namespace_id, hashes = b"A" * HASH_BYTES, block_hashes_of(tokens)
         self.index.touch(client, namespace_id, b"".join(hashes))
         reach = self.index.reach(namespace_id, b"".join(hashes), 0, NOWHERE)
         assert reach == self.longest(namespace_id, hashes, 0, NOWHERE)[0]
@@ -496,7 +515,7 @@ class Store(RuleBasedStateMachine):
         """Slots in use are apart, within a piece and ready memory; with what is free they are the pool."""
         spans = sorted((b.slot, b.slot + b.size) for b in [*self.listed.values(), *self.limbo])
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "two blocks share a page"
-        assert all(0 < a and b <= self.pool.ready and a // PIECE == (b - 1) // PIECE for a, b in spans)
+        assert all(0 < a and b <= self.pool.ready and a // PIECE_BYTES == (b - 1) // PIECE_BYTES for a, b in spans)
         assert sorted(slot for slab in self.pool._slabs for slot in slab.slots()) == [a for a, _ in spans]
         pages = sorted(self.pool._extents) + [(s.start, s.end) for s in self.pool._slabs]
         assert sum(b - a for a, b in pages) == max(0, self.pool.ready - 1), "pages lost or counted twice"
@@ -565,7 +584,7 @@ def test_store_index_random_operations_keep_invariants(seed):
         limit = rng.choice([NOWHERE] * 4 + [40, 3])
         machine.reserve(
             client=rng.choice(CLIENTS),
-            namespace_id=rng.choice([b"A" * HASH] * 3 + [b"B" * HASH]),
+            namespace_id=rng.choice([b"A" * HASH_BYTES] * 3 + [b"B" * HASH_BYTES]),
             tokens=tokens(),
             first=rng.choice([0, 0, 0, 1, 3]),
             tenant=rng.choice([b"", b"t", b"u"]),
@@ -578,7 +597,7 @@ def test_store_index_random_operations_keep_invariants(seed):
     def lookup():
         machine.lookup(
             client=rng.choice(CLIENTS),
-            namespace_id=b"A" * HASH,
+            namespace_id=b"A" * HASH_BYTES,
             tokens=tokens(),
             start=rng.choice([0, 0, 1]),
             limit=rng.choice([NOWHERE, NOWHERE, 40, 50, 65]),
@@ -598,7 +617,7 @@ def test_store_index_random_operations_keep_invariants(seed):
         (1, lambda: machine.discard(pick=rng, right=rng.random() < 0.7)),
         (1, lambda: machine.touch_and_inspect(client=rng.choice(CLIENTS), tokens=tokens(), tool=rng.random() < 0.5)),
         (1, lambda: machine.grow(pages=rng.randint(0, 2 * PAGES))),
-        (0.1, lambda: machine.clear(namespace_id=rng.choice([None, b"A" * HASH]), really=0)),
+        (0.1, lambda: machine.clear(namespace_id=rng.choice([None, b"A" * HASH_BYTES]), really=0)),
     ]
     for _ in range(250):
         rng.choices([event for _, event in events], [weight for weight, _ in events])[0]()

@@ -18,7 +18,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.matching import lookup_prefetch, request_matcher, source_selector
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.sources.base import LookupMiss
-from vllm_kvtier.store.protocol import HASH, Holder
+from vllm_kvtier.store.protocol import HASH_BYTES, Holder
 
 
 class Life(World):
@@ -202,7 +202,7 @@ class Life(World):
                 outcome = self.peers.offer(pending, 40)
             self.peers.answer(pending, outcome)
             return
-        ask = pending.ask
+        ask = pending.request
         if ask.export:
             asker = [r.request for r in self.live.values() if self.matcher.track(r.request).pending is pending]
             tokens = asker[0].num_tokens if asker else 9
@@ -227,7 +227,7 @@ class Life(World):
             self.tier.on_load_failed(t, LoadResult(name, {1}, "wrong", 0, 0.0, 0.0, wrong))
             [(verb, namespace_id, g, block_hash, at, session)] = self.client.told[told:]
             assert (verb, g, at, namespace_id) == ("discard", group.group, slot, self.tier.namespace_id(b""))
-            assert len(block_hash) == HASH and session == t.hit.session
+            assert len(block_hash) == HASH_BYTES and session == t.hit.session
         self.matcher.on_load_ended(name, failed)
         if r.status == "aborted":
             del self.live[name]

@@ -9,7 +9,7 @@ from support import make_request
 
 from vllm_kvtier.scheduler.matching import source_selector
 from vllm_kvtier.scheduler.sources.base import LookupMiss
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 
 
 def test_store_source_hit_is_loaded():
@@ -30,10 +30,10 @@ def test_store_source_hit_is_loaded():
     assert not len(world.matcher)
 
 
-@pytest.mark.parametrize("peer, winner", [(8, "store"), (16, "store"), (18, "store"), (24, "peer"), (None, "store")])
+@pytest.mark.parametrize("peer, winner", [(8, "store"), (16, "store"), (20, "store"), (24, "peer"), (None, "store")])
 def test_store_source_longer_of_store_and_peer_is_chosen(peer, winner):
     """The peer's must be longer by what is worth a pull, and the other lease goes back."""
-    world = World(ONE)
+    world = World(ONE, pull_threshold=8)
     request = make_request("r", list(range(33)), HASH_BLOCK_SIZE, params("a"))
     world.store(request, 16)
     assert world.matcher.match(request, 0) == (None, False)
@@ -135,7 +135,7 @@ def test_store_source_touches_blocks_cached_on_gpu():
     request = make_request("r", list(range(17)), HASH_BLOCK_SIZE)
     assert world.matcher.match(request, 16) == (0, False) and not world.client.open
     [(verb, namespace_id, block_hashes)] = world.client.told
-    assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH)
+    assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH_BYTES)
 
 
 def test_store_source_disconnected_store_is_not_waited_for():

@@ -139,7 +139,9 @@ class Exporting(Engine):
         request = self.rng.choice(self.known) if self.known else None
         hashes = [] if request is None else [bytes(h) for h in request.block_hashes]
         answers = []
-        self.cache_leases.ask(m.LeaseRequest(1, "", 0, hashes, lend=True, mapped=True), "reader", 5.0, answers.append)
+        self.cache_leases.lease(
+            m.LeaseRequest(1, "", 0, hashes, from_prefix_cache=True, mapped=True), "reader", 5.0, answers.append
+        )
         (granted,) = answers
         if not isinstance(granted, Lease):
             return

@@ -253,9 +253,9 @@ def test_inspect_shows_address_with_brackets_unchanged(name):
 @pytest.mark.parametrize("number", ["sixteen", "-5", "9" * 5000, "٣"])
 def test_doctor_identity_without_number_is_unknown(number):
     reason = f"the block size differs: {doctor_endpoint._NO_NUMBER} here, {number} there"
-    probe = msgspec.structs.replace(NAMESPACE, hash_block_tokens=doctor_endpoint._NO_NUMBER)
+    probe = msgspec.structs.replace(NAMESPACE, hash_block_size=doctor_endpoint._NO_NUMBER)
     assert doctor_endpoint._learned(probe, reason) is None
-    assert doctor_endpoint._learned(probe, reason.replace(number, "32")) == {"hash_block_tokens": 32}
+    assert doctor_endpoint._learned(probe, reason.replace(number, "32")) == {"hash_block_size": 32}
 
 
 @pytest.mark.parametrize(

@@ -494,7 +494,7 @@ def test_copy_engine_copier_error_fails_its_jobs_only(link, clock, caplog):
         offload.submit_load(load(f"r{n}", 3, 2), None)
     order = store(40)
     offload.submit_store(order)
-    with caplog.at_level(logging.WARNING, "vllm.kvtier.copy_engine"):
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.worker.store.copy_engine"):
         ended = offload.poll()
     assert ended.cut == [(order.id, 0)] and len(ended.loads) == 2
     for result in ended.loads:

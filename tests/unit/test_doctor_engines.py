@@ -129,7 +129,7 @@ def test_doctor_identity_has_every_compared_field(make):
     compared = {name for name in namespace.__struct_fields__ if not field_label(name).endswith(" differs")}
     assert identity.fields and set(identity.fields) <= compared
     assert identity.fields == {name: getattr(namespace, name) for name in identity.fields}
-    assert {"model", "hash_seed", "hash_block_tokens", "codecs", "cache_dtype"} <= set(identity.fields)
+    assert {"model", "hash_seed", "hash_block_size", "codecs", "cache_dtype"} <= set(identity.fields)
     assert identity.block_tokens == 16 and len(identity.ranks) == 1
 
 
@@ -139,7 +139,7 @@ def test_doctor_identity_has_every_compared_field(make):
         ({"hash_seed": "0ddb"}, "hash seed differs: 5eed on {a}, 0ddb on {b}", "PYTHONHASHSEED"),
         ({"model": "model-b"}, "weights differs: model-a on {a}, model-b on {b}", "same model"),
         ({"cache_dtype": "fp8/bfloat16"}, "KV cache dtype differs: auto/bfloat16 on {a}", "--kv-cache-dtype"),
-        ({"hash_block_tokens": 32}, "block size differs: 16 on {a}, 32 on {b}", "--block-size"),
+        ({"hash_block_size": 32}, "block size differs: 16 on {a}, 32 on {b}", "--block-size"),
         ({"hash_algorithm": "sha256/py3.12"}, "hash algorithm differs: sha256_cbor on {a}", "sha256_cbor"),
         ({"options": "quantization=fp8"}, "KV differs: none on {a}, quantization=fp8 on {b}", "same options"),
         ({"codecs": "store fp8"}, "encoded differs: none on {a}, store fp8 on {b}", "codec"),

@@ -7,14 +7,14 @@ import msgspec
 import pytest
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens
-from vllm_kvtier.devtools.stores import StoreFailed, end_store, open_tier, settled, store_counts, tier_of
+from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, end_store, open_tier, store_counts, tier_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.index.types import IndexStats
 from vllm_kvtier.store.launcher import serves, start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.tiers.base import TierCounts
 
-NUMBER = 12
+NUMBER_BYTES = 12
 METRICS = """\
 vllm:kvtier_load_decisions_total{engine="0",kind="faster",model_name="model"} 5.0
 vllm:kvtier_load_decisions_total{engine="1",kind="faster",model_name="model"} 2.0
@@ -53,8 +53,8 @@ def good(demo):
         return demo.Asked(tokens, first_token, f"It is {demo.code(number)[1]}.", pulled)
 
     loaded = {demo.COMPUTED: 0, demo.FROM_DISK: 1472, demo.RESTARTED: 1472}
-    passes = {name: [asked(number, pulled) for number in range(NUMBER)] for name, pulled in loaded.items()}
-    decisions = {name: {"decisions: faster": NUMBER} if pulled else {} for name, pulled in loaded.items()}
+    passes = {name: [asked(number, pulled) for number in range(NUMBER_BYTES)] for name, pulled in loaded.items()}
+    decisions = {name: {"decisions: faster": NUMBER_BYTES} if pulled else {} for name, pulled in loaded.items()}
     library = demo.Library(counts(200, 190), counts(700, 200), counts(0, 200), 0.1, counts(500, 200))
     return demo.Played(passes, decisions, [demo.Failures()] * 2, [], library)
 
@@ -93,7 +93,7 @@ def test_document_library_failures_are_detected(demo, judge, good, later):
     assert f"'It is 00000.' {name}" in problem
     computed = PromptTokens(computed=1500, cached=0, pulled=0)
     played, slow = good, good
-    for number in range(NUMBER):
+    for number in range(NUMBER_BYTES):
         played = changed(played, name, number, tokens=computed, from_disk=0)
         slow = changed(slow, name, number, first_token=1.1)
     [problem] = judge(played)
@@ -203,7 +203,7 @@ def test_document_library_store_is_read_and_ended(tmp_path, run_dir):
     start_store(path, StoreOptions(size="1MiB", idle_seconds=30, disk_path=str(tmp_path / "disk"), disk_size="8MiB"))
     found, taken = open_tier(path)
     assert tier_of(found).state == "ready" and taken < 30 and found.pid != os.getpid()
-    assert settled(path).index.reservations == 0
+    assert counts_when_idle(path).index.reservations == 0
     with pytest.raises(StoreFailed, match="no tier 'nodes'"):
         open_tier(path, "nodes")
     end_store(path)

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm_kvtier.scheduler.offload import kv_events as kv_events_module
 from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.server import event_feed as event_feed_module
 from vllm_kvtier.store.server.event_feed import EventFeed
@@ -26,7 +26,7 @@ from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import requests as vr
 
 HASH_BLOCK_SIZE = 4
-ONE, OTHER = b"1" * HASH, b"2" * HASH
+ONE, OTHER = b"1" * HASH_BYTES, b"2" * HASH_BYTES
 TOKENS = list(range(6 * HASH_BLOCK_SIZE))
 HASHES = []
 for at in range(0, len(TOKENS), HASH_BLOCK_SIZE):
@@ -66,8 +66,8 @@ class World:
             self.loop.run()
 
     def store(self, count, namespace_id=ONE, first=0, labels=True):
-        parents = [b"\0" * HASH, *(each[:HASH] for each in HASHES)]
-        hashes = b"".join(each[:HASH] for each in HASHES[first:count])
+        parents = [b"\0" * HASH_BYTES, *(each[:HASH_BYTES] for each in HASHES)]
+        hashes = b"".join(each[:HASH_BYTES] for each in HASHES[first:count])
         slots = self.index.reserve(
             1, namespace_id, b"", [0] * (count - first), hashes, b"".join(parents[first:count]), 1 << 30
         )
@@ -94,7 +94,7 @@ def test_events_keep_block_metadata_once():
     world.store(3)
     world.said()
     view, told = world.events._view[ONE], world.events._published
-    labels = [view[0, each[:HASH]][1] for each in HASHES[:3]]
+    labels = [view[0, each[:HASH_BYTES]][1] for each in HASHES[:3]]
     assert all(label.parent is before.hash for before, label in zip(labels, labels[1:], strict=False))
     assert all(told[ONE, key] is known for key, known in view.items())
 
@@ -129,7 +129,7 @@ def test_events_name_each_tier_of_a_block():
     world = World()
     world.store(1)
     world.said()
-    name = ONE, 0, HASHES[0][:HASH]
+    name = ONE, 0, HASHES[0][:HASH_BYTES]
     for tier, place in (("disk", DISK), ("object", BUCKET)):
         world.tiers[tier].put(name)
         [stored] = world.said()
@@ -149,7 +149,7 @@ def test_events_of_unavailable_tier_remove_its_blocks():
     world = World()
     world.store(3)
     for each in HASHES[:3]:
-        world.tiers["disk"].put((ONE, 0, each[:HASH]))
+        world.tiers["disk"].put((ONE, 0, each[:HASH_BYTES]))
     world.said()
     world.tiers["disk"].turn(False)
     [removed] = world.said()
@@ -168,7 +168,7 @@ def test_events_of_blocks_stored_and_removed_before_send_are_dropped():
 
 def test_unwritten_blocks_send_no_event():
     world = World()
-    slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH], b"\0" * HASH, 1 << 30)
+    slots = world.index.reserve(1, ONE, b"", [0], HASHES[0][:HASH_BYTES], b"\0" * HASH_BYTES, 1 << 30)
     world.label(1)
     assert not world.said()
     world.index.commit(1, slots)
@@ -245,7 +245,7 @@ def test_blocks_stored_without_label_are_reported_once_labelled():
     """By an engine that publishes nothing, or before the store was started anew with a disk."""
     world = World()
     world.store(3, labels=False)
-    world.tiers["disk"].put((ONE, 0, HASHES[4][:HASH]))
+    world.tiers["disk"].put((ONE, 0, HASHES[4][:HASH_BYTES]))
     assert not world.said()
     world.events.loaded(ONE, fake_request(TOKENS, HASHES), 0, 5 * HASH_BLOCK_SIZE)
     assert {(each.place, *hashes_in(each)) for each in world.said()} == {(CPU, *HASHES[:3]), (DISK, HASHES[4])}
@@ -274,7 +274,7 @@ def test_events_with_malformed_label_are_not_sent(fault):
         "a number": msgspec.msgpack.encode(7),
     }[fault]
     world.store(1, labels=False)
-    world.wire.label(ONE, [0], HASHES[0][:HASH], [content])
+    world.wire.label(ONE, [0], HASHES[0][:HASH_BYTES], [content])
     assert not world.said()
     world.index.clear(None)
     assert not world.said()
@@ -295,7 +295,7 @@ def test_event_labels_of_aborted_blocks_are_dropped(monkeypatch):
     monkeypatch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 2)
     world = World()
     for count in range(1, 7):
-        slots = world.index.reserve(1, ONE, b"", [0], HASHES[count - 1][:HASH], b"\0" * HASH, 1 << 30)
+        slots = world.index.reserve(1, ONE, b"", [0], HASHES[count - 1][:HASH_BYTES], b"\0" * HASH_BYTES, 1 << 30)
         world.label(count, first=count - 1)
         world.deliver()
         world.index.abort(1, slots)

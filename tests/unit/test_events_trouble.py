@@ -22,7 +22,7 @@ from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.offload.store_jobs import Batch, Item, StoreJobs
 from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.server import event_feed as event_feed_module
 from vllm_kvtier.store.server.event_feed import EventFeed
@@ -42,7 +42,7 @@ def quickest(act, times: int) -> float:
 
 
 def name_of(number: int) -> bytes:
-    return number.to_bytes(HASH, "big")
+    return number.to_bytes(HASH_BYTES, "big")
 
 
 class Shelf:
@@ -171,10 +171,10 @@ def test_event_label_of_aborted_rewrite_is_dropped(monkeypatch):
     monkeypatch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 2)
     world = World()
     world.changes._max_awaited = 2
-    names = [(ONE, 0, each[:HASH]) for each in HASHES]
+    names = [(ONE, 0, each[:HASH_BYTES]) for each in HASHES]
     for i, name in enumerate(names):
         world.tiers["disk"].put(name)
-        slots = world.index.reserve(1, ONE, b"", [0], name[2], b"\0" * HASH, 1 << 30)
+        slots = world.index.reserve(1, ONE, b"", [0], name[2], b"\0" * HASH_BYTES, 1 << 30)
         world.label(i + 1, first=i)
         world.deliver()
         world.tiers["disk"].lose(name)
@@ -195,11 +195,11 @@ def test_event_label_with_equal_hash_prefix_is_tolerated(repeat):
     events.join(ONE)
     events.store_changed(wire, True)
     tokens = np.arange(HASH_BLOCK_SIZE, dtype="<i4").tobytes()
-    true, false = HASHES[0], HASHES[0][:HASH] + b"a lie".ljust(16)
+    true, false = HASHES[0], HASHES[0][:HASH_BYTES] + b"a lie".ljust(16)
 
     def send(block_hash: bytes | None, places: int) -> None:
         content = msgspec.msgpack.encode(Label(block_hash, b"", tokens)) if block_hash else b""
-        events.changed(m.Changes(ONE, False, [0], true[:HASH], [places], [content]))
+        events.changed(m.Changes(ONE, False, [0], true[:HASH_BYTES], [places], [content]))
         if repeat:
             events.publish_again()
             events._reactor.run()
@@ -251,7 +251,9 @@ def test_event_labels_are_split_to_fit_frames():
     world.events.send_labels(ONE, raw * 2500)
     world.loop.run()
     assert all(len(m.encode(message)) < m.MAX_FRAME // 2 for message in sent)
-    assert all(len(each.groups) * HASH == len(each.hashes) and len(each.labels) == len(each.groups) for each in sent)
+    assert all(
+        len(each.groups) * HASH_BYTES == len(each.hashes) and len(each.labels) == len(each.groups) for each in sent
+    )
     counts = [len(each.labels) for each in sent]
     assert sum(counts) == 3200 and counts[-3:] == [1024, 1024, 452]
 
@@ -266,7 +268,7 @@ def test_events_after_reconnect_report_removed_blocks_when_idle():
     world.said()
     world.wire.lose()
     for slot in [each.slot for each in list(world.index._namespaces[ONE].tables[0].values())][5:]:
-        assert world.index.discard(1, ONE, 0, HASHES[5][:HASH], slot)
+        assert world.index.discard(1, ONE, 0, HASHES[5][:HASH_BYTES], slot)
     world.wire.connect(world.changes)
     world.deliver()
     published, woken = [], []
@@ -312,13 +314,13 @@ def test_event_label_is_sent_again_for_block_stored_again():
     jobs = StoreJobs(
         FakeStore([{0}], {0}), cache_groups([(4, None)]), Counters(), FakeReactor(), lambda message: None, lambda: None
     )
-    table, hashes = Table([[7, 8]]), [each[:HASH] for each in HASHES[:2]]
+    table, hashes = Table([[7, 8]]), [each[:HASH_BYTES] for each in HASHES[:2]]
     items = [
-        Item(table, 0, i, 7 + i, 0, ONE, h, b"\0" * HASH, 0, world.events.label_of(ONE, 0, HASHES[i]))
+        Item(table, 0, i, 7 + i, 0, ONE, h, b"\0" * HASH_BYTES, 0, world.events.label_of(ONE, 0, HASHES[i]))
         for i, h in enumerate(hashes)
     ]
     assert not world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(2)), "as far as it knows"
-    slots = world.index.reserve(1, ONE, b"", [0], hashes[0], b"\0" * HASH, 1 << 30)
+    slots = world.index.reserve(1, ONE, b"", [0], hashes[0], b"\0" * HASH_BYTES, 1 << 30)
     reserved = m.Reserved(1, [*slots, m.EXISTS])
     answer = SimpleNamespace(outcome=reserved, session=1)
     jobs.reserved(Batch(ONE, b"", since=0), items, answer, "", world.events)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_kvtier.kernels import page_copy_reference
 
 from vllm_kvtier.wire.geometry import GroupView, Region
-from vllm_kvtier.wire.slots import PAGE, PIECE, layout_digest, part_layout, slot_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, layout_digest, part_layout, slot_layout
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy import host_copier
 from vllm_kvtier.worker.copy.base import make_copier
@@ -172,7 +172,7 @@ def test_host_copier_slot_layout_is_aligned_and_bounded():
     slot = slot_layout([100, 4000, layout])
     assert slot.part_offsets == (0, 128, 4160) and slot.pages == 2
     with pytest.raises(ValueError, match="block size"):
-        slot_layout([PIECE, 1])
+        slot_layout([PIECE_BYTES, 1])
     with pytest.raises(ValueError):
         slot_layout([])
 

@@ -298,7 +298,7 @@ def test_lease_client_unanswered_requests_leave_no_state(make):
     [
         ("model", "model's configuration or weights"),
         ("hash_seed", "PYTHONHASHSEED"),
-        ("hash_block_tokens", "block size"),
+        ("hash_block_size", "block size"),
     ],
 )
 def test_namespace_mismatch_is_refused_with_cause_and_remembered(make, field, words, caplog):
@@ -322,9 +322,9 @@ def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
 
     source = make(Source, lend=lend)
     asker = make(Asker, reach=lambda ranks: Reach(frozenset({ReadPath.MAPPED}), "2 ranks here, 1 there"))
-    assert asker.answer(source.address, lend=True).code == "peer_busy" and lent.pop().mapped
+    assert asker.answer(source.address, from_prefix_cache=True).code == "peer_busy" and lent.pop().mapped
     asker.peers.unmappable("source/1")
-    got = asker.answer(source.address, lend=True)
+    got = asker.answer(source.address, from_prefix_cache=True)
     assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
 
 
@@ -482,9 +482,9 @@ def test_lease_server_release_export_frees_now_or_after_last_lease(make):
     source.table.add(export("a", first=1))
     source.table.add(export("b", first=20))
     offer = asker.answer(source.address, export="a", digest=b"digest")
-    asker.peers.drop(source.address, "b")
-    asker.peers.drop(source.address, "a")
-    asker.peers.drop(source.address, "unknown")
+    asker.peers.release_export(source.address, "b")
+    asker.peers.release_export(source.address, "a")
+    asker.peers.release_export(source.address, "unknown")
     eventually(lambda: source.freed == list(range(20, 28)))
     asker.peers.release(offer, done=False)
     eventually(lambda: len(source.freed) == 16)

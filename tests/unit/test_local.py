@@ -113,7 +113,12 @@ def test_local_killed_source_ends_lookups_at_once(make):
         kept = answer(asker, source)
         assert asker.held() == 1
         pending = asker.peers.ask(
-            source.address, same_node_instance="source/1", start=0, block_hashes=[], lora_fingerprint=b"", lend=True
+            source.address,
+            same_node_instance="source/1",
+            start=0,
+            block_hashes=[],
+            lora_fingerprint=b"",
+            from_prefix_cache=True,
         )
         source.await_ask()
         source.kill()
@@ -285,7 +290,7 @@ def test_local_request_of_closed_client_is_dropped(make):
     with socket.socket(socket.AF_UNIX) as short_load_seconds:
         short_load_seconds.connect(local_path("source/1"))
         words = [m.Hello(m.PROTOCOL, "raw/1", NAMESPACE),
-                 *(m.LeaseRequest(n, "source/1", 0, BLOCK_HASHES, lend=True, wait_seconds=9.0) for n in (1,
+                 *(m.LeaseRequest(n, "source/1", 0, BLOCK_HASHES, from_prefix_cache=True, wait_seconds=9.0) for n in (1,
                  2))]  # fmt: skip
         short_load_seconds.sendall(b"".join(frame(m.encode(word)) for word in words))
         eventually(lambda: len(asked) == 2)

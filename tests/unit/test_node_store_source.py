@@ -11,9 +11,9 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Done
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Done
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.slots import PIECE, part_layout, slot_layout
+from vllm_kvtier.wire.slots import PIECE_BYTES, part_layout, slot_layout
 
 ONE = [(16, None)]
 HYBRID = [(32, None), (16, 100)]
@@ -32,7 +32,7 @@ def one(groups=ONE, **view):
 
 
 def test_store_namespace_is_stable_over_restart():
-    assert len(namespace_id()) == HASH and namespace_id() == namespace_id() == one()
+    assert len(namespace_id()) == HASH_BYTES and namespace_id() == namespace_id() == one()
 
 
 @pytest.mark.parametrize("physical", [{"heads_first": False}, {"gap": 4096}, {"base": 1 << 40}], ids=str)
@@ -138,7 +138,7 @@ def test_store_source_sends_windows_and_block_sizes():
 
 def test_store_source_block_too_large_is_refused_with_sizes():
     with pytest.raises(ValueError, match="block size"):
-        make_tier(ONE, [described(0, ONE, [0], layers=9, inner=PIECE // 256)])
+        make_tier(ONE, [described(0, ONE, [0], layers=9, inner=PIECE_BYTES // 256)])
 
 
 # -- the watermark ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_store_source_forgets_state_of_old_store_instance():
 
 def test_store_source_short_disconnect_is_not_logged(caplog):
     made = make_tier(ONE, hash_block_size=16)
-    with caplog.at_level(logging.INFO, "vllm.kvtier.node_store"):
+    with caplog.at_level(logging.INFO, "vllm.kvtier.scheduler.sources.node_store"):
         made.client.lose()
         made.client.connect("life 1")
         for callback in made.later:
@@ -274,7 +274,7 @@ def test_store_source_truncates_hashes_beyond_message_limit():
     made = make_tier(ONE, hash_block_size=16)
     block_hashes = [b"h" * 32] * (MAX_HASH_BLOCKS + 10)
     made.tier.touch(block_hashes, b"")
-    assert len(made.client.told[-1][2]) == MAX_HASH_BLOCKS * HASH
+    assert len(made.client.told[-1][2]) == MAX_HASH_BLOCKS * HASH_BYTES
     assert made.tier.ask(MAX_HASH_BLOCKS * 16, block_hashes, b"") is None
     assert made.tier.ask((MAX_HASH_BLOCKS - 1) * 16, block_hashes, b"") is not None
 
@@ -286,12 +286,12 @@ def test_store_source_sends_connection_state_on_connect():
     made.tier.discard(b"", 0, BLOCK_HASHES[0], 7, 3)
     commit, abort, discard = made.client.told
     assert commit == ("commit", [5], 3) and abort == ("abort", [6], 3)
-    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH], 7, 3)
+    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH_BYTES], 7, 3)
 
 
 def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):
     made = make_tier(ONE, hash_block_size=16, store_disk_path=str(tmp_path))
-    with caplog.at_level(logging.WARNING, "vllm.kvtier.node_store"):
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.scheduler.sources.node_store"):
         made.client.connect("another life")
         made.client.connect("and another")
     assert len([record for record in caplog.records if "lacks tier disk" in record.message]) == 1

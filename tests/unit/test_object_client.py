@@ -84,7 +84,7 @@ def surroundings(monkeypatch, server):
             monkeypatch.delenv(name)
     server.seen.clear()
     # The tests are about the message in the end, not about how often it is tried.
-    monkeypatch.setattr(object_client, "RETRIES", 0)
+    monkeypatch.setattr(object_client, "MAX_RETRIES", 0)
     monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

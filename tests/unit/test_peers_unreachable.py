@@ -111,10 +111,10 @@ def test_connections_exceed_zmq_default_limit(make):
 def test_export_releases_to_dead_peer_do_not_accumulate(make, nobody):
     asker = make(Asker)
     for i in range(3000):
-        asker.peers.drop(nobody, f"export-{i}")
+        asker.peers.release_export(nobody, f"export-{i}")
     eventually(lambda: nobody in asker.peers._paused, SOON)
     for i in range(3000):
-        asker.peers.drop(nobody, f"export-{i}")
+        asker.peers.release_export(nobody, f"export-{i}")
     on_reactor(asker, lambda: assert_nothing_left(asker))
 
 
@@ -137,7 +137,7 @@ def test_peer_killed_during_lookup_is_unreachable_until_restart(make, tmp_path, 
         ClusterKey.create(key_file)
     asker = make(Asker, key=ClusterKey.load(key_file) if with_key else None)
     with SourceProcess(key_file=key_file) as source:
-        asks = [asker.ask(source.address, lend=True) for _ in range(5)]
+        asks = [asker.ask(source.address, from_prefix_cache=True) for _ in range(5)]
         for _ in asks:
             source.await_ask()
         assert not [ask for ask in asks if ask.outcome]
@@ -172,7 +172,7 @@ def test_peer_restarted_between_lookups_is_used(make, way):
 def test_death_of_hung_peer_ends_backoff(make, way):
     asker = make(Asker)
     with SourceProcess() as source:
-        assert asker.answer(source.address, SOON, lend=True, timeout=0.2).code == "timeout"
+        assert asker.answer(source.address, SOON, from_prefix_cache=True, timeout=0.2).code == "timeout"
         assert asker.peers._paused
         source.kill()
         eventually(lambda: not asker.peers._paused, SOON)
@@ -187,7 +187,7 @@ def test_peer_killed_with_leases_ends_them_and_is_not_queried(make):
     with SourceProcess() as source:
         kept, returned = (asker.answer(source.address, SOON) for _ in range(2))
         assert asker.peers.known(source.address, "source/1") is not None
-        ask = asker.ask(source.address, lend=True)
+        ask = asker.ask(source.address, from_prefix_cache=True)
         source.await_ask()
         source.kill()
         assert eventually(lambda: ask.outcome, SOON).code == "unreachable"
@@ -195,7 +195,7 @@ def test_peer_killed_with_leases_ends_them_and_is_not_queried(make):
         assert asker.answer(source.address, SOON).code == "unreachable"
         asker.peers.release(returned, done=True)
         for i in range(3000):
-            asker.peers.drop(source.address, f"export-{i}")
+            asker.peers.release_export(source.address, f"export-{i}")
         eventually(lambda: not asker.peers._connections, SOON)
         asker.peers.release(kept, done=True)
         on_reactor(asker, lambda: assert_nothing_left(asker))
@@ -237,8 +237,8 @@ def test_answer_before_close_is_used(make, lease):
 
     def answer(ask):
         if lease:
-            return m.LeaseGranted(ask.ask, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
-        return m.LeaseRefused(ask.ask, "no_matching_blocks", "")
+            return m.LeaseGranted(ask.lookup_id, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
+        return m.LeaseRefused(ask.lookup_id, "no_matching_blocks", "")
 
     for _ in range(30):
         with last_words(answer) as address:
@@ -251,7 +251,7 @@ def test_answer_sent_before_close_is_read(make):
     asker = make(Asker)
     go = threading.Event()
     granted = m.LeaseGranted(1, 1, 16, 0, [[1, 2, 3, 4]], 60.0)
-    with last_words(lambda ask: go.wait(SOON) and msgspec.structs.replace(granted, ask=ask.ask)) as address:
+    with last_words(lambda ask: go.wait(SOON) and msgspec.structs.replace(granted, lookup_id=ask.lookup_id)) as address:
         pending = asker.ask(address)
         connection = eventually(lambda: asker.peers._connections.get(address), SOON)
         eventually(lambda: connection.asked, SOON)
@@ -339,7 +339,7 @@ def test_leases_survive_broken_connection(make, cables):
     source.table.add(export(kind=LeaseKind.RETAINED))
     cable = cables(source.address)
     offer = asker.answer(cable.address, SOON)
-    lost = asker.ask(cable.address, lend=True)
+    lost = asker.ask(cable.address, from_prefix_cache=True)
     assert asked.wait(SOON)
     lease = source.table._leases[offer.lease]
     cable.cut(refuse=False)
@@ -361,23 +361,23 @@ def test_leases_survive_broken_connection(make, cables):
 
 def test_unsent_lookup_is_not_sent_after_reconnect(make, cables):
     asked = []
-    source = make(Source, lend=lambda ask, *_: asked.append(ask.ask))
+    source = make(Source, lend=lambda ask, *_: asked.append(ask.lookup_id))
     asker = make(Asker)
     cable = cables(source.address)
-    first = asker.ask(cable.address, lend=True)
+    first = asker.ask(cable.address, from_prefix_cache=True)
     eventually(lambda: asked, SOON)
     connection = asker.peers._connections[cable.address]
 
     def ask_over_a_broken_connection():
         cable.cut()
         assert asker.reactor._monitors[connection.dealer._socket].poll(SOON * 1000), "it ended, and nobody heard yet"
-        return asker.ask(cable.address, lend=True)
+        return asker.ask(cable.address, from_prefix_cache=True)
 
     second = on_reactor(asker, ask_over_a_broken_connection)
     for ask in (first, second):
         assert eventually(lambda ask=ask: ask.outcome, SOON).code == "unreachable"
     cable.mend()
     on_reactor(asker, asker.peers._paused.clear)
-    third = asker.ask(cable.address, lend=True)
+    third = asker.ask(cable.address, from_prefix_cache=True)
     eventually(lambda: len(asked) > 1, SOON)
-    assert asked == [first.ask.ask, third.ask.ask] and third.outcome is None and cable.made == 2
+    assert asked == [first.request.lookup_id, third.request.lookup_id] and third.outcome is None and cable.made == 2

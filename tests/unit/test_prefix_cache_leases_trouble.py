@@ -120,7 +120,9 @@ def put(world, block, block_hash, group=0, size=HASH_BLOCK_SIZE):
 
 def ask(world, block_hashes, start=0):
     answers = []
-    world.lender.ask(m.LeaseRequest(1, "", start, block_hashes, lend=True, mapped=True), "reader", 5.0, answers.append)
+    world.lender.lease(
+        m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True), "reader", 5.0, answers.append
+    )
     return answers[0]
 
 

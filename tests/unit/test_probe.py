@@ -48,7 +48,8 @@ def anew(monkeypatch):
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level("WARNING")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.kvtier.probe"]
+    name = "vllm.kvtier.vllm_compat.probe.features"
+    return lambda: [record.getMessage() for record in caplog.records if record.name == name]
 
 
 def off(features) -> set[Feature]:

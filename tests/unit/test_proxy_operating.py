@@ -332,7 +332,7 @@ async def test_access_log_lines_have_request_id(caplog):
         await c.chat("u1", headers={"X-Request-Id": "id-1"})
         await c.client.get("/nowhere", headers={"X-Request-Id": "id-2"})
         await c.client.get("/health", headers={"X-Request-Id": "id-3"})
-    said = [(r.request_id, r.getMessage()) for r in caplog.records if r.name.startswith("vllm_kvtier")]
+    said = [(r.request_id, r.getMessage()) for r in caplog.records if r.name.startswith("vllm.kvtier")]
     assert [i for i, text in said if "engine unavailable" in text] == ["id-1"]
     ((line),) = [text for i, text in said if i == "id-1" and text.startswith("POST /v1/chat/completions 200 ok")]
     assert f"prefill={c.p[1].url}" in line and "decode=http" in line and "first=" in line and "total=" in line

@@ -29,7 +29,6 @@ def warnings(caplog, monkeypatch):
     """Messages of warnings about renamed options so far."""
     renamed.warn.cache_clear()
     renamed.warn_unused.cache_clear()
-    monkeypatch.setattr(logging.getLogger(RENAMED_LOG), "propagate", True)
     with caplog.at_level(logging.WARNING, RENAMED_LOG):
         yield lambda: [record.getMessage() for record in caplog.records if record.name == RENAMED_LOG]
 

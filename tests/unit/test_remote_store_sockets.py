@@ -15,7 +15,7 @@ from vllm_kvtier.remote_store import lease_client as node_peers
 from vllm_kvtier.remote_store import lookup as node_asking
 from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.options import Address, NodeOptions
-from vllm_kvtier.store.protocol import HASH, PAGE, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, GroupShape
 from vllm_kvtier.store.tiers.nodes import lease_server as node_serving
 from vllm_kvtier.store.tiers.nodes import process as node_mover
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
@@ -145,7 +145,7 @@ def test_remote_store_best_answer_is_kept_and_others_released(made):
     eventually(lambda: stores[0].of(m.Return) and stores[3].of(m.Return))
     asker.do(lambda: asker.tier_process.handle(m.Release(located.token)))
     eventually(lambda: stores[1].of(m.Return))
-    assert asker.look(block_hashes=BLOCK_HASHES[: 2 * HASH]).num_hash_blocks == 2
+    assert asker.look(block_hashes=BLOCK_HASHES[: 2 * HASH_BYTES]).num_hash_blocks == 2
 
 
 def test_remote_store_silent_delays_lookup_by_timeout(made):

@@ -21,7 +21,7 @@ from vllm_kvtier.scheduler.sources.remote_store import (
     store_bandwidth,
     uses_remote_store,
 )
-from vllm_kvtier.store.protocol import HASH
+from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.store.tiers.process import protocol as moving
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -84,7 +84,7 @@ def test_remote_store_hit_is_leased_until_release(made):
     [request] = store.of(moving.LeaseRequest)
     assert (request.namespace_id, request.block_hashes, request.start) == (
         engine.tier.namespace_id(b""),
-        b"".join(h[:HASH] for h in BLOCK_HASHES),
+        b"".join(h[:HASH_BYTES] for h in BLOCK_HASHES),
         0,
     )
     assert not store.of(moving.Return)

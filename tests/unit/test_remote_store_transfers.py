@@ -13,7 +13,7 @@ from vllm_kvtier.remote_store import transfers as node_reads
 from vllm_kvtier.remote_store.nixl_agent import Kind, pieces_of, runs
 from vllm_kvtier.remote_store.options import Address
 from vllm_kvtier.remote_store.transfers import NodeReads
-from vllm_kvtier.store.protocol import PAGE, PIECE
+from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 
 POOL = 64 << 20
 
@@ -155,7 +155,7 @@ def test_remote_transfers_without_reads_end_at_once():
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3)), max_size=60), st.integers(1, 9))
 def test_remote_transfers_rows_cover_every_block_once(blocks, most):
-    piece = PIECE // PAGE
+    piece = PIECE_BYTES // PAGE
     near = np.array([piece - 20 + b[0] for b in blocks], np.int64)
     far = np.array([piece - 20 + b[1] for b in blocks], np.int64)
     pages = np.array([b[2] for b in blocks], np.int64)

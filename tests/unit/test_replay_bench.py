@@ -14,7 +14,7 @@ from serve_fakes import FakeServer, Node
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from replay import capacity, connectors, hits, ideal, options, run, trace, trim
+from replay import capacity, connectors, hits, ideal, options, run, tables, trace, trim
 from replay.agents import Agents
 from replay.capacity import Capacity, Point
 from replay.trace import Request
@@ -227,6 +227,18 @@ def test_capacity_is_interpolated_between_levels():
 @pytest.mark.parametrize("after", [Point(2, None, 1.8), Point(2, 10.0, 0.9)])
 def test_capacity_beyond_which_requests_fail_is_that_of_the_level_before(after):
     assert capacity.at_p99([Point(1, 0.1, 1.0), after], 1.0) == Capacity(1.0)
+
+
+def test_capacity_has_no_ratio_to_a_variant_beyond_the_limit():
+    def level(variant: str, p99: float, missed: int = 0) -> dict:
+        return {"workload": "trace", "variant": variant, "offered": 4.0, "requests_per_s": 3.0, "left_out": missed,
+                "ttft_ms": {"p99": p99}, "errors": 0, "given_up": 0}  # fmt: skip
+
+    levels = [level("none", 1500.0), level("ours", 500.0), level("cut off", 10.0, missed=1)]
+    data = {"levels": levels, "settings": {"p99": [1, 2]}}
+    found = {(row["p99_s"], row["variant"]): (row["requests_per_s"], row["ratio"]) for row in tables.capacities(data)}
+    assert found[1, "none"] == (None, None) and found[1, "ours"] == (3.0, None)
+    assert found[2, "none"] == found[2, "ours"] == (3.0, 1.0) and found[2, "cut off"] == (None, None)
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ def test_step_events_are_reused_in_a_ring(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, next(streams)))
     ring = step_events.StepEvents(3)
-    marks = [ring.record() for _ in range(2 * step_events.RING)]
-    assert len(set(map(id, marks))) == step_events.RING
-    assert marks[: step_events.RING] == marks[step_events.RING :]
-    assert marks[0].recorded == [(3, 0), (3, step_events.RING)], "on the stream of the moment"
+    marks = [ring.record() for _ in range(2 * step_events.RING_EVENTS)]
+    assert len(set(map(id, marks))) == step_events.RING_EVENTS
+    assert marks[: step_events.RING_EVENTS] == marks[step_events.RING_EVENTS :]
+    assert marks[0].recorded == [(3, 0), (3, step_events.RING_EVENTS)], "on the stream of the moment"
 
 
 class Device:

@@ -15,7 +15,7 @@ from vllm_kvtier.wire.reactor import Reactor
 
 OTHER = b"another 16 bytes"
 BLOCK_HASHES = block_hashes_of((10, "a"))
-NAMES = [BLOCK_HASHES[at : at + m.HASH] for at in range(0, len(BLOCK_HASHES), m.HASH)]
+NAMES = [BLOCK_HASHES[at : at + m.HASH_BYTES] for at in range(0, len(BLOCK_HASHES), m.HASH_BYTES)]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ class Listener:
             self.view = {name: each for name, each in self.view.items() if name[0] != changes.namespace_id}
         self.namespaces.add(changes.namespace_id)
         for i, group in enumerate(changes.groups):
-            name = changes.namespace_id, group, changes.hashes[i * m.HASH : (i + 1) * m.HASH]
+            name = changes.namespace_id, group, changes.hashes[i * m.HASH_BYTES : (i + 1) * m.HASH_BYTES]
             self.view[name] = changes.places[i], changes.labels[i]
             if not changes.places[i]:
                 assert not changes.labels[i]
@@ -155,7 +155,7 @@ def test_event_feed_message_is_pending_until_acknowledged(server, client, monkey
     client.stat()  # had anything been sent, it would have come before this
     client.send(m.ChangesAck())
     told = client.hear()
-    places = {told.hashes[i * m.HASH : (i + 1) * m.HASH]: told.places[i] for i in range(len(told.groups))}
+    places = {told.hashes[i * m.HASH_BYTES : (i + 1) * m.HASH_BYTES]: told.places[i] for i in range(len(told.groups))}
     assert {name for name, place in places.items() if place} == set(NAMES[:5])
 
 

@@ -9,17 +9,17 @@ from support import Clock
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.eviction.aging import USE_CLASSES
 from vllm_kvtier.store.index.block_entry import BlockEntry
-from vllm_kvtier.store.index.index import EXISTS, HASH, NO_PARENT_STORED, NO_ROOM, BadRequest, Index, IndexLimits
+from vllm_kvtier.store.index.index import EXISTS, HASH_BYTES, NO_PARENT_STORED, NO_ROOM, BadRequest, Index, IndexLimits
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 
-NAMESPACE_ID = b"S" * HASH
+NAMESPACE_ID = b"S" * HASH_BYTES
 NOWHERE = 1 << 40
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 
 
 def entry(i: int) -> BlockEntry:
-    return BlockEntry(None, 0, i.to_bytes(HASH, "big"), None, 1, None, b"")
+    return BlockEntry(None, 0, i.to_bytes(HASH_BYTES, "big"), None, 1, None, b"")
 
 
 class Cache:
@@ -155,14 +155,14 @@ def make(pages: int = 101, shapes=None, policy: str = "lru", **options) -> Index
 
 
 def block_hashes(name: str, n: int) -> bytes:
-    return b"".join(f"{name}{i}".encode().ljust(HASH, b".") for i in range(n))
+    return b"".join(f"{name}{i}".encode().ljust(HASH_BYTES, b".") for i in range(n))
 
 
 def store(
     index: Index, hashes: bytes, group: int = 0, tenant: bytes = b"", namespace_id: bytes = NAMESPACE_ID
 ) -> list[int]:
-    n = len(hashes) // HASH
-    parents = (bytes(HASH) + hashes)[: len(hashes)]
+    n = len(hashes) // HASH_BYTES
+    parents = (bytes(HASH_BYTES) + hashes)[: len(hashes)]
     slots = index.reserve(1, namespace_id, tenant, [group] * n, hashes, parents, NOWHERE)
     index.commit(1, [slot for slot in slots if slot > 0])
     return slots
@@ -208,7 +208,9 @@ def test_eviction_spares_parents_of_blocks_being_stored():
     index = make(pages=11)
     store(index, block_hashes("a", 10))
     longer = block_hashes("a", 15)
-    slots = index.reserve(1, NAMESPACE_ID, b"", [0] * 5, longer[10 * HASH :], longer[9 * HASH : -HASH], NOWHERE)
+    slots = index.reserve(
+        1, NAMESPACE_ID, b"", [0] * 5, longer[10 * HASH_BYTES :], longer[9 * HASH_BYTES : -HASH_BYTES], NOWHERE
+    )
     assert slots == [NO_ROOM] * 5 and there(index, longer) == 10
 
 
@@ -279,11 +281,11 @@ def test_eviction_states_over_share_evict_states():
     kv, turns = block_hashes("kv", 56), block_hashes("turn", 100)
     store(index, kv)
     for i in range(100):
-        assert store(index, turns[i * HASH :][:HASH], group=1)[0] > 0
+        assert store(index, turns[i * HASH_BYTES :][:HASH_BYTES], group=1)[0] > 0
         assert index._room.state_pages <= 64
     assert index.inspect(1, NAMESPACE_ID, kv).blocks[0] == 56
     held = index.inspect(1, NAMESPACE_ID, turns).blocks[1]
-    newest = index.inspect(1, NAMESPACE_ID, turns[-held * HASH :]).blocks[1]
+    newest = index.inspect(1, NAMESPACE_ID, turns[-held * HASH_BYTES :]).blocks[1]
     assert newest == held == 8, "the older ones went"
 
 
@@ -298,7 +300,7 @@ def test_index_blocks_after_a_gap_are_found_when_it_is_filled():
     index = make()
     hashes = block_hashes("a", 5)
     slots = store(index, hashes)
-    assert index.discard(1, NAMESPACE_ID, 0, hashes[2 * HASH : 3 * HASH], slots[2])
+    assert index.discard(1, NAMESPACE_ID, 0, hashes[2 * HASH_BYTES : 3 * HASH_BYTES], slots[2])
     assert there(index, hashes) == 2 and index.stats().entries == 4
     assert store(index, hashes)[:2] == [EXISTS] * 2 and there(index, hashes) == 5
     assert index.stats().reserved_slots == 6
@@ -306,17 +308,17 @@ def test_index_blocks_after_a_gap_are_found_when_it_is_filled():
 
 def test_index_circular_and_repeated_hashes_are_harmless():
     index = make()
-    a, b = (name.ljust(HASH, b".") for name in (b"a", b"b"))
+    a, b = (name.ljust(HASH_BYTES, b".") for name in (b"a", b"b"))
     assert index.reserve(1, NAMESPACE_ID, b"", [0, 0], a + b, b + a, NOWHERE) == [NO_PARENT_STORED, NO_PARENT_STORED]
     assert index.reserve(1, NAMESPACE_ID, b"", [0], a, a, NOWHERE) == [NO_PARENT_STORED], "its own parent"
     # A circle: b under a; a is forgotten and comes back under b.
-    slots = index.reserve(1, NAMESPACE_ID, b"", [0, 0], a + b, bytes(HASH) + a, NOWHERE)
+    slots = index.reserve(1, NAMESPACE_ID, b"", [0, 0], a + b, bytes(HASH_BYTES) + a, NOWHERE)
     index.commit(1, slots)
     index.discard(1, NAMESPACE_ID, 0, a, slots[0])
     again = index.reserve(1, NAMESPACE_ID, b"", [0], a, b, NOWHERE)
     index.commit(1, again)
     for i in range(5):
-        assert all(slot > 0 for slot in store(index, block_hashes(f"c{i}.", 100)[: 90 * HASH]))
+        assert all(slot > 0 for slot in store(index, block_hashes(f"c{i}.", 100)[: 90 * HASH_BYTES]))
     # The same hash over and over in a chain to look up: leased as often, and released as often.
     lease = index.lookup(1, NAMESPACE_ID, block_hashes("c4.", 1) * 50, 0, NOWHERE)
     assert lease.num_hash_blocks == 50
@@ -333,11 +335,11 @@ def test_index_malformed_requests_are_refused_without_effect():
         lambda: index.lookup(7, NAMESPACE_ID, b"", 0, 1),
         lambda: index.lookup(1, NAMESPACE_ID, b"odd", 0, 1),
         lambda: index.lookup(1, NAMESPACE_ID, block_hashes("a", 3), 4, 1),
-        lambda: index.reserve(1, NAMESPACE_ID, b"", [0], b"short", bytes(HASH), 1),
-        lambda: index.reserve(1, NAMESPACE_ID, b"", [0], bytes(HASH), b"short", 1),
-        lambda: index.reserve(1, NAMESPACE_ID, b"", [1], bytes(HASH), bytes(HASH), 1),
-        lambda: index.reserve(3, NAMESPACE_ID, b"", [0], bytes(HASH), bytes(HASH), 1),
-        lambda: index.reserve(2, NAMESPACE_ID, b"", [0], bytes(HASH), bytes(HASH), NOWHERE),
+        lambda: index.reserve(1, NAMESPACE_ID, b"", [0], b"short", bytes(HASH_BYTES), 1),
+        lambda: index.reserve(1, NAMESPACE_ID, b"", [0], bytes(HASH_BYTES), b"short", 1),
+        lambda: index.reserve(1, NAMESPACE_ID, b"", [1], bytes(HASH_BYTES), bytes(HASH_BYTES), 1),
+        lambda: index.reserve(3, NAMESPACE_ID, b"", [0], bytes(HASH_BYTES), bytes(HASH_BYTES), 1),
+        lambda: index.reserve(2, NAMESPACE_ID, b"", [0], bytes(HASH_BYTES), bytes(HASH_BYTES), NOWHERE),
         lambda: index.lookup(2, NAMESPACE_ID, block_hashes("a", 3), 0, NOWHERE),
         lambda: index.connect(1, 16, []),
     ):
@@ -358,7 +360,7 @@ def test_evicted_blocks_are_freed_by_reference_count():
             if i % 3:
                 index.release(1, found.lease)
             if i % 7 == 0:
-                index.discard(1, NAMESPACE_ID, 0, block_hashes(f"a{i}.", 3)[2 * HASH :], slots[2])
+                index.discard(1, NAMESPACE_ID, 0, block_hashes(f"a{i}.", 3)[2 * HASH_BYTES :], slots[2])
             if i % 50 == 0:
                 index.clear(NAMESPACE_ID)
             if i % 20 == 0:

@@ -17,7 +17,7 @@ from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.store.memory.memory_limits import MIN_POOL, MemoryLimits, in_words, memory_limits, pool_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory, next_step
 from vllm_kvtier.store.options import StoreOptions, parse
-from vllm_kvtier.store.protocol import PAGE, PIECE
+from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 
 GIB, MIB = 1 << 30, 1 << 20
 PLENTY = MemoryLimits(100 * GIB, 90 * GIB, "this machine's memory")
@@ -177,11 +177,11 @@ def test_pool_memory_is_usable_from_its_start(tmp_path):
 
 
 def test_pool_memory_grows_in_small_steps_then_pieces():
-    size, ready, ends = 3 * PIECE + 5 * PAGE, 0, []
+    size, ready, ends = 3 * PIECE_BYTES + 5 * PAGE, 0, []
     while ready < size:
         ready += next_step(ready, size)
         ends.append(ready)
-    assert ends == [16 * MIB, 64 * MIB, PIECE, 2 * PIECE, 3 * PIECE, size]
+    assert ends == [16 * MIB, 64 * MIB, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, size]
 
 
 def test_pool_memory_with_several_threads_is_equal(monkeypatch):

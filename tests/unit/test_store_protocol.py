@@ -90,7 +90,7 @@ def test_store_requests_round_trip(message):
         m.Discard(NAMESPACE_ID, 0, bytes(15), 1),
         m.Hello("e", 1, "king"),
         m.Hello("e", 1, "engine", 16, [m.GroupShape(0, 1)]),
-        m.Hello("e", 1, "engine", 16, [m.GroupShape(1, m.PIECE // m.PAGE + 1)]),
+        m.Hello("e", 1, "engine", 16, [m.GroupShape(1, m.PIECE_BYTES // m.PAGE + 1)]),
         m.Hello("e" * 300, 1, "engine"),
         m.Done(1, 1),
         m.Lookup(1, NAMESPACE_ID, b"", 0, 0, key_mask=bytes(9)),

@@ -65,7 +65,7 @@ def test_explain_reports_state_and_removal_reason_of_blocks(store):
     # it left, and what it was writing with it
     eventually(lambda: told(inspect(store))[-1] == (8, "", RemovalReason.DIED))
     with Engine(store) as engine:
-        block = BLOCK_HASHES[19 * m.HASH : 20 * m.HASH]
+        block = BLOCK_HASHES[19 * m.HASH_BYTES : 20 * m.HASH_BYTES]
         engine.send(m.Discard(NAMESPACE_ID, 0, block, slots[19]))
         engine.stat()
         assert told(inspect(store))[:2] == [(19, "memory", 0), (1, "", RemovalReason.DISCARDED)]
@@ -233,7 +233,9 @@ def test_explain_spans_are_bounded():
     (row,) = spans(index, want)
     assert [span.blocks for span in row] == [MAX_MISSING]
     for block in range(0, 3 * m.MAX_SPANS, 2):
-        removal_history.record((NAMESPACE_ID, 0, long[block * m.HASH : (block + 1) * m.HASH]), RemovalReason.CLEARED)
+        removal_history.record(
+            (NAMESPACE_ID, 0, long[block * m.HASH_BYTES : (block + 1) * m.HASH_BYTES]), RemovalReason.CLEARED
+        )
     (row,) = spans(index, want)
     assert len(row) == m.MAX_SPANS
 
@@ -244,7 +246,7 @@ LONG = block_hashes_of((2 * SLICE_BLOCKS + 100, "long"))
 @pytest.fixture
 def full():
     """An index that has all of LONG, and how many blocks each look at it asked for."""
-    num_hash_blocks, looks = len(LONG) // m.HASH, []
+    num_hash_blocks, looks = len(LONG) // m.HASH_BYTES, []
     index = Index(SlotPool(num_hash_blocks + 64, 64), None, Clock())
     index.grow(num_hash_blocks + 64)
     index.removal_history = RemovalHistory(Clock())
@@ -262,7 +264,9 @@ def test_explain_long_prompt_is_sliced(full):
     explain_query = ExplainQuery(index, [], reactor)
     want = replace(WANT, block_hashes=LONG, start=0, shapes=[GroupShape(1, 1)])
     explain_query.explain(want, 0.0, m.Explained(1, 0, []), said.append)
-    explain_query.explain(replace(want, block_hashes=LONG[: 10 * m.HASH]), 0.0, m.Explained(2, 0, []), said.append)
+    explain_query.explain(
+        replace(want, block_hashes=LONG[: 10 * m.HASH_BYTES]), 0.0, m.Explained(2, 0, []), said.append
+    )
     done = []
     while not said:
         assert len(looks) <= (len(done) + 1) * SLICE_BLOCKS
@@ -273,7 +277,9 @@ def test_explain_long_prompt_is_sliced(full):
     assert [(each.id, each.spans) for each in said] == [
         (1, [[m.Span(2 * SLICE_BLOCKS + 100, "memory")]]), (2, [[m.Span(10, "memory")]])
     ]  # fmt: skip
-    explain_query.explain(replace(want, block_hashes=LONG[: 10 * m.HASH]), 0.0, m.Explained(3, 0, []), said.append)
+    explain_query.explain(
+        replace(want, block_hashes=LONG[: 10 * m.HASH_BYTES]), 0.0, m.Explained(3, 0, []), said.append
+    )
     assert said[-1].id == 3, "few blocks are answered at once"
 
 
@@ -306,10 +312,10 @@ def test_explain_too_many_queries_get_no_spans(full):
 def test_explain_looks_up_each_block_once(full, monkeypatch, known):
     """The part of a question that is not sliced."""
     index, _ = full
-    num_hash_blocks, rows, row = len(LONG) // m.HASH, [], NamespaceBlocks.row
+    num_hash_blocks, rows, row = len(LONG) // m.HASH_BYTES, [], NamespaceBlocks.row
     monkeypatch.setattr(NamespaceBlocks, "row", lambda *a: (rows.append(max(0, a[4] - a[3])), row(*a))[1])
     if known == "all but the first":
-        index.discard(1, NAMESPACE_ID, 0, LONG[: m.HASH], index.find(NAMESPACE_ID, 0, LONG[: m.HASH]).slot)
+        index.discard(1, NAMESPACE_ID, 0, LONG[: m.HASH_BYTES], index.find(NAMESPACE_ID, 0, LONG[: m.HASH_BYTES]).slot)
     block_hashes = LONG if known != "nothing" else block_hashes_of((num_hash_blocks, "another"))
     found = index.inspect(1, NAMESPACE_ID, block_hashes)
     assert (found.num_hash_blocks, found.blocks) == {

@@ -12,7 +12,7 @@ from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.options import Address, NodeOptions
 from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.memory.slot_pool import SlotPool
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, PIECE, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, PIECE_BYTES, GroupShape
 from vllm_kvtier.store.tiers.base import Block, Want
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
@@ -57,7 +57,7 @@ def test_node_tier_messages_round_trip(decode, messages):
 
 def test_node_tier_requests_are_bounded():
     for bad in (
-        an_ask(bytes((MAX_HASH_BLOCKS + 1) * HASH)),
+        an_ask(bytes((MAX_HASH_BLOCKS + 1) * HASH_BYTES)),
         msgspec.structs.replace(an_ask(), groups=[]),
         msgspec.structs.replace(an_ask(), groups=[GROUP] * 65),
         msgspec.structs.replace(an_ask(), namespace_id=b"short"),
@@ -119,8 +119,8 @@ def test_node_tier_hit_errors_are_detected(offer, words):
 
 
 def test_node_tier_slot_across_pieces_is_refused():
-    offer = w.LookupHit(1, 2, 1, [[PIECE // PAGE - 1]])
-    assert "crosses" in w.hit_error(offer, BLOCK_HASHES, 0, [GROUP], 4 * PIECE)
+    offer = w.LookupHit(1, 2, 1, [[PIECE_BYTES // PAGE - 1]])
+    assert "crosses" in w.hit_error(offer, BLOCK_HASHES, 0, [GROUP], 4 * PIECE_BYTES)
 
 
 def test_node_tier_hit_of_windowed_group_omits_slots():
@@ -129,10 +129,10 @@ def test_node_tier_hit_of_windowed_group_omits_slots():
     assert not w.hit_error(offer, BLOCK_HASHES, 0, groups, POOL)
     named = w.slots_by_name(offer, BLOCK_HASHES, 0, groups)
     assert named == {
-        (0, BLOCK_HASHES[6 * HASH : 7 * HASH]): 4,
-        (0, BLOCK_HASHES[7 * HASH :]): 8,
-        (1, BLOCK_HASHES[3 * HASH : 4 * HASH]): 12,
-        (1, BLOCK_HASHES[7 * HASH :]): 16,
+        (0, BLOCK_HASHES[6 * HASH_BYTES : 7 * HASH_BYTES]): 4,
+        (0, BLOCK_HASHES[7 * HASH_BYTES :]): 8,
+        (1, BLOCK_HASHES[3 * HASH_BYTES : 4 * HASH_BYTES]): 12,
+        (1, BLOCK_HASHES[7 * HASH_BYTES :]): 16,
     }
 
 
@@ -174,11 +174,11 @@ def test_node_tier_beyond_loopback_needs_cluster_key(tmp_path):
 class Lender:
     def __init__(self):
         self.clock = Clock()
-        pool = SlotPool(POOL // PAGE, PIECE // PAGE)
+        pool = SlotPool(POOL // PAGE, PIECE_BYTES // PAGE)
         pool.grow(POOL // PAGE)
         self.index = Index(pool, None, self.clock, IndexLimits(lease_seconds=60))
         self.index.connect(1, 16, [GROUP])
-        slots = self.index.reserve(1, NAMESPACE_ID, b"", *items_of(BLOCK_HASHES[: 6 * HASH]), 1 << 40)
+        slots = self.index.reserve(1, NAMESPACE_ID, b"", *items_of(BLOCK_HASHES[: 6 * HASH_BYTES]), 1 << 40)
         self.index.commit(1, slots)
         self.lending = NodeLeaseTable(self.index, -1)
 
@@ -289,8 +289,8 @@ class Tiered:
 
 
 BLOCKS = [
-    Block(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH], bytes(HASH), b"", 4, 4),
-    Block(NAMESPACE_ID, 0, BLOCK_HASHES[HASH : 2 * HASH], b"", b"", 8, 4),
+    Block(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES], bytes(HASH_BYTES), b"", 4, 4),
+    Block(NAMESPACE_ID, 0, BLOCK_HASHES[HASH_BYTES : 2 * HASH_BYTES], b"", b"", 8, 4),
 ]
 
 
@@ -333,7 +333,7 @@ def test_node_tier_discarded_blocks_are_not_announced():
     t = Tiered()
     told = []
     t.tier.on_promotion_status = lambda want, num_hash_blocks, seconds: told.append(num_hash_blocks)
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH : 3 * HASH])
+    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH_BYTES : 3 * HASH_BYTES])
     t.find()
     t.tier_process.on_message(m.PromotionStatus(t.tier_process.requests[0][0].id, 6, 3.0))
     assert told == [2]
@@ -363,11 +363,11 @@ def test_node_tier_ignores_ids_of_dead_tier_process():
 
 def test_node_tier_discarded_block_is_not_found_again():
     t = Tiered()
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH : 3 * HASH])
+    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH_BYTES : 3 * HASH_BYTES])
     t.find()
     t.tier_process.answer(token=5, num_hash_blocks=6)
     assert t.found[0].num_hash_blocks == 2
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH])
+    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES])
     t.find()
     t.tier_process.answer(token=6, num_hash_blocks=6)
     assert t.found[1].num_hash_blocks == 0 and t.tier_process.sent == [m.Release(6)]
@@ -380,4 +380,8 @@ def test_node_tier_answers_lease_requests_and_stops_on_unexpected_message():
     t.tier_process.on_message(m.Kept([]))
     assert "Kept" in t.tier.counts().reason
     t.tier.write(BLOCKS, t.read.append)
-    assert t.read == [[False, False]] and not t.tier.writable and not t.tier.has(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH])
+    assert (
+        t.read == [[False, False]]
+        and not t.tier.writable
+        and not t.tier.has(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES])
+    )

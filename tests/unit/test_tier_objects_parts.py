@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from store_support import NAMESPACE_ID, block_hashes_of
 
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation, check_endpoint, parse_url, store_digest
@@ -30,9 +30,9 @@ KEY_ID, SECRET = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters"
 def test_object_keys_follow_from_block_hashes():
     place = parse_url("s3://my.bucket-1/kv/70b/")
     assert place == ObjectLocation("my.bucket-1", "kv/70b")
-    assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH) == f"kv/70b/{NAMESPACE_ID.hex()}/3/{'ff' * 16}"
+    assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH_BYTES) == f"kv/70b/{NAMESPACE_ID.hex()}/3/{'ff' * 16}"
     assert place.marker == "kv/70b/.kvtier"
-    assert parse_url("s3://bucket").key(NAMESPACE_ID, 0, bytes(HASH)) == f"{NAMESPACE_ID.hex()}/0/{'00' * 16}"
+    assert parse_url("s3://bucket").key(NAMESPACE_ID, 0, bytes(HASH_BYTES)) == f"{NAMESPACE_ID.hex()}/0/{'00' * 16}"
 
 
 def test_object_locations_of_clouds_and_directories():
@@ -41,7 +41,7 @@ def test_object_locations_of_clouds_and_directories():
         assert place == ObjectLocation("blocks", "kv", scheme) and str(place) == f"{scheme}://blocks/kv"
     place = parse_url("file:///mnt/my%20share/kv@home/")
     assert place == ObjectLocation("/mnt/my share/kv@home", "", "file") and place.marker == ".kvtier"
-    assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH) == f"{NAMESPACE_ID.hex()}/3/ff/{'ff' * 16}"
+    assert place.key(NAMESPACE_ID, 3, b"\xff" * HASH_BYTES) == f"{NAMESPACE_ID.hex()}/3/ff/{'ff' * 16}"
     assert len({store_digest(f"{scheme}://blocks", "") for scheme in ("s3", "gs", "az")}) == 3
 
 

@@ -18,7 +18,7 @@ from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, OPENING, READY
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
-NAMESPACE_ID, HASH, ZERO = b"s" * 16, b"h" * 16, bytes(16)
+NAMESPACE_ID, HASH_BYTES, ZERO = b"s" * 16, b"h" * 16, bytes(16)
 
 
 class FakeChild:
@@ -115,7 +115,7 @@ class Bench:
         replies = []
 
         def ask():
-            moves = [m.Move(NAMESPACE_ID, 0, HASH, ZERO, b"", 7 + i, 1, 9) for i in range(blocks)]
+            moves = [m.Move(NAMESPACE_ID, 0, HASH_BYTES, ZERO, b"", 7 + i, 1, 9) for i in range(blocks)]
             self.tier_process.request(m.Read(self.tier_process.next_id(), 0, moves), seconds, replies.append)
 
         self.on(ask)

@@ -20,7 +20,7 @@ from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.slots import PAGE, PIECE, part_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, part_layout
 from vllm_kvtier.worker.copy.base import make_copier
 from vllm_kvtier.worker.store.copy_engine import CopyEngine
 from vllm_kvtier.worker.store.store_memory import MAX_DELAY, MemoryUser, StoreMemory
@@ -76,7 +76,7 @@ class FakeCopier(Link):
     def register(self, start, nbytes):
         assert not self.closed and not self.mapping.closed
         assert start == sum(n for _, n in self.registered)
-        assert start // PIECE == (start + nbytes - 1) // PIECE, "no registration across a multiple of PIECE"
+        assert start // PIECE_BYTES == (start + nbytes - 1) // PIECE_BYTES, "no registration across a multiple of PIECE"
         if self.most is not None and start + nbytes > self.most:
             raise RuntimeError("the limit on locked memory (ulimit -l) is reached")
         self.registered.append((start, nbytes))
@@ -138,48 +138,48 @@ def world(clock):
 
 
 def test_store_memory_is_registered_in_pieces(world):
-    pool, size = world.pool, 2 * PIECE + 3 * MIB
+    pool, size = world.pool, 2 * PIECE_BYTES + 3 * MIB
     world.client.send("a", 0, size)
     world.turns.all()
     assert pool.instance == "a" and pool.registered_pages == 0 and pool.reason == ""
-    world.client.send("a", PIECE - PAGE, size)
+    world.client.send("a", PIECE_BYTES - PAGE, size)
     world.turns.all()
     assert not world.changes  # a slot may end in the last page of the piece
     world.client.send("a", size - MIB, size)
     assert pool.registered_pages == 0  # nothing on the turn that heard of it
     world.turns.turn()
-    assert world.changes == [("a", PIECE // PAGE)]  # and one piece a turn
+    assert world.changes == [("a", PIECE_BYTES // PAGE)]  # and one piece a turn
     world.turns.all()
-    assert pool.registered_pages == 2 * PIECE // PAGE
+    assert pool.registered_pages == 2 * PIECE_BYTES // PAGE
     world.client.send("a", size, size)
     world.turns.all()
     assert pool.registered_pages == size // PAGE == world.changes[-1][1] and len(world.changes) == 3
 
 
 def test_store_memory_partly_registered_is_used(world):
-    world.client.send("a", PIECE, 4 * PIECE)
-    world.client.send("a", PIECE + 5 * MIB, PIECE + 5 * MIB)
+    world.client.send("a", PIECE_BYTES, 4 * PIECE_BYTES)
+    world.client.send("a", PIECE_BYTES + 5 * MIB, PIECE_BYTES + 5 * MIB)
     world.turns.all()
-    assert world.pool.registered_pages == (PIECE + 5 * MIB) // PAGE
+    assert world.pool.registered_pages == (PIECE_BYTES + 5 * MIB) // PAGE
 
 
 def test_store_memory_loads_go_before_registration_for_bounded_time(world):
     world.busy = True
-    world.client.send("a", 4 * PIECE, 4 * PIECE)
+    world.client.send("a", 4 * PIECE_BYTES, 4 * PIECE_BYTES)
     began = world.clock.now
     world.turns.all()
-    assert world.pool.registered_pages == 4 * PIECE // PAGE
+    assert world.pool.registered_pages == 4 * PIECE_BYTES // PAGE
     assert 3 * MAX_DELAY <= world.clock.now - began < 4 * MAX_DELAY
 
 
 def test_store_memory_registration_failure_keeps_the_rest(world, caplog):
-    world.most = 2 * PIECE
-    with caplog.at_level(logging.WARNING, "vllm.kvtier.store_memory"):
-        world.client.send("a", 4 * PIECE, 4 * PIECE)
+    world.most = 2 * PIECE_BYTES
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.worker.store.store_memory"):
+        world.client.send("a", 4 * PIECE_BYTES, 4 * PIECE_BYTES)
         world.turns.all()
-        world.client.send("a", 4 * PIECE, 4 * PIECE)
+        world.client.send("a", 4 * PIECE_BYTES, 4 * PIECE_BYTES)
         world.turns.all()
-    assert world.pool.registered_pages == 2 * PIECE // PAGE
+    assert world.pool.registered_pages == 2 * PIECE_BYTES // PAGE
     assert "only 512 MiB" in world.pool.reason and "ulimit -l" in world.pool.reason
     assert len(caplog.records) == 1
 
@@ -187,71 +187,71 @@ def test_store_memory_registration_failure_keeps_the_rest(world, caplog):
 @pytest.mark.parametrize("error", [KVTierError("no layout"), RuntimeError("out of memory")])
 def test_store_memory_unusable_is_retried_with_next_store_only(world, error):
     world.refuse = error
-    world.client.send("a", PIECE, PIECE)
-    world.client.send("a", PIECE, PIECE)
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     assert world.pool.current is None and str(error) in world.pool.reason
     assert [m.closed for m in world.client.mappings] == [True]
     world.refuse = None
-    world.client.send("b", PIECE, PIECE)
+    world.client.send("b", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
-    assert world.pool.instance == "b" and world.pool.registered_pages == PIECE // PAGE and world.pool.reason == ""
+    assert world.pool.instance == "b" and world.pool.registered_pages == PIECE_BYTES // PAGE and world.pool.reason == ""
 
 
 def test_store_memory_of_old_store_stays_while_copies_use_it(world, clock):
     pool, client = world.pool, world.client
-    client.send("a", PIECE, PIECE)
+    client.send("a", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     offload = CopyEngine(pool, [MIB, MIB], clock=clock)
     offload.submit_load(load("r", 1000, instance="a"), clock.now + 20)
     offload.poll()
     client.send("", 0, 0)
-    assert pool.instance == "a" and pool.registered_pages == PIECE // PAGE
-    client.send("a", PIECE, PIECE)  # only the connection was lost
+    assert pool.instance == "a" and pool.registered_pages == PIECE_BYTES // PAGE
+    client.send("a", PIECE_BYTES, PIECE_BYTES)  # only the connection was lost
     world.turns.all()
     assert len(client.mappings) == 1
 
-    client.send("b", PIECE, PIECE)
+    client.send("b", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     assert world.changes[-1] == ("", 0) and not client.mappings[0].closed and len(client.mappings) == 1
     offload.submit_load(load("too early", 5, instance="b"), None)
     assert offload.poll().loads[0].request_id == "too early"
-    client.send("c", PIECE, PIECE)  # and once more before the copies on the first one ended
+    client.send("c", PIECE_BYTES, PIECE_BYTES)  # and once more before the copies on the first one ended
     clock.now += 20
     result, = offload.poll().loads
     assert result.request_id == "r" and result.failed and not result.checksum_mismatch
     assert not world.copiers[0].closed, "unpinning takes seconds, and the model runner drives"
     world.turns.all()
     assert client.mappings[0].closed and world.copiers[0].closed
-    assert pool.instance == "c" and pool.registered_pages == PIECE // PAGE and len(client.mappings) == 2
+    assert pool.instance == "c" and pool.registered_pages == PIECE_BYTES // PAGE and len(client.mappings) == 2
     offload.submit_load(load("again", 5, instance="c"), None)
     assert not run(offload, clock, 1).loads[0].failed
 
 
 def test_store_memory_of_gone_store_is_unmapped_after_grace_period(world):
-    world.client.send("a", PIECE, PIECE)
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     world.client.send("", 0, 0)
     assert world.pool.instance == "a"
     world.turns.all()  # until nothing is due: the grace is over
     assert world.pool.instance == "" and world.client.mappings[0].closed and world.changes[-1] == ("", 0)
-    world.client.send("b", PIECE, PIECE)
+    world.client.send("b", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     assert world.pool.instance == "b"
 
 
 def test_store_memory_mapping_after_disconnect_is_retried(world):
     world.client.mappable = False
-    world.client.send("a", PIECE, PIECE)
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
     assert world.pool.current is None
     world.client.mappable = True
-    world.client.send("a", PIECE, PIECE)
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
-    assert world.pool.registered_pages == PIECE // PAGE
+    assert world.pool.registered_pages == PIECE_BYTES // PAGE
 
 
 def test_store_memory_close_unmaps_with_copies_running(world, clock):
-    world.client.send("a", 2 * PIECE, 2 * PIECE)
+    world.client.send("a", 2 * PIECE_BYTES, 2 * PIECE_BYTES)
     world.turns.all()
     offload = CopyEngine(world.pool, [MIB, MIB], clock=clock)
     offload.submit_load(load("r", 100, instance="a"), None)
@@ -262,7 +262,7 @@ def test_store_memory_close_unmaps_with_copies_running(world, clock):
     clock.now += 1
     assert offload.poll().loads[0].failed  # what had not begun
     world.turns.all()
-    world.client.send("b", PIECE, PIECE)
+    world.client.send("b", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     assert world.pool.current is None and len(world.client.mappings) == 1
 

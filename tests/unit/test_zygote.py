@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,11 @@ def test_zygote_start_script_separates_stdout_and_stderr(tmp_path):
 def test_zygote_popen_with_other_module_or_environment_starts_interpreter(make, what):
     assert make("0").start()._process.wait() == 0
     options = {"environment": {"env": {"OMP_NUM_THREADS": "7"}}, "module": {"module": "platform"}}
-    other = make("0", **options[what]).start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other = make("0", **options[what]).start()
     assert not forked(other)
+    assert ["['OMP_NUM_THREADS']" in str(each.message) for each in caught] == [True] * (what == "environment")
     other._process.wait()
     late = make("0", env={"XDG_RUNTIME_DIR": "/somewhere", "KVTIER_OF_A_TEST": "plan"}).start()
     assert forked(late) and late._process.wait() == 0

@@ -17,7 +17,7 @@ from vllm_kvtier.bench.row import Row, rates, repeat
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
-from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout, slot_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, PartLayout, slot_layout
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.base import make_copier
 from vllm_kvtier.worker.device.cpu_threads import one_core
@@ -38,10 +38,10 @@ class Pool:
 
     def __init__(self, count: int, pages: int):
         positions = np.arange(count + 1)  # one more, because page 0 is no slot
-        per_piece = PIECE // PAGE // pages
-        slots = positions // per_piece * (PIECE // PAGE) + positions % per_piece * pages
+        per_piece = PIECE_BYTES // PAGE // pages
+        slots = positions // per_piece * (PIECE_BYTES // PAGE) + positions % per_piece * pages
         self.slots = slots[1:]
-        self.nbytes = -(-(int(slots[-1]) + pages) // (PIECE // PAGE)) * PIECE
+        self.nbytes = -(-(int(slots[-1]) + pages) // (PIECE_BYTES // PAGE)) * PIECE_BYTES
         self._mapping = mmap.mmap(-1, self.nbytes)
         self.buffer = memoryview(self._mapping)
         self.address = ctypes.addressof((ctypes.c_char * self.nbytes).from_buffer(self._mapping))
@@ -100,8 +100,8 @@ class CopyRunner:
         if on.device == "cuda":  # a CUDA copier keeps a tensor alive
             pool = (mapped.address, mapped.nbytes, torch.frombuffer(mapped.buffer, dtype=torch.uint8))
         self._copier = make_copier(on.view, pool, [self._layout], [0], tuning)
-        for start in range(0, mapped.nbytes, PIECE):
-            self._copier.register(start, PIECE)
+        for start in range(0, mapped.nbytes, PIECE_BYTES):
+            self._copier.register(start, PIECE_BYTES)
         self._copier.warm_up()
         least = CALL_BYTES if on.device == "cuda" else self._copier.piece_bytes
         self._step = min(on.blocks, max(1, least // self._layout.nbytes))

@@ -110,8 +110,8 @@ def clear(
         wanted = None if namespace is None else bytes.fromhex(namespace)
     except ValueError:
         wanted = b""
-    if wanted is not None and len(wanted) != m.HASH:
-        raise typer.BadParameter(f"a namespace id has {2 * m.HASH} hexadecimal digits", param_hint="--namespace")
+    if wanted is not None and len(wanted) != m.HASH_BYTES:
+        raise typer.BadParameter(f"a namespace id has {2 * m.HASH_BYTES} hexadecimal digits", param_hint="--namespace")
     with inputs.errors_as_messages():
         done = request(socket or store_path(name), m.Clear(1, wanted), m.Done, "kvtier clear", ANSWER_SECONDS)
     print(f"{done.count} blocks dropped")

@@ -9,7 +9,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.geometry import GroupView
 
-logger = get_logger("vllm.kvtier.choice")
+logger = get_logger(__name__)
 
 AUTO = "auto"
 

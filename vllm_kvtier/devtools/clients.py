@@ -50,11 +50,13 @@ def prompt_tokens(base_url: str) -> PromptTokens:
     """Read an engine's counters. Raises httpx.HTTPError if it does not answer."""
     response = httpx.get(f"{base_url}/metrics", timeout=TIMEOUT)
     response.raise_for_status()
-    sums = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+    by_source = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     for source, value in _SOURCE.findall(response.text):
-        sums[source] += int(float(value))
+        by_source[source] += int(float(value))
     return PromptTokens(
-        computed=sums["local_compute"], cached=sums["local_cache_hit"], pulled=sums["external_kv_transfer"]
+        computed=by_source["local_compute"],
+        cached=by_source["local_cache_hit"],
+        pulled=by_source["external_kv_transfer"],
     )
 
 

@@ -51,7 +51,7 @@ def open_tier(path: str, name: str = "disk", seconds: float = 30.0) -> tuple[Cou
     return counts, time.monotonic() - started
 
 
-def settled(path: str, quiet: float = QUIET_SECONDS, seconds: float = 10.0) -> Counts:
+def counts_when_idle(path: str, quiet: float = QUIET_SECONDS, seconds: float = 10.0) -> Counts:
     """The store's counts after ``quiet`` seconds without stores, promotions, demotions or pending writes, but at the
     latest after ``seconds``. Raises StoreFailed."""
     deadline = time.monotonic() + seconds

@@ -40,7 +40,7 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 
 def duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+    for word, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
+            return f"{seconds / size:.0f} {word}"
     return f"{seconds:.0f} second{'s' * (round(seconds) != 1)}" if seconds >= 1 else "less than a second"

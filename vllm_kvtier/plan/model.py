@@ -17,7 +17,7 @@ from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
-from vllm_kvtier.wire.slots import PAGE, PIECE, slot_layout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, slot_layout
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 
@@ -60,8 +60,8 @@ class Footprint:
     def tokens_in_store(self, nbytes: int) -> int:
         """Tokens that fit into ``nbytes``: whole slots, none across a piece of pinned memory, page 0 unused."""
         if len(self.pages) == 1:
-            whole, rest = divmod(nbytes // PAGE, PIECE // PAGE)
-            pieces = [PIECE // PAGE] * whole + [rest]
+            whole, rest = divmod(nbytes // PAGE, PIECE_BYTES // PAGE)
+            pieces = [PIECE_BYTES // PAGE] * whole + [rest]
             pieces[0] -= 1
             return sum(max(0, piece) // self.pages[0] for piece in pieces) * self.block_tokens
         return int(max(0, nbytes - PAGE) / self.stored)

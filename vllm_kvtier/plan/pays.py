@@ -54,10 +54,10 @@ class Link:
 def parse_rate(text: str) -> float:
     """Bytes a second from ``25GB/s``, ``1.7GB`` or a number. Raises KVTierError."""
     word = text.strip().lower().removesuffix("/s")
-    units = {"tb": 1e12, "gb": 1e9, "mb": 1e6, "kb": 1e3, "b": 1.0, "": 1.0, "gib": 1 << 30, "mib": 1 << 20}
+    factors = {"tb": 1e12, "gb": 1e9, "mb": 1e6, "kb": 1e3, "b": 1.0, "": 1.0, "gib": 1 << 30, "mib": 1 << 20}
     number = word.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:
-        rate = float(number) * units[word[len(number) :].strip()]
+        rate = float(number) * factors[word[len(number) :].strip()]
     except (ValueError, KeyError):
         rate = 0.0
     if rate <= 0:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from vllm_kvtier.plan.trace import TOKENS, Requests
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.index.index import HASH, Index
+from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.admission import Admission, admission
@@ -25,7 +25,7 @@ from vllm_kvtier.store.tiers.process.tier_process import OPENING, READY, TierCon
 from vllm_kvtier.wire.reactor import Timer
 from vllm_kvtier.wire.slots import PAGE
 
-NAMESPACE_ID = bytes(HASH)
+NAMESPACE_ID = bytes(HASH_BYTES)
 NO_LIMIT = 1 << 60
 ENGINE, PROMOTION, DEMOTION = 1, 2, 3
 SHAPE = GroupShape(1, 1)
@@ -113,10 +113,10 @@ def replay(
     begun = time.process_time()
     for when, ids in requests:
         clock.pass_until(max(when, clock.now))
-        block_hashes = b"".join((i % (1 << 63) + 1).to_bytes(HASH, "big") for i in ids)
+        block_hashes = b"".join((i % (1 << 63) + 1).to_bytes(HASH_BYTES, "big") for i in ids)
         here = _cached(gpu, block_hashes) if gpu is not None else 0
         if here:
-            index.touch(ENGINE, NAMESPACE_ID, block_hashes[: here * HASH])
+            index.touch(ENGINE, NAMESPACE_ID, block_hashes[: here * HASH_BYTES])
         found = index.lookup(ENGINE, NAMESPACE_ID, block_hashes, here, NO_LIMIT)
         promoted = 0
         if tier is not None and found.num_hash_blocks < len(ids):
@@ -160,8 +160,8 @@ def _cached(gpu: Index, block_hashes: bytes) -> int:
 
 def _store(index: Index, block_hashes: bytes, start: int) -> int:
     """Store the blocks from ``start``; returns the number of new ones."""
-    rest, count = block_hashes[start * HASH :], len(block_hashes) // HASH - start
-    before = block_hashes[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
+    rest, count = block_hashes[start * HASH_BYTES :], len(block_hashes) // HASH_BYTES - start
+    before = block_hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else bytes(HASH_BYTES)
     slots = index.reserve(ENGINE, NAMESPACE_ID, b"", [0] * count, rest, (before + rest)[: len(rest)], NO_LIMIT)
     written = [slot for slot in slots if slot > 0]
     index.commit(ENGINE, written)
@@ -176,12 +176,20 @@ def promote(index: Index, tier: DiskTier, clock: Time, block_hashes: bytes, star
     count = find.num_hash_blocks - start
     if not count:
         return 0
-    hashes = block_hashes[start * HASH : find.num_hash_blocks * HASH]
-    before = block_hashes[(start - 1) * HASH : start * HASH] if start else bytes(HASH)
+    hashes = block_hashes[start * HASH_BYTES : find.num_hash_blocks * HASH_BYTES]
+    before = block_hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else bytes(HASH_BYTES)
     parents = (before + hashes)[: len(hashes)]
     slots = index.reserve(PROMOTION, NAMESPACE_ID, b"", [0] * count, hashes, parents, NO_LIMIT)
     blocks = [
-        Block(NAMESPACE_ID, 0, hashes[i * HASH : (i + 1) * HASH], parents[i * HASH : (i + 1) * HASH], b"", slot, 1)
+        Block(
+            NAMESPACE_ID,
+            0,
+            hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES],
+            parents[i * HASH_BYTES : (i + 1) * HASH_BYTES],
+            b"",
+            slot,
+            1,
+        )
         for i, slot in enumerate(slots)
         if slot > 0
     ]

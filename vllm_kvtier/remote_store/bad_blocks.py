@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 
 MAX_REMEMBERED = 4096
 
@@ -36,7 +36,7 @@ class BadBlocks:
         align = math.lcm(*(shape.hash_blocks_per_block for shape in shapes))
         for group, shape in enumerate(shapes):
             for end in range(start + shape.hash_blocks_per_block, num_hash_blocks + 1, shape.hash_blocks_per_block):
-                if (namespace_id, group, block_hashes[(end - 1) * HASH : end * HASH]) in self._blocks:
+                if (namespace_id, group, block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]) in self._blocks:
                     num_hash_blocks = max(start, (end - shape.hash_blocks_per_block) // align * align)
                     break
         return num_hash_blocks

@@ -17,7 +17,7 @@ import zmq
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.options import Address, NodeOptions
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import MAX_REMEMBERED, ClientConnection, LeaseConnections
 from vllm_kvtier.wire.reactor import Reactor
@@ -233,7 +233,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         if (
             lookup is None
             or not lookup.request.wait_seconds
-            or message.num_hash_blocks * HASH > len(lookup.request.block_hashes)
+            or message.num_hash_blocks * HASH_BYTES > len(lookup.request.block_hashes)
         ):
             self.close(peer, "it sent a promotion status that matches no lookup")
             return

@@ -13,7 +13,7 @@ import msgspec
 from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.lease_client import NodeLeaseClient, Peer, Reply
 from vllm_kvtier.remote_store.options import Address
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import MAX_NODES
 from vllm_kvtier.wire.reactor import Reactor, Timer
 
@@ -52,7 +52,7 @@ class NodeLookup:
 
     @property
     def max_hash_blocks(self) -> int:
-        return len(self.request.block_hashes) // HASH
+        return len(self.request.block_hashes) // HASH_BYTES
 
     def promotable(self) -> tuple[Peer, int] | None:
         """``promoter``, if it is still connected and could serve more than the best hit."""

@@ -24,7 +24,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.tiers.process.nixl_agent import load_nixl
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 logger = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Kind:
 
     memory: str = "DRAM"
     device: int = 0
-    piece: int = PIECE
+    piece: int = PIECE_BYTES
     load: Callable[[], Any] = load_nixl
 
 
@@ -212,7 +212,7 @@ class Reader(Registered):
 
 def pieces_of(slots: np.ndarray) -> set[int]:
     """The pieces of a DRAM pool that contain these pages."""
-    return set(np.unique(slots // (PIECE // PAGE)).tolist())
+    return set(np.unique(slots // (PIECE_BYTES // PAGE)).tolist())
 
 
 def runs(
@@ -231,8 +231,8 @@ def runs(
     joined = (
         (local[1:] == local_ends[:-1])
         & (remote[1:] == remote_ends[:-1])
-        & (local[1:] // PIECE == local[:-1] // PIECE)
-        & (remote[1:] // PIECE == remote[:-1] // PIECE)
+        & (local[1:] // PIECE_BYTES == local[:-1] // PIECE_BYTES)
+        & (remote[1:] // PIECE_BYTES == remote[:-1] // PIECE_BYTES)
     )
     rows: list[list[int]] = [[int(local[0]), int(remote[0]), int(sizes[0])]]
     for i, (follows, size) in enumerate(zip(joined.tolist(), sizes[1:].tolist(), strict=True), 1):

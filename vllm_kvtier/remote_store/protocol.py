@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from vllm_kvtier import __version__
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import (
     MAX_GROUPS,
     MAX_HASH_BLOCKS,
@@ -33,7 +33,7 @@ from vllm_kvtier.store.protocol import (
     Sentence,
 )
 from vllm_kvtier.wire.decoding import decode
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 PROTOCOL = 5
 MAX_MESSAGE = 16 << 20  # bytes
@@ -171,17 +171,17 @@ def decode_from_server(frame: bytes) -> FromServer:
 
 def request_error(block_hashes: bytes, start: int, groups: Sequence[GroupShape]) -> str:
     """Why a lookup is invalid, or ""."""
-    if len(block_hashes) % HASH:
-        return f"block hashes of {len(block_hashes)} bytes, not a multiple of {HASH}"
-    if start > len(block_hashes) // HASH or start % math.lcm(*(group.hash_blocks_per_block for group in groups)):
+    if len(block_hashes) % HASH_BYTES:
+        return f"block hashes of {len(block_hashes)} bytes, not a multiple of {HASH_BYTES}"
+    if start > len(block_hashes) // HASH_BYTES or start % math.lcm(*(group.hash_blocks_per_block for group in groups)):
         return f"start {start} is beyond the hash blocks, or not at a block boundary of every group"
     return ""
 
 
 def hit_error(offer: LookupHit, block_hashes: bytes, start: int, groups: Sequence[GroupShape], pool_bytes: int) -> str:
     """Why a hit is invalid, or "". ``pool_bytes``: size of the server's pool."""
-    if not offer.lease or not start < offer.num_hash_blocks <= len(block_hashes) // HASH:
-        return f"hash blocks [{start}, {offer.num_hash_blocks}) of {len(block_hashes) // HASH}"
+    if not offer.lease or not start < offer.num_hash_blocks <= len(block_hashes) // HASH_BYTES:
+        return f"hash blocks [{start}, {offer.num_hash_blocks}) of {len(block_hashes) // HASH_BYTES}"
     if offer.num_hash_blocks % math.lcm(*(group.hash_blocks_per_block for group in groups)):
         return f"its end {offer.num_hash_blocks} is not at a block boundary of every group"
     if len(offer.slots) != len(groups):
@@ -196,7 +196,7 @@ def hit_error(offer: LookupHit, block_hashes: bytes, start: int, groups: Sequenc
         ends = slots + shape.slot_pages
         if (ends[slots > 0] > pool_bytes // PAGE).any():
             return "a slot beyond the end of the pool"
-        if (slots // (PIECE // PAGE) != (ends - 1) // (PIECE // PAGE)).any():
+        if (slots // (PIECE_BYTES // PAGE) != (ends - 1) // (PIECE_BYTES // PAGE)).any():
             return "a slot crosses a piece of the pool"
     return ""
 
@@ -207,9 +207,9 @@ def slots_by_name(
     """{(group, hash): slot} of the leased blocks."""
     slots = {}
     for group, (shape, row) in enumerate(zip(groups, offer.slots, strict=True)):
-        end = (start + shape.hash_blocks_per_block) * HASH
+        end = (start + shape.hash_blocks_per_block) * HASH_BYTES
         for slot in row:
             if slot:
-                slots[group, block_hashes[end - HASH : end]] = slot
-            end += shape.hash_blocks_per_block * HASH
+                slots[group, block_hashes[end - HASH_BYTES : end]] = slot
+            end += shape.hash_blocks_per_block * HASH_BYTES
     return slots

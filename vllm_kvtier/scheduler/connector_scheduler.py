@@ -60,7 +60,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.connector_scheduler")
+logger = get_logger(__name__)
 
 # A reset of vLLM's prefix cache waits so long for peers to release their leases, and as long again for copies to the
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
@@ -94,7 +94,7 @@ class KVTierConnectorScheduler:
             self._on_idle,
             containment,
             connector,
-            lambda engine: rollback.settle_failure_policy(engine, config.kv_load_failure_policy),
+            lambda engine: rollback.set_failure_policy(engine, config.kv_load_failure_policy),
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
@@ -115,8 +115,8 @@ class KVTierConnectorScheduler:
             on_freed=self._freed,
             on_question=lambda question, answer: self._questions.ask(question, answer),
             on_serving=lambda active: self._link.send(m.Serve(active)),
-            on_puller=lambda ask: self._retained.record_puller(ask),
-            lease_cached=cache_leases.ask,
+            on_puller=lambda request: self._retained.record_puller(request),
+            lease_cached=cache_leases.lease,
         )
         self._endpoint = LeaseServer(engine, self._exports, key, events)
         identity.address = (self._endpoint.host, self._endpoint.port)

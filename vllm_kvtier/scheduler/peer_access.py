@@ -11,7 +11,7 @@ from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.peer_access")
+logger = get_logger(__name__)
 
 
 class PeerAccess:

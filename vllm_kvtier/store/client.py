@@ -177,7 +177,7 @@ class StoreClient:
     ) -> Pending:
         """Outcome: Found, with a lease. Hashes beyond MAX_HASH_BLOCKS are left out. ``wait_seconds``: maximum wait for
         promotions. ``key_mask``, ``hash_blocks_per_block``: the directory query, as in Lookup; requires ``present``."""
-        block_hashes, nodes = block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], list(nodes)
+        block_hashes, nodes = block_hashes[: m.MAX_HASH_BLOCKS * m.HASH_BYTES], list(nodes)
         return self._ask(
             lambda id: m.Lookup(
                 id, namespace_id, block_hashes, start, pages_limit, wait_seconds, nodes, key_mask, hash_blocks_per_block
@@ -186,7 +186,9 @@ class StoreClient:
         )
 
     def warm(self, namespace_id: bytes, block_hashes: bytes, pages_limit: int, nodes: Sequence[str] = ()) -> None:
-        self._send(m.Prefetch(namespace_id, block_hashes[: m.MAX_HASH_BLOCKS * m.HASH], pages_limit, list(nodes)), None)
+        self._send(
+            m.Prefetch(namespace_id, block_hashes[: m.MAX_HASH_BLOCKS * m.HASH_BYTES], pages_limit, list(nodes)), None
+        )
 
     def reserve(
         self, namespace_id: bytes, tenant: bytes, groups: Sequence[int], hashes: bytes, parents: bytes, pages_limit: int

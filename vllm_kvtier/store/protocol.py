@@ -3,7 +3,7 @@
 Terms and sizes, the same everywhere in ``store``:
 
 * A slot is identified by the number of its first 4 KiB page in the pool; 0 means none.
-* ``block_hashes`` are the hashes of a request's hash blocks from token 0 on, each cut to ``HASH`` bytes and packed into
+* ``block_hashes`` are the hashes of a request's hash blocks from token 0 on, each cut to ``HASH_BYTES`` and packed into
   one ``bytes``. Positions in a prefix count hash blocks.
 * A *namespace id* is a digest of all other properties that make blocks interchangeable; the store only compares it.
 * Block ``i`` of group ``g`` has the name ``(namespace_id, g, hash of its last hash block)``; its parent is block
@@ -24,7 +24,7 @@ from vllm_kvtier import __version__
 from vllm_kvtier.store.index.removal_history import RemovalReason
 from vllm_kvtier.store.index.types import (
     EXISTS,
-    HASH,
+    HASH_BYTES,
     NO_PARENT_STORED,
     NO_ROOM,
     ZERO,
@@ -34,10 +34,10 @@ from vllm_kvtier.store.index.types import (
 )
 from vllm_kvtier.store.tiers.base import TierCounts
 from vllm_kvtier.wire.decoding import decode
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 # Re-exported: clients need only this module.
-__all__ = ["EXISTS", "GroupShape", "HASH", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE", "RemovalReason"]
+__all__ = ["EXISTS", "GroupShape", "HASH_BYTES", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE_BYTES", "RemovalReason"]
 
 PROTOCOL = 8
 MAX_FRAME = 16 << 20  # bytes
@@ -56,10 +56,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 TakenPage = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Group = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
-NamespaceId = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
-Hash = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
-Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BLOCKS * HASH)]
-ItemHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_ITEMS * HASH)]
+NamespaceId = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BLOCKS * HASH_BYTES)]
+ItemHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_ITEMS * HASH_BYTES)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=16)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -249,7 +249,7 @@ Request = (
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Comes with the memfd, of which ``pool_pages`` exist."""
+    """Comes with the memfd; ``pool_pages`` of its pages exist."""
 
     protocol: int
     version: Name

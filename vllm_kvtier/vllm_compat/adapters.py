@@ -40,7 +40,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
-logger = get_logger("vllm.kvtier.adapters")
+logger = get_logger(__name__)
 
 READ_SECONDS = 1.0  # a request waits this long for its adapter's files to be read; then it is computed
 LOOK_SECONDS = 0.1  # the scheduler waits this long for a look, which takes less than 1 ms; then nothing is known

@@ -70,8 +70,8 @@ class EngineInfo:
         """``option``: the value of the option model_fingerprint."""
         return ns.ModelFingerprint(self.config, option, on_ready, before)
 
-    def namespace(self, hash_block_tokens: int, fingerprint: str) -> Namespace:
-        return ns.namespace(self.config, hash_block_tokens, fingerprint)
+    def namespace(self, hash_block_size: int, fingerprint: str) -> Namespace:
+        return ns.namespace(self.config, hash_block_size, fingerprint)
 
     def in_words(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
         """See ``namespace.in_words``."""

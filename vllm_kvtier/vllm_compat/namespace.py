@@ -21,7 +21,7 @@ from vllm_kvtier.vllm_compat.probe.features import granted, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.messages import Namespace
 
-logger = get_logger("vllm.kvtier.namespace")
+logger = get_logger(__name__)
 
 # Of each fingerprint that ``model_fingerprint`` returned: digests of the configuration and of the weights alone.
 _parts: dict[str, tuple[str, str]] = {}
@@ -51,7 +51,7 @@ def hash_function(vllm_config: Any) -> Any:
     return get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
-def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Namespace:
+def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Namespace:
     """Call when hashing is set up: vLLM makes NONE_HASH late in the engine core's start."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -64,7 +64,7 @@ def namespace(vllm_config: Any, hash_block_tokens: int, fingerprint: str) -> Nam
         cache_dtype=cache_dtype,
         hash_algorithm=hash_algorithm(vllm_config),
         hash_seed=hashlib.blake2b(bytes(kv_cache_utils.NONE_HASH), digest_size=8).hexdigest(),
-        hash_block_tokens=hash_block_tokens,
+        hash_block_size=hash_block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         adapters=adapters(vllm_config),
@@ -99,7 +99,7 @@ def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) ->
         ("KV cache dtype", namespace.cache_dtype),
         ("engine options", namespace.options or "the defaults"),
         ("LoRA options", namespace.adapters or "the defaults"),
-        ("block size", f"{namespace.hash_block_tokens} tokens a hash"),
+        ("block size", f"{namespace.hash_block_size} tokens a hash"),
         ("hash algorithm", namespace.hash_algorithm),
         ("hash seed", f"{namespace.hash_seed}, {_seed_in_words(namespace.hash_algorithm)}"),
         ("tensor parallel size", str(namespace.tensor_parallel)),

@@ -11,7 +11,7 @@ from vllm_kvtier.telemetry.stats import BEFOREHAND, GAUGES, HISTOGRAMS, KINDS, M
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
-logger = get_logger("vllm.kvtier.stats")
+logger = get_logger(__name__)
 
 PREFIX = "vllm:kvtier_"
 LABEL = "kind"

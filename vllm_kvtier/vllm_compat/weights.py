@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 
-logger = get_logger("vllm.kvtier.weights")
+logger = get_logger(__name__)
 
 # Methods of vLLM's workers, 0.25.1 to 0.33, that are called through the engine core and change no weights.
 HARMLESS = {

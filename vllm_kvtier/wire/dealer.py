@@ -14,7 +14,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor, drain
 
-logger = get_logger("vllm.kvtier.dealer")
+logger = get_logger(__name__)
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 # DISCONNECTED needs a connection that was made. CONNECT_RETRIED does not follow a protocol error, which ZMQ never

@@ -21,7 +21,7 @@ from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.messages import encode
 from vllm_kvtier.wire.reactor import Reactor, Timer, drain
 
-logger = get_logger("vllm.kvtier.lease_connections")
+logger = get_logger(__name__)
 
 MAX_REMEMBERED = 1024  # addresses that are paused, and lines that are logged once
 

@@ -12,7 +12,7 @@ import msgspec
 from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 take 4 MiB
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
@@ -32,7 +32,7 @@ class Namespace(msgspec.Struct, frozen=True):
     cache_dtype: Name
     hash_algorithm: Name
     hash_seed: Name  # digest of NONE_HASH
-    hash_block_tokens: Count
+    hash_block_size: Count
     tensor_parallel: Count
     pipeline_parallel: Count
     codecs: Name = ""  # lossy codecs that this engine's KV may have passed, as text; "": none
@@ -49,7 +49,7 @@ class Namespace(msgspec.Struct, frozen=True):
             "cache_dtype": "the KV cache dtype",
             "hash_algorithm": "the prefix-cache hash algorithm",
             "hash_seed": "the prefix-cache hash seed (set the same PYTHONHASHSEED on both engines)",
-            "hash_block_tokens": "the block size",
+            "hash_block_size": "the block size",
             "codecs": "how KV may have been encoded (codec and wire_codec)",
             "adapters": "how LoRA adapters are applied (lora_dtype, target_modules and the like)",
             "options": "an engine option that changes KV",
@@ -134,11 +134,11 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     """Lease blocks by export id (with the digest of the requester's own prefix) or by block hashes.
 
-    ``block_hashes`` holds one hash per ``hash_block_tokens`` tokens, from token 0. The lease covers their longest
+    ``block_hashes`` holds one hash per ``hash_block_size`` tokens, from token 0. The lease covers their longest
     exported prefix, from token ``start`` on.
     """
 
-    ask: Count
+    lookup_id: Count  # repeated in the answer
     instance: Name  # the instance that answered the handshake
     start: Count  # first token wanted
     block_hashes: BlockHashes
@@ -147,7 +147,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     digest: bytes = b""  # prefix digest of the whole export, including the partial block
     reply_host: Name = ""  # the requester's own endpoint, "" if it exports nothing
     reply_port: Count = 0
-    lend: bool = False  # from the prefix cache, exported or not
+    from_prefix_cache: bool = False  # from the prefix cache, exported or not
     mapped: bool = False  # the requester copies from mapped memory and needs no NIXL
     wait_seconds: Seconds = 86400.0  # maximum wait for checksums that a step has yet to compute
     # With hashes: an export of at most so many tokens may end within a block. The requester compares ``tail``.
@@ -157,7 +157,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
 class LeaseGranted(msgspec.Struct, frozen=True, tag="lease_granted"):
     """``blocks[g]``: the source's block ids of group g for tokens [start, tokens); 0: not cached."""
 
-    ask: Count
+    lookup_id: Count
     lease: Count
     tokens: Count
     start: Count
@@ -172,7 +172,7 @@ STILL_STARTING = "the engine is still starting"  # the reason, until its namespa
 class LeaseRefused(msgspec.Struct, frozen=True, tag="lease_refused"):
     """``code``: namespace | starting | instance | malformed, or a value of ``scheduler.leases.exports.Refusal``."""
 
-    ask: Count
+    lookup_id: Count
     code: Name
     reason: Name
 

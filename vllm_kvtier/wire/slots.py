@@ -24,7 +24,7 @@ from vllm_kvtier.wire.geometry import GroupView
 PAGE = 4096
 # Host memory is pinned in pieces of this size. No slot crosses a multiple of it: CUDA refuses a copy that spans two
 # registrations.
-PIECE = 256 << 20
+PIECE_BYTES = 256 << 20
 # Alignment of regions and of the areas of an encoded part: the widest access of a GPU thread.
 REGION_ALIGN = 16
 # Alignment of parts: a cache line, also of the link.
@@ -80,9 +80,9 @@ def slot_layout(parts: Sequence[PartLayout | int]) -> SlotLayout:
     for part in parts:
         offsets.append(at)
         at += align(part if isinstance(part, int) else part.nbytes, PART_ALIGN)
-    if not 0 < at <= PIECE:
+    if not 0 < at <= PIECE_BYTES:
         raise ValueError(
-            f"a block takes {at} bytes in {len(offsets)} parts; the node store allows 1 to {PIECE} bytes: "
+            f"a block takes {at} bytes in {len(offsets)} parts; the node store allows 1 to {PIECE_BYTES} bytes: "
             "choose a smaller block size (--block-size)"
         )
     return SlotLayout(tuple(offsets), align(at, PAGE) // PAGE)

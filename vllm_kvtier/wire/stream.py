@@ -23,7 +23,7 @@ import zmq
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.stream")
+logger = get_logger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 64 << 10  # bytes a system call

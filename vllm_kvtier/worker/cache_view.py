@@ -17,7 +17,7 @@ from vllm_kvtier.wire.geometry import CacheGeometry, Field, GroupGeometry, Group
 
 # Names the order of numbers within a kind of cells: (packing, cell_tokens, fields) of their regions.
 CpuPageKey = tuple[str, int, tuple[Field, ...]]
-NUMBER = 2  # bytes: regions with fields hold bfloat16 or float16
+NUMBER_BYTES = 2  # bytes: regions with fields hold bfloat16 or float16
 
 
 def dense_region(region: Region, base: int, block_stride: int, order: str) -> Region:
@@ -95,7 +95,7 @@ class CacheView:
         if not region.fields:
             return None
         numbers = region.cell_tokens * sum(field.count for field in region.fields)
-        if numbers * NUMBER != region.inner:
+        if numbers * NUMBER_BYTES != region.inner:
             raise ValueError(
                 f"{region.layer}: {numbers} numbers of {region.fields} do not fill cells of {region.inner} bytes"
             )

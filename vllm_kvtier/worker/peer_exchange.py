@@ -27,7 +27,7 @@ from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 from vllm_kvtier.worker.peer_fetch.fetch_worker import FetchWorker, open_node
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
-logger = get_logger("vllm.kvtier.peer_exchange")
+logger = get_logger(__name__)
 
 # Seconds between polls while a transfer runs: finer than a decode step, and the model runner keeps the interpreter.
 POLL_SECONDS = 50e-6

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.tuning")
+logger = get_logger(__name__)
 
 Way = Literal["direct", "staged", "mixed"]
 

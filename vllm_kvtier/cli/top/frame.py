@@ -191,9 +191,9 @@ def _rate(value: float | None, times: float = 1.0) -> str:
     if value is None:
         return "-"
     nbytes = value * times
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+    for suffix, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
+            return f"{nbytes / size:.1f} {suffix}"
     return f"{nbytes:.0f} B/s"
 
 

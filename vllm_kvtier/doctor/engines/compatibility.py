@@ -14,7 +14,7 @@ _FIXES = {
     "hash_algorithm": "start both with the same --prefix-caching-hash-algo; sha256_cbor does not depend on the Python "
     "version, as sha256 does",
     "hash_seed": "start both with the same PYTHONHASHSEED in their environment, for example PYTHONHASHSEED=0",
-    "hash_block_tokens": "start both with the same --block-size",
+    "hash_block_size": "start both with the same --block-size",
     "codecs": "give both the same codec and wire_codec",
     "options": "start both with the same options of those names, and the same environment",
 }

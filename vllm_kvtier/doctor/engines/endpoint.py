@@ -50,7 +50,7 @@ class Identity:
     @property
     def block_tokens(self) -> int:
         """Tokens of a block hash; shorter prompts are never shared. 0 if not known."""
-        return int(self.fields.get("hash_block_tokens", 0))
+        return int(self.fields.get("hash_block_size", 0))
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from vllm_kvtier.proxy.routing.prompt import Prompt
 _MAX_KEPT_TOKENS = 8 << 20  # of all prompts; four bytes each
 _KNOWN_SHARE = 0.8  # of a prompt, by an earlier turn
 _MIN_TOKENS = 256  # whatever an engine has of a shorter prompt, computing it takes no longer than a request does
-_BACKOFF = 5.0  # after an engine that did not tokenize in time
+_BACKOFF_SECONDS = 5.0  # after an engine that did not tokenize in time
 
 Key = tuple[bytes, int]  # digest of the prompt up to a turn, hash of what else changes its tokens
 
@@ -92,7 +92,7 @@ class PromptTokenizer:
             finally:
                 reply.close()
         except EngineFailure:
-            self._not_before = time.monotonic() + _BACKOFF
+            self._not_before = time.monotonic() + _BACKOFF_SECONDS
             self._count("tokenize_failed")
             return None
         tokenized = read_tokens(document) if reply.status == 200 else None

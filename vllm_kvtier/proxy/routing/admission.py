@@ -143,10 +143,10 @@ class Admission:
         Before it go its tenant's waiting requests, and as many of each other tenant if all cost the same.
         """
         waiting = self._queues[role].counts()
-        turns = waiting[tenant] + 1
+        ahead = waiting[tenant] + 1
         rate = self._rates[role].value()
         most = self.config.retry_after_max
-        seconds = most if rate <= 0 else (turns + sum(min(n, turns) for t, n in waiting.items() if t != tenant)) / rate
+        seconds = most if rate <= 0 else (ahead + sum(min(n, ahead) for t, n in waiting.items() if t != tenant)) / rate
         return max(1, math.ceil(min(seconds, most)))
 
     def _cost(self, tokens: int = 0) -> int:

@@ -17,7 +17,7 @@ from vllm_kvtier.store.client import Pending
 from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.admin_requests")
+logger = get_logger(__name__)
 
 
 class AdminRequests:

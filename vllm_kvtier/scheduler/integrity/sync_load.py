@@ -32,7 +32,7 @@ from vllm_kvtier.scheduler.sources.base import LookupHit
 from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 
-logger = get_logger("vllm.kvtier.sync_load")
+logger = get_logger(__name__)
 
 SyncJob = LoadJob | PeerFetchJob | FailedJob
 

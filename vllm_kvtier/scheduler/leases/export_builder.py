@@ -23,7 +23,7 @@ from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
 from vllm_kvtier.vllm_compat import requests as vr
 
-logger = get_logger("vllm.kvtier.export_builder")
+logger = get_logger(__name__)
 
 # Checksums of generated blocks that only engines of this node may want are deferred until there are so many, as many
 # steps passed, or a request ended: each launch costs the engine some hundred microseconds.

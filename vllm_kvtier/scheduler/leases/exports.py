@@ -65,7 +65,7 @@ class Export:
     id: str
     kind: LeaseKind
     tokens: int  # readable tokens, a partial last block included
-    block_hashes: Sequence[bytes]  # block hashes at hash_block_tokens granularity, token 0 on
+    block_hashes: Sequence[bytes]  # block hashes at hash_block_size granularity, token 0 on
     digest: bytes  # of the whole chain, tail included
     lora_fingerprint: bytes
     groups: list[GroupBlocks]
@@ -97,7 +97,7 @@ class Lease:
 class ExportTable:
     def __init__(
         self,
-        hash_block_tokens: int,
+        hash_block_size: int,
         budget: dict[LeaseKind, int],
         clock: Callable[[], float] = time.monotonic,
         align: int = 1,
@@ -108,7 +108,7 @@ class ExportTable:
         ``longest_lease``: seconds after which a lease is not renewed, however alive its holder is.
         ``align``: chains match in multiples of this many hash blocks (groups with larger blocks than the hash's).
         """
-        self._hash_block_size = hash_block_tokens
+        self._hash_block_size = hash_block_size
         self._align = align
         self._longest = longest_lease
         self._budget = budget

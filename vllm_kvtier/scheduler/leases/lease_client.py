@@ -35,7 +35,7 @@ from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnection
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor, Timer
 
-logger = get_logger("vllm.kvtier.lease_client")
+logger = get_logger(__name__)
 
 SAME_NODE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
@@ -77,7 +77,7 @@ class PendingLease:
     """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
 
     address: Address
-    ask: m.LeaseRequest
+    request: m.LeaseRequest
     deadline: float
     same_node_instance: str = ""  # the instance, if it should be on this node
     prefer_mapped: bool = False
@@ -86,11 +86,11 @@ class PendingLease:
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
     timer: Timer | None = field(default=None, repr=False)
-    settled: threading.Event = field(default_factory=threading.Event, repr=False)
+    answered: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self, seconds: float) -> None:
         """Until there is an outcome, at most so long."""
-        self.settled.wait(seconds)
+        self.answered.wait(seconds)
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._config, self._key = config, key
         self._hello, self._reach, self._world = hello, reach, world
         self._unmappable: set[str] = set()  # instances
-        self._ask_ids = itertools.count(1)
+        self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
     # -- scheduler's thread ------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         """Queue a request; the answer, a refusal or a time-out appears in ``outcome``. ``timeout``: seconds, if fewer
         than the option's. ``same_node_instance``: the instance, if it should be on this node. ``prefer_mapped``: copy
         from mapped memory, if that is possible, whatever the option ``same_node_pulls`` says."""
-        ask = m.LeaseRequest(ask=next(self._ask_ids), instance="", **fields)
+        request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", **fields)
         deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
-        pending = PendingLease(address, ask, deadline, same_node_instance, prefer_mapped)
+        pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped)
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 
@@ -152,10 +152,10 @@ class LeaseClient(LeaseConnections[_Connection]):
     def release(self, leased: LeasedBlocks | LookupHit, done: bool) -> None:
         self._reactor.call_soon(lambda: self._release(leased, done))
 
-    def drop(self, address: Address, export: str) -> None:
+    def release_export(self, address: Address, export: str) -> None:
         """Tell the engine at ``address`` that ``export`` will not be pulled. If the message is lost, it expires."""
 
-        def drop() -> None:
+        def send() -> None:
             connection = self._connections.get(address)
             if connection is None:
                 paused = self._pause_reason(address)
@@ -164,7 +164,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             if connection is not None:
                 self._send(connection, m.ReleaseExport(export))
 
-        self._reactor.call_soon(drop)
+        self._reactor.call_soon(send)
 
     def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
         """The ranks of an engine that we shook hands with, if it is still that instance and NIXL reads its pages as
@@ -199,22 +199,22 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _begin(self, pending: PendingLease) -> None:
         if self._hello() is None:
-            self._settle(pending, LookupMiss("unreachable", "this engine is still starting, or sleeps"))
+            self._set_outcome(pending, LookupMiss("unreachable", "this engine is still starting, or sleeps"))
             return
         here, connection = (pending.same_node_instance, SAME_NODE), None
         paused = self._pause_reason(here) or self._pause_reason(pending.address)
         if paused is not None:
-            self._settle(pending, paused)
+            self._set_outcome(pending, paused)
             return
         if pending.same_node_instance:
             connection = self._connections.get(here) or self._connect(here)
         if connection is None:
             connection = self._connections.get(pending.address) or self._connect(pending.address)
         if connection is None:
-            self._settle(pending, LookupMiss("unreachable", "no connection can be made to this address"))
+            self._set_outcome(pending, LookupMiss("unreachable", "no connection can be made to this address"))
             return
         if connection.lost is not None:
-            self._settle(pending, connection.lost)
+            self._set_outcome(pending, connection.lost)
             return
         connection.last_used = time.monotonic()
         pending.timer = self._reactor.call_later(
@@ -283,13 +283,13 @@ class LeaseClient(LeaseConnections[_Connection]):
                 self._welcomed(connection, message)
             case m.LeaseGranted():
                 self._granted(connection, message)
-            case m.LeaseRefused(ask=0):
+            case m.LeaseRefused(lookup_id=0):
                 pause = DOWN_PAUSE if message.code == "peer_starting" else REFUSED_PAUSE
                 self._close(connection, _refusal(message), pause)
             case m.LeaseRefused(code="peer_restarted"):
                 self._restarted(connection, _refusal(message))
-            case m.LeaseRefused() if message.ask in connection.asked:
-                self._settle(connection.asked.pop(message.ask), _refusal(message))
+            case m.LeaseRefused() if message.lookup_id in connection.asked:
+                self._set_outcome(connection.asked.pop(message.lookup_id), _refusal(message))
             case m.LeaseRefused():
                 pass  # its request has timed out
             case _:
@@ -299,7 +299,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         """Another instance answers at this address: greet it, and send the requests once more: they may be for it."""
         again = [p for p in connection.asked.values() if not (p.again or p.cancelled) and p.outcome is None]
         for pending in again:
-            del connection.asked[pending.ask.ask]
+            del connection.asked[pending.request.lookup_id]
             if pending.timer is not None:
                 pending.timer.cancel()
             pending.again = True
@@ -320,15 +320,15 @@ class LeaseClient(LeaseConnections[_Connection]):
         assert welcome is not None and reach is not None, "requests wait for the handshake"
         path = self._path(welcome.instance, reach, pending.prefer_mapped)
         if path is None:
-            self._settle(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
+            self._set_outcome(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
             return
         pending.path = path
-        connection.asked[pending.ask.ask] = pending
+        connection.asked[pending.request.lookup_id] = pending
         mapped = path is ReadPath.MAPPED
-        self._send(connection, msgspec.structs.replace(pending.ask, instance=welcome.instance, mapped=mapped))
+        self._send(connection, msgspec.structs.replace(pending.request, instance=welcome.instance, mapped=mapped))
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
-        pending = connection.asked.pop(granted.ask, None)
+        pending = connection.asked.pop(granted.lookup_id, None)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection, self._config.lease_seconds / 3)
@@ -337,7 +337,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             if pending is not None and pending.timer is not None:
                 pending.timer.cancel()  # it was answered: the peer is not to be taken for silent
         else:
-            self._settle(pending, leased)
+            self._set_outcome(pending, leased)
 
     def _leased(self, connection: _Connection, granted: m.LeaseGranted, pending: PendingLease | None) -> LeasedBlocks:
         welcome, reach = connection.welcome, connection.reach
@@ -354,7 +354,7 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def _timed_out(self, connection: _Connection, pending: PendingLease) -> None:
         # A grant that still comes is released on arrival.
-        sent = connection.asked.pop(pending.ask.ask, None) is not None
+        sent = connection.asked.pop(pending.request.lookup_id, None) is not None
         if pending in connection.waiting:
             connection.waiting.remove(pending)
         if pending.outcome is None:
@@ -364,15 +364,15 @@ class LeaseClient(LeaseConnections[_Connection]):
                 connection.unanswered += 1
                 pause = min(DOWN_PAUSE * 2 ** (connection.unanswered - 1), REFUSED_PAUSE)
                 self._pause(connection.address, pause, outcome)
-            self._settle(pending, outcome)
+            self._set_outcome(pending, outcome)
 
-    def _settle(self, pending: PendingLease, outcome: LeasedBlocks | LookupMiss) -> None:
+    def _set_outcome(self, pending: PendingLease, outcome: LeasedBlocks | LookupMiss) -> None:
         if pending.timer is not None:
             pending.timer.cancel()
         if isinstance(outcome, LookupMiss) and outcome.code in LOGGED_CODES:
             self._log_once(pending.address, f"{outcome.reason}; prompts are computed instead")
         pending.outcome = outcome
-        pending.settled.set()
+        pending.answered.set()
 
     def _heartbeat(self, connection: _Connection) -> bool:
         if connection.leases:
@@ -417,7 +417,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         connection.waiting, connection.asked = [], {}
         for pending in asks:
             if pending.outcome is None:
-                self._settle(pending, outcome)
+                self._set_outcome(pending, outcome)
 
     def _log_once(self, address: Address, text: str) -> None:
         if self._is_new(address, text):

@@ -22,7 +22,7 @@ from vllm_kvtier.wire.lease_connections import LeaseListener, ServerConnection
 from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Timer
 
-logger = get_logger("vllm.kvtier.lease_server")
+logger = get_logger(__name__)
 
 _REASONS = {
     Refusal.UNKNOWN: "no such export (expired, consumed or dropped)",
@@ -54,7 +54,7 @@ class Parked:
     """A request whose export has no checksums yet; answered by ``checksums_ready`` or at its deadline."""
 
     identity: bytes
-    ask: m.LeaseRequest
+    request: m.LeaseRequest
     deadline: float
 
 
@@ -114,7 +114,7 @@ class LeaseServer(LeaseListener[Connection]):
 
     def changed(self) -> None:
         """An export was added: its deadline is watched from now on."""
-        self._reactor.call_soon(self.settle)
+        self._reactor.call_soon(self.update)
 
     # -- called on the reactor's thread ----------------------------------------------------------------------
 
@@ -135,14 +135,14 @@ class LeaseServer(LeaseListener[Connection]):
     def checksums_ready(self, step: int) -> None:
         self._exports.mark_checksums_ready(step)
         self._ask_parked()
-        self.settle()
+        self.update()
 
     def _ask_parked(self) -> None:
         parked, self._parked = self._parked, []
         for p in parked:
-            self._ask(p.identity, p.ask, p.deadline)
+            self._lease(p.identity, p.request, p.deadline)
 
-    def settle(self) -> None:
+    def update(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
         now = time.monotonic()
         silent = now - self._config.lease_seconds
@@ -154,7 +154,7 @@ class LeaseServer(LeaseListener[Connection]):
                 )
         for p in [p for p in self._parked if p.deadline <= now]:
             self._parked.remove(p)
-            self._refuse(p.identity, p.ask.ask, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
+            self._refuse(p.identity, p.request.lookup_id, Refusal.NOT_READY.value, _REASONS[Refusal.NOT_READY])
         until = self._exports.expire()
         if self._exports.has_freed():
             self._events.on_freed()
@@ -169,7 +169,7 @@ class LeaseServer(LeaseListener[Connection]):
         if now < self._serve_until:
             waits.append(self._serve_until - now)
         if waits:
-            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.settle)
+            self._timer = self._reactor.call_later(max(0.001, min(waits)), self.update)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -183,9 +183,9 @@ class LeaseServer(LeaseListener[Connection]):
                 self._hello(connection, message)
             case m.LeaseRequest() if connection.greeted:
                 wait_seconds = min(PARK_SHARE * self._config.lookup_timeout, message.wait_seconds)
-                self._ask(identity, message, time.monotonic() + wait_seconds)
+                self._lease(identity, message, time.monotonic() + wait_seconds)
             case m.LeaseRequest():
-                self._refuse(identity, message.ask, "peer_restarted", "no handshake on this connection")
+                self._refuse(identity, message.lookup_id, "peer_restarted", "no handshake on this connection")
             case m.Release():
                 self._exports.release(message.lease, identity, message.done)
             case m.ReleaseExport():
@@ -196,7 +196,7 @@ class LeaseServer(LeaseListener[Connection]):
                 self._events.on_question(message, partial(self._answer, identity))
             case _:
                 raise msgspec.DecodeError(f"{type(message).__name__} is only sent as an answer")
-        self.settle()
+        self.update()
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         # The peer logs the reason: "here" is the peer.
@@ -218,54 +218,58 @@ class LeaseServer(LeaseListener[Connection]):
         """Any thread."""
         self._reactor.call_soon(lambda: self._send(identity, answer))
 
-    def _ask(self, identity: bytes, ask: m.LeaseRequest, deadline: float) -> None:
-        if self._welcome is None or ask.instance != self._welcome[1].instance:
-            self._refuse(identity, ask.ask, "peer_restarted", "this engine was restarted since the handshake")
+    def _lease(self, identity: bytes, request: m.LeaseRequest, deadline: float) -> None:
+        if self._welcome is None or request.instance != self._welcome[1].instance:
+            self._refuse(identity, request.lookup_id, "peer_restarted", "this engine was restarted since the handshake")
             return
         seconds = self._config.lease_seconds
-        if ask.lend:
+        if request.from_prefix_cache:
             if self._events.lease_cached is None:
-                self._settled(identity, ask, deadline, Refusal.NOTHING)
+                self._reply(identity, request, deadline, Refusal.NOTHING)
                 return
             self._events.lease_cached(
-                ask, identity, seconds,
-                lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, ask, deadline, found)),
+                request, identity, seconds,
+                lambda found: self._reactor.call_soon(lambda: self._on_cache_lease(identity, request, deadline, found)),
             )
             return
-        what = ask.lora_fingerprint, ask.start, identity, seconds, not ask.mapped
-        if ask.export:
-            found = self._exports.lease_export(ask.export, ask.digest, *what)
+        what = request.lora_fingerprint, request.start, identity, seconds, not request.mapped
+        if request.export:
+            found = self._exports.lease_export(request.export, request.digest, *what)
         else:
-            found = self._exports.lease_by_hashes(ask.block_hashes, *what, ask.partial_up_to)
+            found = self._exports.lease_by_hashes(request.block_hashes, *what, request.partial_up_to)
         if isinstance(found, Refusal):
             self._serve_until = time.monotonic() + SERVE_AFTER_REFUSAL_SECONDS
-        self._settled(identity, ask, deadline, found)
+        self._reply(identity, request, deadline, found)
 
-    def _on_cache_lease(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+    def _on_cache_lease(
+        self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal
+    ) -> None:
         if identity not in self._connections:
             self._exports.disconnect(identity)  # it went meanwhile
         else:
-            self._settled(identity, ask, deadline, found)
-        self.settle()
+            self._reply(identity, request, deadline, found)
+        self.update()
 
-    def _settled(self, identity: bytes, ask: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
+    def _reply(self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
         if found is Refusal.NOT_READY and time.monotonic() < deadline:
-            self._parked.append(Parked(identity, ask, deadline))
+            self._parked.append(Parked(identity, request, deadline))
         elif isinstance(found, Lease):
-            self._grant(identity, ask, found)
+            self._grant(identity, request, found)
         else:
-            self._refuse(identity, ask.ask, found.value, _REASONS[found])
+            self._refuse(identity, request.lookup_id, found.value, _REASONS[found])
 
-    def _grant(self, identity: bytes, ask: m.LeaseRequest, lease: Lease) -> None:
-        if ask.reply_port and not ask.lend:
-            self._events.on_puller(ask)
+    def _grant(self, identity: bytes, request: m.LeaseRequest, lease: Lease) -> None:
+        if request.reply_port and not request.from_prefix_cache:
+            self._events.on_puller(request)
         seconds = self._config.lease_seconds
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
         tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
-        self._send(identity, m.LeaseGranted(ask.ask, lease.id, lease.tokens, lease.start, blocks, seconds, tail))
+        self._send(
+            identity, m.LeaseGranted(request.lookup_id, lease.id, lease.tokens, lease.start, blocks, seconds, tail)
+        )
 
-    def _refuse(self, identity: bytes, ask: int, code: str, reason: str) -> None:
-        self._send(identity, m.LeaseRefused(ask, code, reason[:500]))
+    def _refuse(self, identity: bytes, lookup_id: int, code: str, reason: str) -> None:
+        self._send(identity, m.LeaseRefused(lookup_id, code, reason[:500]))
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
         if self._local is None or not self._local.send(identity, m.encode(message)):
@@ -279,4 +283,4 @@ class LeaseServer(LeaseListener[Connection]):
     def _left(self, connection: Connection) -> None:
         self._parked = [p for p in self._parked if p.identity != connection.identity]
         self._exports.disconnect(connection.identity)
-        self.settle()
+        self.update()

@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlock
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.prefix_cache_leases")
+logger = get_logger(__name__)
 
 MIN_READY_SHARE = 0.9  # of the wanted tokens: with so many the reader does not wait for more checksums
 FREE_BLOCK_SHARE = 0.02  # of all blocks: they stay free for our own requests
@@ -32,8 +32,8 @@ class PrefixCacheLeases:
         self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
         self._align = engine.geometry.alignment // self._hash_block_size  # in hash blocks
 
-    def ask(
-        self, ask: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
+    def lease(
+        self, request: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
     ) -> None:
         """Any thread that does not hold the lock; ``answer`` is called once, by the thread that holds it then."""
         if not self._scheduler_lock.known:
@@ -42,7 +42,7 @@ class PrefixCacheLeases:
 
         def lease() -> None:
             try:
-                found = self._lease(ask, connection, seconds)
+                found = self._lease(request, connection, seconds)
             except Exception:
                 logger.exception("kvtier: prefix cache leases: a lease failed; it is refused")
                 found = Refusal.NOTHING
@@ -52,19 +52,21 @@ class PrefixCacheLeases:
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
-    def _lease(self, ask: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
-        if ask.start >= len(ask.block_hashes) * self._hash_block_size:
+    def _lease(self, request: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
+        if request.start >= len(request.block_hashes) * self._hash_block_size:
             return Refusal.NOTHING
-        tokens, groups, ready = self._longest(ask.block_hashes, ask.lora_fingerprint, ask.start)
-        if tokens <= ask.start:
+        tokens, groups, ready = self._longest(request.block_hashes, request.lora_fingerprint, request.start)
+        if tokens <= request.start:
             return Refusal.NOTHING
         checksums_ready = self._exports.checksums_ready_step
         if ready > checksums_ready:
-            most = tokens - ask.start
-            tokens, groups, ready = self._longest(ask.block_hashes, ask.lora_fingerprint, ask.start, checksums_ready)
-            if tokens - ask.start < MIN_READY_SHARE * most:
+            most = tokens - request.start
+            tokens, groups, ready = self._longest(
+                request.block_hashes, request.lora_fingerprint, request.start, checksums_ready
+            )
+            if tokens - request.start < MIN_READY_SHARE * most:
                 return Refusal.NOT_READY
-        first = [ask.start // group.block_tokens for group in groups]
+        first = [request.start // group.block_tokens for group in groups]
         wanted = [i for group, at in zip(groups, first, strict=True) for i in group.ids[at:] if i]
         free = self._pool.free_count() - self._pool.unheld(wanted)
         # A lease that is the only one may exceed the limit: it ends in milliseconds.
@@ -80,14 +82,14 @@ class PrefixCacheLeases:
             tokens=tokens,
             block_hashes=(),
             digest=b"",
-            lora_fingerprint=ask.lora_fingerprint,
+            lora_fingerprint=request.lora_fingerprint,
             groups=groups,
             pinned=self._pool.pin(wanted),
             ready_step=ready,
             deadline=time.monotonic(),
         )
         try:
-            lease = self._exports.lease_cached(export, ask.start, connection, seconds, served=not ask.mapped)
+            lease = self._exports.lease_cached(export, request.start, connection, seconds, served=not request.mapped)
         except Exception:
             self._pool.free(export.pinned)
             raise
@@ -98,7 +100,7 @@ class PrefixCacheLeases:
         self, block_hashes: Sequence[bytes], lora_fingerprint: bytes, start: int, checksums_ready: float = math.inf
     ) -> tuple[int, list[GroupBlocks], int]:
         """(tokens, blocks by group, step that makes the last of their checksums) of the longest prefix of
-        ``block_hashes`` of which all that a reader needs from token ``start`` on is here, with checksums made until
+        ``block_hashes``: all that a reader needs of it from token ``start`` on is here, with checksums made until
         step ``checksums_ready``."""
         rows: dict[int, tuple[GroupBlocks, list[int]]] = {}
         longest = len(block_hashes) - len(block_hashes) % self._align

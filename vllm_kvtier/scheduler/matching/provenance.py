@@ -15,7 +15,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS, AWAITED
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 
-logger = get_logger("vllm.kvtier.provenance")
+logger = get_logger(__name__)
 
 
 class Provenance:

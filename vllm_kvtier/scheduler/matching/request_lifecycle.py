@@ -9,7 +9,7 @@ import enum
 
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.request_lifecycle")
+logger = get_logger(__name__)
 
 
 class State(enum.Enum):

@@ -15,7 +15,7 @@ from vllm_kvtier.scheduler.matching.request_lifecycle import Action, Event
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.sources.base import Candidate, KVSource, LookupHit, LookupMiss, Need
 
-logger = get_logger("vllm.kvtier.source_selector")
+logger = get_logger(__name__)
 
 # A source that answers soon takes a fraction of a millisecond. Without other requests this wait is shorter than the
 # empty step that vLLM makes without an answer.

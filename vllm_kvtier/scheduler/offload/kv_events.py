@@ -22,12 +22,12 @@ from msgspec.structs import force_setattr
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
-from vllm_kvtier.store.protocol import HASH, MAX_FOLLOWED, MAX_LABEL, Changes
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_FOLLOWED, MAX_LABEL, Changes
 from vllm_kvtier.telemetry.events import MEMORY, PLACES, STORED, TIERS, Label, Place, Removed, Stored
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.kv_events")
+logger = get_logger(__name__)
 
 MAX_BLOCKS_PER_TAKE = 512  # blocks a step: what a large one fills
 MAX_LABELS, MAX_LABEL_BYTES = 1024, 4 << 20  # labels a message
@@ -96,7 +96,7 @@ class Events:
             for i, (group, places, content) in enumerate(
                 zip(changes.groups, changes.places, changes.labels, strict=True)
             ):
-                key = group, changes.hashes[i * HASH : (i + 1) * HASH]
+                key = group, changes.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 mine = sum(bit for j, bit in enumerate(self._bits) if places >> j & 1)
                 label = self._read(key, content, view) if mine else None
                 if label is None:
@@ -135,9 +135,9 @@ class Events:
             return None
         if key[0] >= len(self._groups) or len(label.tokens) != 4 * self._groups[key[0]][0]:
             return None
-        if label.hash[:HASH] != key[1]:
+        if label.hash[:HASH_BYTES] != key[1]:
             return None
-        before = view.get((key[0], label.parent[:HASH]), _NOWHERE)[1]
+        before = view.get((key[0], label.parent[:HASH_BYTES]), _NOWHERE)[1]
         if before is not None and before.hash == label.parent:
             force_setattr(label, "parent", before.hash)  # one copy of it
         return label
@@ -193,7 +193,7 @@ class Events:
         """The parts of labels for these blocks of a request, in rising order, without those that have one already."""
         size = self._groups[group][0]
         per, hashes, known = size // self._hash_block_size, request.block_hashes, self._view.get(namespace_id, {})
-        rows = [i for i in blocks if (group, hashes[(i + 1) * per - 1][:HASH]) not in known]
+        rows = [i for i in blocks if (group, hashes[(i + 1) * per - 1][:HASH_BYTES]) not in known]
         if not rows:
             return []
         first, last = rows[0], rows[-1] + 1
@@ -214,7 +214,7 @@ class Events:
 
     def label_of(self, namespace_id: bytes, group: int, block_hash: bytes) -> Label | None:
         """The block's label in the view. The store may have dropped both just now: see ``send_labels_again``."""
-        found = self._view.get(namespace_id, {}).get((group, block_hash[:HASH]))
+        found = self._view.get(namespace_id, {}).get((group, block_hash[:HASH_BYTES]))
         return None if found is None else found[1]
 
     def send_labels_again(self, namespace_id: bytes, labels: Iterable[tuple[int, Label]]) -> None:
@@ -317,7 +317,7 @@ class Events:
                 self._client.label(namespace_id, groups, b"".join(hashes), labels)
                 groups, hashes, labels, nbytes = [], [], [], 0
             groups.append(group)
-            hashes.append(block_hash[:HASH])
+            hashes.append(block_hash[:HASH_BYTES])
             labels.append(content)
             nbytes += len(content)
         if labels:

@@ -40,7 +40,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     StoreJobs,
 )
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.store.protocol import HASH, NO_PARENT
+from vllm_kvtier.store.protocol import HASH_BYTES, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
@@ -234,8 +234,8 @@ class Offloader:
             whole, items = [hashes[(i + 1) * per - 1] for i in indices], []
             keys, namespace_id = self._keys().of(whole, g, lora_fingerprint), batch.namespace_id
             for i, block, key, h in zip(indices, ids, keys, whole, strict=True):
-                parent = hashes[i * per - 1][:HASH] if i else NO_PARENT
-                items.append(Item(table, g, i, block, key, namespace_id, h[:HASH], parent, table.begun))
+                parent = hashes[i * per - 1][:HASH_BYTES] if i else NO_PARENT
+                items.append(Item(table, g, i, block, key, namespace_id, h[:HASH_BYTES], parent, table.begun))
             if self.events is not None:
                 for item, h in zip(items, whole, strict=True):
                     item.label = self.events.label_of(namespace_id, g, h)
@@ -437,7 +437,9 @@ class Offloader:
                     kept.append(item)
             self.jobs.returned.append((gone, BLOCKS_NEEDED))
             batch.items = kept
-            batch.raws = [raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH]) not in names]
+            batch.raws = [
+                raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH_BYTES]) not in names
+            ]
             if not kept:
                 del self._open[key]
         return cut

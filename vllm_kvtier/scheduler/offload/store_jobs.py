@@ -27,7 +27,7 @@ from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 
-logger = get_logger("vllm.kvtier.store_jobs")
+logger = get_logger(__name__)
 
 # How a block ended. After the last three it is offered again without limit; after those before ``MAX_REWINDS`` times
 # (``scheduler.offload.offloader``), because there may be too little memory, or a fault.

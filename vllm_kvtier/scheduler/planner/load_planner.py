@@ -156,7 +156,7 @@ class LoadPlanner:
         """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
         self.forget(request_id)
         seconds = self._steps.prefill_seconds(start, prompt, 0, 0.0)
-        if seconds > 0 and prompt - start > MIN_PREFILL_TOKENS:  # of fewer, ``computes`` is not told when they are
+        if seconds > 0 and prompt - start > MIN_PREFILL_TOKENS:  # of fewer, ``computes`` does not learn when they are
             self._to_compute[request_id] = prompt, seconds
             self._backlog += seconds
 

@@ -188,7 +188,7 @@ class KVSource(ABC):
     holds_hit: ClassVar[bool] = False  # its hit is kept while other candidates are asked for more
     can_cancel_load: ClassVar[bool] = False  # the workers can stop a load that no request waits for
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
-    looks_ahead: ClassVar[bool] = False  # it is told of queued requests
+    looks_ahead: ClassVar[bool] = False  # it looks up queued requests
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
 
     # -- before a request is matched: called if ``looks_ahead`` ------------------------------------------------------

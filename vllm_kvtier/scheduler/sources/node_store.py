@@ -29,10 +29,10 @@ from vllm_kvtier.scheduler.sources.store_source import StoreSource, packed
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS, PAGE, Found, Hello
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Found, Hello
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.node_store")
+logger = get_logger(__name__)
 
 MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 
@@ -185,7 +185,7 @@ class NodeStoreSource(StoreSource):
         self.opened_client.abort(slots, session)
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
-        self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH], slot, session)
+        self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES], slot, session)
 
     def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
         if self.client is not None:

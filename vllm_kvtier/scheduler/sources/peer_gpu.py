@@ -61,7 +61,8 @@ class PeerGpuSource(PeerLeaseSource):
         hashes = self._block_hashes(request, min(candidate.tokens, most))
         return self._ask(
             request, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
-            same_node_instance=candidate.instance, prefer_mapped=True, lend=True, wait_seconds=wait_seconds,
+            same_node_instance=candidate.instance, prefer_mapped=True, from_prefix_cache=True,
+            wait_seconds=wait_seconds,
         )  # fmt: skip
 
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:

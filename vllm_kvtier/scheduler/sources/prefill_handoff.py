@@ -49,7 +49,7 @@ class PrefillHandoffSource(PeerLeaseSource):
         if self._config.wire_codec != Codec.RAW:
             return None
         early, address, start = request.hints.handoff.early_read, request.hints.handoff.address, request.pending.start
-        if early is None or early.digest != request.pending.answer.ask.digest:
+        if early is None or early.digest != request.pending.answer.request.digest:
             return None
         if len(early.blocks) != len(self._geometry.groups):
             return None
@@ -82,4 +82,4 @@ class PrefillHandoffSource(PeerLeaseSource):
     def release_export(self, request: RequestState) -> None:
         handoff = request.hints.handoff
         if handoff is not None:
-            self._lease_client.drop(handoff.address, handoff.export)
+            self._lease_client.release_export(handoff.address, handoff.export)

@@ -34,12 +34,12 @@ from vllm_kvtier.scheduler.sources.base import (
 from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan
 from vllm_kvtier.scheduler.sources.store_source import StoreSource, packed
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.vllm_compat.worker_info import wants_host_buffer
 from vllm_kvtier.wire import messages as m
 
-logger = get_logger("vllm.kvtier.remote_store")
+logger = get_logger(__name__)
 
 NETWORK_BANDWIDTH = 6e9  # bytes a second: 50 Gbit/s
 # Seconds that a request waits for a better answer than the first; a healthy store answers in some hundred microseconds.
@@ -245,4 +245,4 @@ class RemoteStoreSource(StoreSource):
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
         """``session``: the lease of the load. If it has ended, the slot may have had another content by then."""
         if session in self._leases:
-            self._bad_blocks.add(self.namespace_id(lora_fingerprint), group, block_hash[:HASH])
+            self._bad_blocks.add(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES])

@@ -50,10 +50,10 @@ class RetainedBlocksSource(PeerLeaseSource):
         super().__init__(context)
         self.puller_index = PullerIndex(self._config.retain_seconds)
 
-    def record_puller(self, ask: m.LeaseRequest) -> None:
+    def record_puller(self, request: m.LeaseRequest) -> None:
         """Any thread: a peer that exports too leased this prefix from us."""
-        if ask.block_hashes:
-            self.puller_index.record(ask.block_hashes[-1], (ask.reply_host, ask.reply_port))
+        if request.block_hashes:
+            self.puller_index.record(request.block_hashes[-1], (request.reply_host, request.reply_port))
 
     def candidates(self, request: RequestState) -> Iterable[Candidate]:
         if request.hints.handoff or not self._config.bidirectional or not self._engine.info.supports_partial_prefix:

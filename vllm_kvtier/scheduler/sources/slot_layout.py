@@ -11,7 +11,7 @@ from typing import Any
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.codecs.parts import part_layout
-from vllm_kvtier.store.protocol import HASH, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, GroupShape
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.slots import layout_digest, slot_layout
 
@@ -44,7 +44,7 @@ class NamespaceIds:
         if namespace_id is None:
             if len(self._namespace_ids) > MAX_NAMESPACE_IDS:
                 self._namespace_ids.clear()
-            namespace_id = self._namespace_ids[whole] = hashlib.blake2b(whole, digest_size=HASH).digest()
+            namespace_id = self._namespace_ids[whole] = hashlib.blake2b(whole, digest_size=HASH_BYTES).digest()
         return namespace_id
 
     def renew(self) -> None:

@@ -27,17 +27,17 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.scheduler.sources.promotion_wait import PromotionWait
 from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan, plan_slots
-from vllm_kvtier.store.protocol import HASH, MAX_HASH_BLOCKS
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
 
 def packed(block_hashes: list[bytes]) -> bytes:
-    """The first ``HASH`` bytes of each hash; all are of one length."""
+    """The first ``HASH_BYTES`` bytes of each hash; all are of one length."""
     block_hashes = block_hashes[:MAX_HASH_BLOCKS]
     if not block_hashes:
         return b""
-    return np.frombuffer(b"".join(block_hashes), np.uint8).reshape(len(block_hashes), -1)[:, :HASH].tobytes()
+    return np.frombuffer(b"".join(block_hashes), np.uint8).reshape(len(block_hashes), -1)[:, :HASH_BYTES].tobytes()
 
 
 class StoreSource(KVSource):

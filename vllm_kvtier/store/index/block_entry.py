@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import cast
 
-from vllm_kvtier.store.index.types import HASH, GroupShape
+from vllm_kvtier.store.index.types import HASH_BYTES, GroupShape
 
 LOOKUP_BATCH = 1 << 10  # blocks looked up at a time: most lookups miss from some block on
 
@@ -157,8 +157,8 @@ class NamespaceBlocks:
 
     def row(self, group: int, block_hashes: bytes, first: int, last: int) -> list[BlockEntry | None]:
         """The group's blocks [first, last) of a prefix; None: not listed."""
-        step, get = self.shapes[group].hash_blocks_per_block * HASH, self.tables[group].get
-        return [get(block_hashes[end - HASH : end]) for end in range((first + 1) * step, last * step + 1, step)]
+        step, get = self.shapes[group].hash_blocks_per_block * HASH_BYTES, self.tables[group].get
+        return [get(block_hashes[end - HASH_BYTES : end]) for end in range((first + 1) * step, last * step + 1, step)]
 
     def match(self, block_hashes: bytes, start: int, limit: int) -> tuple[int, list[list[BlockEntry]], list[int]]:
         """Find the longest usable prefix from hash block ``start`` with slots below page ``limit``.
@@ -166,7 +166,7 @@ class NamespaceBlocks:
         Returns (its end; per group its entries; per group the number of blocks before these that are not needed).
         Nothing usable: (start, empty lists, zeros).
         """
-        end = len(block_hashes) // HASH
+        end = len(block_hashes) // HASH_BYTES
         bases = [start // shape.hash_blocks_per_block for shape in self.shapes]  # the first block of each group
         rows: list[list[BlockEntry | None]] = [[] for _ in self.shapes]
         sparse = [g for g, shape in enumerate(self.shapes) if not shape.cache_kind.whole_prefix]

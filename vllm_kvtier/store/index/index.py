@@ -21,7 +21,7 @@ from vllm_kvtier.store.index.leases import LeaseTable
 from vllm_kvtier.store.index.removal_history import RemovalReason
 from vllm_kvtier.store.index.types import (
     EXISTS,
-    HASH,
+    HASH_BYTES,
     NO_PARENT_STORED,
     NO_ROOM,
     ZERO,
@@ -91,8 +91,8 @@ class Index(BlockTable):
         It ends where blocks of all groups end. Each group has the blocks that its kind needs for such a prefix. Only
         slots that end at or below page ``pages_limit`` count.
         """
-        total = len(block_hashes) // HASH
-        if len(block_hashes) % HASH or start > total:
+        total = len(block_hashes) // HASH_BYTES
+        if len(block_hashes) % HASH_BYTES or start > total:
             raise BadRequest(f"lookup of {len(block_hashes)} bytes of hashes from hash block {start}")
         here = self._namespace(client, namespace_id)
         self._stats.lookups += 1
@@ -144,7 +144,7 @@ class Index(BlockTable):
         if here is None:
             return 0
         self._now += 1
-        end = len(block_hashes) // HASH
+        end = len(block_hashes) // HASH_BYTES
         return self._touch(here, block_hashes, end - end % here.align, [[] for _ in here.shapes])
 
     def inspect(self, client: int, namespace_id: bytes, block_hashes: bytes) -> Holding:
@@ -155,7 +155,7 @@ class Index(BlockTable):
         num_hash_blocks, found, skipped = here.match(block_hashes, 0, self._pool.pages)
         blocks = []
         for g, (shape, run, before) in enumerate(zip(here.shapes, found, skipped, strict=True)):
-            total = len(block_hashes) // HASH // shape.hash_blocks_per_block
+            total = len(block_hashes) // HASH_BYTES // shape.hash_blocks_per_block
             rest = here.row(g, block_hashes, 0, before) + here.row(g, block_hashes, before + len(run), total)
             blocks.append(len(run) + len([entry for entry in rest if entry is not None and entry.state is READY]))
         return Holding(num_hash_blocks, blocks)
@@ -175,14 +175,14 @@ class Index(BlockTable):
     ) -> list[int]:
         """Reserve a slot (> 0) per item, or EXISTS, NO_ROOM, NO_PARENT_STORED. Items of a group: parents first.
 
-        groups: n group indices. hashes, parents: n * HASH bytes; a parent of zeros: the first block. Blocks of groups
-        without ``whole_prefix`` need no parent. Slots end at or below page ``pages_limit``. ``forever``: as in
+        groups: n group indices. hashes, parents: n * HASH_BYTES bytes; a parent of zeros: the first block. Blocks of
+        groups without ``whole_prefix`` need no parent. Slots end at or below page ``pages_limit``. ``forever``: as in
         ``lease_blocks``.
         """
         self.tick()
         known = self._lease_table.known(client)
         count = len(groups)
-        if len(hashes) != count * HASH or len(parents) != count * HASH:
+        if len(hashes) != count * HASH_BYTES or len(parents) != count * HASH_BYTES:
             raise BadRequest(f"{count} items to reserve with {len(hashes)} bytes of hashes, {len(parents)} of parents")
         if count and max(groups) >= len(known.shapes):
             raise BadRequest(f"group {max(groups)} of an engine that has {len(known.shapes)}")
@@ -194,12 +194,12 @@ class Index(BlockTable):
         wanted: dict[tuple[int, bool], list[tuple[int, BlockEntry]]] = {}  # by slot size, and whether they are states
         linked = [shape.cache_kind.whole_prefix for shape in here.shapes]
         for i, group in enumerate(groups):
-            at = i * HASH
-            block_hash = hashes[at : at + HASH]
+            at = i * HASH_BYTES
+            block_hash = hashes[at : at + HASH_BYTES]
             table, shape = here.tables[group], here.shapes[group]
             if block_hash in table:
                 continue
-            parent_hash: bytes | None = parents[at : at + HASH]
+            parent_hash: bytes | None = parents[at : at + HASH_BYTES]
             before = table.get(parent_hash) if parent_hash and parent_hash != ZERO else None
             parent = None
             if not linked[group] or parent_hash == ZERO:
@@ -286,7 +286,7 @@ class Index(BlockTable):
             return 0
         blocks = []  # (end, group, entry): sorted by end, so that a partial pin is a usable prefix
         for g, shape in enumerate(here.shapes):
-            row = here.row(g, block_hashes, 0, len(block_hashes) // HASH // shape.hash_blocks_per_block)
+            row = here.row(g, block_hashes, 0, len(block_hashes) // HASH_BYTES // shape.hash_blocks_per_block)
             blocks += [
                 ((j + 1) * shape.hash_blocks_per_block, g, entry) for j, entry in enumerate(row) if entry is not None
             ]

@@ -8,10 +8,10 @@ from msgspec.structs import force_setattr
 
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import CacheKind
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
-HASH = 16  # bytes of a block hash; also of a namespace id and, at most, of a tenant
-ZERO = bytes(HASH)  # as a parent: none
+HASH_BYTES = 16  # bytes of a block hash; also of a namespace id and, at most, of a tenant
+ZERO = bytes(HASH_BYTES)  # as a parent: none
 
 HashBlocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
@@ -29,7 +29,7 @@ class GroupShape(msgspec.Struct, frozen=True):
     """The blocks of one KV cache group of an engine."""
 
     hash_blocks_per_block: HashBlocks
-    slot_pages: Annotated[int, msgspec.Meta(ge=1, le=PIECE // PAGE)]  # 4 KiB pages per block, all its parts
+    slot_pages: Annotated[int, msgspec.Meta(ge=1, le=PIECE_BYTES // PAGE)]  # 4 KiB pages per block, all its parts
     window: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None = None  # tokens of the kind's window, if it has one
     kind: Annotated[str, msgspec.Meta(max_length=64)] = "full"  # ``CacheKind.stored_as``
 

@@ -18,8 +18,8 @@ class PoolMapping:
 
     A worker gets one from its StoreClient (kind "worker"). ``on_change`` reports a new ``instance`` (then call
     ``client.open_pool()`` again) and more ``ready_pages``. Pages beyond the ready ones must not be touched: each costs
-    a page fault and may find no memory (SIGBUS). No slot crosses a multiple of ``store.protocol.PIECE``, so memory is
-    best registered with a device in whole pieces.
+    a page fault and may find no memory (SIGBUS). No slot crosses a multiple of ``store.protocol.PIECE_BYTES``, so
+    memory is best registered with a device in whole pieces.
 
     ``buffer``: uint8[nbytes]. ``address``: of its first byte. ``fd``: the memfd, owned by this object.
     Raises KVTierError if the memory cannot be mapped; ``fd`` is closed then.

@@ -24,7 +24,7 @@ from pathlib import Path
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits
-from vllm_kvtier.store.protocol import PAGE, PIECE
+from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 
 logger = get_logger(__name__)
 
@@ -188,7 +188,7 @@ def next_step(ready: int, usable: int) -> int:
     for boundary in FIRST_STEPS:
         if ready < boundary:
             return min(boundary, usable) - ready
-    return min((ready // PIECE + 1) * PIECE, usable) - ready
+    return min((ready // PIECE_BYTES + 1) * PIECE_BYTES, usable) - ready
 
 
 def free_huge_pages() -> int:

@@ -10,9 +10,9 @@ piece, less than a slot, is unused.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
-PIECE_PAGES = PIECE // PAGE
+PIECE_PAGES = PIECE_BYTES // PAGE
 SLAB_PAGES = 8192  # 32 MiB: long for DMA, small compared with the pool
 MAX_OPEN = 64  # slabs with free slots examined per allocation: bounds its time
 

@@ -20,7 +20,7 @@ from functools import partial
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.index.block_entry import READY, BlockEntry
 from vllm_kvtier.store.index.index import Index
-from vllm_kvtier.store.index.types import HASH, BadRequest
+from vllm_kvtier.store.index.types import HASH_BYTES, BadRequest
 from vllm_kvtier.store.tiers.base import Tier
 
 BATCH_BLOCKS, BATCH_BYTES = 512, 4 << 20  # per message
@@ -72,7 +72,7 @@ class EventFeed:
         self._max_bytes = label_bytes
         self._bytes = 0
         self._labels: dict[bytes, dict[Key, _Label]] = {}  # by namespace; oldest first
-        # By namespace: its oldest labels, some of which may be gone. Finding the first key of the dict itself is slow.
+        # By namespace: its oldest labels; some may be gone. Finding the first key of the dict itself is slow.
         self._oldest: dict[bytes, Iterator[Key]] = {}
         self._sizes: dict[bytes, int] = {}  # by namespace, its share of _bytes
         self._awaited: dict[tuple[bytes, Key], None] = {}  # labelled while they were being written
@@ -118,13 +118,13 @@ class EventFeed:
         follow (it may have stopped while the message was in flight). Raises BadRequest for lists of different
         lengths."""
         count = len(r.groups)
-        if len(r.hashes) != count * HASH or len(r.labels) != count:
+        if len(r.hashes) != count * HASH_BYTES or len(r.labels) != count:
             raise BadRequest(f"{count} blocks, {len(r.hashes)} bytes of hashes and {len(r.labels)} labels")
         follower = self._followers.get(client)
         if follower is None or r.namespace_id not in follower.namespaces:
             return
         for i, (group, content) in enumerate(zip(r.groups, r.labels, strict=True)):
-            self._label(r.namespace_id, (group, r.hashes[i * HASH : (i + 1) * HASH]), content)
+            self._label(r.namespace_id, (group, r.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), content)
         self._make_room()
         if len(self._awaited) > self._max_awaited:
             for namespace_id, key in list(self._awaited):

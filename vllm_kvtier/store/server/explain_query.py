@@ -78,8 +78,8 @@ def walk(index: Index, tiers: Sequence[Tier], want: Want, explained: list[list[m
                 yield
                 looked = 0
             looked += 1
-            end = (block + 1) * shape.hash_blocks_per_block * m.HASH
-            name = want.namespace_id, group, want.block_hashes[end - m.HASH : end]
+            end = (block + 1) * shape.hash_blocks_per_block * m.HASH_BYTES
+            name = want.namespace_id, group, want.block_hashes[end - m.HASH_BYTES : end]
             entry = index.find(*name)
             span = m.Span(1, "memory")
             if entry is None:

@@ -1,8 +1,8 @@
 """The store's Prometheus metrics: text over HTTP, on threads of its own.
 
-A scrape gets all numbers from the reactor at one moment and waits ``SECONDS`` at most; after that it only reports
-``kvtier_store_responding 0``. A slow scraper occupies one of these threads and does not affect the store. The numbers
-are those of ``kvtier stats --json``; names and types are below.
+A scrape gets all numbers from the reactor at one moment. It waits for them at most ``ANSWER_SECONDS``, and reports only
+``kvtier_store_responding 0`` after that. A slow scraper occupies one of these threads and does not affect the store.
+The numbers are those of ``kvtier stats --json``; names and types are below.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)
 
-SECONDS = 2.0  # for the reactor's answer
+ANSWER_SECONDS = 2.0  # for the reactor's answer
 SILENT_SECONDS = 10.0  # after which the connection of an idle scraper is closed
 PAUSE_SECONDS = 1.0  # if no connection can be accepted
 MAX_SCRAPERS = 8  # at a time; further connections are closed
@@ -160,7 +160,9 @@ HANDLING = Shown("message_seconds", "Time of the store's thread for one message 
 CLIENTS = _gauge("clients", "Connected clients.")
 TIER_UP = _gauge("tier_up", "1: the tier answers lookups.")
 TIER_STATE = _gauge("tier_state", "1: the tier's current state.")
-RESPONDING = _gauge("responding", f"1: the store answered within {SECONDS:g} s; 0: not, and no other metric follows.")
+RESPONDING = _gauge(
+    "responding", f"1: the store answered within {ANSWER_SECONDS:g} s; 0: not, and no other metric follows."
+)
 INFO = _gauge("info", "Identity of the store.")
 
 
@@ -177,7 +179,7 @@ class StoreCollector(Collector):
     """Calls ``read`` on the reactor's thread. ``old_names``: export renamed metrics under both names."""
 
     def __init__(
-        self, reactor: Reactor, read: Callable[[], State], seconds: float = SECONDS, old_names: bool = False
+        self, reactor: Reactor, read: Callable[[], State], seconds: float = ANSWER_SECONDS, old_names: bool = False
     ):
         self._reactor, self._read, self._seconds, self._old_names = reactor, read, seconds, old_names
 

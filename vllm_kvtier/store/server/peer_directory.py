@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.index.types import HASH, BadRequest
+from vllm_kvtier.store.index.types import HASH_BYTES, BadRequest
 
 KEY_BYTES = 8  # bytes
 SWEEP_KEYS = 1 << 14  # keys of a disconnected engine removed at a time: a few milliseconds
@@ -46,7 +46,7 @@ def directory_query(
     if len(key_mask) != KEY_BYTES:
         raise BadRequest(f"a key mask of {len(key_mask)} bytes; {KEY_BYTES} or, without a directory query, none")
     first = start // hash_blocks_per_block
-    words = HASH // KEY_BYTES
+    words = HASH_BYTES // KEY_BYTES
     heads = _unpacked(block_hashes)[((first + 1) * hash_blocks_per_block - 1) * words :: hash_blocks_per_block * words]
     return DirectoryQuery(first, hash_blocks_per_block, heads, int.from_bytes(key_mask, "little"))
 

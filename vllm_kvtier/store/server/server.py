@@ -91,7 +91,7 @@ class StoreServer:
             cleanup.callback(self._listener.close)
             self.reactor = Reactor("kvtier-store")
             self.index = Index(
-                SlotPool(self.memory.nbytes // m.PAGE, m.PIECE // m.PAGE),
+                SlotPool(self.memory.nbytes // m.PAGE, m.PIECE_BYTES // m.PAGE),
                 POLICIES[self.policy],
                 time.monotonic,
                 IndexLimits(
@@ -235,8 +235,8 @@ class StoreServer:
             if handler is None or (client.hello.kind != "engine" and not isinstance(request, _FOR_ALL)):
                 raise BadRequest(f"a connected {client.hello.kind} must not send {type(request).__name__}")
             nbytes = len(getattr(request, "block_hashes", b""))
-            if nbytes % m.HASH:
-                raise BadRequest(f"block hashes of {nbytes} bytes, not a multiple of {m.HASH}")
+            if nbytes % m.HASH_BYTES:
+                raise BadRequest(f"block hashes of {nbytes} bytes, not a multiple of {m.HASH_BYTES}")
             began = time.monotonic()
             handler(client, request)
             self._handling[type(request)].observe(time.monotonic() - began)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_kvtier.store.index.block_entry import BlockName
-from vllm_kvtier.store.index.types import HASH, GroupShape
+from vllm_kvtier.store.index.types import HASH_BYTES, GroupShape
 from vllm_kvtier.store.tiers.read_time import Durations
 
 
@@ -51,7 +51,7 @@ class Want:
 
     @property
     def num_hash_blocks(self) -> int:
-        return len(self.block_hashes) // HASH
+        return len(self.block_hashes) // HASH_BYTES
 
 
 @dataclass(slots=True, eq=False)

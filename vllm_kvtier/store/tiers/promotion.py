@@ -17,7 +17,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.index.block_entry import BlockName
 from vllm_kvtier.store.index.index import Index
 from vllm_kvtier.store.index.removal_history import RemovalReason
-from vllm_kvtier.store.index.types import EXISTS, HASH, NO_ROOM, ZERO, BadRequest, GroupShape
+from vllm_kvtier.store.index.types import EXISTS, HASH_BYTES, NO_ROOM, ZERO, BadRequest, GroupShape
 from vllm_kvtier.store.protocol import TierQuery
 from vllm_kvtier.store.tiers.base import Block, Find, Tier, Want
 from vllm_kvtier.wire.reactor import Timer
@@ -125,7 +125,7 @@ class Promotion:
         usable, or the end of the job is unknown. A job that is over when this returns found nothing readable."""
         if want.start >= want.num_hash_blocks or not any(tier.usable for tier in self._tiers_for(want)):
             return None
-        key = (want.namespace_id, want.block_hashes[-HASH:], want.nodes, want.skip)
+        key = (want.namespace_id, want.block_hashes[-HASH_BYTES:], want.nodes, want.skip)
         known = self._jobs.get(key)
         if known is not None:
             return known if known.progressing else None
@@ -358,9 +358,9 @@ def _blocks(find: Find) -> list[Block]:
     blocks = []
     for end, group in ends:
         shape = want.shapes[group]
-        before = (end - shape.hash_blocks_per_block) * HASH
-        parent = want.block_hashes[before - HASH : before] if before and shape.cache_kind.whole_prefix else ZERO
-        name = want.block_hashes[(end - 1) * HASH : end * HASH]
+        before = (end - shape.hash_blocks_per_block) * HASH_BYTES
+        parent = want.block_hashes[before - HASH_BYTES : before] if before and shape.cache_kind.whole_prefix else ZERO
+        name = want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         blocks.append(Block(want.namespace_id, group, name, parent, b"", 0, shape.slot_pages, end))
     return blocks
 

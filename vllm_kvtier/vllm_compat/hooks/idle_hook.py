@@ -20,7 +20,7 @@ from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
-logger = get_logger("vllm.kvtier.idle_hook")
+logger = get_logger(__name__)
 
 _WRAPPED = "_kvtier_idle_hook"
 _ADDING = "_kvtier_add_request"

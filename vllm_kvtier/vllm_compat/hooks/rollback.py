@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.rollback")
+logger = get_logger(__name__)
 
 
 def serves(scheduler: Any, connector: Any) -> bool:
@@ -33,7 +33,7 @@ def uses(scheduler: Any, connector: Any) -> bool:
     return holds(scheduler.connector)
 
 
-def settle_failure_policy(scheduler: Any, policy: str) -> None:
+def set_failure_policy(scheduler: Any, policy: str) -> None:
     """Make vLLM's scheduler recompute failed loads if ``policy`` is "recompute".
 
     A connector in a MultiConnector has a configuration of its own, which vLLM's scheduler does not read. vLLM has one

@@ -14,7 +14,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
-logger = get_logger("vllm.kvtier.cpu_page_layout")
+logger = get_logger(__name__)
 
 # Bits of an index that are found at a time: integers below 2^8 are exact in bfloat16 and float16.
 _BITS = 8

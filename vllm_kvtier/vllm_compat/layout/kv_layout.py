@@ -27,7 +27,7 @@ from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
-from vllm_kvtier.worker.cache_view import NUMBER, CacheView, CpuPageKey
+from vllm_kvtier.worker.cache_view import NUMBER_BYTES, CacheView, CpuPageKey
 
 # Backends (AttentionBackend.get_name) whose caches the strides describe down to the token. Not listed: sparse MLA,
 # indexers and NVFP4, with scales at the end of a page; ROCm, which shuffles pages under the same names.
@@ -216,7 +216,7 @@ def _regions(
             )
             check_words(region)
             mine = fields if shape.kv_stride is None else fields[side : side + 1]
-            if sum(f.count for f in mine) * cell_tokens * NUMBER == region.inner:
+            if sum(f.count for f in mine) * cell_tokens * NUMBER_BYTES == region.inner:
                 region = msgspec.structs.replace(region, fields=mine)
             regions.append(region)
     return regions

@@ -18,7 +18,7 @@ from vllm_kvtier.vllm_compat.probe.checks import NotHere, Unmet
 from vllm_kvtier.vllm_compat.probe.row import Absence, Feature, Release, Row, Side
 from vllm_kvtier.vllm_compat.version import SUPPORTED, check_supported, installed_version, is_tested
 
-logger = get_logger("vllm.kvtier.probe")
+logger = get_logger(__name__)
 
 
 # The idle hook finds vLLM's scheduler, which synchronous loads and peer fetches need.

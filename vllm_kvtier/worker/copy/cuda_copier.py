@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vllm_kvtier.kernels import page_copy
-from vllm_kvtier.wire.slots import PAGE, PIECE, PartLayout
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, PartLayout
 from vllm_kvtier.worker import tuning as tunings
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.part_tables import MAX_ROWS, ROW_ALIGN, Part, adjacent, mostly_adjacent
@@ -330,10 +330,10 @@ class CudaCopier:
         self._closed = False
 
     def register(self, start: int, nbytes: int) -> None:
-        if start != self._registered or start % PIECE or nbytes <= 0 or start + nbytes > self._pool_bytes:
+        if start != self._registered or start % PIECE_BYTES or nbytes <= 0 or start + nbytes > self._pool_bytes:
             raise ValueError(
                 f"registering {nbytes} bytes at {start} of a pool of {self._pool_bytes}, after {self._registered}: "
-                f"pieces begin at multiples of {PIECE}, where no slot lies across"
+                f"pieces begin at multiples of {PIECE_BYTES}, where no slot lies across"
             )
         self._driver.register(self._pool + start, nbytes)
         self._starts.append(self._pool + start)
@@ -368,9 +368,9 @@ class CudaCopier:
             )
         edges = None
         if len(self._starts) > 1:
-            edges = offsets // PIECE
-            if int((offsets - edges * PIECE).max()) + part.nbytes > PIECE:
-                raise ValueError(f"a slot lies across a multiple of {PIECE} bytes, where another piece is pinned")
+            edges = offsets // PIECE_BYTES
+            if int((offsets - edges * PIECE_BYTES).max()) + part.nbytes > PIECE_BYTES:
+                raise ValueError(f"a slot lies across a multiple of {PIECE_BYTES} bytes, where another piece is pinned")
         offsets += self._pool
         self._driver.enter()
         lane.busy()  # takes back events and arguments of copies that ended

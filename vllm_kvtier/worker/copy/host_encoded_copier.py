@@ -17,7 +17,7 @@ from vllm_kvtier.codecs.base import DTYPES
 from vllm_kvtier.kernels.checksum_reference import multipliers
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout
-from vllm_kvtier.worker.cache_view import NUMBER, CacheView
+from vllm_kvtier.worker.cache_view import NUMBER_BYTES, CacheView
 from vllm_kvtier.worker.copy.host_tiles import TILE_WORDS, finish, terms, tiles
 from vllm_kvtier.worker.device.cpu_threads import one_core
 
@@ -116,7 +116,7 @@ class _Lines:
             inner, steps = _grid(order)
             if steps is not None:  # a transposition at most: [blocks, outer, cells, numbers / inner, inner]
                 shape = (*pages.shape[:3], len(order) // inner, inner)
-                strides = (*pages.strides[:3], *(NUMBER * step for step in steps))
+                strides = (*pages.strides[:3], *(NUMBER_BYTES * step for step in steps))
                 self._cache = np.lib.stride_tricks.as_strided(self._cache, shape, strides)
                 self._cell = shape[3:]
             else:

@@ -1,8 +1,8 @@
 """Events on the engine's stream, one per step: work that waits for one runs behind all that was launched before it.
 
-An event is recorded again ``RING`` steps later, since making and destroying one takes the model runner's thread longer
-than recording it. A copy that waits for such an old event waits for the later step instead. That is safe: the engine's
-stream runs in order, and it waits for no copy that waits for an earlier step.
+An event is recorded again ``RING_EVENTS`` steps later, since making and destroying one takes the model runner's thread
+longer than recording it. A copy that waits for such an old event waits for the later step instead. That is safe: the
+engine's stream runs in order, and it waits for no copy that waits for an earlier step.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import itertools
 import torch
 
 # Steps that a load may be queued before it waits for a later step than its own.
-RING = 64
+RING_EVENTS = 64
 
 
 class StepEvents:
@@ -18,7 +18,7 @@ class StepEvents:
 
     def __init__(self, device: int):
         self._device = device
-        self._events = itertools.cycle([torch.cuda.Event() for _ in range(RING)])
+        self._events = itertools.cycle([torch.cuda.Event() for _ in range(RING_EVENTS)])
 
     def record(self) -> torch.cuda.Event:
         event = next(self._events)

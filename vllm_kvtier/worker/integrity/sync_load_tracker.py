@@ -20,7 +20,7 @@ from vllm_kvtier.jobs.results import Result, failed_result
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, LoadJob, PeerFetchJob
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.sync_load_tracker")
+logger = get_logger(__name__)
 
 SyncJob = LoadJob | PeerFetchJob | FailedJob
 

@@ -24,7 +24,7 @@ import numpy as np
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.nixl_transport")
+logger = get_logger(__name__)
 
 
 class TransferState(enum.Enum):

@@ -27,7 +27,7 @@ from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer,
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
 
-logger = get_logger("vllm.kvtier.pulls")
+logger = get_logger(__name__)
 
 # A prefill engine computes the checksums of a hand-off before it offers it; a busy one some moments later. Seconds
 # before an early read is tried again.

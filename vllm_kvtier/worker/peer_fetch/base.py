@@ -20,9 +20,9 @@ from vllm_kvtier.shapes.tp_mapping import SourceRank
 
 @dataclass(eq=False)
 class CopyJob:
-    """Blocks of one request from one source; block ids are within both caches and never 0."""
+    """Blocks of one request from one peer; block ids are within both caches and never 0."""
 
-    source: str
+    source: str  # its instance
     groups: list[GroupPull]
     until: float = math.inf  # time.monotonic() after which a host copy begins no piece; a launch ends by itself
 

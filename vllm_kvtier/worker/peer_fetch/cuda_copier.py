@@ -22,7 +22,7 @@ from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob
 from vllm_kvtier.worker.peer_fetch.cuda_ipc import Mapped, Mappings
 from vllm_kvtier.worker.peer_fetch.kernel_args import Batch, GroupTable, max_words, pack, padded, room
 
-logger = get_logger("vllm.kvtier.cuda_copier")
+logger = get_logger(__name__)
 
 
 class _Source:

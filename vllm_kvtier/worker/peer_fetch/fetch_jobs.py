@@ -29,7 +29,7 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch import process_memory
 from vllm_kvtier.worker.peer_fetch.base import Copy, CopyJob, PeerCopier
 
-logger = get_logger("vllm.kvtier.fetch_jobs")
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False)

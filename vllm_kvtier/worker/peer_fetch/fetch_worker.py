@@ -18,7 +18,7 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches, share_memory
 from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
 
-logger = get_logger("vllm.kvtier.fetch_worker")
+logger = get_logger(__name__)
 
 # An idle step polls its fetches this many seconds: each of vLLM's empty steps costs a millisecond.
 IDLE_SECONDS = 3e-3

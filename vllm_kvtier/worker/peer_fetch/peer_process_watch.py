@@ -10,7 +10,7 @@ from vllm_kvtier.wire.messages import Shared
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.peer_fetch import process_memory
 
-logger = get_logger("vllm.kvtier.peer_process_watch")
+logger = get_logger(__name__)
 
 # Seconds between checks of a process where the system gives no descriptor of it.
 RECHECK_SECONDS = 2.0

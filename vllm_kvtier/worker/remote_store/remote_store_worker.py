@@ -34,7 +34,7 @@ from vllm_kvtier.worker.store.copy_engine import CopyRate
 from vllm_kvtier.worker.store.copy_queues import CopyBatch, LoadQueue
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
-logger = get_logger("vllm.kvtier.remote_store_worker")
+logger = get_logger(__name__)
 
 MAX_STORES = 64  # whose connection is kept: requests name them
 FIRST_RATE = 6e9  # bytes/s before any was measured

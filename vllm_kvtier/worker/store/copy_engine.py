@@ -27,7 +27,7 @@ from vllm_kvtier.worker.copy.base import Copy
 from vllm_kvtier.worker.store.copy_queues import CopyBatch, LoadQueue, StoreQueue
 from vllm_kvtier.worker.store.store_memory import Backing, StoreMemory
 
-logger = get_logger("vllm.kvtier.copy_engine")
+logger = get_logger(__name__)
 
 # Seconds of work given to the copier ahead: at least, and at most after the copier ran out of work before a poll
 # (CPython switches threads every 5 ms at the earliest if another one computes). More of it delays later loads.

@@ -17,10 +17,10 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.wire.reactor import Reactor
-from vllm_kvtier.wire.slots import PAGE, PIECE
+from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 from vllm_kvtier.worker.copy.base import Copier
 
-logger = get_logger("vllm.kvtier.store_memory")
+logger = get_logger(__name__)
 
 # Registering a piece takes this thread some 20 ms (the driver pins its pages). While requests wait for loads, the next
 # piece is tried again after RETRY_SECONDS, for at most MAX_DELAY: a busy engine must get its memory too.
@@ -63,7 +63,7 @@ class Backing:
 
     def next_piece(self) -> tuple[int, int] | None:
         """(start, bytes) that can be registered next. Up to a multiple of PIECE: no slot reaches across one."""
-        end = min(self.nbytes, (self.registered // PIECE + 1) * PIECE)
+        end = min(self.nbytes, (self.registered // PIECE_BYTES + 1) * PIECE_BYTES)
         if not self.registered < end <= self.limit:
             return None
         return self.registered, end - self.registered

@@ -31,7 +31,7 @@ from vllm_kvtier.worker.store.copy_engine import STEP_EVENTS, CopyEngine, EndedC
 from vllm_kvtier.worker.store.store_memory import MemoryUser, StoreMemory
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
-logger = get_logger("vllm.kvtier.store_worker")
+logger = get_logger(__name__)
 
 # A launched step lets stores begin. Unless a poll follows within this many seconds anyway, the step asks for one;
 # longer than stores wait to be batched.

@@ -124,7 +124,7 @@ def _recover(files: Files, storage: Storage, preallocate: bool) -> None:
         if not storage.writable:
             raise KVTierError(f"the disk tier cannot write to {storage.folder}, which holds no blocks to read")
         name = os.urandom(j.STORAGE_ID)
-        header = _HEADER.pack(_MAGIC, j.FORMAT, name)
+        header = _HEADER.pack(_MAGIC, j.FORMAT_VERSION, name)
         write_all(files, storage.file_fd, header + struct.pack("<I", zlib.crc32(header)), 0)
         files.sync(storage.file_fd)
     if found.note:
@@ -148,7 +148,7 @@ def _name(files: Files, fd: int) -> bytes | None:
         return None
     magic, version, name = _HEADER.unpack_from(data)
     whole = struct.unpack_from("<I", data, _HEADER.size)[0] == zlib.crc32(data[: _HEADER.size])
-    return name if whole and (magic, version) == (_MAGIC, j.FORMAT) else None
+    return name if whole and (magic, version) == (_MAGIC, j.FORMAT_VERSION) else None
 
 
 def _size(files: Files, storage: Storage, preallocate: bool) -> None:

@@ -25,15 +25,15 @@ from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files, read_all, write_a
 from vllm_kvtier.store.tiers.disk.slot_table import ROW, without_conflicts
 from vllm_kvtier.store.tiers.process.protocol import NamespaceShape
 
-FORMAT = 1
+FORMAT_VERSION = 1
 HEAD, NAMESPACE_ID, PUT, GONE, END = range(1, 6)
 STORAGE_ID = 16  # bytes
 _MAGIC = b"KVTJ"
 _FRAME = struct.Struct("<4sIB3xIQQ")
 _HEAD = struct.Struct(f"<I{STORAGE_ID}sQ")  # format, storage, number of the file
 _MAX_ROWS = 8192  # per frame
-_ROOM = 1 << 20  # bytes allocated ahead, so that an append changes no metadata and seldom finds the disk full
-RESERVE = 128 << 10  # of them, for removals, which must be recorded even if nothing new fits
+_PREALLOCATED_BYTES = 1 << 20  # so that an append changes no metadata and seldom finds the disk full
+REMOVAL_RESERVE_BYTES = 128 << 10  # of them, for removals, which must be recorded even if nothing new fits
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(NamespaceShape).decode
 
 Entry = tuple[int, bytes]  # kind, content
@@ -130,7 +130,7 @@ class Journal:
     def append(self, entries: list[Entry]) -> None:
         """Append durably. After an error nothing was appended, unless ``broken``."""
         data, frames = self._frames_of(entries, self._number, self._frames, self._durable)
-        self._make_room(len(data), 0 if all(kind == GONE for kind, _ in entries) else RESERVE)
+        self._make_room(len(data), 0 if all(kind == GONE for kind, _ in entries) else REMOVAL_RESERVE_BYTES)
         try:
             write_all(self._files, self._fd, data, self._end)
             self._files.sync(self._fd)
@@ -144,7 +144,7 @@ class Journal:
         """Start a new file with this snapshot."""
         number = self._number + 1
         new = path_of(self._folder, number)
-        head = (HEAD, _HEAD.pack(FORMAT, self._storage, number))
+        head = (HEAD, _HEAD.pack(FORMAT_VERSION, self._storage, number))
         data, frames = self._frames_of([head, *entries], number, 0, 0)
         fd = self._files.open(f"{new}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
@@ -186,7 +186,7 @@ class Journal:
             raise error
 
     def _allocate(self, nbytes: int) -> OSError | None:
-        nbytes += RESERVE + _ROOM
+        nbytes += REMOVAL_RESERVE_BYTES + _PREALLOCATED_BYTES
         try:
             self._files.allocate(self._fd, self._end, nbytes)
         except OSError as error:
@@ -242,7 +242,7 @@ def _understand(data: bytearray, number: int, storage: bytes, capacity: int) -> 
     if head is None or head[0] != HEAD or head[2] != 1 or len(head[1]) != _HEAD.size:
         return Found(number, note="its journal is damaged")
     version, belongs, _ = _HEAD.unpack(head[1])
-    if version != FORMAT:
+    if version != FORMAT_VERSION:
         return Found(number, note="its journal is of another version")
     if belongs != storage:
         return Found(number, note="its journal belongs to other data")

@@ -45,7 +45,7 @@ class Gone:
         self._unreported.add((position, name))
 
     def report(self, writing: bool) -> list[int]:
-        """Positions for the next message. ``writing``: it is a Write, of which one is in flight at a time."""
+        """Positions for the next message. ``writing``: it is a Write; one is in flight at a time."""
         positions = sorted({position for position, _ in self._unreported})
         self._reported |= self._unreported
         self._unreported = set()

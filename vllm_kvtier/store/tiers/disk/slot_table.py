@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.tiers.process.protocol import Move
 
 # One block. ``space``: namespace id; ``place``: position. ``mark``: see data_file.marks. ``tenant``: padded with zeros.
 ROW = np.dtype(
     [
-        ("space", f"V{HASH}"),
-        ("hash", f"V{HASH}"),
-        ("parent", f"V{HASH}"),
-        ("tenant", f"V{HASH}"),
+        ("space", f"V{HASH_BYTES}"),
+        ("hash", f"V{HASH_BYTES}"),
+        ("parent", f"V{HASH_BYTES}"),
+        ("tenant", f"V{HASH_BYTES}"),
         ("place", "<u8"),  # 4 KiB pages from the file's start
         ("pages", "<u4"),
         ("mark", "<u4"),
@@ -26,7 +26,7 @@ ROW = np.dtype(
 )
 _STRUCT = struct.Struct("<16s16s16s16sQIIBB6x")
 assert _STRUCT.size == ROW.itemsize
-_ZERO = np.zeros(1, f"V{HASH}")[0]
+_ZERO = np.zeros(1, f"V{HASH_BYTES}")[0]
 
 
 def pack(move: Move, mark: int) -> bytes:

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from vllm_kvtier.store.index.index import Index
-from vllm_kvtier.store.index.types import HASH, BadRequest, Found
+from vllm_kvtier.store.index.types import HASH_BYTES, BadRequest, Found
 from vllm_kvtier.store.protocol import GroupShape, TierQuery
 from vllm_kvtier.store.tiers.base import Want
 from vllm_kvtier.store.tiers.process import protocol as m
 
 MAX_SHAPES = 16  # sets of cache groups that one client may look up; a node serves fewer models
-_ALL = 1 << 40  # a pages_limit
+_ANY_PAGES = 1 << 40  # a pages_limit
 
 Answer = Callable[[m.LeaseReply | m.PromotionStatus], object]
 
@@ -86,7 +86,7 @@ class NodeLeaseTable:
     # -- leases -------------------------------------------------------------------------------------------------
 
     def _request(self, request: m.LeaseRequest, answer: Answer) -> None:
-        if not request.groups or len(request.block_hashes) % HASH:
+        if not request.groups or len(request.block_hashes) % HASH_BYTES:
             answer(_miss(request))
             return
         skip = ("nodes", "object") if self._objects and request.objects == self._objects else ("nodes",)
@@ -100,7 +100,7 @@ class NodeLeaseTable:
             if request.wait_seconds and tiers is not None:
                 self._promote(tiers, request, client, want, answer)
                 return
-            found = self._index.lookup(client, request.namespace_id, request.block_hashes, request.start, _ALL)
+            found = self._index.lookup(client, request.namespace_id, request.block_hashes, request.start, _ANY_PAGES)
         except BadRequest:  # the namespace has other groups here
             answer(_miss(request))
             return
@@ -130,7 +130,7 @@ class NodeLeaseTable:
 
         def look(wait_seconds: float) -> None:
             try:
-                tiers.lookup(client, want, _ALL, wait_seconds, on_found)
+                tiers.lookup(client, want, _ANY_PAGES, wait_seconds, on_found)
             except BadRequest:  # the namespace was cleared, and an engine with other groups uses it now
                 waiting.pop(request.id, None)
                 answer(_miss(request))

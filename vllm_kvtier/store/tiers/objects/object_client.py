@@ -24,7 +24,7 @@ from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
 T = TypeVar("T")
 
 MAX_CONNECT_SECONDS = 2.0
-RETRIES = 1  # of a request, if it failed early; the tier retries later
+MAX_RETRIES = 1  # of a request, if it failed early; the tier retries later
 PART_BYTES = 16 << 20  # of a request; larger objects are read and written in parts
 _ENDPOINTS = {  # by scheme: obstore's name of it, and the variables for it
     "s3": ("endpoint", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -174,7 +174,7 @@ def _open(location: ObjectLocation, endpoint: str, region: str, limits: dict[str
     if location.scheme == "s3" and (certificates := os.environ.get("AWS_CA_BUNDLE")):
         options["root_certificate"] = Path(certificates).read_bytes()
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=0.5), "base": 2}
-    retries = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
+    retries = {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
     return _CLASSES[location.scheme](
         location.bucket, client_options=options, retry_config=retries, credential_provider=provider, **config
     )

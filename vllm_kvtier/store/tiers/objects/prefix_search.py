@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
 
 FIRST_ROUND_REQUESTS = 4  # requests of the first round; few, because most searches find nothing and end with it
@@ -43,7 +43,7 @@ class Prefix:
 
     def block(self, group: int, end: int) -> Name:
         """The group's block that ends at hash block ``end``."""
-        return group, self.hashes[(end - 1) * HASH : end * HASH]
+        return group, self.hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
 
 
 Rounds = Generator[list[Name], list[bool], int]
@@ -55,13 +55,13 @@ def names_by_position(prefix: Prefix) -> list[Name]:
     for group, shape in enumerate(prefix.groups):
         step = shape.hash_blocks_per_block
         first = (prefix.start // step + 1) * step
-        ends += [(end, group) for end in range(first, len(prefix.hashes) // HASH + 1, step)]
+        ends += [(end, group) for end in range(first, len(prefix.hashes) // HASH_BYTES + 1, step)]
     return [prefix.block(group, end) for end, group in sorted(ends)]
 
 
 def end_of(prefix: Prefix, stored: Container[Name]) -> int:
     """The exact end of the prefix, by what is ``stored``: for stores that can be asked for all blocks at once."""
-    end = len(prefix.hashes) // HASH
+    end = len(prefix.hashes) // HASH_BYTES
     for group, shape in enumerate(prefix.groups):
         step = shape.hash_blocks_per_block
         if shape.cache_kind.whole_prefix:
@@ -95,7 +95,7 @@ def search(prefix: Prefix, known: Callable[[Name], bool | None]) -> Rounds:
     step = prefix.step
     full = [g for g, shape in enumerate(prefix.groups) if shape.cache_kind.whole_prefix]
     sparse = [g for g, shape in enumerate(prefix.groups) if not shape.cache_kind.whole_prefix]
-    end = prefix.start + (len(prefix.hashes) // HASH - prefix.start) // step * step
+    end = prefix.start + (len(prefix.hashes) // HASH_BYTES - prefix.start) // step * step
     if full and end > prefix.start:
         end = yield from _beginning(prefix, full, end, known)
     if sparse and end > prefix.start:

@@ -26,7 +26,7 @@ SCAN_SECONDS = 30.0
 WRITTEN_SHARE = 0.02  # of the size
 KEPT_SHARE = 0.9  # of the size, after files were removed
 TURN_SECONDS = 30.0  # until another store may scan if this one dies
-PAUSE = 10  # times the duration of a scan: until the next one of any store
+SCAN_PAUSE_FACTOR = 10  # times the duration of a scan: until the next one of any store
 MAX_PAUSE = 3600.0
 TOUCH_SECONDS = 60.0  # precision of a file's last use
 LEFT_SECONDS = 600.0  # age of a file that a killed store did not finish
@@ -82,7 +82,7 @@ class SharedDirectory:
         total = sum(used.values())
         limit = min(self._size, total) if full else self._size
         files, nbytes = self._remove(used, total - int(KEPT_SHARE * limit)) if total > limit or full else (0, 0)
-        self._end_turn(PAUSE * (time.monotonic() - began))
+        self._end_turn(SCAN_PAUSE_FACTOR * (time.monotonic() - began))
         self._scanned = time.monotonic()
         return total - nbytes, files
 

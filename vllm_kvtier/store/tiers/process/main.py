@@ -38,7 +38,7 @@ KINDS = {
     "mooncake": "vllm_kvtier.store.tiers.mooncake.reader:MooncakeReader",
     "mooncake_segment": "vllm_kvtier.store.tiers.mooncake.segment:MooncakeSegment",
 }
-BACKLOG = 256 << 20  # unsent bytes; the index of a large disk fits
+MAX_UNSENT_BYTES = 256 << 20  # unsent bytes; the index of a large disk fits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SENTENCE = 4096  # characters of protocol.Sentence
 
@@ -82,7 +82,7 @@ class TierProcessMain:
         self._over = threading.Event()
         self._failed = ""
         self._stream = Stream(
-            self.reactor, sock, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, BACKLOG)
+            self.reactor, sock, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, MAX_UNSENT_BYTES)
         )
 
     # -- any thread ---------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_kvtier.store.index.types import HASH
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import Count, GroupShape, Hashes, NamespaceId, Page, Seconds, Sentence
 from vllm_kvtier.store.tiers.base import Block, Want
 
 MAX_FRAME = 64 << 20  # bytes
 MAX_MOVES = 1 << 14  # blocks per Read or Write
 
-Key = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
+Key = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Options = Mapping[str, str | int | float | bool]  # of Open
 
 

@@ -32,7 +32,7 @@ BACKOFF_SECONDS = 1.0, 60.0  # first and longest backoff before a new process is
 GRACE_SECONDS = 1.0  # seconds for a process whose socket has closed to log its reason and exit
 STUCK_SECONDS = 10.0  # a killed process that remains for longer is blocked by its device
 STOP_SECONDS = 3.0  # for a process that was killed by ``stop``
-BACKLOG = 256 << 20  # unsent bytes for a busy tier process
+MAX_UNSENT_BYTES = 256 << 20  # unsent bytes for a busy tier process
 
 Request = m.Read | m.Write | m.Look
 Reply = m.Moved | m.Located
@@ -185,7 +185,7 @@ class TierProcess:
         finally:
             theirs.close()
         self._stream = Stream(
-            self._reactor, ours, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, BACKLOG)
+            self._reactor, ours, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, MAX_UNSENT_BYTES)
         )
         child = self._child
         self._reactor.add_fd(child.ended, lambda events: self._reap(child))
