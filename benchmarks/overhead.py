@@ -25,6 +25,10 @@ bootstrap. A ratio of 0.99 is 1 % overhead; for times to the first token it is i
 everywhere, and more_ms is the median of their differences. If the host memory is smaller than what the turns write,
 evictions are included. --out is written anew after each turn.
 
+Where a turn loses time, from vLLM's own counters: its steps, the mean time to the first token and between tokens
+("phases" of --out). More steps than without a connector: requests were held back. A later first token: what begins
+requests. Longer between tokens: what each step, or each block, costs. The rest is what ends requests.
+
 --shares names turns that each engine takes once more at the end, with the connector's methods timed (shares.py):
 microseconds a step by method, and by thread the share of a core and the wakes a step. Code of the connector that runs
 inside vLLM's own methods (vllm_compat/hooks) is in no method.
@@ -42,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from shares import shares
+from shares import STEPS, shares
 from tiers import (
     Peer,
     add_arguments,
@@ -83,6 +87,12 @@ TURNS = {
     "ttft": Turn(4, 8192, 1, 1),
     "ttft-2k": Turn(8, 2048, 1, 1),
 }
+# By vLLM's names: seconds from arrival to the first token, of that before the first step, and between tokens.
+PHASES = {
+    "ttft_ms": "vllm:time_to_first_token_seconds",
+    "queued_ms": "vllm:request_queue_time_seconds",
+    "itl_ms": "vllm:inter_token_latency_seconds",
+}
 # From everything on to a store that is off. Checksums are part of all of them.
 ABLATION = {
     "kvtier:all": {"bidirectional": True},
@@ -114,6 +124,18 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return percentile(medians, 0.05), percentile(medians, 0.95)
 
 
+def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Steps, and milliseconds to the first token and between tokens, between two readings of vLLM's metrics."""
+
+    def grown(name: str) -> float:
+        return sum(value - before.get(key, 0.0) for key, value in after.items() if key.partition("{")[0] == name)
+
+    found = {"steps": grown(STEPS)}
+    for short, name in PHASES.items():
+        found[short] = 1000 * grown(f"{name}_sum") / max(1.0, grown(f"{name}_count"))
+    return found
+
+
 class Measurement:
     """Of engines that run at once. The first is what the others are compared with."""
 
@@ -122,6 +144,7 @@ class Measurement:
         self.rates: dict[str, dict[Peer, list[float]]] = {}
         self.before = {peer: peer.stored() for peer in peers}
         self.stored_gb: dict[Peer, float] = {}
+        self.phases: dict[str, dict[Peer, list[dict[str, float]]]] = {}
         self.methods: list[dict] = []
         self.threads: list[dict] = []
         self._took: dict[str, float] = {}
@@ -135,6 +158,7 @@ class Measurement:
             self._turn(name)
             write()
         self.rates.clear()
+        self.phases.clear()
         for name in self.args.turns * self.args.rounds:
             if time.monotonic() + self._took[name] > deadline:
                 break
@@ -150,10 +174,20 @@ class Measurement:
         begin, number = time.monotonic(), next(self._orders)
         order = self.peers[number % len(self.peers) :] + self.peers[: number % len(self.peers)]
         for peer in order if number % 2 else order[::-1]:
-            measured = guarded(self.peers, peer, lambda peer=peer: self._take(peer, name))
+            measured = guarded(self.peers, peer, lambda peer=peer: self._counted(peer, name))
             for what, rate in (measured or {}).items():
                 self.rates.setdefault(what, {}).setdefault(peer, []).append(rate)
         self._took[name] = time.monotonic() - begin
+
+    def _counted(self, peer: Peer, name: str) -> dict[str, float]:
+        """As ``_take``; of turns of throughput also the phases."""
+        if self.turns[name].at_once == 1:
+            return self._take(peer, name)
+        before = peer.metrics()
+        measured = self._take(peer, name)
+        phases = difference(before, peer.metrics())
+        self.phases.setdefault(name, {}).setdefault(peer, []).append(phases)
+        return measured
 
     def _timed(self, peer: Peer, name: str) -> None:
         try:
@@ -169,6 +203,14 @@ class Measurement:
 
     def rows(self) -> list[dict]:
         return [self._row(what, peer) for what, rates in self.rates.items() for peer in self.all if peer in rates]
+
+    def phase_rows(self) -> list[dict]:
+        """Medians of the turns' phases."""
+        return [
+            {"turn": what, "connector": peer.connector}
+            | {name: round(median([each[name] for each in found]), 3) for name in found[0]}
+            for what, peers in self.phases.items() for peer, found in peers.items()
+        ]  # fmt: skip
 
     def samples(self) -> list[dict]:
         """Tokens per second, or prompts per second to the first token, of each turn."""
@@ -216,7 +258,7 @@ def publish(measurement: Measurement, done: dict[str, list[dict]], result: dict,
     """``done``: rows of groups before."""
     new = {
         "rows": measurement.rows(), "methods": measurement.methods, "threads": measurement.threads,
-        "samples": measurement.samples(),
+        "samples": measurement.samples(), "phases": measurement.phase_rows(),
     }  # fmt: skip
     result.update({section: rows + new[section] for section, rows in done.items()})
     if out:
@@ -225,7 +267,7 @@ def publish(measurement: Measurement, done: dict[str, list[dict]], result: dict,
 
 def show(result: dict) -> None:
     print(table(result["rows"]))
-    for rows in (summary(result["rows"]), result["methods"], result["threads"]):
+    for rows in (summary(result["rows"]), result["phases"], result["methods"], result["threads"]):
         print(f"\n{markdown(rows)}", flush=True)
 
 
@@ -247,7 +289,7 @@ def main() -> None:
     turns = {name: TURNS[name].scaled(args.scale, args.prompts) for name in [*args.turns, *args.shares]}
     held = max(turn.held for turn in turns.values())
     result: dict = {"meta": {"turns": turns, "device": device(args)}}
-    done: dict[str, list[dict]] = {"rows": [], "methods": [], "threads": [], "samples": []}
+    done: dict[str, list[dict]] = {"rows": [], "methods": [], "threads": [], "samples": [], "phases": []}
     every = groups(args.connectors, args.at_once)
     for number, connectors in enumerate(every, 1):
         peers = start(argparse.Namespace(**{**vars(args), "connectors": connectors}), held, held)

@@ -49,6 +49,7 @@ class FakeClient:
         self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
         self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
         self.started, self.tiers, self.lookup_timeout = False, (), lookup_timeout
+        self.peer_count, self.presence = 0, None
         self.open = []  # lookups without an answer
         self.held = set()
         self.leases = 0
@@ -157,7 +158,9 @@ def make_tier(
     ``context``: keywords of ``load_context``."""
     ranks = ranks or [described(0, groups, [0] * len(groups))]
     later, setups, lost = [], [], []
-    reactor = SimpleNamespace(call_later=lambda delay, callback: later.append(callback))
+    reactor = SimpleNamespace(
+        call_later=lambda delay, callback: later.append(callback), call_within=lambda seconds, callback: callback()
+    )
     given = {"config": KVTierConfig(store="/nowhere/store.sock", **options), "info": {"world_size": len(ranks)}}
     load = load_context(groups, hash_block_size, **{**given, "reactor": reactor, **(context or {})})
     tier = NodeStoreSource(load, setups.append, lambda: lost.append(1), PeerGpuSource(load), None, events)

@@ -271,9 +271,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained()
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        if self._scheduler is not None:
-            self._scheduler.end_step()  # vLLM calls this once for each step's output
-        return KVTierStats(data=self.counters.take()) if self.counters.changed else None
+        # vLLM calls this once for each step's output.
+        due = self._scheduler is None or self._scheduler.end_step()
+        return KVTierStats(data=self.counters.take()) if due and self.counters.changed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

@@ -71,11 +71,13 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     on_new_request = lambda self, request: None  # noqa: E731
     get_num_new_matched_tokens = lambda self, request, computed: self.half.match(request, computed)  # noqa: E731
     has_pending_block_frees = lambda self: self.half.has_pending_frees()  # noqa: E731
-    get_kv_connector_stats = lambda self: self.half.end_step()  # noqa: E731
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = lambda self, *_, **__: None
 
     def update_state_after_alloc(self, request, blocks, external):
         self.half.allocated(request, blocks.get_block_ids(), external)
+
+    def get_kv_connector_stats(self):
+        self.half.end_step()
 
     def build_connector_meta(self, output):
         return StepMetadata(self.half.begin_step(output))

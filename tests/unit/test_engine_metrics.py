@@ -18,6 +18,7 @@ from support import Clock, make_request
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.scheduler import connector_scheduler
 from vllm_kvtier.scheduler.admin.gauges import REFRESH_SECONDS, Gauges
 from vllm_kvtier.scheduler.leases import lease_client
 from vllm_kvtier.scheduler.leases.exports import Refusal
@@ -435,3 +436,20 @@ def test_stats_malformed_data_is_logged_once_and_skipped(caplog, monkeypatch):
     for _ in range(2):
         assert build({"load_seconds|ok": "nonsense"}).reduce() == {}
     assert caplog.text.count("the log line could not be computed") == 1
+
+
+def test_connector_scheduler_reports_counts_at_intervals_and_after_the_last_request(monkeypatch):
+    clock, requests = Clock(), ["r"]
+    monkeypatch.setattr(connector_scheduler, "time", SimpleNamespace(monotonic=clock))
+    side = connector_scheduler.KVTierConnectorScheduler.__new__(connector_scheduler.KVTierConnectorScheduler)
+    side._sync_load = SimpleNamespace(verification_pending=False)
+    side._step_timer = SimpleNamespace(end_step=lambda: None)
+    side._matcher, side._info, side._report_at = requests, SimpleNamespace(unsupported="in this test"), 0.0
+    clock.now = 1.0
+    assert side.end_step() and not side.end_step()
+    clock.now += connector_scheduler.REPORT_SECONDS / 2
+    assert not side.end_step()
+    clock.now += connector_scheduler.REPORT_SECONDS
+    assert side.end_step() and not side.end_step()
+    requests.clear()
+    assert side.end_step(), "its counts must not wait for another request"

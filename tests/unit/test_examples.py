@@ -325,7 +325,7 @@ def test_move_conversation_failures_are_detected(moving, rows):
     fewer = {"pulled_tokens": 1600, "pulled_from": "host"}
     said(with_move(rows, moving.KILLED_C, report=fewer), "1600 tokens were moved")
     said(with_move(rows, moving.KILLED_B, report=fewer), "1600 tokens came from host")
-    over = {"said": list(range(64)), "went_on": []}
+    over = {"produced": list(range(64)), "went_on": []}
     said(with_move(rows, moving.SLICED, **over), "behind 64 of 64 tokens")
 
 

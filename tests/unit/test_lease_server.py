@@ -243,12 +243,12 @@ def test_lease_client_waits_once_for_hung_peer(make):
 
 
 def test_lease_client_cancelled_answered_request_causes_no_backoff(make):
-    source, asker = make(Source), make(Asker, lookup_timeout=0.3)
+    source, asker = make(Source), make(Asker, lookup_timeout=1.0)
     source.table.add(export(kind=LeaseKind.RETAINED))
     assert isinstance(asker.answer(source.address), LeasedBlocks)
     asker.peers.cancel(asker.ask(source.address))
     eventually(lambda: next(source.table._lease_ids) > 2, 3, "the second was granted too")
-    time.sleep(0.5)  # beyond its time limit
+    time.sleep(1.2)  # beyond its time limit
     assert isinstance(asker.answer(source.address), LeasedBlocks), "the source is paused for nothing"
 
 

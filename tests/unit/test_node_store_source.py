@@ -85,6 +85,39 @@ def test_store_source_new_namespace_hides_stored_blocks():
     assert namespace_id() == before[0], "others keep what they have"
 
 
+# -- what the store certainly lacks -----------------------------------------------------------------------------------
+
+
+class Presence:
+    def __init__(self, *hashes):
+        self.hashes = hashes
+
+    def may_have(self, namespace_id, block_hash):
+        return (namespace_id, block_hash) in self.hashes
+
+
+def test_store_source_lacks_prompt_whose_first_block_is_not_present():
+    made = make_tier(HYBRID, hash_block_size=16)
+    tier, name = made.tier, made.tier.namespace_id(b"")
+    first = HYBRID[0][0] // 16  # hash blocks of a block of the group that needs its whole prefix
+    assert HYBRID[0][1] is None and not tier.lacks(BLOCK_HASHES, 0, b""), "a store without a table is asked"
+    made.client.presence = Presence((name, BLOCK_HASHES[first - 1]))
+    assert not tier.lacks(BLOCK_HASHES, 0, b"")
+    assert tier.lacks(BLOCK_HASHES, 0, b"a" * 16), "another adapter's"
+    made.client.presence = Presence((name, BLOCK_HASHES[-1]))
+    assert tier.lacks(BLOCK_HASHES, 0, b"")
+    assert not tier.lacks(BLOCK_HASHES[: first - 1], 0, b""), "too short to tell"
+    assert not tier.lacks(BLOCK_HASHES, 0, b"", ("node:1",)), "other nodes may have it"
+    for name, value in (("tiers", ("disk",)), ("peer_count", 1)):
+        was = getattr(made.client, name)
+        setattr(made.client, name, value)
+        assert not tier.lacks(BLOCK_HASHES, 0, b""), name
+        setattr(made.client, name, was)
+    made.client.lose()
+    made.client.presence = None
+    assert not tier.lacks(BLOCK_HASHES, 0, b"")
+
+
 # -- parts and writers -----------------------------------------------------------------------------------------------
 
 

@@ -229,7 +229,6 @@ async def test_serve_rate_is_independent_of_answer_times():
         expected.append(due)
     starts = sorted(r.start - r.late for r in load.records)
     assert starts == pytest.approx(expected, abs=0.002), "a Poisson process, whose times do not drift"
-    assert np.median([r.late for r in load.records]) < 0.1
     assert server.most_in_flight > 10, "nobody waited for an answer"
 
 

@@ -6,9 +6,12 @@ import pytest
 from support import Clock
 
 from vllm_kvtier.scheduler.planner.step_timer import (
+    KNOWN_PREFILLS,
+    LONG_PREFILL_TOKENS,
     MAX_STEPS_AHEAD,
     MIN_PREFILL_TOKENS,
     OBSERVE_DECODE_EVERY,
+    OBSERVE_PREFILL_EVERY,
     WARM_UP_PREFILLS,
     StepTimer,
 )
@@ -127,3 +130,17 @@ def test_step_timer_reports_computed_prompt_tokens_of_untimed_step():
     output = SimpleNamespace(num_scheduled_tokens={"long": 3000}, total_num_scheduled_tokens=3000)
     engine.step_timer.begin_step(output, engine.requests.get, counts=False)
     assert engine.computed == [("long", 5000), ("long", 8000)]
+
+
+def test_step_timer_samples_short_prefills_once_many_are_known():
+    engine = Engine()
+
+    def step(tokens):
+        before = len(engine.seen)
+        engine.schedule(**{f"r{len(engine.requests)}": tokens})
+        engine.read(0.1)
+        return len(engine.seen) - before
+
+    assert sum(step(100) for _ in range(KNOWN_PREFILLS - WARM_UP_PREFILLS)) == KNOWN_PREFILLS - WARM_UP_PREFILLS
+    assert sum(step(100) for _ in range(10 * OBSERVE_PREFILL_EVERY)) == 10
+    assert sum(step(LONG_PREFILL_TOKENS) for _ in range(10)) == 10

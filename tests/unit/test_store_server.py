@@ -1,5 +1,6 @@
 """The node store answers out of its index, owns nothing of a connection longer than it lives, and survives nonsense."""
 
+import fcntl
 import os
 import socket
 import stat
@@ -25,6 +26,7 @@ from support import eventually
 
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.presence_filter import COUNTERS, PresenceView
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
@@ -63,8 +65,28 @@ def test_store_welcome_passes_pool_memory(server, client):
     welcome = client.welcome
     assert (welcome.protocol, welcome.instance, welcome.pid) == (m.PROTOCOL, server.instance, os.getpid())
     assert welcome.pool_pages == welcome.ready_pages == 256
-    (fd,) = client.fds
+    fd, presence = client.fds
     assert os.fstat(fd).st_size == 256 * m.PAGE
+    assert os.fstat(presence).st_size == COUNTERS and fcntl.fcntl(presence, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
+
+def test_store_presence_view_has_blocks_from_commit_until_they_are_gone(server, client):
+    view = PresenceView(os.dup(client.fds[1]))
+    hashes = [BLOCK_HASHES[at : at + m.HASH_BYTES] for at in range(0, len(BLOCK_HASHES), m.HASH_BYTES)]
+
+    def present():
+        client.stat()  # an answer: all that was sent before is done
+        return [view.may_have(NAMESPACE_ID, each) for each in hashes]
+
+    slots = client.reserve(BLOCK_HASHES)
+    assert present() == [False] * 10
+    client.send(m.Commit(slots[:7]))
+    assert present() == [True] * 7 + [False] * 3
+    assert not view.may_have(b"another namespace"[: m.HASH_BYTES], hashes[0])
+    client.send(m.Discard(NAMESPACE_ID, 0, hashes[6], slots[6]))
+    assert present() == [True] * 6 + [False] * 4
+    client.ask(m.Clear(3, NAMESPACE_ID))
+    assert present() == [False] * 10
 
 
 def test_store_reserve_commit_lookup_release(client):

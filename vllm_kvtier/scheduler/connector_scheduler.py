@@ -6,6 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,10 +66,14 @@ logger = get_logger(__name__)
 # A reset of vLLM's prefix cache waits so long for peers to release their leases, and as long again for copies to the
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
 RESET_WAIT_SECONDS = 1.0
+# Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
+REPORT_SECONDS = 0.25
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class KVTierConnectorScheduler:
+    _report_at = 0.0  # when vLLM next gets what was counted
+
     def __init__(
         self,
         info: EngineInfo,
@@ -342,14 +347,20 @@ class KVTierConnectorScheduler:
             self._matcher.put_back(jobs, new_peers, aborted)
             raise
 
-    def end_step(self) -> None:
-        """A step's output was read."""
+    def end_step(self) -> bool:
+        """A step's output was read. Returns whether vLLM gets what was counted: a few times a second, and when the last
+        request has ended."""
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
         self._step_timer.end_step()
+        now = time.monotonic()
+        if now < self._report_at and len(self._matcher):
+            return False
+        self._report_at = now + REPORT_SECONDS
         if not self._info.unsupported:
             self._gauges.refresh()
+        return True
 
     def arrived(self, results: list[Result], finished: set[str]) -> None:
         """``results`` of any rank; ``finished`` are the requests all ranks are through with, as vLLM counts."""

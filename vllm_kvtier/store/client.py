@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index.presence_filter import PresenceView
 from vllm_kvtier.store.launcher import Starter
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.wire.reactor import Reactor, Timer
@@ -98,7 +100,8 @@ class StoreClient:
     Attributes (any thread): ``connected``; ``reason`` (why not connected, "" while connected); ``instance`` ("" while
     not connected); ``session`` (number of this connection, grows); ``pool_pages``, ``ready_pages`` (pushed by the store
     as memory becomes usable; 0 while not connected); ``tiers`` (names of the secondary tiers); ``peer_count`` (number
-    of other engines with this one's ``compat_id``; 0 until ``present``). ``on_changes``, to be set before ``follow``,
+    of other engines with this one's ``compat_id``; 0 until ``present``); ``presence`` (which blocks the store's memory
+    may have; None while not connected, or for a client that is no engine). ``on_changes``, to be set before ``follow``,
     gets Changes on the reactor's thread.
 
     ``launch`` is called on a thread of its own if no store listens at ``path``; it returns once one does, or raises
@@ -121,7 +124,9 @@ class StoreClient:
         self.tiers: tuple[str, ...] = ()
         self.peer_count = 0
         self.on_changes: Callable[[m.Changes], None] = lambda changes: None
+        self.presence: PresenceView | None = None
         self._reactor, self._path, self._hello = reactor, path, m.encode(hello)
+        self._max_fds = 2 if hello.kind == "engine" else 1
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
         self._lookup_timeout = lookup_timeout
         self._on_change = on_change or (lambda: None)
@@ -316,7 +321,7 @@ class StoreClient:
             sock,
             lambda frame: self._on_frame(stream, frame),
             lambda reason: self._lost(stream, reason),
-            StreamLimits(m.MAX_FRAME, max_fds=1),
+            StreamLimits(m.MAX_FRAME, max_fds=self._max_fds),
         )
         self._greeting = stream
         self._greeting_timer = self._reactor.call_later(
@@ -403,10 +408,16 @@ class StoreClient:
             stream.close(f"it refuses: {reply.reason}")
             return
         fds = stream.take_fds()
-        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or len(fds) != 1:
+        if not isinstance(reply, m.Welcome) or reply.protocol != m.PROTOCOL or not 0 < len(fds) <= self._max_fds:
             for fd in fds:
                 os.close(fd)
             stream.close("it has another version, or sent an invalid Welcome")
+            return
+        try:
+            presence = PresenceView(fds[1]) if len(fds) > 1 else None
+        except KVTierError as error:
+            os.close(fds[0])
+            stream.close(str(error))
             return
         self._forget_greeting()
         self._backoff = RETRY_SECONDS[0]
@@ -417,7 +428,7 @@ class StoreClient:
             self.tiers = tuple(reply.tiers)
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self.session += 1
-            self._pool_fd = fds[0]
+            self._pool_fd, self.presence = fds[0], presence
             self._stream = stream
         self._changed()
 
@@ -441,6 +452,7 @@ class StoreClient:
             self._stream = None
             self.connected, self.reason, self.instance = False, text, ""
             self.pool_pages = self.ready_pages = self.peer_count = 0
+            self.presence = None
             fd, self._pool_fd = self._pool_fd, -1
             pending = [*self._pending.values(), *self._waiting.values()]
             self._pending, self._waiting = {}, {}

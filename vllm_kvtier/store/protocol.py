@@ -11,9 +11,9 @@ Terms and sizes, the same everywhere in ``store``:
 * A *cached* block is in an engine's prefix cache, with a checksum. The store's *directory* knows the engines with it
   by content *keys*: the first 8 bytes of a block's hash XOR the number in ``key_mask``, little-endian.
 
-A connection begins with Hello, answered by Welcome (with the pool's memfd) or Refused. Its leases and reservations end
-with it. ``decode_*`` raise ``msgspec.DecodeError`` for a malformed message; the receiver then closes the connection.
-Times are durations.
+A connection begins with Hello, answered by Welcome (with the pool's memfd, for an engine also the table of
+``index.presence_filter``) or Refused. Its leases and reservations end with it. ``decode_*`` raise
+``msgspec.DecodeError`` for a malformed message; the receiver then closes the connection. Times are durations.
 """
 
 from typing import Annotated, Literal
@@ -39,7 +39,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 # Re-exported: clients need only this module.
 __all__ = ["EXISTS", "GroupShape", "HASH_BYTES", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE_BYTES", "RemovalReason"]
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: a first block
 MAX_HASH_BLOCKS = 1 << 17  # per message: 2 MiB

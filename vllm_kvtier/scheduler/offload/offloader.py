@@ -21,7 +21,8 @@ Collecting and unpinning happen here, on the scheduler's thread (the pool has no
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from vllm_kvtier.scheduler.context import EngineContext
@@ -37,6 +38,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     STORED_ALREADY,
     Batch,
     Item,
+    Run,
     StoreJobs,
 )
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
@@ -226,30 +228,35 @@ class Offloader:
         lora_fingerprint, hashes = vr.lora_fingerprint(request), request.block_hashes
         assert lora_fingerprint is not None, "the request is private"
         for g, (size, _) in enumerate(self._groups):
-            if full // size <= table.offered[g] or not (positions := self._positions(table, g, full, leaving)):
+            if full // size <= table.offered[g]:
+                continue
+            indices, ids = self._positions(table, g, full, leaving)
+            if not indices:
                 continue
             batch, per, raws = self._batch(request, lora_fingerprint), size // self._hash_block_size, []
             # All that may raise comes first, so that no block is pinned that is in no batch.
-            indices, ids = zip(*positions, strict=True)
-            whole, items = [hashes[(i + 1) * per - 1] for i in indices], []
-            keys, namespace_id = self._keys().of(whole, g, lora_fingerprint), batch.namespace_id
-            for i, block, key, h in zip(indices, ids, keys, whole, strict=True):
-                parent = hashes[i * per - 1][:HASH_BYTES] if i else NO_PARENT
-                items.append(Item(table, g, i, block, key, namespace_id, h[:HASH_BYTES], parent, table.begun))
+            first, last = indices[0], indices[-1] + 1
+            if last - first == len(indices):
+                whole = hashes[(first + 1) * per - 1 : last * per : per]
+                parents = [hashes[first * per - 1] if first else NO_PARENT]
+            else:
+                whole = [hashes[(i + 1) * per - 1] for i in indices]
+                parents = [hashes[i * per - 1] if i else NO_PARENT for i in indices]
             if self.events is not None:
-                for item, h in zip(items, whole, strict=True):
-                    item.label = self.events.label_of(namespace_id, g, h)
-                raws = self.events.describe(namespace_id, request, g, indices)
+                raws = self.events.describe(batch.namespace_id, request, g, indices)
             blocks = self._pool.pin(ids)
             self.pinned += len(blocks)
             self._held.update(blocks)
-            batch.items += items
+            batch.add(Run(table, g, indices, ids, whole, parents, table.begun))
+            if self.events is not None:
+                for item, h in zip(batch.make_items(), whole, strict=True):
+                    item.label = self.events.label_of(batch.namespace_id, g, h)
             batch.raws += raws
-            batch.soon |= leaving or positions[0][0] * size < request.num_prompt_tokens
+            batch.soon |= leaving or first * size < request.num_prompt_tokens
             batch.step = max(batch.step, self._step)
 
-    def _positions(self, table: Table, g: int, full: int, leaving: bool) -> list[tuple[int, int]]:
-        """(index, block) of a group's blocks to pin next; they count as offered.
+    def _positions(self, table: Table, g: int, full: int, leaving: bool) -> tuple[Sequence[int], Sequence[int]]:
+        """Indices and ids of a group's blocks to pin next; they count as offered.
 
         While the request runs, and at its end, its own; later, and of those that vLLM has freed, the ones in which its
         prefix cache has the content. Without it a block is not stored, nor are those after it if they need it.
@@ -264,7 +271,7 @@ class Offloader:
             own = self._groups[g].first_own_block(table.request.num_computed_tokens)
         if own <= first and last - first <= room and 0 not in (new := ids[first:last]):  # mostly
             table.offered[g] = max(first, last)
-            return list(enumerate(new, first))
+            return range(first, max(first, last)), new
         for i in range(first, last):
             block = ids[i] if i >= own else 0
             if not block and self._verified() and table.request.lora_request is None:
@@ -282,9 +289,9 @@ class Offloader:
             elif table.why:
                 self._counters.count("stores_skipped", table.why)
             table.offered[g] = i + 1
-        return found
+        return _split(found)
 
-    def _states(self, table: Table, g: int, last: int, room: int) -> list[tuple[int, int]]:
+    def _states(self, table: Table, g: int, last: int, room: int) -> tuple[Sequence[int], Sequence[int]]:
         """As ``_positions``, up to block ``last``, of a group whose blocks only vLLM's prefix cache names: all of the
         prompt's states that it keeps, and the last one of generated tokens."""
         size, request, found = self._groups[g].block_tokens, table.request, list[tuple[int, int]]()
@@ -299,7 +306,7 @@ class Offloader:
                 table.why = self._no_room()
                 break
             table.offered[g] = i + 1
-        return found
+        return _split(found)
 
     def _follow_store(self, table: Table, leaving: bool) -> None:
         """If another store serves now, or the first one, offer all blocks again that a reader of the whole blocks
@@ -327,7 +334,8 @@ class Offloader:
         key = self._store.namespace_id(lora_fingerprint), tenant
         batch = self._open.get(key)
         if batch is None:
-            batch = self._open[key] = Batch(*key, since=self._step)
+            keys = partial(self._keys().of, lora_fingerprint=lora_fingerprint)
+            batch = self._open[key] = Batch(*key, self._step, keys)
             if self.events is not None:
                 self.events.join(batch.namespace_id)  # even if nothing was looked up there
         return batch
@@ -337,7 +345,7 @@ class Offloader:
         for key, batch in list(self._open.items()):
             kind = 0 if batch.soon else 1
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
-            if now or late or len(batch.items) >= RESERVE_AT_BLOCKS[kind]:
+            if now or late or batch.count >= RESERVE_AT_BLOCKS[kind]:
                 self.jobs.ask(batch, self.events, now)
                 del self._open[key]
                 if self.events is not None:
@@ -420,6 +428,7 @@ class Offloader:
         cut = 0
         for key, batch in reversed(list(self._open.items())):
             names: set[tuple[bytes, int, bytes]] = set()
+            batch.make_items()
             for item in reversed(batch.items):
                 if cut >= short:
                     break
@@ -436,7 +445,7 @@ class Offloader:
                 else:
                     kept.append(item)
             self.jobs.returned.append((gone, BLOCKS_NEEDED))
-            batch.items = kept
+            batch.items, batch.count = kept, len(kept)
             batch.raws = [
                 raw for raw in batch.raws if (batch.namespace_id, raw[0], bytes(raw[1])[:HASH_BYTES]) not in names
             ]
@@ -448,6 +457,7 @@ class Offloader:
         """Cancel copies, and wait at most ``seconds`` (usually milliseconds) for those that have begun: vLLM is about
         to reset its prefix cache, which fails while a block is held."""
         for batch in self._open.values():
+            batch.make_items()
             self.jobs.returned.append((batch.items, BLOCKS_NEEDED))
         self._open.clear()
         self._reactor.call_soon(lambda: self.jobs.cancel(BLOCKS_NEEDED))
@@ -455,3 +465,8 @@ class Offloader:
         self.drain()
         while self._ended:
             self._give_up_ended(self._ended.popitem()[1])
+
+
+def _split(found: list[tuple[int, int]]) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices and blocks of pairs."""
+    return [i for i, _ in found], [block for _, block in found]

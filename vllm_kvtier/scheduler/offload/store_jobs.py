@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from vllm_kvtier.scheduler.offload.block_tables import Table
 from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.store.client import Pending
-from vllm_kvtier.store.protocol import EXISTS, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
+from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.events import Label
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import messages as m
@@ -65,17 +65,53 @@ class Item:
         return self.namespace_id, self.group, self.hash
 
 
+class Run(NamedTuple):
+    """Blocks of one request and group, as they were collected: one object for many, because collecting takes the
+    scheduler's thread."""
+
+    table: Table
+    group: int
+    indices: Sequence[int]  # in the request's block table
+    blocks: Sequence[int]
+    hashes: Sequence[bytes]
+    parents: Sequence[bytes]  # of each; of the first alone, if each is the parent of the next
+    begun: int
+
+
 @dataclass
 class Batch:
-    """Blocks of one namespace and tenant, collected in steps up to ``step``."""
+    """Blocks of one namespace and tenant, collected in steps up to ``step``: ``runs``, and ``items`` made of earlier
+    ones."""
 
     namespace_id: bytes
     tenant: bytes
     since: int  # step of the first
+    keys: Callable[[Sequence[bytes], int], list[int]]  # content keys of hashes, of a group
     step: int = -1  # step that fills the last
     soon: bool = False  # blocks of prompts or of ended requests are among them
+    count: int = 0  # blocks
+    runs: list[Run] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
+
+    def add(self, run: Run) -> None:
+        self.runs.append(run)
+        self.count += len(run.blocks)
+
+    def make_items(self) -> list[Item]:
+        """Of all runs so far; returns the new ones."""
+        made: list[Item] = []
+        hashes_of: defaultdict[int, list[bytes]] = defaultdict(list)
+        for run in self.runs:
+            hashes_of[run.group] += run.hashes
+        keys, name = {g: iter(self.keys(hashes, g)) for g, hashes in hashes_of.items()}, self.namespace_id
+        for table, g, indices, blocks, hashes, parents, begun in self.runs:
+            before = parents if len(parents) == len(hashes) else [*parents, *hashes[:-1]]
+            for i, block, h, parent in zip(indices, blocks, hashes, before, strict=True):
+                made.append(Item(table, g, i, block, next(keys[g]), name, h[:HASH_BYTES], parent[:HASH_BYTES], begun))
+        self.runs = []
+        self.items += made
+        return made
 
 
 @dataclass(eq=False)
@@ -119,18 +155,15 @@ class StoreJobs:
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
     def ask(self, batch: Batch, events: Events | None, now: bool) -> None:
-        """Have the reactor's thread reserve the blocks of ``batch``, and take them from it. ``events`` sends labels
-        again that the store may have lost. ``now``: no step is launched."""
-        while batch.items:
-            items = batch.items[:MAX_ITEMS]
-            reserve = partial(self._reserve, batch, items, events)
-            with self._quiet:
-                self._sent += 1
-            if now:
-                self._reactor.call_soon(reserve)
-            else:
-                self._reactor.call_within(RESERVE_WITHIN, reserve)
-            del batch.items[: len(items)]
+        """Have the reactor's thread reserve the blocks of ``batch``, which is that thread's own from now on. ``events``
+        sends labels again that the store may have lost. ``now``: no step is launched."""
+        reserve = partial(self._reserve_all, batch, events)
+        with self._quiet:
+            self._sent += -(-batch.count // MAX_ITEMS)
+        if now:
+            self._reactor.call_soon(reserve)
+        else:
+            self._reactor.call_within(RESERVE_WITHIN, reserve)
 
     def cut_flights(self, short: int, held_once: Callable[[list[int]], int]) -> None:
         """Have the workers skip the ends of the newest jobs, as far as no request uses their blocks, to free ``short``
@@ -169,6 +202,24 @@ class StoreJobs:
             return False
         return True
 
+    def _reserve_all(self, batch: Batch, events: Events | None) -> None:
+        made = self._attempt(batch.make_items)
+        if not made:  # without names: only to be unpinned, and offered again
+            for run in batch.runs:
+                pairs, name = zip(run.indices, run.blocks, strict=True), batch.namespace_id
+                batch.items += [Item(run.table, run.group, i, b, 0, name, b"", b"", run.begun) for i, b in pairs]
+        for at in range(0, len(batch.items), MAX_ITEMS):
+            items = batch.items[at : at + MAX_ITEMS]
+            if made:
+                self._reserve(batch, items, events)
+            else:
+                self._refuse(items)
+
+    def _refuse(self, items: list[Item]) -> None:
+        self.returned.append((items, INTERNAL_ERROR))
+        self._count_answer()
+        self._on_free()
+
     def _reserve(self, batch: Batch, items: list[Item], events: Events | None) -> None:
         instance = self._store.instance
         groups, hashes = [item.group for item in items], b"".join([item.hash for item in items])
@@ -177,9 +228,7 @@ class StoreJobs:
             pending = self._store.reserve(batch.namespace_id, batch.tenant, groups, hashes, parents)
         except Exception:
             logger.exception("kvtier: blocks could not be reserved in the store; they are offered again")
-            self.returned.append((items, INTERNAL_ERROR))
-            self._count_answer()
-            self._on_free()
+            self._refuse(items)
             return
         pending.then(lambda answer: self.reserved(batch, items, answer, instance, events))
 

@@ -17,6 +17,9 @@ from vllm_kvtier.scheduler.planner.load_planner import MIN_PREFILL_TOKENS, LoadP
 OBSERVE_DECODE_EVERY = 8
 # The first prefills of an engine compile kernels and fill caches.
 WARM_UP_PREFILLS = 2
+# After so many, one in so many steps with fewer new tokens is enough: each short prompt among others makes such a step,
+# and observing it takes as long as matching a request.
+KNOWN_PREFILLS, OBSERVE_PREFILL_EVERY, LONG_PREFILL_TOKENS = 64, 4, 4096
 # vLLM has fewer steps that are scheduled and not read (pipeline stages, a batch queue); with more, the count is wrong.
 MAX_STEPS_AHEAD = 64
 
@@ -47,7 +50,9 @@ class StepTimer:
             sampled = self._decode_steps % OBSERVE_DECODE_EVERY == 1
         elif work:
             self._prefill_steps += 1
+            each = self._prefill_steps <= KNOWN_PREFILLS or total >= LONG_PREFILL_TOKENS
             sampled = self._prefill_steps > WARM_UP_PREFILLS
+            sampled = sampled and (each or self._prefill_steps % OBSERVE_PREFILL_EVERY == 0)
         if len(self._steps) >= MAX_STEPS_AHEAD:
             self._steps.clear()
         self._steps.append((self._clock(), work, len(scheduled) - len(work), sampled))

@@ -30,10 +30,13 @@ from vllm_kvtier.store.client import Failed, Pending, StoreClient
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Found, Hello
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
 
+# Seconds after which the store gets a touch, with others: the request that it is for is computed meanwhile.
+TOUCH_WITHIN = 20e-3
 MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 
 
@@ -69,6 +72,8 @@ class NodeStoreSource(StoreSource):
         self._instance = ""
         self._logged = ""
         self._waiting = self._compared = False
+        whole = [size // self._hash_block_size for size, kind in self._geometry.groups if kind.whole_prefix]
+        self._first_hash = whole[0] - 1 if whole else None  # index of the hash of a prompt's first block
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
@@ -188,8 +193,10 @@ class NodeStoreSource(StoreSource):
         self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES], slot, session)
 
     def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
-        if self.client is not None:
-            self.client.touch(self.namespace_id(lora_fingerprint), packed(block_hashes))
+        client = self.client
+        if client is not None and not self.lacks(block_hashes, 0, lora_fingerprint):
+            namespace_id = self.namespace_id(lora_fingerprint)
+            self._reactor.call_within(TOUCH_WITHIN, lambda: client.touch(namespace_id, packed(block_hashes)))
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
@@ -225,6 +232,28 @@ class NodeStoreSource(StoreSource):
         except Exception:
             self._give_back(answer)
             raise
+
+    def lacks(
+        self, block_hashes: list[bytes], start: int, lora_fingerprint: bytes, nodes: tuple[str, ...] = ()
+    ) -> bool:
+        """By ``PresenceView``, which knows the store's memory; not if secondary tiers or peers may have blocks. A hit
+        needs the first block from ``start`` on of each group whose whole prefix is needed."""
+        client = self.client
+        if client is None or self._first_hash is None or client.tiers or client.peer_count or nodes:
+            return False
+        presence, last = client.presence, start // self._hash_block_size + self._first_hash
+        if presence is None or last >= len(block_hashes):
+            return False
+        namespace_id = self.namespace_id(lora_fingerprint)
+        if self.events is not None:
+            self.events.join(namespace_id)  # as ``ask`` does: others may store there later
+        return not presence.may_have(namespace_id, block_hashes[last])
+
+    def prefetch_lookup(self, request: Any) -> None:
+        lora_fingerprint = vr.lora_fingerprint(request)
+        # From the prompt's first block on: the store keeps no prefix without its beginning.
+        if lora_fingerprint is None or not self.lacks(request.block_hashes, 0, lora_fingerprint):
+            super().prefetch_lookup(request)
 
     def prefetch_promotion(self, request: Any) -> bool:
         return self.client is not None and bool(self.client.tiers) and super().prefetch_promotion(request)

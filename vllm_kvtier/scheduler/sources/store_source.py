@@ -138,6 +138,12 @@ class StoreSource(KVSource):
         ``nodes``: other nodes' stores that may have it. ``wait_seconds``: how long it may wait for promotions.
         """
 
+    def lacks(
+        self, block_hashes: list[bytes], start: int, lora_fingerprint: bytes, nodes: tuple[str, ...] = ()
+    ) -> bool:
+        """Whether it is certain without asking that ``ask`` would find nothing."""
+        return False
+
     @abstractmethod
     def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
         """Tell the store that these blocks are in use, in the GPU's cache."""
@@ -193,6 +199,10 @@ class StoreSource(KVSource):
                 self.touch(hashes, lora_fingerprint)  # the store should keep what the GPU has
             request.miss_reason = "less_than_one_block"
             self.cancel_prefetch(vllm_request.request_id)
+            return None
+        if self.lacks(hashes, start, lora_fingerprint, request.hints.stores):
+            self.cancel_prefetch(vllm_request.request_id)
+            request.decline_lookup(self._counters, "not_in_store")
             return None
         sent = self.prefetcher.take(vllm_request, hashes, start)
         if sent is None and not need.alone and self._cannot_beat_compute(vllm_request, start, probe=True):

@@ -67,8 +67,8 @@ def pool_bytes(size: str, limits: MemoryLimits) -> int:
         )
     if wanted > limits.fits:
         raise ConfigError(
-            f"a pool of {size} ({in_words(wanted)}) does not fit: {limits.source} is {in_words(limits.limit)}, of "
-            f"which {in_words(limits.free)} are free now; at most {in_words(limits.fits)} ({limits.fits} bytes) would "
+            f"a pool of {size} ({in_words(wanted)}) does not fit: {limits.source} is {in_words(limits.limit)}, "
+            f"{in_words(limits.free)} of it are free now; at most {in_words(limits.fits)} ({limits.fits} bytes) would "
             "fit"
         )
     return wanted

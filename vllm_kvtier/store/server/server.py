@@ -25,6 +25,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.index.index import Index, IndexLimits
+from vllm_kvtier.store.index.presence_filter import PresenceFilter
 from vllm_kvtier.store.index.removal_history import RemovalHistory
 from vllm_kvtier.store.index.types import BadRequest, Found
 from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits, pool_bytes
@@ -103,6 +104,9 @@ class StoreServer:
                 ),
             )
             self.index.removal_history = RemovalHistory(time.monotonic)
+            self._presence = PresenceFilter()
+            cleanup.callback(self._presence.close)
+            self.index.watches.append(self._presence)
             self.tiers = open_tiers(options, self.index, self.memory, self.reactor, self._watch_deadlines)
             listen_socket.sign(self._lock)
             cleanup.pop_all()
@@ -272,7 +276,8 @@ class StoreServer:
             huge_pages=self.memory.huge_pages,
             tiers=self.tiers.names,
         )
-        client.stream.send(m.encode(welcome), [self.memory.fd])
+        fds = [self.memory.fd, self._presence.fd] if hello.kind == "engine" else [self.memory.fd]
+        client.stream.send(m.encode(welcome), fds)
         self._watch_idle()
         logger.log(logging.DEBUG if hello.kind == "tool" else logging.INFO, "kvtier: store: %s connected", client)
 
@@ -390,6 +395,7 @@ class StoreServer:
             client.stream.close("the store ends")
         self.tiers.stop()
         self.memory.close()
+        self._presence.close()
         os.close(self._lock)
 
 
