@@ -9,7 +9,7 @@ class FakeCluster:
     """``memory``: the pool. ``objects``: by key its bytes, ``copies``: the places of its copies.
 
     Faults: ``gone`` (places whose reads fail at once; the master still lists them), ``hung`` (places whose reads block
-    until ``resume``, and then write into the slots after all), ``full``, ``half_made`` (keys of which a put returns 0
+    until ``resume``, and then write into the slots after all), ``full``, ``half_made`` (keys: their put returns 0
     and stores nothing), ``master`` (a code that every call returns), ``short`` (bytes that objects lack).
     """
 

@@ -62,7 +62,7 @@ def stored(node, name):
 
 
 def read_right(node, block_hashes):
-    """Number of blocks that it reads; all that are said to be read are right."""
+    """Number of blocks that it reads; all that are reported as read are right."""
     good, right = node.read(block_hashes)
     assert all(is_right for said, is_right in zip(good, right, strict=True) if said)
     return good.count(True)

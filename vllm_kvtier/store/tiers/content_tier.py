@@ -281,7 +281,7 @@ class _Flow:
         self.waiting += nbytes
 
     def end(self, nbytes: int, blocks: int, moved: int) -> None:
-        """A transfer of ``nbytes`` ended, of which ``blocks`` and ``moved`` bytes arrived."""
+        """A transfer of ``nbytes`` ended; ``blocks`` and ``moved`` bytes of it arrived."""
         self.waiting -= nbytes
         self.blocks += blocks
         self.nbytes += moved

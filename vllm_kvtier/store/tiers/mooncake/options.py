@@ -22,7 +22,7 @@ FORMS = "host:port, or etcd://host:port;host:port"  # the library's other way, r
 class MooncakeOptions:
     """From StoreOptions ``mooncake_master``, ``_segment``, ``_replicas``, ``_host``, ``_protocol``, ``_devices``.
 
-    ``master``: as Mooncake's client takes it. ``probes``: addresses of which one must accept connections before the
+    ``master``: as Mooncake's client takes it. ``probes``: addresses; one must accept connections before the
     client is set up, because its set-up blocks for 90 s without. ``host``: of this node for other nodes' clients, "" if
     it follows from the route to the master.
     """
