@@ -2,7 +2,7 @@
 #                                           a library of documents served from disk; all checked
 # make test [LEVELS="unit property"]        lint and all tests, quick levels first
 # make dist                                 source archive and wheel in dist/, tried in an empty environment
-# make docs                                 docs/options.md anew, from where the options are defined
+# make docs                                 docs/options.md and docs/cache-kinds.md anew, from their definitions
 # make site                                 the documentation as a web site in site/
 # make venv                                 only the set-up, in .venv
 #
@@ -50,6 +50,7 @@ dist: $(SETUP)
 
 docs: $(SETUP)
 	@$(PY) tools/docs_options.py
+	@$(PY) tools/docs_kinds.py
 
 site: $(SETUP)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -41,11 +41,11 @@ def lend(step: float, launch: float) -> None:
     share_interpreter(config.switch_interval_ms / 1e3)
     table, reactor = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1 << 20)), Reactor("lender")
 
-    def answer(ask, connection, seconds, settle) -> None:
+    def answer(request, connection, seconds, reply) -> None:
         ids = list(range(1, BLOCKS + 1))
         export = Export(
             "",
-            LeaseKind.LENT,
+            LeaseKind.PEER_FETCH,
             BLOCKS * HASH_BLOCK_SIZE,
             (),
             b"",
@@ -55,7 +55,7 @@ def lend(step: float, launch: float) -> None:
             -1,
             time.monotonic(),
         )
-        settle(table.lend(export, 0, connection, seconds, served=False))
+        reply(table.lease_cached(export, 0, connection, seconds, served=False))
 
     endpoint = LeaseServer(
         EngineContext(
@@ -91,7 +91,7 @@ def ask(port: int, near: str, seconds: float) -> list[float]:
         begun = time.perf_counter()
         pending = peers.ask(
             ("127.0.0.1", port), same_node_instance=near, block_hashes=BLOCK_HASHES, start=0, lora_fingerprint=b"",
-            lend=True,
+            from_prefix_cache=True,
         )  # fmt: skip
         pending.wait(10.0)
         took.append((time.perf_counter() - begun) * 1e3)

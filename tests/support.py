@@ -151,12 +151,13 @@ def _hasher(hash_block_size: int):
 
 
 def make_request(
-    request_id: str, tokens: list[int], hash_block_size: int, params: dict | None = None, salt: str | None = None
-):
-    """A real vLLM request with its block hashes."""
+    request_id: str, tokens: list[int], hash_block_size: int, params: dict | None = None, salt: str | None = None,
+    media: list | None = None,
+):  # fmt: skip
+    """A real vLLM request with its block hashes. ``media``: vLLM's MultiModalFeatureSpec of each."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     sampling = SamplingParams(max_tokens=64, extra_args={"kv_transfer_params": params} if params else None)
-    fields = dict(cache_salt=salt, block_hasher=_hasher(hash_block_size), arrival_time=0.0)
+    fields = dict(cache_salt=salt, block_hasher=_hasher(hash_block_size), arrival_time=0.0, mm_features=media)
     return Request(request_id, list(tokens), sampling, None, **fields)

@@ -71,20 +71,20 @@ def store_table() -> str:
         kind = " or ".join(f'"{choice}"' for choice in choices) or _type_in_words(type(option.default))
         flag, engine = f"`--{option.name.replace('_', '-')}`", f"`{passed}`" if passed else ""
         rows.append((flag, kind, _shown(option.default), engine, option.metadata["help"]))
-    return _table(("Flag", "Value", "Default", "Engine's option", "Meaning"), rows)
+    return table(("Flag", "Value", "Default", "Engine's option", "Meaning"), rows)
 
 
 def proxy_table() -> str:
     rows = []
     for kind in (ServerOptions, ProxyConfig):
         rows += [row for name, row in _struct_rows(kind) if name not in ROLES]
-    return _table(("Key", "Value", "Default", "Meaning"), rows)
+    return table(("Key", "Value", "Default", "Meaning"), rows)
 
 
 def engine_table() -> str:
     rows = [(f"`{name}`", *row) for name, row in ENGINE_ROWS.items()]
     rows += [row for name, row in _struct_rows(EngineAddress) if name not in ("url", "kv_host", "kv_port")]
-    return _table(("Key", "Value", "Default", "Meaning"), rows)
+    return table(("Key", "Value", "Default", "Meaning"), rows)
 
 
 def _struct_rows(kind: type) -> Iterable[tuple[str, tuple[str, ...]]]:
@@ -103,7 +103,7 @@ def _shown(default: Any) -> str:
     return f"`{msgspec.json.encode(default).decode()}`"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

@@ -32,7 +32,14 @@ from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
-from vllm_kvtier.vllm_compat.worker_info import cache_device, heads, rank_in_engine, shards, wants_host_buffer
+from vllm_kvtier.vllm_compat.worker_info import (
+    cache_device,
+    heads,
+    in_last_stage,
+    rank_in_engine,
+    shards,
+    wants_host_buffer,
+)
 from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -70,6 +77,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVTierConnectorWorker | None = None
         self._step: StepResults | None = None  # of the last step, if anything ended in it
         self._collected: StepMetadata | None = None  # of the step that ``_step`` has the results of
+        self._drafts = False  # whether drafts of a step may write KV behind its forward
+        self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
             namespace.fix_hash_seed(vllm_config)
@@ -175,6 +184,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         config, cache_config = self._vllm_config, self._kv_cache_config
         rank, device = rank_in_engine(), cache_device(kv_caches)
+        self._drafts = self._info.speculates and in_last_stage()
         self._worker = KVTierConnectorWorker(
             rank,
             f"{self._info.engine_id}.{self._info.instance_id}.{rank}",
@@ -236,8 +246,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: complete blocks are read from the cache, not layer by layer."""
 
+    @contained(_WORKER)
     def wait_for_save(self) -> None:
-        """Nothing: checksums and stores run on streams of their own, and no step waits for them."""
+        """All of the step's KV is launched. Checksums and stores run on streams of their own, and no step waits for
+        them. vLLM calls this before it collects results; if it speculates, behind the drafts of the step."""
+        self._saved = self._connector_metadata
+        self._worker.drafted()
 
     @contained(_WORKER, lambda: (None, None), again=True)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -256,7 +270,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
             return
         self._step = None  # even after an error no result is reported twice
-        self._step = self._worker.end_step(metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1))
+        drafts_follow = self._drafts and self._saved is not metadata
+        work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
+        self._step = self._worker.end_step(work, drafts_follow)
         self._collected = metadata
 
     @contained(_STEP, set, again=True)

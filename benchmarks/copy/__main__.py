@@ -61,14 +61,14 @@ def ways(quick: bool) -> dict[str, tuple[Choice, Choice]]:
 
 
 def make_pool(kind: str, nbytes: int) -> tuple[torch.Tensor, str]:
-    """uint8 [nbytes] at a multiple of PIECE, touched, and words about its pages."""
+    """uint8 [nbytes] at a multiple of PIECE_BYTES, touched, and words about its pages."""
     if kind == "memfd":
         memory = PoolMemory(nbytes)
         memory.start(lambda: None)
         while memory.ready < memory.usable:
             time.sleep(0.01)
         mapping = mmap.mmap(memory.fd, nbytes)
-        # At whatever address: slots keep clear of multiples of PIECE in the pool, not in the address space.
+        # At whatever address: slots keep clear of multiples of PIECE_BYTES in the pool, not in the address space.
         pool = torch.frombuffer(mapping, dtype=torch.uint8)
         word = "hugetlb" if memory.huge_pages else "transparent" if memory._transparent else "none"
         return pool, f"memfd, huge pages: {word}"

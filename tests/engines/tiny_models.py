@@ -3,11 +3,14 @@
 The weights are scaled so that greedy answers depend on the whole history: queries and keys have a gain, so that
 attention picks few tokens; the layers add more to the residual stream than the embedding brought; and only LIVE tokens
 have a large output row, so that the best token's margin stays far above rounding. transformers builds and saves them.
+
+usage: python tests/engines/tiny_models.py KIND DIRECTORY        with the tokenizer of models/recall-6m
 """
 
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 VOCAB, LIVE, HIDDEN = 2048, 256, 256
@@ -154,3 +157,7 @@ def _rename_as_vllm(path: Path) -> None:
     ):
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     save_file(tensors, path)
+
+
+if __name__ == "__main__":
+    build(sys.argv[1], Path(sys.argv[2]), Path(__file__).parents[2] / "models" / "recall-6m")

@@ -5,13 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cache_groups import needs
+from cache_groups import cache_groups, needs
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
 
 import vllm_kvtier
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import KINDS, CacheGroup
+from vllm_kvtier.scheduler.context import BlockGeometry
 
 PACKAGE = Path(vllm_kvtier.__file__).parent
 MANAGERS = {
@@ -56,6 +57,22 @@ def test_cache_kinds_with_a_whole_prompt_at_hand_take_what_can_be_computed_again
     assert {kind.usable_tokens(5, 9) for kind in ALL} == {5}
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_draft_layers_kv_that_depends_on_other_tokens_is_computed_again(window):
+    """KV of draft layers at a position depends on the tokens behind it, which a shorter hit does not name."""
+    groups = cache_groups([(4, None), (4, window)])
+    for ahead in (1, 3):
+        geometry, plain = BlockGeometry(groups, 4, draft_lookahead=ahead), BlockGeometry(groups, 4)
+        assert [geometry.usable_tokens(n, 50) for n in (0, 1, 4, 48)] == [0, max(0, 1 - ahead), 4 - ahead, 48 - ahead]
+        assert plain.usable_tokens(48, 50) == 48
+    # vLLM computes the last token of a prompt again by itself.
+    assert BlockGeometry(groups, 4, draft_lookahead=1).usable_tokens(48, 48) == plain.usable_tokens(48, 48)
+    assert geometry.usable_tokens(48, 48) == 45
+    states = [*groups, CacheGroup(4, KINDS["mamba"]())]
+    behind_states = BlockGeometry(states, 4, draft_lookahead=1)
+    assert behind_states.usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
+
+
 def test_cache_kinds_are_found_by_specification_and_layer_type():
     specs = [spec for kind in KINDS.values() for spec in kind.specs]
     assert len(set(specs)) == len(specs) and all(cache_kinds.of_spec(spec).specs[spec] for spec in specs)
@@ -64,12 +81,32 @@ def test_cache_kinds_are_found_by_specification_and_layer_type():
     assert cache_kinds.of_layer_type("chunked_attention") is KINDS["chunked"]
 
 
+def test_codecs_encode_attention_of_known_contents_only():
+    encodable = {spec for kind in KINDS.values() for spec, contents in kind.specs.items() if contents.encodable}
+    assert encodable == {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MLAAttentionSpec"}
+
+
 @pytest.mark.parametrize(
     ("name", "window"), [("ring", None), ("full", 9), ("sliding", None), ("chunked", None), ("mla", 1)]
 )
 def test_cache_kind_unknown_or_with_wrong_window_raises(name, window):
     with pytest.raises(ValueError, match=name):
         cache_kinds.get(name, window)
+
+
+def test_specifications_of_vllm_are_named_only_where_versions_are_known():
+    """And no class of a kind is compared with: its properties are."""
+    kinds = "|".join(kind.__name__ for kind in KINDS.values())
+    specs = "|".join(name for name in vars(kv_cache_interface) if name.endswith("Spec"))
+    words = re.compile(rf"\b({specs})\b|(\bis|[!=]=|, ) *(not )?({kinds})\b[^(]|\.specs\[|type\(spec\)")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if not {"cache_kinds", "vllm_compat"} & set(path.relative_to(PACKAGE).parts)
+        for line in path.read_text("utf-8").splitlines()
+        if words.search(line)
+    ]
+    assert found == []
 
 
 def test_cache_kinds_only_are_asked_what_they_are():

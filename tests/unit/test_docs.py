@@ -16,6 +16,7 @@ from docs_blocks import ROOT, Block, blocks_of, commands_of, pages
 from docs_commands import PLAIN, PREFIXES, Checker, refused
 
 sys.path.insert(0, str(ROOT / "tools"))
+import docs_kinds
 import docs_options
 
 SHELL = {"bash", "sh", "shell", "console"}
@@ -216,6 +217,10 @@ def test_docs_named_files_exist():
 
 def test_docs_options_page_is_current():
     assert docs_options.PAGE.read_text("utf-8") == docs_options.page(), "run `make docs`"
+
+
+def test_docs_cache_kinds_page_is_current():
+    assert docs_kinds.PAGE.read_text("utf-8") == docs_kinds.page(), "run `make docs`"
 
 
 def test_docs_options_page_has_every_option():

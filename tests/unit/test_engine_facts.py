@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
+from vllm_kvtier.vllm_compat.probe import trials
 
 BLOCK = 32
 SHAPE = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -157,6 +158,21 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
     none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")
     assert "mamba_cache_mode none" in engine_info(configure(), cache(FULL, none)).unsupported
+
+
+@pytest.mark.parametrize(("method", "chained", "hashed", "ahead"), [
+    (None, 0, 0, 0), ("ngram", 0, 0, 0), ("draft_model", 0, 0, 0), ("eagle", 1, 0, 1), ("mtp", 3, 0, 3),
+    ("mtp", 3, 1, 2), ("eagle", 1, 1, 0),
+])  # fmt: skip
+def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeypatch, method, chained, hashed, ahead):
+    config = configure()
+    if method is not None:
+        drafts = method in ("eagle", "mtp")
+        config.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method=method)
+    monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", chained)
+    monkeypatch.setattr(trials, "hash_lookahead", lambda config: hashed)
+    facts = engine_info(config, cache(FULL))
+    assert (facts.draft_lookahead, facts.speculates) == (ahead, method is not None)
 
 
 def test_engine_info_of_all_groups_names_no_ids(configure):

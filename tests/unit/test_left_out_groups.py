@@ -60,6 +60,14 @@ def test_block_tables_follow_our_groups_and_forget_checksums_of_all():
     assert tables.forget("r").groups == [[1, 2, 3]]
 
 
+def test_block_tables_leave_out_what_chained_drafts_write_again():
+    tables = BlockTables(info().groups, SIZE, lambda ids: None, lambda t: True)
+    tables.rewritten = 2
+    tracked = SimpleNamespace(request=make_request("r", list(range(3 * SIZE)), SIZE))
+    [growth] = tables.begin_step(step_output({"r": 2 * SIZE}, new=[("r", ([1, 2, 3],), 0)]), {"r": tracked}.get)
+    assert growth.computed == 2 * SIZE - 2
+
+
 def test_events_name_the_groups_of_vllm():
     label = Label(HASHES[0], b"", b"\0" * 4 * SIZE)
     groups = [(1, "full_attention", None)]

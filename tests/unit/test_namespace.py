@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -309,6 +310,28 @@ def test_model_fingerprint_depends_on_processor_config_of_multimodal_models(fold
         (folder / name).write_text('{"max_pixels": 2000}')
         assert len({before, first, ns.model_fingerprint(model(folder, **media))}) == 3, name
         assert ns.model_fingerprint(model(folder)) == text, "a model of text alone does not read it"
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "own layers"])
+def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, method):
+    """Their KV is stored with the target's: another draft's would be accepted less often."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+
+    def fingerprint():
+        config = model(folder)
+        of = config.model_config if method == "own layers" else SimpleNamespace(model=str(draft), revision=None)
+        config.speculative_config = SimpleNamespace(
+            method=method, draft_model_config=of, use_eagle=lambda: method in ("eagle", "mtp", "own layers")
+        )
+        return ns.model_fingerprint(config)
+
+    before, plain = fingerprint(), ns.model_fingerprint(model(folder))
+    assert (before == plain) == (method in ("ngram", "own layers"))
+    (draft / "model.safetensors").write_bytes(b"1" * 1000)
+    assert (fingerprint() == before) == (method in ("ngram", "own layers"))
 
 
 def test_model_fingerprint_depends_on_trusted_remote_code(folder):

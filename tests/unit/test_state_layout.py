@@ -6,6 +6,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+from vllm_kvtier import codecs
+from vllm_kvtier.codecs import choice
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
@@ -42,6 +44,16 @@ def test_state_layout_covers_states_without_padding():
     for region in group.regions:
         assert (region.tokens, region.cell_tokens, region.fields, region.block_tokens) == (1, 32, (), 32)
         assert torch.equal(view.pages(region), tensors[region.layer].view(torch.uint8))
+
+
+@pytest.mark.parametrize("codec", [name for name in codecs.names() if name != "raw"])
+def test_states_are_stored_raw_whatever_the_codec(codec, caplog):
+    """Also of numbers that a codec would encode if they were K and V."""
+    halves = view_of(spec(dtypes=(torch.bfloat16,) * 2), caches(3 * 8 * 2 + 2 * 4 * 4 * 2)).groups[0]
+    for group in (view_of(spec(), caches()).groups[0], halves):
+        for option in (codec, {"mamba": codec}):
+            assert [each.name for each in choice.by_group(option, [[group]])] == ["raw"]
+    assert "stored raw" in caplog.text
 
 
 @pytest.mark.parametrize("other", [

@@ -18,6 +18,7 @@ from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, PeerFetchJob, Ste
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata
 from vllm_kvtier.worker.device import step_events
+from vllm_kvtier.worker.nixl_pull.exported_memory import Pending
 from vllm_kvtier.worker.peer_exchange import DEVICE_PAUSE
 
 
@@ -76,6 +77,7 @@ class Engine:
         self.half, self.connector = half, object.__new__(KVTierConnector)
         self.connector._worker, self.connector.containment = half, Uncontained()
         self.connector._step, self.connector._collected = StepResults(), None
+        self.connector._drafts, self.connector._saved = False, None
 
     def with_store_and_peers(self):
         """They only take orders: "begun" has the names, and how much had been launched before their fence."""
@@ -186,6 +188,44 @@ def test_jobs_after_begin_error_wait_for_late_step_event(
         engine.half.submit(work)
         assert engine.drive() == [] and not engine.pair.transport.running, "the pull waits too"
     assert [after.place for after in begun] == [2, 2]
+
+
+@pytest.mark.parametrize("saves", ["behind the drafts", "before results", "never"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_blocks_of_a_step_are_read_behind_its_drafts(engine, drafts, saves):
+    """They write the draft layers of the same blocks. vLLM calls ``wait_for_save`` behind them if it speculates (the
+    older model runner), or before it collects results, which it then does behind the drafts."""
+    read, connector, device = [], engine.connector, engine.device
+    store = SimpleNamespace(
+        step=lambda step, event: read.append((step, event.place)), collect=lambda idle: None, launching=0.0
+    )
+    engine.half._store, connector._drafts = store, drafts
+    checksums = lambda jobs, event: read.append(("checksums", event.place)) or Pending(None)  # noqa: E731
+    engine.half._exchange.memory = SimpleNamespace(compute_checksums=checksums)
+    expected = []
+    for number in (1, 2, 3):  # one that brings nothing, one with checksums, one more
+        work = StepWork(number, [batch_of([3])] if number == 2 else [])
+        connector.bind_connector_metadata(StepMetadata(work))
+        device.launch()  # the forward
+        if saves == "before results":
+            device.launch()
+            connector.wait_for_save()
+        connector.get_finished(set())
+        late = drafts and saves != "before results"
+        if late:
+            assert all(step != number for step, _ in read), "the drafts are yet to come"
+        if saves != "before results":
+            device.launch()
+        if saves == "behind the drafts":
+            connector.wait_for_save()
+        while engine.half.queued:
+            engine.half.queued.pop(0)()
+        expected.append((number, 2 * number if saves == "before results" or late else 2 * number - 1))
+    connector.bind_connector_metadata(StepMetadata(StepWork(4)))
+    while engine.half.queued:
+        engine.half.queued.pop(0)()
+    assert [each for each in read if each[0] != "checksums"] == expected
+    assert [place for step, place in read if step == "checksums"] == [dict(expected)[2]]
 
 
 def test_sync_loads_wait_for_work_launched_before(engine):

@@ -16,6 +16,11 @@ class Contents(enum.Enum):
     OPAQUE = "bytes of unknown meaning"
     STATE = "a recurrent state: the whole block is one cell"
 
+    @property
+    def encodable(self) -> bool:
+        """Whether codecs may encode such cells; all others are kept byte for byte."""
+        return self in (Contents.KV, Contents.LATENT)
+
 
 class Split(enum.Enum):
     """How tensor parallelism divides a block over ranks."""
@@ -48,6 +53,8 @@ class CacheKind(ABC):
     # Whether a request's table says which block has which content. False: only vLLM's prefix cache does.
     by_position: ClassVar[bool] = True
     split: ClassVar[Split] = Split.HEADS
+    # What such layers are called -> models that have them. For the documentation.
+    models: ClassVar[Mapping[str, str]]
     # Fields of the specification that must have these values; others cannot be stored.
     required: ClassVar[Mapping[str, object]] = MappingProxyType({})
 

@@ -12,6 +12,7 @@ class ChunkedLocalAttention(CacheKind):
     name = stored_as = "chunked"
     specs: ClassVar = {"ChunkedLocalAttentionSpec": Contents.KV}
     layer_types = ("chunked_attention",)
+    models: ClassVar = {"chunked local attention": "Llama 4"}
     window_field = "attention_chunk_size"
     whole_prefix = False
 

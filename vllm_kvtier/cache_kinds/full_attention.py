@@ -11,6 +11,7 @@ class FullAttention(CacheKind):
     name = stored_as = "full"
     specs: ClassVar = {"FullAttentionSpec": Contents.KV, "TQFullAttentionSpec": Contents.OPAQUE}
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "attention")
+    models: ClassVar = {"full attention": "Llama 2 and 3, Qwen 2 and 3, Mistral, Phi, and most others"}
     whole_prefix = True
 
     def num_skipped_tokens(self, computed: int) -> int:
@@ -25,4 +26,9 @@ class MLAAttention(FullAttention):
     name = "mla"
     specs: ClassVar = {"MLAAttentionSpec": Contents.LATENT}
     layer_types: ClassVar[tuple[str, ...]] = ()
+    models: ClassVar = {
+        "MLA": "DeepSeek V2 and V3, Kimi K2",
+        "MLA with a sparse indexer": "DeepSeek V3.2, GLM-5: latents and index keys",
+        "compressed MLA": "DeepSeek V4",
+    }
     split = Split.COPIES

@@ -17,6 +17,14 @@ class Mamba(CacheKind):
     name = stored_as = "mamba"
     specs: ClassVar = {"MambaSpec": Contents.STATE}
     layer_types: ClassVar[tuple[str, ...]] = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+    models: ClassVar = {
+        "Mamba 1": "Jamba, Falcon Mamba",
+        "Mamba 2": "Nemotron-H, Zamba 2, Granite 4, Falcon-H1",
+        "gated delta net": "Qwen3-Next, Qwen3.5, Olmo hybrid",
+        "Kimi delta attention": "Kimi Linear, Kimi K3",
+        "linear attention": "Ling",
+        "short convolutions": "LFM2",
+    }
     whole_prefix = False
     by_position = False
     split = Split.RANKS

@@ -9,6 +9,7 @@ class SlidingWindow(CacheKind):
     name = stored_as = "sliding"
     specs: ClassVar = {"SlidingWindowSpec": Contents.KV}
     layer_types: ClassVar[tuple[str, ...]] = ("sliding_attention",)
+    models: ClassVar = {"sliding windows": "Gemma 2, 3 and 4, gpt-oss, Cohere 2, MiMo, Step 3.5"}
     window_field = "sliding_window"
     whole_prefix = False
 
@@ -24,4 +25,5 @@ class SlidingWindowMLA(SlidingWindow):
     name = "sliding_mla"
     specs: ClassVar = {"SlidingWindowMLASpec": Contents.OPAQUE}
     layer_types: ClassVar[tuple[str, ...]] = ()
+    models: ClassVar = {"sliding windows of MLA": "DeepSeek V4"}
     split = Split.COPIES

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvtier import codecs, fingerprint
-from vllm_kvtier.cache_kinds import CacheKind, Contents, of_layer_type
-from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
-from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
+from vllm_kvtier.cache_kinds import KINDS, CacheKind, Contents, of_layer_type
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
@@ -112,7 +110,7 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
     """Of each layer that keeps KV of its own."""
     count = int(text["num_hidden_layers"])
     if text.get("kv_lora_rank"):
-        return [MLAAttention] * count
+        return [KINDS["mla"]] * count
     given = text.get("layer_types") or text.get("layers_block_type")
     if given:
         kinds: list[type[CacheKind]] = []
@@ -130,8 +128,7 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
     else:
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
         pattern = int(text.get("sliding_window_pattern") or 0)
-        kinds = [SlidingWindow if window and (not pattern or (i + 1) % pattern) else FullAttention
-                 for i in range(count)]  # fmt: skip
+        kinds = [KINDS["sliding" if window and (not pattern or (i + 1) % pattern) else "full"] for i in range(count)]
     if shared := int(text.get("num_kv_shared_layers") or 0):
         kinds = kinds[: len(kinds) - shared]
     return kinds
@@ -139,7 +136,7 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
 
 def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: str) -> Layers:
     try:
-        if kind is MLAAttention:
+        if Contents.LATENT in kind.specs.values():
             rope = int(text["qk_rope_head_dim"])
             fields = (Field("latent", int(text["kv_lora_rank"])), Field("rope", rope))
             return Layers(kind(), count, 1, fields if rope else fields[:1])

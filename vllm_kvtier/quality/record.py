@@ -14,7 +14,7 @@ import msgspec
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 
-logger = get_logger("vllm.kvtier.quality.record")
+logger = get_logger(__name__)
 
 VERSION = 1
 

@@ -221,8 +221,8 @@ def runs(
     """Merge blocks that are adjacent on both sides into as few rows (local, remote, size) as possible: int64[n, 3], and
     the row of each block: int64[blocks].
 
-    ``local``, ``remote``: byte offsets in this process's pool and in the peer's. No row crosses a multiple of PIECE or
-    exceeds ``max_bytes``, unless one block does. Blocks keep their order.
+    ``local``, ``remote``: byte offsets in this process's pool and in the peer's. No row crosses a multiple of
+    PIECE_BYTES or exceeds ``max_bytes``, unless one block does. Blocks keep their order.
     """
     row_of = np.zeros(len(local), np.int64)
     if not len(local):

@@ -103,7 +103,8 @@ class KVTierConnectorScheduler:
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        geometry = BlockGeometry(info.groups, pool.hash_block_size, bool(info.left_behind))
+        left_behind = bool(info.left_behind)
+        geometry = BlockGeometry(info.groups, pool.hash_block_size, left_behind, info.draft_lookahead)
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -159,6 +160,7 @@ class KVTierConnectorScheduler:
             lambda t: self._provenance.is_admitted(t) and (offload or self._exporter.checksums(t)),
             None if info.group_ids is None else self._followed,
         )  # fmt: skip
+        self._tables.rewritten = max(0, info.draft_lookahead - 1)
         encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
         self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
         self._gauges = Gauges(context, self._matcher, self._exports, self._store, self._offloader)

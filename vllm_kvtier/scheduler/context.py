@@ -34,6 +34,7 @@ class BlockGeometry:
     groups: list[CacheGroup]
     hash_block_size: int
     whole_blocks: bool = False
+    draft_lookahead: int = 0  # see EngineInfo
 
     @cached_property
     def alignment(self) -> int:
@@ -41,8 +42,12 @@ class BlockGeometry:
         return math.lcm(self.hash_block_size, *(size for size, _ in self.groups))
 
     def usable_tokens(self, tokens: int, prompt: int) -> int:
-        """As ``CacheKind.usable_tokens``, for all groups."""
+        """As ``CacheKind.usable_tokens``, for all groups. The last tokens are computed again if KV of draft layers may
+        belong to another continuation, except behind a state, where none can be."""
         usable = min(group.kind.usable_tokens(tokens, prompt) for group in self.groups)
+        certain = min(tokens, prompt) - self.draft_lookahead
+        if min(usable, prompt - 1) > certain and self.by_position:
+            usable = max(0, certain)
         return min(usable, prompt - 1) // self.alignment * self.alignment if self.whole_blocks else usable
 
     def lookup_tokens(self, prompt: int) -> int:

@@ -12,7 +12,7 @@ from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind
 from vllm_kvtier.vllm_compat.layout.kv_layout import refuse_parallelism
 from vllm_kvtier.vllm_compat.probe import trials
-from vllm_kvtier.vllm_compat.probe.features import granted, refused
+from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
@@ -48,6 +48,8 @@ class EngineInfo:
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
     multimodal: bool = False  # vLLM also caches an encoder's outputs
     speculates: bool = False  # so that a step's sampling decides which state is behind its last token
+    # Tokens behind a position that KV of draft layers depends on there, and that its block's hash may not cover.
+    draft_lookahead: int = 0
 
     @property
     def reports_failed_requests(self) -> bool:
@@ -118,8 +120,19 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         multimodal=vllm_config.model_config.is_multimodal_model,
         speculates=vllm_config.speculative_config is not None,
+        draft_lookahead=_draft_lookahead(vllm_config),
         config=vllm_config,
     )
+
+
+def _draft_lookahead(vllm_config: Any) -> int:
+    """EAGLE, MTP and their like combine the target's state at a position with the token behind it; chained MTP modules
+    with a token more each. vLLM's own prefix cache drops the last block of a hit for it."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    ahead: int = value(vllm_config, "VllmConfig.num_prefill_lookahead_tokens")
+    return max(0, ahead - trials.hash_lookahead(vllm_config)) if granted(Feature.HANDOFFS) else ahead
 
 
 def _supports_partial_prefix(vllm_config: Any) -> bool:

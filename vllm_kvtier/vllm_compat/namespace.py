@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_folder, process_start, weight_files
+from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_folder, of_files, process_start, weight_files
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.options import changed, engine_options
 from vllm_kvtier.vllm_compat.options import in_words as options_in_words
@@ -165,10 +165,19 @@ def _own_name() -> str:
     return os.urandom(16).hex()
 
 
+def _draft_model(vllm_config: Any) -> Any:
+    """The ModelConfig of a draft model with files of its own, whose layers are in the KV cache too; else None."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or not (speculative.use_eagle() or speculative.method == "draft_model"):
+        return None
+    draft = speculative.draft_model_config
+    return draft if (draft.model, draft.revision) != (model.model, model.revision) else None
+
+
 def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of the model's files: configuration and weights, the processors' configuration if it takes media, and its
-    own code if it has any. Random if the weights are not known to be those of files on this machine: KV of such a model
-    is not shared unless the option model_fingerprint names it."""
+    """Digest of the model's files: configuration and weights, the processors' configuration if it takes media, its own
+    code if it has any, and the files of a draft model that keeps KV. Random if the weights are not known to be those of
+    files on this machine: KV of such a model is not shared unless the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
@@ -198,6 +207,8 @@ def model_fingerprint(vllm_config: Any) -> str:
         files, words = [], f"that cannot be read ({error})"
     if files:
         digest.update(weights.digest())
+        if (draft := _draft_model(vllm_config)) is not None:  # its KV is stored and moved with the target's
+            digest.update(f"|draft {of_files(draft.model, draft.revision) or draft.model}".encode())
         name = digest.hexdigest()
     else:
         name = _own_name()

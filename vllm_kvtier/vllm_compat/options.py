@@ -40,7 +40,7 @@ TABLE = {
         "engram_config optimization_level performance_mode additional_config.gdn_prefill_backend "
         "additional_config.kda_prefill_backend additional_config.kda_decode_backend observability_config "
         "profiler_config logging_config watchdog_config instance_id shutdown_timeout "
-        # A draft's KV decides how many tokens are accepted, not which.
+        # Read by `namespace`. Which draft it is decides how many tokens are accepted, not which.
         "speculative_config "
         # The use of computed tokens; moves of KV and weights.
         "structured_outputs_config reasoning_config watermark_config aux_output_config kv_transfer_config "

@@ -18,6 +18,13 @@ def rank_in_engine() -> int:
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
 
 
+def in_last_stage() -> bool:
+    """Whether this rank is in the pipeline's last stage, which samples and drafts."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
+
+
 def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     """By group (the name of its kind), the part of a block that this rank holds; ranks with equal parts hold equal
     bytes.

@@ -55,6 +55,7 @@ class KVTierConnectorWorker:
         self._step_events: StepEvents | None = None
         # A step, and the event of what was launched before its forward.
         self._before: tuple[StepWork, torch.cuda.Event | None] | None = None
+        self._drafting: StepWork | None = None  # a step whose drafts may not be launched yet
         self._idle = False  # whether the last step computes nothing
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
@@ -88,6 +89,7 @@ class KVTierConnectorWorker:
         read them (a window's last blocks). So every job waits on the device for what was launched before, whatever the
         engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
+        self.drafted()  # unless ``wait_for_save`` did
         if self._store is not None:
             self._store.launching = time.monotonic()
         if work.new_peers:
@@ -112,20 +114,25 @@ class KVTierConnectorWorker:
             fetching.add_engines(work.new_peers)
             tracker.begin(fetches, lambda jobs: fetching.begin_now(jobs, self._event_before(work)))
 
-    def end_step(self, work: StepWork) -> StepResults | None:
+    def end_step(self, work: StepWork, drafts_follow: bool = False) -> StepResults | None:
         """``submit`` and ``collect``; None: nothing ended. Most steps bring nothing while no job is outstanding: these
-        make as few calls as possible."""
+        make as few calls as possible.
+
+        ``drafts_follow``: the step's drafts write KV of the same blocks, and are launched after this: its blocks are
+        read only behind ``drafted``."""
         brings = work.loads or work.fetches or work.pulls or work.new_peers or work.checksums
         if brings or work.aborted or work.failed or self._jobs.outstanding or self._jobs.sync_loads.due:
-            submit = partial(self.submit, work)
+            submit = partial(self.submit, work, drafts_follow)
             self._contain.attempt("submit", submit, repair=submit)
             return self._contain.attempt("collect", self.collect, repair=self.collect)
         store = self._store
-        if store is not None and (store.step(work.step, self._record_event()) or work.idle):
+        if store is not None and drafts_follow:
+            self._drafting = work
+        elif store is not None and (store.step(work.step, self._record_event()) or work.idle):
             self._contain.attempt("copies", store.collect, work.idle)
         return None
 
-    def submit(self, work: StepWork) -> None:
+    def submit(self, work: StepWork, drafts_follow: bool = False) -> None:
         """Take a step's work; call when the step's forward has been launched. Waits for synchronous loads and fetches:
         they are verified before anything that was computed on them is stored or exported."""
         if work is self._submitted:  # vLLM's call is repeated after an error
@@ -142,17 +149,31 @@ class KVTierConnectorWorker:
             attempt("loads", self._begin_loads, work)
         if work.aborted and store is not None:
             attempt("aborts", store.cancel_loads, work.aborted)
-        attempt("step", self._launched, work, store)
+        if drafts_follow:
+            self._drafting = work
+            if work.pulls:
+                attempt("pulls", self._exchange.start_pulls, work, self._event_before(work))
+        else:
+            attempt("step", self._launched, work)
 
-    def _launched(self, work: StepWork, store: StoreWorker | RemoteStoreWorker | None) -> None:
+    def drafted(self) -> None:
+        """All that writes KV in the last step has been launched. Idempotent."""
+        work, self._drafting = self._drafting, None
+        if work is not None and self._contain.attempt("step", self._launched, work):
+            self._contain.attempt("copies", self._store.collect, False)
+
+    def _launched(self, work: StepWork) -> bool:
+        """Returns whether the store's copies are to be collected though nothing is loaded."""
+        store, due = self._store, False
         event = self._record_event() if work.checksums or store is not None else None
         if store is not None:
-            self._contain.attempt("step of the store's copies", store.step, work.step, event)
+            due = bool(self._contain.attempt("step of the store's copies", store.step, work.step, event))
         if work.checksums or work.pulls or work.new_peers:
             before = self._event_before(work) if work.pulls else None
             self._exchange.start_pulls(work, before)
             self._reactor.call_soon(lambda: self._exchange.step(work, before, event))
         self._before = None
+        return due
 
     def _begin_loads(self, work: StepWork) -> None:
         loads, fetches = ([job for job in jobs if not job.synchronous] for jobs in (work.loads, work.fetches))

@@ -45,7 +45,7 @@ class Table:
 
 
 class Growth(NamedTuple):
-    """One request in one step: its first ``computed`` tokens are in the cache once the step ran."""
+    """One request in one step: its first ``computed`` tokens are in the cache for good once the step ran."""
 
     tracked: RequestState
     table: Table
@@ -77,6 +77,7 @@ class BlockTables:
         self._step = 0
         self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
         self.each_block = False
+        self.rewritten = 0  # last computed tokens whose KV the next step writes again: chained draft modules do
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -116,7 +117,7 @@ class BlockTables:
                 self._prompts.discard(request_id)
                 continue
             request, tokens = t.request, scheduled.get(request_id, 0)
-            computed = request.num_computed_tokens + tokens
+            computed = request.num_computed_tokens + tokens - self.rewritten
             if computed >= table.due and tokens:
                 out.append(Growth(t, table, computed))
                 table.due = self._next(request_id, request, computed)

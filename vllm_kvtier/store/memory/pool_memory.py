@@ -184,7 +184,7 @@ class PoolMemory:
 
 
 def next_step(ready: int, usable: int) -> int:
-    """Bytes to make ready next: small at first, then up to the next multiple of PIECE."""
+    """Bytes to make ready next: small at first, then up to the next multiple of PIECE_BYTES."""
     for boundary in FIRST_STEPS:
         if ready < boundary:
             return min(boundary, usable) - ready

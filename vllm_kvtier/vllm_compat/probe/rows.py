@@ -104,10 +104,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "engine's configuration", Feature.ALL, "what the engine is, computes and caches", Side.BOTH,
+        optional={"vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0))},
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
             "speculative_config __dataclass_fields__",
+            "vllm.config:SpeculativeConfig": "method draft_model_config use_eagle",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "

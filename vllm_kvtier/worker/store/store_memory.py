@@ -62,7 +62,7 @@ class Backing:
             self.close()
 
     def next_piece(self) -> tuple[int, int] | None:
-        """(start, bytes) that can be registered next. Up to a multiple of PIECE: no slot reaches across one."""
+        """(start, bytes) that can be registered next. Up to a multiple of PIECE_BYTES: no slot reaches across one."""
         end = min(self.nbytes, (self.registered // PIECE_BYTES + 1) * PIECE_BYTES)
         if not self.registered < end <= self.limit:
             return None
