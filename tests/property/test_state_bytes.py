@@ -62,6 +62,7 @@ class Ours(KVConnectorBase_V1, SupportsHMA):
         self.tables = BlockTables(self.geometry.groups, BLOCK, lambda ids: None, lambda t: True)
 
     def store(self, batch, events, now):
+        batch.make_items()
         self.kept |= {(item.group, item.hash) for item in batch.items}
         self.offloader.jobs.returned.append((batch.items, STORED))
 
