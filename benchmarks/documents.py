@@ -157,7 +157,7 @@ class Asked(NamedTuple):
     seconds: float
     tokens: PromptTokens
     read: float  # bytes from disk meanwhile
-    said: list[int] | None  # the answer's first tokens
+    opening: list[int] | None  # the answer's first tokens
 
 
 def store_options(folder: Path, args: argparse.Namespace) -> StoreOptions:
@@ -210,16 +210,16 @@ def ask(peer: DiskPeer, prompt: list[int], name: str, number: int) -> Asked:
     peer.forget()
     tokens, read, stored = prompt_tokens(peer.engine.base_url), peer.read_bytes(), peer.stored()
     seconds = peer.first_token(prompt)
-    tokens, said = prompt_tokens(peer.engine.base_url) - tokens, peer.said
+    tokens, opening = prompt_tokens(peer.engine.base_url) - tokens, peer.opening
     if name == PASSES[0]:
         peer.first_token(prompt)  # from the GPU's prefix cache: what the later passes should say, to the bit
-        said = peer.said
+        opening = peer.opening
     if name == PASSES[0] and peer.writes:
         peer.settle(stored, len(prompt))
         peer.written(0.97 * number * len(prompt) * peer.per_token)
     elif peer.kind == "kvtier":
         counts_when_idle(peer._store)  # what was begun for a prompt that was then computed must not slow the next one
-    return Asked(seconds, tokens, peer.read_bytes() - read, said)
+    return Asked(seconds, tokens, peer.read_bytes() - read, opening)
 
 
 def one_pass(
@@ -240,7 +240,7 @@ def one_pass(
 
 def row(peer: DiskPeer, name: str, taken: dict[int, Asked], first: dict[int, Asked]) -> dict:
     """``first``: of the first pass."""
-    same = [first[number].said == a.said for number, a in taken.items() if number in first and peer.sees]
+    same = [first[number].opening == a.opening for number, a in taken.items() if number in first and peer.sees]
     asked = list(taken.values())
     times = [a.seconds * 1000 for a in asked]
     # What was read for a prompt that was computed after all is not where its tokens came from.

@@ -113,11 +113,11 @@ def sample(peer: Peer, prompt: list[int]) -> dict:
     before = peer.stored()
     computed = peer.first_token(prompt)
     hit = peer.first_token(prompt)
-    said = peer.said
+    opening = peer.opening
     if peer.connector == "none":
         return {"computed": computed, "hit": hit, "host": None, "beyond": None, "share": 0.0, "same": 1.0}
     host, share = host_hit(peer, prompt, before)
-    same = float(peer.said == said)
+    same = float(peer.opening == opening)
     return {"computed": computed, "hit": hit, "host": host, "beyond": host - hit, "share": share, "same": same}
 
 

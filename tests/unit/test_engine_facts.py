@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.vllm_compat import engine_info as module
 from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
 from vllm_kvtier.vllm_compat.probe import trials
 
@@ -158,6 +159,15 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
     none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")
     assert "mamba_cache_mode none" in engine_info(configure(), cache(FULL, none)).unsupported
+
+
+def test_engine_info_of_states_needs_a_release_that_stops_at_the_end_of_a_block(configure, monkeypatch):
+    """vLLM 0.25.1 computes past it from within a block, and names the state of another length as that of the block."""
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    for release, refused in (((0, 31, 0), True), ((0, 32, 0), False)):
+        monkeypatch.setattr(module, "check_supported", lambda release=release: release)
+        assert bool(engine_info(configure(), cache(FULL, state)).unsupported) is refused
+        assert not engine_info(configure(), cache(FULL)).unsupported
 
 
 @pytest.mark.parametrize(("method", "chained", "hashed", "ahead"), [

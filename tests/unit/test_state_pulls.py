@@ -61,6 +61,17 @@ def test_leave_last_token_changes_no_request_that_needs_it(fields):
     assert made.num_tokens == made.num_prompt_tokens == vr.prompt_tokens(made) == len(TOKENS)
 
 
+def test_leave_last_token_leaves_the_list_that_requests_share():
+    """n > 1 in one process, or a caller that sends its list again: vLLM does not copy it."""
+    shared = list(range(20, 33))
+    for _ in range(2):
+        made = request(shared, max_tokens=1)
+        made.prompt_token_ids = shared
+        vr.leave_last_token(made, SIZE)
+        assert len(made.prompt_token_ids) == made.num_prompt_tokens == len(made.all_token_ids) == 12
+    assert shared == list(range(20, 33))
+
+
 def test_leave_last_token_keeps_a_prompt_of_one_token():
     made = request(TOKENS[:1], max_tokens=1)
     vr.leave_last_token(made, SIZE)

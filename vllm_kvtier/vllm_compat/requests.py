@@ -54,7 +54,9 @@ def leave_last_token(request: Any, hash_block_size: int) -> None:
     if not (plain and tokens and request.max_tokens == 1) or request.skip_reading_prefix_cache:
         return
     vars(request)[_LEFT_TO_READER] = 1
-    del request.prompt_token_ids[-1], request._all_token_ids[-1]
+    # The list is the caller's: other requests may have the same one.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1]
     del request.block_hashes[tokens // hash_block_size :]
     request.num_prompt_tokens = tokens
 

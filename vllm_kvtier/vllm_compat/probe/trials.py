@@ -105,7 +105,9 @@ def request() -> None:
 
 def shorter_prompt() -> None:
     made = _request()
+    given = made.prompt_token_ids
     find(_REQUESTS).leave_last_token(made, _HASH_BLOCK_SIZE)
+    expect(len(given) == len(_TOKENS), "a prompt that is to end a token earlier shortens the list that it was given in")
     counts = made.num_tokens, made.num_prompt_tokens, len(made.prompt_token_ids)
     expect(counts == (len(_TOKENS) - 1,) * 3, f"a prompt that is to end a token earlier counts {counts} tokens")
     expect(list(made.all_token_ids) == _TOKENS[:-1], "a request's tokens do not end with its prompt's")
