@@ -111,14 +111,7 @@ class MooncakeNode(TierNode):
 
     def reader(self) -> int:
         """Pid."""
-        return self._pid("mooncake")
+        return self.latest["mooncake"]
 
     def segment(self) -> int:
-        return self._pid("mooncake_segment")
-
-    def _pid(self, kind: str) -> int:
-        return next(
-            pid
-            for pid, line in zip(reversed(self.pids), reversed(self.command_lines), strict=True)
-            if f"--kind={kind}\0" in line
-        )
+        return self.latest["mooncake_segment"]

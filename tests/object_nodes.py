@@ -50,6 +50,7 @@ class TierNode:
     def __init__(self, make, before=()):
         self.pids: list[int] = []
         self.command_lines: list[str] = []
+        self.latest: dict[str, int] = {}  # the pid of each kind of tier process
         self.before = before
         self.fd = os.memfd_create("pool")
         os.ftruncate(self.fd, POOL)
@@ -65,6 +66,7 @@ class TierNode:
         command += [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
         child = spawn([*self.before, *command], (sock.fileno(), pool_fd))
         self.pids.append(child.pid)
+        self.latest[kind] = child.pid
         self.command_lines.append(Path(f"/proc/{child.pid}/cmdline").read_bytes().decode())
         return child
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 
 import netns
 import pytest
@@ -188,10 +189,12 @@ def test_mooncake_soak(cluster):
             names.append(f"soak {len(names)}")
             node.write(blocks_of(block_hashes_of(names[-1])))
         if what in ("segment", "reader"):
-            os.kill(getattr(node, what)(), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a fault before may have ended it
+                os.kill(getattr(node, what)(), signal.SIGKILL)
         elif what == "stop":
             pid = node.segment()
-            stop(pid)
+            with suppress(ProcessLookupError):
+                stop(pid)
         elif what == "cut":
             cluster.net.plug(i, False)
         elif what == "master":
@@ -203,7 +206,8 @@ def test_mooncake_soak(cluster):
                 reads += BLOCKS
                 lost += BLOCKS - read_right(other, block_hashes_of(name))
         if what == "stop":
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         elif what == "cut":
             cluster.net.plug(i, True)
         elif what == "master":
