@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_kvtier/__init__.py").read_text("utf-8"), re.M)[1]
 README = ROOT / "README.md"
 OBSTORE = "obstore>=0.12,<0.13"
+MOONCAKE = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 DOCS = ["mkdocs-material>=9.5,<10"]  # the site of docs/; pure Python
 
 setup(
@@ -50,6 +51,9 @@ setup(
         "cli": ["typer>=0.12", "rich>=13"],
         # A bucket (S3, Google, Azure) or a shared directory as a tier of the node store. AWS's profiles need boto3 too.
         "object": [OBSTORE],
+        # A Mooncake Store cluster as a tier of the node store. The packages have the same modules: install one.
+        "mooncake": [MOONCAKE],
+        "mooncake-cuda": ["mooncake-transfer-engine-cuda13>=0.3.13,<0.4"],  # beside vLLM's own MooncakeConnector
         "proxy": ["aiohttp>=3.10", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
         "docs": DOCS,
         "test": [

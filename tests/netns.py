@@ -72,6 +72,57 @@ class NetnsPair:
         return subprocess.run([self._ip, *arguments], check=True, capture_output=True, text=True).stdout
 
 
+class NetnsStar:
+    """Network namespaces on a switch: ``names[i]`` has ``addresses[i]``; the last one is the switch's own. To be used
+    as NetnsPair."""
+
+    def __init__(self, nodes: int):
+        NetnsPair._made += 1
+        self._ip = shutil.which("ip", path=_PATHS)
+        self.names = [f"kvtier-{os.getpid()}-{NetnsPair._made}-{i}" for i in range(nodes + 1)]
+        self.addresses = [f"10.213.78.{i + 1}" for i in range(nodes + 1)]
+
+    def __enter__(self) -> "NetnsStar":
+        hub = self.names[-1]
+        try:
+            for name in self.names:
+                self._run("netns", "add", name)
+                self._run("-n", name, "link", "set", "lo", "up")
+            self._run("-n", hub, "link", "add", "switch", "type", "bridge")
+            self._run("-n", hub, "addr", "add", f"{self.addresses[-1]}/24", "dev", "switch")
+            self._run("-n", hub, "link", "set", "switch", "up")
+            for i, (name, address) in enumerate(zip(self.names[:-1], self.addresses, strict=False)):
+                end = ["peer", "name", f"port{i}", "netns", hub]
+                self._run("-n", name, "link", "add", "kvtier0", "type", "veth", *end)
+                self._run("-n", name, "addr", "add", f"{address}/24", "dev", "kvtier0")
+                self._run("-n", name, "link", "set", "kvtier0", "up")
+                self._run("-n", hub, "link", "set", f"port{i}", "master", "switch", "up")
+            eventually(lambda: all(map(self._is_up, self.names[:-1])), what="cables that are up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run([self._ip, "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    def before(self, node: int) -> list[str]:
+        """Words before a command, to run it there. The process that it starts becomes the command's."""
+        return [self._ip, "netns", "exec", self.names[node]]
+
+    def plug(self, node: int, up: bool) -> None:
+        """Pull the cable out of the switch, or put it back: packets are lost, and connections stay open."""
+        self._run("-n", self.names[-1], "link", "set", f"port{node}", "up" if up else "down")
+
+    def _is_up(self, name: str) -> bool:
+        shown = self._run("-n", name, "link", "show", "kvtier0")
+        return "LOWER_UP" in shown and "state UP" in shown
+
+    def _run(self, *arguments: str) -> str:
+        return subprocess.run([self._ip, *arguments], check=True, capture_output=True, text=True).stdout
+
+
 @cache
 def why_not() -> str:
     """Why this machine does not let us, "" if it does."""

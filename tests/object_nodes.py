@@ -43,20 +43,20 @@ def blocks_of(block_hashes: bytes, half: int = 0) -> list[Block]:
     ]
 
 
-class Node:
-    """A tier with a pool and a reactor, as a store has them; its calls block here."""
+class TierNode:
+    """A tier with a pool and a reactor, as a store has them; its calls block here. ``make(context)``: the tier.
+    ``before``: words before the commands of its tier processes."""
 
-    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", **more):
+    def __init__(self, make, before=()):
         self.pids: list[int] = []
         self.command_lines: list[str] = []
+        self.latest: dict[str, int] = {}  # the pid of each kind of tier process
+        self.before = before
         self.fd = os.memfd_create("pool")
         os.ftruncate(self.fd, POOL)
         self.pool = mmap.mmap(self.fd, POOL)
         self.reactor = Reactor("node")
-        region = REGION if url.startswith("s3:") else ""
-        options = {"url": url, "endpoint": endpoint, "region": region, "size": 1 << 30}
-        waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **more}
-        self.tier = ObjectTier(TierContext(self.fd, POOL, self.reactor, spawn=self._spawn), {**options, **waits})
+        self.tier = make(TierContext(self.fd, POOL, self.reactor, spawn=self._spawn))
         self.reactor.call_soon(self.tier.start)
         self.reactor.start()
 
@@ -64,8 +64,9 @@ class Node:
         """As ``spawn_mover``; it logs all that it may."""
         command = [sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}", "--log-level=debug"]
         command += [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
-        child = spawn(command, (sock.fileno(), pool_fd))
+        child = spawn([*self.before, *command], (sock.fileno(), pool_fd))
         self.pids.append(child.pid)
+        self.latest[kind] = child.pid
         self.command_lines.append(Path(f"/proc/{child.pid}/cmdline").read_bytes().decode())
         return child
 
@@ -126,3 +127,13 @@ class Node:
     def are_right(self, blocks: list[Block]) -> list[bool]:
         right = [self.pool[b.slot * PAGE : b.slot * PAGE + SIZE] == contents(b) for b in blocks]
         return right
+
+
+class Node(TierNode):
+    """With an object tier."""
+
+    def __init__(self, endpoint: str, url: str = f"s3://{BUCKET}/shared", **more):
+        region = REGION if url.startswith("s3:") else ""
+        options = {"url": url, "endpoint": endpoint, "region": region, "size": 1 << 30}
+        waits = {"timeout": 2.0, "look_seconds": 4.0, "read_seconds": 5.0, **more}
+        super().__init__(lambda context: ObjectTier(context, {**options, **waits}))

@@ -52,7 +52,7 @@ class FakeReactor:
 class FakeMover:
     """As ``Mover``, without a process: what is asked waits in ``asked`` until the test answers it."""
 
-    def __init__(self, kind, options, context, user, open_seconds):
+    def __init__(self, kind, options, context, user, open_seconds, backoff=None):
         self.kind, self.options, self.open_seconds = kind, options, open_seconds
         self.hear, self._user = user.process_message, user
         self.state, self.reason, self.restarts, self.timeouts = STOPPED, "", 0, 0

@@ -11,7 +11,9 @@ every CUDA version, and one of them moves host memory. pip's own configuration s
 
 import argparse
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +24,9 @@ from pathlib import Path
 VLLM = "0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 NIXL = ("nixl>=1.5", "nixl-cu13>=1.5")
+MOONCAKE = ("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",)
+LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1", "liburing2")  # of Mooncake, in Debian and Ubuntu
+APT_ENV = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -50,6 +55,8 @@ def main() -> None:
     pip_keeping_torch("install", *kept_requirements())
     step("vllm-kvtier, editable")
     pip_keeping_torch("install", "-e", f"{root}[cpu,proxy,test]")
+    step("Mooncake, without which its tests are skipped")
+    mooncake()
     step("bytecode, on all processors: pip would use one")
     # Silent: some packages have files for other releases of Python, which do not compile.
     compileall = [sys.executable, "-m", "compileall", "-q", "-j", "0", sysconfig.get_path("purelib")]
@@ -58,6 +65,22 @@ def main() -> None:
     look = "import torch, transformers, vllm, nixl, vllm_kvtier.kernels; print('   torch', torch.__version__,"
     look += " ' vllm', vllm.__version__, ' transformers', transformers.__version__)"
     subprocess.run([sys.executable, "-c", look], check=True, cwd="/")
+
+
+def mooncake() -> None:
+    """Mooncake Store, where there is a wheel of it for this machine, and the libraries that it needs, where apt can
+    install them. Nothing depends on it but its own tests."""
+    if not pip("install", *MOONCAKE, check=False):
+        print("   pip offers no Mooncake here", flush=True)
+    elif subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, cwd="/").returncode:
+        if os.geteuid() or shutil.which("apt-get") is None:
+            print(f"   Mooncake needs the packages {' '.join(LIBRARIES)}, or their like", flush=True)
+            return
+        for words in (["update"], ["install", "-y", "--no-install-recommends", *LIBRARIES]):
+            try:
+                subprocess.run(["apt-get", "-q", *words], capture_output=True, timeout=120, env=APT_ENV)
+            except subprocess.TimeoutExpired:
+                print(f"   apt-get {words[0]} took too long", flush=True)
 
 
 def required_torch() -> str:

@@ -260,7 +260,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_disk_min_tokens: Annotated[
         int,
         _doc(
-            "Prompts with fewer tokens are not demoted to disk or to the object store: computing takes no longer.", ge=0
+            "Prompts with fewer tokens are not demoted to a secondary tier: computing takes no longer.", ge=0
         ),
     ] = 0
     store_object_url: Annotated[
@@ -280,6 +280,35 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "64GiB"
     store_object_admission: Annotated[
         Literal["reuse", "all"], _doc("Which blocks are demoted to the object store, as store_disk_admission.")
+    ] = "reuse"
+    store_mooncake_master: Annotated[
+        str,
+        _doc(
+            "Master of a Mooncake Store cluster that keeps blocks in the memory of its nodes, for a node store that "
+            "this engine starts: host:port, or of several masters etcd://host:port;host:port; empty: none. Needs "
+            "store_mooncake_trusted_network."
+        ),
+    ] = ""
+    store_mooncake_trusted_network: Annotated[
+        bool,
+        _doc("Only trusted machines reach the cluster's ports: Mooncake has neither authentication nor encryption."),
+    ] = False
+    store_mooncake_segment: Annotated[
+        str | int,
+        _doc("Memory of this node, beside the store's, for the Mooncake cluster: bytes, 4GiB or the like; 0: none."),
+    ] = "4GiB"
+    store_mooncake_replicas: Annotated[
+        int, _doc("Maximum copies in the cluster of a block that nodes read often; 1: no copies.", ge=1, le=8)
+    ] = 2
+    store_mooncake_host: Annotated[
+        str, _doc("Address of this node for the cluster's other nodes; empty: that of the route to the master.")
+    ] = ""
+    store_mooncake_protocol: Annotated[Literal["tcp", "rdma"], _doc("Mooncake's transport between nodes.")] = "tcp"
+    store_mooncake_devices: Annotated[
+        str, _doc("RDMA devices for store_mooncake_protocol=rdma: mlx5_0,mlx5_1; empty: all.")
+    ] = ""
+    store_mooncake_admission: Annotated[
+        Literal["reuse", "all"], _doc("Which blocks are demoted to the Mooncake cluster, as store_disk_admission.")
     ] = "reuse"
     store_nodes: Annotated[
         str,

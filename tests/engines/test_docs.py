@@ -11,6 +11,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import mooncake_nodes
 import netns
 import pytest
 from docs_running import Place, ended, steps_of, unlike
@@ -21,6 +22,7 @@ from support import eventually
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here, with which the pages ask")
 
 GUIDES = "docs/guides"
+MASTER = "docs-mooncake-master"
 KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -51,14 +53,16 @@ def test_docs_host_cache_commands_run(place):
         place.until_as_shown(step)
 
 
-@pytest.mark.parametrize("page", ["disk", "objects"])
+@pytest.mark.parametrize("page", ["disk", "objects", "mooncake"])
 def test_docs_secondary_tiers_commands_run(place, page):
     """The store that the engine started is ended, and the page's takes its place; the engine goes on."""
+    if page == "mooncake" and mooncake_nodes.why_not():
+        pytest.skip(mooncake_nodes.why_not())
 
     def no_store() -> None:
-        for service in place.services[1:]:
+        for service in [each for each in place.services[1:] if each.name != MASTER]:
             service.kill()
-        del place.services[1:]
+            place.services.remove(service)
         place.store.kill()
 
     def in_use() -> bool:
@@ -73,7 +77,9 @@ def test_docs_secondary_tiers_commands_run(place, page):
 
     again = {}
     for step in steps_of(f"{GUIDES}/{page}.md"):
-        if step.serves:
+        if step.text.startswith("mooncake_master"):
+            place.start(step, MASTER).wait_ready()
+        elif step.serves:
             start(step)
             # An engine that asked too early computed, and memory has it from then on: then once more from the start.
             again = {"again": partial(start, step)} if step.kind == "restart" else {}
@@ -81,6 +87,9 @@ def test_docs_secondary_tiers_commands_run(place, page):
             place.until_as_shown(step, **again)
     with place.store.alone():
         no_store()
+    for service in place.services[1:]:
+        service.kill()
+    del place.services[1:]
 
 
 def test_docs_pd_one_node_commands_run(model_path, log_dir, tmp_path):
@@ -114,7 +123,7 @@ def test_docs_data_parallel_commands_run(model_path, log_dir, tmp_path):
 def test_docs_every_guide_with_commands_is_run(root):
     """And none has commands that are run by nobody."""
     text = Path(__file__).read_text("utf-8")
-    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "objects"}
+    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "objects", "mooncake"}
     assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run
 
 

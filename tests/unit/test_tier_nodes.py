@@ -235,7 +235,7 @@ def test_node_tier_lease_of_mismatched_groups_or_hashes_is_refused():
 
 
 class FakeMover:
-    def __init__(self, kind, options, context, user, open_seconds):
+    def __init__(self, kind, options, context, user, open_seconds, backoff=None):
         self.options, self.on_message, self.on_up, self.on_down = (
             options, user.process_message, user.process_up, user.process_down,
         )  # fmt: skip

@@ -1,65 +1,21 @@
 """The object tier, without a mover: what it asks of one, and what it makes of the answers."""
 
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from object_fakes import BLOCK_HASHES, PAGES, Loop, hash_of
+from object_fakes import BLOCK_HASHES, PAGES, FakeMover, Loop, hash_of
 from store_support import NAMESPACE_ID
 from support import Clock
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers import content_tier
 from vllm_kvtier.store.tiers.base import Block, Want
 from vllm_kvtier.store.tiers.objects import tier as objects
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, READY, TierContext
 from vllm_kvtier.wire.slots import PAGE
-
-
-class FakeMover:
-    def __init__(self, kind, options, context, user, open_seconds):
-        assert (kind, context.pool_fd, context.pool_bytes) == ("object", 5, 64 * PAGE)
-        self.options, self.on_message, self.on_up, self.on_down = (
-            options, user.process_message, user.process_up, user.process_down,
-        )  # fmt: skip
-        self.state, self.reason, self.restarts, self.timeouts = "opening", "", 0, 0
-        self.requests, self.sent, self.last = deque(), [], 0
-
-    def start(self, opened=None):
-        self.state = READY
-        self.on_up(opened or m.Opened(writable=True))
-
-    def stop(self):
-        self.state = "stopped"
-
-    def next_id(self):
-        self.last += 1
-        return self.last
-
-    def send(self, message):
-        if self.state == READY:
-            self.sent.append(message)
-        return self.state == READY
-
-    def request(self, message, seconds, on_reply):
-        if self.state != READY:
-            on_reply(None)
-        else:
-            self.requests.append((message, seconds, on_reply))
-
-    def back_off(self, reason):
-        self.state, self.reason = BACKOFF, reason
-        self.on_down(reason)
-
-    def answer(self, kind, *arguments, **more):
-        message, _, on_reply = self.requests.popleft()
-        on_reply(kind(message.id, *arguments, **more))
-
-    def fail(self):
-        self.requests.popleft()[2](None)
-
 
 OPTIONS = {"url": "s3://bucket/x", "endpoint": "http://host:9", "region": "", "backend": "auto"}
 
@@ -193,7 +149,7 @@ def test_object_tier_publish_reports_existing_objects(tier):
 
 
 def test_object_tier_presence_is_bounded(tier, monkeypatch):
-    monkeypatch.setattr(objects, "MAX_REMEMBERED_BLOCKS", 3)
+    monkeypatch.setattr(content_tier, "MAX_REMEMBERED_BLOCKS", 3)
     for number in range(5):
         moved(tier, "write", block(number))
         tier.tier_process.answer(m.Moved, [True])

@@ -36,6 +36,13 @@ DiskSize = Annotated[str, typer.Option("--disk-size", help="As store_disk_size."
 ObjectUrl = Annotated[
     str, typer.Option("--object-url", help="As store_object_url: writes, reads and deletes an object.")
 ]
+MooncakeMaster = Annotated[
+    str,
+    typer.Option("--mooncake-master", help="As store_mooncake_master: writes, reads and removes an object of 1 MiB."),
+]
+MooncakeMetrics = Annotated[
+    int, typer.Option("--mooncake-metrics-port", help="The master's --metrics_port, which lists its nodes.")
+]
 ObjectEndpoint = Annotated[str, typer.Option("--object-endpoint", help="As store_object_endpoint.")]
 ObjectRegion = Annotated[str, typer.Option("--object-region", help="As store_object_region.")]
 ObjectSize = Annotated[str, typer.Option("--object-size", help="As store_object_size.")]
@@ -69,6 +76,8 @@ def doctor(
     object_endpoint: ObjectEndpoint = "",
     object_region: ObjectRegion = "",
     object_size: ObjectSize = "64GiB",
+    mooncake_master: MooncakeMaster = "",
+    mooncake_metrics_port: MooncakeMetrics = 9003,
     store_size: StoreSize = "10%",
     listen: Listen = None,
     cluster_key: inputs.Key = None,
@@ -85,7 +94,7 @@ def doctor(
 ) -> None:
     """Find problems and how to fix them: this machine, engines, the node store, or why a prompt missed.
 
-    Changes nothing, but for an object that --object-url writes and deletes.
+    Changes nothing, but for an object that --object-url or --mooncake-master writes and deletes.
 
     Exit status: 0 no problem, 1 warnings, 2 errors or wrong options.
     """
@@ -96,7 +105,8 @@ def doctor(
         other = inputs.read_file(file, messages is not None) if file else None
         if other is not None and asked is None:
             raise typer.BadParameter("needs --prompt or --messages to compare with", param_hint="--compare-with")
-        if remote and not any((server, endpoint, socket, disk, object_url, listen, cluster_key, asked)):
+        elsewhere = (server, endpoint, socket, disk, object_url, mooncake_master, listen, cluster_key, asked)
+        if remote and not any(elsewhere):
             raise typer.BadParameter(
                 "leaves nothing to check: give --server, --endpoint or --socket", param_hint="--remote"
             )
@@ -111,6 +121,8 @@ def doctor(
             object_endpoint=object_endpoint,
             object_region=object_region,
             object_size=object_size,
+            mooncake_master=mooncake_master,
+            mooncake_metrics_port=mooncake_metrics_port,
             store_size=store_size,
             listen=tuple(listen or ()),
             cluster_key=cluster_key,

@@ -26,7 +26,7 @@ _OLD_KEYS = {
     "lent_by": "peers", "known_seconds": "history_seconds", "stretches": "spans", "weighed": "load_decisions",
     "place": "tier", "fate": "removal_reason",
 }  # fmt: skip
-_TIERS = {"nodes": "other nodes", "object": "the object store"}
+_TIERS = {"nodes": "other nodes", "object": "the object store", "mooncake": "the Mooncake cluster"}
 
 Endpoints = Annotated[
     list[str],

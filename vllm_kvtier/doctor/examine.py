@@ -9,7 +9,7 @@ from vllm_kvtier.doctor import store
 from vllm_kvtier.doctor.engines import checks as engines
 from vllm_kvtier.doctor.engines import compatibility
 from vllm_kvtier.doctor.engines.server import Prompt, Server
-from vllm_kvtier.doctor.machine import disk, gpus, limits, objects, packages, ports
+from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, objects, packages, ports
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
@@ -31,6 +31,8 @@ class Options:
     object_endpoint: str = ""
     object_region: str = ""
     object_size: str = "64GiB"
+    mooncake_master: str = ""
+    mooncake_metrics_port: int = mooncake.METRICS_PORT
     store_size: str = "10%"
     listen: tuple[str, ...] = ()
     cluster_key: Path | None = None
@@ -64,6 +66,8 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
         add(limits.asynchronous_io(), *_disk(options))
     if options.object_url:
         add(*_objects(options))
+    if options.mooncake_master:
+        add(*mooncake.mooncake(options.mooncake_master, metrics_port=options.mooncake_metrics_port))
     key = None
     if options.cluster_key is not None:
         check, key = _cluster_key(options.cluster_key)

@@ -66,7 +66,7 @@ class Time:
 class InstantTierProcess:
     """A tier process whose disk takes no time."""
 
-    def __init__(self, kind, options, context, user, open_seconds):
+    def __init__(self, kind, options, context, user, open_seconds, backoff=None):
         self.state, self.reason, self.restarts, self.timeouts = OPENING, "", 0, 0
         self._user, self._ids, self._soon = user, itertools.count(1), context.reactor.call_soon
 

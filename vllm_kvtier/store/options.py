@@ -10,6 +10,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.remote_store.options import NodeOptions
 from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class StoreOptions:
         ("all", "reuse"),
     )
     disk_min_tokens: int = _option(
-        0, "Prompts with fewer tokens are not demoted to disk or to the object store: computing takes no longer."
+        0, "Prompts with fewer tokens are not demoted to a secondary tier: computing takes no longer."
     )
     disk_queue_mib: int = _option(
         0, "Maximum size of a tier's queue of demotions; further blocks are not demoted. 0: all of the memory."
@@ -84,6 +85,26 @@ class StoreOptions:
     object_size: str = _option("64GiB", "Maximum size of a shared directory, file:///directory. Buckets have none.")
     object_admission: str = _option(
         "reuse", "Which blocks are demoted to the object store, as disk_admission.", ("all", "reuse")
+    )
+    mooncake_master: str = _option(
+        "",
+        "Master of a Mooncake Store cluster that keeps blocks in the memory of its nodes: host:port, or of several "
+        "masters etcd://host:port;host:port; empty: none. Needs mooncake_trusted_network.",
+    )
+    mooncake_trusted_network: bool = _option(
+        False, "Only trusted machines reach the cluster's ports: Mooncake has neither authentication nor encryption."
+    )
+    mooncake_segment: str = _option(
+        "4GiB", "Memory of this node, beside the store's, for the Mooncake cluster: bytes, 4GiB or the like; 0: none."
+    )
+    mooncake_replicas: int = _option(2, "Maximum copies in the cluster of a block that nodes read often; 1: no copies.")
+    mooncake_host: str = _option(
+        "", "Address of this node for the cluster's other nodes; empty: that of the route to the master."
+    )
+    mooncake_protocol: str = _option("tcp", "Mooncake's transport between nodes.", ("tcp", "rdma"))
+    mooncake_devices: str = _option("", "RDMA devices for mooncake_protocol=rdma: mlx5_0,mlx5_1; empty: all.")
+    mooncake_admission: str = _option(
+        "reuse", "Which blocks are demoted to the Mooncake cluster, as disk_admission.", ("all", "reuse")
     )
     nodes: str = _option(
         "",
@@ -118,6 +139,8 @@ class StoreOptions:
             parse_url(self.object_url)
             parse_bytes(self.object_size, "store option object_size")
         check_endpoint(self.object_endpoint)
+        if self.mooncake_master:
+            MooncakeOptions.parse(self.named("mooncake_"))
         NodeOptions.parse({name: getattr(self, name) for name in ("nodes", "node_listen", "cluster_key_file")})
         for name in ("tenant_share", "state_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
@@ -127,6 +150,10 @@ class StoreOptions:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 86400")
         if not 0 <= self.idle_seconds < 1 << 31:
             raise ConfigError(f"store option idle_seconds={self.idle_seconds}: must be 0 (never) or more")
+
+    def named(self, prefix: str) -> dict[str, str | int | float | bool]:
+        """The options whose names begin so."""
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name.startswith(prefix)}
 
     def arguments(self) -> list[str]:
         """Command-line arguments that ``parse`` turns into these options again."""

@@ -109,11 +109,12 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return None
         tokens, handoff = self._exported_tokens(request), request.hints.handoff
         hashes = self._block_hashes(request, tokens)
+        digest = self._digest(request, hashes, tokens, self._geometry.hash_block_size)
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
             partial(self._changed.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(request.request), export=handoff.export,
-            digest=self._digest(request, hashes, tokens, self._geometry.hash_block_size), stretches=self._stretches, **self._reply_address(),
+            digest=digest, stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
         return _FollowedLookup(self, answer, need.start, tokens)
 

@@ -43,7 +43,7 @@ MAX_WAIT_SECONDS = 10.0  # seconds without a store before that is logged
 def _store_options(config: KVTierConfig) -> StoreOptions:
     """Those of a store that this engine starts: what the engine's options say with ``store_`` before the name."""
     given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
-    given |= {name: str(given[name]) for name in ("size", "disk_size", "object_size")}
+    given |= {name: str(given[name]) for name in ("size", "disk_size", "object_size", "mooncake_segment")}
     given["cluster_key_file"] = config.cluster_key_file
     return StoreOptions(**{name: value for name, value in given.items() if value is not None})
 
@@ -118,6 +118,7 @@ class NodeStoreSource(StoreSource):
         if client.connected and not self._compared:
             self._compared = True
             wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
+            wanted["mooncake"] = self._options.mooncake_master
             lacking = [name for name, option in wanted.items() if option and name not in client.tiers]
             if lacking:
                 logger.warning(
@@ -340,5 +341,5 @@ class NodeStoreSource(StoreSource):
         """Label "host": they were in memory; "disk", "peer": the tier that they were promoted from; "secondary": one of
         several tiers."""
         promoted, tiers = min(request.promoted_tokens, tokens), self.client.tiers if self.client is not None else ()
-        kind = "disk" if tiers == ("disk",) else "peer" if tiers == ("nodes",) else "secondary"
+        kind = "disk" if tiers == ("disk",) else "peer" if tiers in (("nodes",), ("mooncake",)) else "secondary"
         return {"host": tokens - promoted, kind: promoted}

@@ -14,6 +14,7 @@ from vllm_kvtier.store.tiers.admission import Admission, admission
 from vllm_kvtier.store.tiers.base import Tier, TierCounts, Want
 from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
 from vllm_kvtier.store.tiers.disk.tier import DiskTier
+from vllm_kvtier.store.tiers.mooncake.tier import MooncakeTier
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
 from vllm_kvtier.store.tiers.objects.object_names import store_digest
@@ -146,7 +147,8 @@ class TierStack:
 def open_tiers(
     options: StoreOptions, index: Index, memory: PoolMemory, reactor: Reactor, tick: Callable[[], None]
 ) -> TierStack:
-    """The tiers that the options name, nearest first: disk, other nodes' memory, object store. Not started yet.
+    """The tiers that the options name, nearest first: disk, other nodes' memory, Mooncake, object store. Not
+    started yet.
 
     ``tick``: the index has a new deadline to watch. Raises ConfigError for invalid options.
     """
@@ -176,6 +178,10 @@ def open_tiers(
             "objects": objects,
         }
         tiers.append(NodesTier(context, node_options, leases))
+    if options.mooncake_master:
+        mooncake = MooncakeTier(context, options.named("mooncake_"))
+        tiers.append(mooncake)
+        admissions[mooncake] = admission(options.mooncake_admission, options.disk_min_tokens)
     if options.object_url:
         object_options: m.Options = {
             "url": options.object_url,

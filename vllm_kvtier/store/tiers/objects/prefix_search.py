@@ -7,10 +7,12 @@ after all (objects expire).
 
 Of other groups a prefix needs the blocks near its end. The search asks for a sample of them. If a block is missing, the
 end moves before it, a bounded number of times.
+
+``end_of`` is for a store that answers for thousands of objects in one request, and evicts any of them.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
 
 from vllm_kvtier.store.index.types import HASH_BYTES
@@ -45,6 +47,44 @@ class Prefix:
 
 
 Rounds = Generator[list[Name], list[bool], int]
+
+
+def names_by_position(prefix: Prefix) -> list[Name]:
+    """All blocks that some end of the prefix may need."""
+    ends = []
+    for group, shape in enumerate(prefix.groups):
+        step = shape.hash_blocks_per_block
+        first = (prefix.start // step + 1) * step
+        ends += [(end, group) for end in range(first, len(prefix.hashes) // HASH_BYTES + 1, step)]
+    return [prefix.block(group, end) for end, group in sorted(ends)]
+
+
+def end_of(prefix: Prefix, stored: Container[Name]) -> int:
+    """The exact end of the prefix, by what is ``stored``: for stores that can be asked for all blocks at once."""
+    end = len(prefix.hashes) // HASH_BYTES
+    for group, shape in enumerate(prefix.groups):
+        step = shape.hash_blocks_per_block
+        if shape.cache_kind.whole_prefix:
+            first = prefix.start // step * step
+            ends = range(first + step, end + 1, step)
+            missing = next((each for each in ends if prefix.block(group, each) not in stored), end + step)
+            end = min(end, missing - step)
+    end = prefix.start + max(0, end - prefix.start) // prefix.step * prefix.step
+    while end > prefix.start:  # back to an end without a missing block
+        gap = max(
+            (
+                block_end
+                for group, shape in enumerate(prefix.groups)
+                if not shape.cache_kind.whole_prefix
+                for block_end in _needed(prefix, group, end)
+                if prefix.block(group, block_end) not in stored
+            ),
+            default=0,
+        )
+        if not gap:
+            break
+        end = prefix.start + max(0, gap - 1 - prefix.start) // prefix.step * prefix.step
+    return end
 
 
 def search(prefix: Prefix, known: Callable[[Name], bool | None]) -> Rounds:
@@ -121,9 +161,14 @@ def _before_gaps(prefix: Prefix, groups: list[int], end: int, known: Callable[[N
 
 def _sample(prefix: Prefix, group: int, end: int) -> list[int]:
     """Ends of a sample of the blocks that a prefix up to ``end`` needs: the first, the last, and some between."""
-    shape = prefix.groups[group]
-    first = shape.first_block(prefix.hash_block_size, prefix.start, end)
-    ends = range((first + 1) * shape.hash_blocks_per_block, end + 1, shape.hash_blocks_per_block)
+    ends = _needed(prefix, group, end)
     if len(ends) <= WINDOW_SAMPLES:
         return list(ends)
     return [ends[i * (len(ends) - 1) // (WINDOW_SAMPLES - 1)] for i in range(WINDOW_SAMPLES)]
+
+
+def _needed(prefix: Prefix, group: int, end: int) -> range:
+    """Ends of the blocks that a prefix up to ``end`` needs."""
+    shape = prefix.groups[group]
+    first = shape.first_block(prefix.hash_block_size, prefix.start, end)
+    return range((first + 1) * shape.hash_blocks_per_block, end + 1, shape.hash_blocks_per_block)

@@ -1,34 +1,20 @@
 """The object store as a secondary tier, shared by any number of nodes and clusters.
 
-The tier has no index, because other nodes write and delete. Each lookup asks the store; the tier only remembers a
-bounded number of blocks that it wrote or read. If the store fails, the tier process is replaced after a backoff; if
-only writes are refused, the tier is read only for a while.
+If the store fails, the tier process is replaced after a backoff; if only writes are refused, the tier is read only for
+a while.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
-from vllm_kvtier.ewma import Ewma
-from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
+from vllm_kvtier.store.tiers.content_tier import ContentTier, Limits
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
 from vllm_kvtier.store.tiers.process import protocol as m
-from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, READY, ProcessTier, TierContext
-from vllm_kvtier.wire.reactor import Timer
-from vllm_kvtier.wire.slots import PAGE
+from vllm_kvtier.store.tiers.process.tier_process import TierContext
 
 SECONDS = {"timeout": 5.0, "look_seconds": 4.0, "read_seconds": 20.0}  # options of the tier process
 SLACK_SECONDS = 30.0  # seconds in which the tier process must answer after its own deadlines
-MIN_RATE = 2e6  # bytes/s; a slower tier process is replaced
-MAX_REMEMBERED_BLOCKS = 1 << 19  # blocks known to be stored
 REFUSED_SECONDS = 60.0, 960.0  # first and longest pause after refused writes
-# Before any measurement; pessimistic, so that no request waits in vain.
-FIRST_RATE, FIRST_LATENCY = 200e6, 0.05  # bytes/s, seconds
-LATENCY_WEIGHT = 0.2  # of the latest find
-MEASURED_BYTES = 512 << 20  # bytes moved before the latest so many have half the weight
 
 
-class ObjectTier(ProcessTier):
+class ObjectTier(ContentTier):
     """options: of the tier process (see ``objects.process``). Raises ConfigError for an invalid url or endpoint."""
 
     name = "object"
@@ -37,244 +23,15 @@ class ObjectTier(ProcessTier):
         location = parse_url(str(options["url"]))
         check_endpoint(str(options["endpoint"]))
         options = {**SECONDS, **options}
-        self._look_slack = float(options["look_seconds"]) + SLACK_SECONDS
-        self._move_slack = float(options["read_seconds"]) + SLACK_SECONDS
-        super().__init__(context, options)
+        move = float(options["read_seconds"]) + SLACK_SECONDS
+        limits = Limits(float(options["look_seconds"]) + SLACK_SECONDS, move, move, REFUSED_SECONDS, 4.0)
+        super().__init__(context, options, limits)
         if location.scheme == "file":
             self._counts.capacity_bytes = int(options["size"])
-        self._note, self._refused = "", ""  # of Opened; why writes are refused now
-        self._pause = REFUSED_SECONDS[0]
-        self._retry: Timer | None = None
-        # By a hash of the name; a collision costs one block that is not written.
-        self._known: dict[int, None] = {}
-        self._writing: dict[int, bool] = {}  # False: discarded meanwhile
-        self._undropped: dict[tuple[bytes, int, bytes], None] = {}  # to be sent to the next tier process
-        self._reads, self._writes = _Flow(self._clock), _Flow(self._clock)
-        self._latency = Ewma(FIRST_LATENCY, LATENCY_WEIGHT)
-
-    @property
-    def writable(self) -> bool:
-        return self.usable and not self._refused
-
-    def find(self, want: Want, done: Callable[[Find], None]) -> None:
-        nothing = Find(want, want.start)
-        if not self.usable or want.start >= want.num_hash_blocks:
-            done(nothing)
-            return
-        began = self._clock()
-        self._counts.lookups += 1
-        message = m.Look.of(self._tier_process.next_id(), want)
-
-        def answered(reply: m.Located | None) -> None:
-            if reply is not None and not reply.error:
-                align = math.lcm(*(shape.hash_blocks_per_block for shape in want.shapes))
-                end, count = reply.num_hash_blocks, reply.num_hash_blocks - want.start
-                if 0 <= count and end <= want.num_hash_blocks and not count % align:
-                    self._latency.observe(self._clock() - began)
-                    self._counts.found_blocks += sum(count // shape.hash_blocks_per_block for shape in want.shapes)
-                    done(Find(want, end, reply.token) if count else nothing)
-                    return
-                self._tier_process.back_off(f"it found hash blocks {want.start} to {end} of {want.num_hash_blocks}")
-            elif reply is not None:
-                self._tier_process.back_off(reply.error)
-            done(nothing)
-
-        self._tier_process.request(message, self._look_slack, answered)
-
-    def release(self, find: Find) -> None:
-        """Nothing to release: a find holds nothing."""
-
-    def read(self, find: Find, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
-        nbytes = sum(block.pages for block in blocks) * PAGE
-        message = m.Read(self._tier_process.next_id(), find.token, [m.Move.of(block) for block in blocks])
-        self._reads.begin(nbytes)
-
-        def answered(reply: m.Moved | None) -> None:
-            good = self._moved(reply, blocks, self._reads, nbytes)
-            for block, there in zip(blocks, good, strict=True):
-                if there:
-                    self._know(hash(block.name))
-                elif reply is not None:
-                    self._known.pop(hash(block.name), None)
-                self.on_moved(*block.name)
-            self._counts.read_failures += good.count(False)
-            done(good)
-
-        self._tier_process.request(message, self._move_slack + self._reads.waiting / MIN_RATE, answered)
-
-    def seconds(self, nbytes: int) -> float:
-        return self._reads.seconds(nbytes)
-
-    def latency(self) -> float:
-        return self._latency.value
-
-    def has(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
-        number = hash((namespace_id, group, block_hash))
-        return number in self._known or self._writing.get(number, False)
-
-    def keeps(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
-        """Whether it is remembered as stored. Another node may have deleted it, which a read finds."""
-        return self.usable and hash((namespace_id, group, block_hash)) in self._known
-
-    def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
-        if not self.writable:
-            done([False] * len(blocks))
-            return
-        numbers = [hash(block.name) for block in blocks]
-        nbytes = sum(block.pages for block in blocks) * PAGE
-        message = m.Write(self._tier_process.next_id(), [m.Move.of(block) for block in blocks])
-        self._writing.update(dict.fromkeys(numbers, True))
-        self._writes.begin(nbytes)
-
-        def answered(reply: m.Moved | None) -> None:
-            good = self._moved(reply, blocks, self._writes, nbytes)
-            for i, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
-                if not self._writing.pop(number, True):
-                    good[i] = False
-                    self._drop(*block.name)
-                elif good[i]:
-                    self._know(number)
-                    self.on_moved(*block.name)
-            self._counts.write_failures += good.count(False)
-            if reply is not None and not reply.writable:
-                self._refuse(reply.error)
-            elif any(good):
-                self._pause = REFUSED_SECONDS[0]
-            done(good)
-
-        self._tier_process.request(message, self._move_slack + self._writes.waiting / MIN_RATE, answered)
-
-    def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
-        number = hash((namespace_id, group, block_hash))
-        self._known.pop(number, None)
-        self._counts.discarded_blocks += 1
-        if number in self._writing:
-            self._writing[number] = False  # dropped again when it is written
-        self._drop(namespace_id, group, block_hash)
-        self.on_moved(namespace_id, group, block_hash)
-
-    def clear(self, namespace_id: bytes | None) -> None:
-        """Forget the remembered blocks, of all namespaces. The objects stay, because other nodes share them."""
-        self._known.clear()
-        self.on_change()
-
-    def counts(self) -> TierCounts:
-        tier_process, state = self._tier_process, self._tier_process.state
-        if state == READY and self._refused:
-            state = "read_only"
-        return replace(
-            self._counts,
-            state=state,
-            reason=self._refused if state == "read_only" else tier_process.reason if state == BACKOFF else self._note,
-            blocks=len(self._known),
-            read_blocks=self._reads.blocks,
-            read_bytes=self._reads.nbytes,
-            read_seconds=self._reads.busy_seconds(),
-            written_blocks=self._writes.blocks,
-            written_bytes=self._writes.nbytes,
-            write_seconds=self._writes.busy_seconds(),
-            timeouts=tier_process.timeouts,
-            restarts=tier_process.restarts,
-        )
-
-    def stop(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-        super().stop()
-
-    # -- the tier process ---------------------------------------------------------------------------------------
 
     def process_message(self, message: m.ToServer) -> None:
         if isinstance(message, m.Scanned):
             self._counts.used_bytes = message.used_bytes
             self._counts.evicted_blocks += message.removed
-            return
-        self._tier_process.back_off(f"unexpected message {type(message).__name__}")
-
-    def process_up(self, opened: m.Opened) -> None:
-        self._note = opened.note
-        self._allow_writes()
-        if not opened.writable:
-            self._refuse(opened.note)
-        undropped, self._undropped = self._undropped, {}
-        for name in undropped:
-            self._drop(*name)
-        self.on_change()
-
-    def process_down(self, reason: str) -> None:
-        self.on_change()
-
-    def _moved(self, reply: m.Moved | None, blocks: Sequence[Block], flow: "_Flow", nbytes: int) -> list[bool]:
-        """Which blocks were moved. Backs off if none was, and the object store has failed."""
-        good = [False] * len(blocks) if reply is None else list(reply.good)
-        moved = [block.pages * PAGE for block, ok in zip(blocks, good, strict=True) if ok]
-        flow.end(nbytes, len(moved), sum(moved))
-        if reply is not None and reply.error and reply.writable and not moved:
-            self._tier_process.back_off(reply.error)
-        return good
-
-    def _refuse(self, reason: str) -> None:
-        """Stop writes for a while."""
-        if self._refused:
-            return
-        self._refused = reason
-        pause, self._pause = self._pause, min(4 * self._pause, REFUSED_SECONDS[1])
-        self._retry = self._reactor.call_later(pause, self._allow)
-        self.on_change()
-
-    def _allow(self) -> None:
-        self._allow_writes()
-        self.on_change()
-
-    def _allow_writes(self) -> None:
-        self._refused = ""
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-
-    def _know(self, number: int) -> None:
-        self._known.pop(number, None)
-        self._known[number] = None
-        if len(self._known) > MAX_REMEMBERED_BLOCKS:
-            del self._known[next(iter(self._known))]
-
-    def _drop(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
-        block = m.Move(namespace_id, group, block_hash, bytes(len(block_hash)), b"", 0, 0)
-        if not self._tier_process.send(m.Drop(moves=[block])) and len(self._undropped) < MAX_REMEMBERED_BLOCKS:
-            self._undropped[namespace_id, group, block_hash] = None
-
-
-class _Flow:
-    """Bytes in one direction: the number in flight, and their rate while any are."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self.waiting = self.blocks = self.nbytes = 0
-        self._busy = self._counted = self._since = 0.0
-        self._recent_bytes, self._recent_seconds = MEASURED_BYTES / 8, MEASURED_BYTES / 8 / FIRST_RATE
-
-    def begin(self, nbytes: int) -> None:
-        if not self.waiting:
-            self._since = self._clock()
-        self.waiting += nbytes
-
-    def end(self, nbytes: int, blocks: int, moved: int) -> None:
-        """A transfer of ``nbytes`` ended; ``blocks`` and ``moved`` bytes of it arrived."""
-        self.waiting -= nbytes
-        self.blocks += blocks
-        self.nbytes += moved
-        now = self._clock()
-        self._busy += now - self._since
-        self._since = now
-        if moved:
-            self._recent_bytes += moved
-            self._recent_seconds += self._busy - self._counted
-            if self._recent_bytes > MEASURED_BYTES:
-                self._recent_bytes, self._recent_seconds = self._recent_bytes / 2, self._recent_seconds / 2
-        self._counted = self._busy
-
-    def busy_seconds(self) -> float:
-        return self._busy + (self._clock() - self._since if self.waiting else 0.0)
-
-    def seconds(self, nbytes: int) -> float:
-        return (self.waiting + nbytes) * self._recent_seconds / self._recent_bytes
+        else:
+            super().process_message(message)

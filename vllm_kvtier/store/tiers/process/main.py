@@ -35,6 +35,8 @@ KINDS = {
     "disk": "vllm_kvtier.store.tiers.disk.process:DiskProcess",
     "object": "vllm_kvtier.store.tiers.objects.process:ObjectProcess",
     "nodes": "vllm_kvtier.store.tiers.nodes.process:NodeProcess",
+    "mooncake": "vllm_kvtier.store.tiers.mooncake.reader:MooncakeReader",
+    "mooncake_segment": "vllm_kvtier.store.tiers.mooncake.segment:MooncakeSegment",
 }
 MAX_UNSENT_BYTES = 256 << 20  # unsent bytes; the index of a large disk fits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -198,6 +198,29 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     objects: str = ""
 
 
+class Availability(msgspec.Struct, frozen=True, tag="availability"):
+    """Whether what the process stores in can be used now; it is asked again by the process itself. ``place``: where
+    this process keeps blocks, "" if nowhere."""
+
+    usable: bool
+    reason: Sentence = ""
+    place: Sentence = ""
+
+
+class Avoid(msgspec.Struct, frozen=True, tag="avoid"):
+    """Reads from ``place`` failed: nothing is read from there for so many seconds. Sent by a process that ends because
+    of that, and to its successor."""
+
+    place: Sentence
+    seconds: Seconds
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
+    """These blocks are used often: keep one more copy. To the process of a tier; no answer."""
+
+    moves: list[Move]
+
+
 class Return(msgspec.Struct, frozen=True, tag="return"):
     """The client has released its lease. No answer."""
 
@@ -211,8 +234,12 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     client: Count
 
 
-ToTierProcess = Open | Read | Write | Drop | Look | Release | LeaseReply | PromotionStatus
-ToServer = Opened | Refused | Kept | Moved | Scanned | Located | PromotionStatus | LeaseRequest | Return | Left
+Notice = Drop | Release | LeaseReply | PromotionStatus | Avoid | Replicate  # to a tier process; without an answer
+ToTierProcess = Open | Read | Write | Look | Notice
+ToServer = (
+    Opened | Refused | Kept | Moved | Scanned | Located | PromotionStatus | LeaseRequest | Return | Left
+    | Availability | Avoid
+)  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
 _to_tier_process: msgspec.msgpack.Decoder[ToTierProcess] = msgspec.msgpack.Decoder(ToTierProcess)

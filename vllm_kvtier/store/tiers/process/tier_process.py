@@ -74,7 +74,7 @@ class TierProcess:
     """``state``: OPENING, READY, BACKOFF (a new process will be started) or STOPPED; ``reason``: of BACKOFF.
 
     kind: a key of ``main.KINDS``. options: of Open. user: gets its messages and changes of state. open_seconds: see
-    OPEN_SECONDS.
+    OPEN_SECONDS. backoff: as BACKOFF_SECONDS.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class TierProcess:
         context: "TierContext",
         user: "TierProcessUser",
         open_seconds: float = OPEN_SECONDS,
+        backoff: tuple[float, float] | None = None,
     ):
         self.kind, self.state, self.reason = kind, STOPPED, ""
         self.restarts = self.timeouts = 0
@@ -94,7 +95,8 @@ class TierProcess:
         self._stream: Stream | None = None
         self._requests: dict[int, _Pending] = {}
         self._last_id = 0
-        self._backoff = BACKOFF_SECONDS[0]
+        self._backoffs = backoff or BACKOFF_SECONDS
+        self._backoff = self._backoffs[0]
         self._timer: Timer | None = None  # OPENING: the deadline; BACKOFF: the next step towards a new process
         self._proven: Timer | None = None  # afterwards the next failure is a new one
         self._logged = ""  # the reason logged last
@@ -110,7 +112,7 @@ class TierProcess:
         self._last_id += 1
         return self._last_id
 
-    def send(self, message: m.Drop | m.Release | m.LeaseReply | m.PromotionStatus) -> bool:
+    def send(self, message: m.Notice) -> bool:
         """Send a message without a reply. False: not READY."""
         return self.state == READY and self._send(message)
 
@@ -267,14 +269,14 @@ class TierProcess:
 
     def _begin_after_backoff(self) -> None:
         self._timer = self._reactor.call_later(self._backoff, self._begin_again)
-        self._backoff = min(2 * self._backoff, BACKOFF_SECONDS[1])
+        self._backoff = min(2 * self._backoff, self._backoffs[1])
 
     def _begin_again(self) -> None:
         self.restarts += 1
         self._begin()
 
     def _reset_backoff(self) -> None:
-        self._proven, self._backoff, self._logged = None, BACKOFF_SECONDS[0], ""
+        self._proven, self._backoff, self._logged = None, self._backoffs[0], ""
 
     def _cancel_timers(self) -> None:
         for timer in filter(None, (self._timer, self._proven)):
@@ -319,7 +321,7 @@ class TierProcess:
             return
         self._cancel_timers()
         self.state, self.reason = READY, ""
-        self._proven = self._reactor.call_later(BACKOFF_SECONDS[1], self._reset_backoff)
+        self._proven = self._reactor.call_later(self._backoffs[1], self._reset_backoff)
         if self._logged:
             logger.info("kvtier: %s tier: available again", self.kind)
             self._logged = ""
@@ -370,10 +372,16 @@ class TierContext:
 class ProcessTier(Tier, TierProcessUser):
     """A tier with a process of its own. options: of Open."""
 
-    def __init__(self, context: TierContext, options: m.Options, open_seconds: float = OPEN_SECONDS):
+    def __init__(
+        self,
+        context: TierContext,
+        options: m.Options,
+        open_seconds: float = OPEN_SECONDS,
+        backoff: tuple[float, float] | None = None,
+    ):
         self._reactor, self._clock = context.reactor, context.clock
         self._counts = TierCounts(self.name)
-        self._tier_process = context.make_process(self.name, options, context, self, open_seconds)
+        self._tier_process = context.make_process(self.name, options, context, self, open_seconds, backoff)
 
     @property
     def durations(self) -> Mapping[str, Durations]:
