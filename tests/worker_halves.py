@@ -27,7 +27,7 @@ def worker_without_threads(containment=None):
     made._context = RankContext(0, made._reactor, lambda message: made._link.send(message), made._jobs.finish)
     made._exchange = PeerExchange(made._context, "agent", None, None)
     contain_with(made, containment or Uncontained())
-    made._store = made._submitted = made._device = made._step_events = made._before = made._drafting = None
+    made._store = made._submitted = made._device = made._step_events = made._before = made.drafting = None
     made._errors, made._idle = 0, False
     return made
 

@@ -251,7 +251,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """All of the step's KV is launched. Checksums and stores run on streams of their own, and no step waits for
         them. vLLM calls this before it collects results; if it speculates, behind the drafts of the step."""
         self._saved = self._connector_metadata
-        self._worker.drafted()
+        if self._worker.drafting is not None:
+            self._worker.drafted()
 
     @contained(_WORKER, lambda: (None, None), again=True)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -135,6 +135,7 @@ class Life(Offload):
         half._passive, half._identity = False, bare_identity(namespace=object())
         half._checksum_index, half._exports = index, exports
         half._exporter = ExportBuilder(load.engine, exports, index, lambda: self.shared)
+        half._stretches = SimpleNamespace(possible=False)
         half._matcher, half._sync_load = make_matcher(load), load.sync_load
         half._offloader = Offloader(load.engine, self.tier, self.told, self.wake, lambda: True)
         half._tables = BlockTables(

@@ -114,7 +114,7 @@ def test_pulls_are_refused_if_ranks_have_different_codecs(late, theirs):
     access = PeerAccess(context_of(identity), server, None, None, None)
 
     def settle():
-        identity.namespace, identity.wire_codec = object(), "int8"
+        identity.namespace, identity.wire_codec = SimpleNamespace(hash_block_size=16), "int8"
         access.open_if_ready()
 
     registers = [m.Register(SimpleNamespace(rank=rank), codec) for rank, codec in enumerate(("int8", theirs))]
@@ -133,7 +133,8 @@ def test_peer_directory_lists_only_engines_with_shared_memory(shared):
     """With host buffers or a wire codec nobody can; then they hold nothing that others would ask for."""
     known = []
     sharing, server = SimpleNamespace(opened=known.append), SimpleNamespace(open=lambda *_: None)
-    access = PeerAccess(context_of(bare_identity("engine/1", object())), server, None, None, sharing)
+    identity = bare_identity("engine/1", SimpleNamespace(hash_block_size=16))
+    access = PeerAccess(context_of(identity), server, None, None, sharing)
     for rank, can in enumerate(shared):
         access.on_message(m.Register(SimpleNamespace(rank=rank, shared=object() if can else None), "raw"))
     assert known == ([("here", 1)] if all(shared) else [])

@@ -33,7 +33,7 @@ NO_BLOCK_FILLS = {
     ("engine", "take_events"): 2,
     ("runner", "bind_connector_metadata"): 3,
     ("runner", "start_load_kv"): 2,
-    ("runner", "wait_for_save"): 1,
+    ("runner", "wait_for_save"): 2,  # contained
     ("runner", "get_transfer_results"): 7,
     ("runner", "get_finished"): 6,  # called by vLLM before 0.30, in place of get_transfer_results
     ("runner", "get_block_ids_with_load_errors"): 1,

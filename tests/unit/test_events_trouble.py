@@ -299,6 +299,7 @@ def test_events_report_blocks_stored_without_lookup():
         _store=SimpleNamespace(namespace_id=lambda lora_fingerprint: b"of " + lora_fingerprint),
         _open={},
         _step=1,
+        _keys=lambda: SimpleNamespace(of=lambda hashes, group, lora_fingerprint: []),
         events=SimpleNamespace(join=joined.append),
     )
     Offloader._batch(offloader, SimpleNamespace(cache_salt=None), b"an adapter")
@@ -323,7 +324,7 @@ def test_event_label_is_sent_again_for_block_stored_again():
     slots = world.index.reserve(1, ONE, b"", [0], hashes[0], b"\0" * HASH_BYTES, 1 << 30)
     reserved = m.Reserved(1, [*slots, m.EXISTS])
     answer = SimpleNamespace(outcome=reserved, session=1)
-    jobs.reserved(Batch(ONE, b"", since=0), items, answer, "", world.events)
+    jobs.reserved(Batch(ONE, b"", since=0, keys=lambda hashes, group: []), items, answer, "", world.events)
     world.deliver()
     world.index.commit(1, slots)
     [removed] = world.said()

@@ -116,7 +116,7 @@ def test_local_killed_source_ends_lookups_at_once(make):
             source.address,
             same_node_instance="source/1",
             start=0,
-            block_hashes=[],
+            block_hashes=[b"h" * 32],
             lora_fingerprint=b"",
             from_prefix_cache=True,
         )

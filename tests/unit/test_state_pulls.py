@@ -127,7 +127,7 @@ class Peers:
     def __init__(self):
         self.asked, self.released = [], []
 
-    def ask(self, address, timeout, **fields):
+    def ask(self, address, timeout, rehash=None, **fields):
         self.asked.append(fields)
         return PendingLease(address, m.LeaseRequest(1, "", **fields), 9.0)
 

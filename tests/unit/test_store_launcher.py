@@ -242,4 +242,4 @@ def test_store_imports_no_vllm_torch_or_typer(root):
 def test_store_tool_with_other_protocol_is_refused(path):
     start_store(path, SMALL)
     with pytest.raises(KVTierError, match="refused"):
-        shake_hands(path, m.Hello("x", 1, "tool", protocol=9), 5.0)
+        shake_hands(path, m.Hello("x", 1, "tool", protocol=m.PROTOCOL + 1), 5.0)

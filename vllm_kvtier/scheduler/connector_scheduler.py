@@ -297,7 +297,10 @@ class KVTierConnectorScheduler:
         checksums: list[ChecksumJob] = []
         if not (self._passive or self._info.unsupported):
             checksums = attempt("step", self._follow, output, synchronous, repair=self._forget_tables) or []
-        attempt("following prefills", self._matcher.collect_jobs)
+        for grown in self._matcher.grown:
+            if grown:
+                attempt("following prefills", self._matcher.collect_jobs)
+                break
         idle = not output.total_num_scheduled_tokens
         if checksums or self._matcher.has_jobs():
             return self.step_work(checksums, idle)

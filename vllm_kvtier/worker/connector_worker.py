@@ -55,7 +55,7 @@ class KVTierConnectorWorker:
         self._step_events: StepEvents | None = None
         # A step, and the event of what was launched before its forward.
         self._before: tuple[StepWork, torch.cuda.Event | None] | None = None
-        self._drafting: StepWork | None = None  # a step whose drafts may not be launched yet
+        self.drafting: StepWork | None = None  # a step whose drafts may not be launched yet
         self._idle = False  # whether the last step computes nothing
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
@@ -89,7 +89,8 @@ class KVTierConnectorWorker:
         read them (a window's last blocks). So every job waits on the device for what was launched before, whatever the
         engine's role: vLLM holds blocks back for consumers only, and only those of requests that ended.
         """
-        self.drafted()  # unless ``wait_for_save`` did
+        if self.drafting is not None:  # else ``wait_for_save`` did it
+            self.drafted()
         if self._store is not None:
             self._store.launching = time.monotonic()
         if work.new_peers:
@@ -127,7 +128,7 @@ class KVTierConnectorWorker:
             return self._contain.attempt("collect", self.collect, repair=self.collect)
         store = self._store
         if store is not None and drafts_follow:
-            self._drafting = work
+            self.drafting = work
         elif store is not None and (store.step(work.step, self._record_event()) or work.idle):
             self._contain.attempt("copies", store.collect, work.idle)
         return None
@@ -150,7 +151,7 @@ class KVTierConnectorWorker:
         if work.aborted and store is not None:
             attempt("aborts", store.cancel_loads, work.aborted)
         if drafts_follow:
-            self._drafting = work
+            self.drafting = work
             if work.pulls:
                 attempt("pulls", self._exchange.start_pulls, work, self._event_before(work))
         else:
@@ -158,7 +159,7 @@ class KVTierConnectorWorker:
 
     def drafted(self) -> None:
         """All that writes KV in the last step has been launched. Idempotent."""
-        work, self._drafting = self._drafting, None
+        work, self.drafting = self.drafting, None
         if work is not None and self._contain.attempt("step", self._launched, work):
             self._contain.attempt("copies", self._store.collect, False)
 

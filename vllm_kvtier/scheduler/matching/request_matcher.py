@@ -44,6 +44,7 @@ class RequestMatcher:
         self._source_selector = SourceSelector(context, sources)
         self._looking_ahead = self._source_selector.looking_ahead
         self._growing = [source for source in sources if source.loads_in_parts]
+        self.grown = [source.grown for source in self._growing]
         self._tracked: dict[str, RequestState] = {}
         self._jobs: list[Job | FailedJob] = []
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
@@ -299,7 +300,7 @@ class RequestMatcher:
         return bool(self._jobs or self._source_selector.aborted)
 
     def collect_jobs(self) -> None:
-        """Once a step: add the jobs of loads that go on."""
+        """In a step, if one of ``grown`` is not empty: add the jobs of loads that go on."""
         for source in self._growing:
             for job in source.more_jobs():  # one by one: if it raises, those before are not lost
                 self._jobs.append(job)

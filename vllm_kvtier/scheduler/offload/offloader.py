@@ -244,10 +244,12 @@ class Offloader:
                 parents = [hashes[i * per - 1] if i else NO_PARENT for i in indices]
             if self.events is not None:
                 raws = self.events.describe(batch.namespace_id, request, g, indices)
+            run = Run(table, g, indices, ids, whole, parents, table.begun)
             blocks = self._pool.pin(ids)
             self.pinned += len(blocks)
             self._held.update(blocks)
-            batch.add(Run(table, g, indices, ids, whole, parents, table.begun))
+            batch.runs.append(run)
+            batch.count += len(ids)
             if self.events is not None:
                 for item, h in zip(batch.make_items(), whole, strict=True):
                     item.label = self.events.label_of(batch.namespace_id, g, h)
@@ -456,9 +458,9 @@ class Offloader:
     def cancel_all(self, seconds: float) -> None:
         """Cancel copies, and wait at most ``seconds`` (usually milliseconds) for those that have begun: vLLM is about
         to reset its prefix cache, which fails while a block is held."""
-        for batch in self._open.values():
+        for batch in self._open.values():  # which may raise, and then all of this is tried again
             batch.make_items()
-            self.jobs.returned.append((batch.items, BLOCKS_NEEDED))
+        self.jobs.returned.extend([(batch.items, BLOCKS_NEEDED) for batch in self._open.values()])
         self._open.clear()
         self._reactor.call_soon(lambda: self.jobs.cancel(BLOCKS_NEEDED))
         self.jobs.wait_quiet(seconds)

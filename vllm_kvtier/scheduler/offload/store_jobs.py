@@ -94,10 +94,6 @@ class Batch:
     items: list[Item] = field(default_factory=list)
     raws: list[Raw] = field(default_factory=list)  # of labels, where events are published
 
-    def add(self, run: Run) -> None:
-        self.runs.append(run)
-        self.count += len(run.blocks)
-
     def make_items(self) -> list[Item]:
         """Of all runs so far; returns the new ones."""
         made: list[Item] = []

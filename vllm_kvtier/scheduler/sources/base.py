@@ -37,7 +37,7 @@ neither classes nor names.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -196,7 +196,8 @@ class KVSource(ABC):
     can_cancel_load: ClassVar[bool] = False  # the workers can stop a load that no request waits for
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
     looks_ahead: ClassVar[bool] = False  # it looks up queued requests
-    loads_in_parts: ClassVar[bool] = False  # a load may have several jobs: ``more_jobs`` is called once a step
+    loads_in_parts: ClassVar[bool] = False  # a load may have several jobs: see ``grown``
+    grown: Collection[str] = ()  # requests whose loads may go on; if not empty, ``more_jobs`` is called in each step
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
 
     # -- before a request is matched: called if ``looks_ahead`` ------------------------------------------------------

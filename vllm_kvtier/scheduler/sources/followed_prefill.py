@@ -87,7 +87,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def __init__(self, context: LoadContext):
         super().__init__(context)
-        self._changed: deque[str] = deque()  # requests; the reactor appends too
+        self.grown: deque[str] = deque()  # requests; the reactor appends too
         self._following: dict[str, _Following] = {}
         geometry, info = self._geometry, self._engine.info
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
@@ -112,7 +112,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         digest = self._digest(request, hashes, tokens, self._geometry.hash_block_size)
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
-            partial(self._changed.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
+            partial(self.grown.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(request.request), export=handoff.export,
             digest=digest, stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
@@ -179,8 +179,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
         return job
 
     def more_jobs(self) -> Iterable[Job | FailedJob]:
-        while self._changed:
-            f = self._following.get(self._changed.popleft())
+        while self.grown:
+            f = self._following.get(self.grown.popleft())
             if f is None:
                 continue
             try:
@@ -253,7 +253,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         f = self._following.get(request.request.request_id)
         if f is not None and not f.closed:
             f.aborted = True
-            self._changed.append(request.request.request_id)
+            self.grown.append(request.request.request_id)
 
     def forget_load(self, request: RequestState) -> None:
         self._following.pop(request.request.request_id, None)
@@ -268,7 +268,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             for leased in f.reading:
                 self._lease_client.release(leased, False)
             f.reading = []
-        self._changed.append(request.request.request_id)
+        self.grown.append(request.request.request_id)
 
     def on_loaded(self, request: RequestState) -> None:
         if request.life.state is not State.ABANDONED:
