@@ -197,7 +197,8 @@ def test_offloader_successful_copies_store_all_blocks_still_cached(groups, lag, 
                 there = [(h, g) in engine.fake.cached and engine.entered[h, g] <= step for h in names]
                 assert not all(there), f"{len(have)} of {full}"
         for g in set(range(len(engine.groups))) - engine.full:
-            if not engine.groups[g].kind.by_position:
+            # With room for hardly a block, a state that gave way to requests at its request's end may be left out.
+            if not engine.groups[g].kind.by_position and share > 0.05:
                 size, have = engine.groups[g].block_tokens, stored(engine, r, g)
                 for i in cached_states(engine, r, g):
                     name = bytes(r.request.block_hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1]), g

@@ -125,11 +125,11 @@ class SourceSelector:
             self._add_candidates(t, result)
             t.life.fire(Event.HOLD_HIT)
         elif not source.fits(t, result):
-            self._miss(t, "malformed")
             source.release(result, True)
+            self._miss(t, "malformed")
         elif t.held is not None and not source.beats(t, result, t.held):
-            self._miss(t, "store_has_as_much")
             source.release(result, False)
+            self._miss(t, "store_has_as_much")
         else:
             self.release_held(t)
             self._take(t, result)
