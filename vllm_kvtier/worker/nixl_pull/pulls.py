@@ -114,7 +114,7 @@ class Pulls:
             try:
                 self._read(pull)
             except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
-                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+                return self._cannot_read(pull, error)
         self._pulls.append(pull)
         return None
 
@@ -173,6 +173,11 @@ class Pulls:
         pull.transfer = pull.read.start()
         pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
 
+    def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
+        if not isinstance(error, KVTierError):
+            logger.warning("kvtier: pulls: reading from %s failed", pull.job.source, exc_info=error)
+        return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+
     def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
         now = time.monotonic()
         if pull.stage is Stage.WAITING:
@@ -185,7 +190,7 @@ class Pulls:
             try:
                 self._read(pull)
             except Exception as error:
-                return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+                return self._cannot_read(pull, error)
         if pull.stage is Stage.READING:
             state = self._transport.poll(pull.transfer)
             if state is TransferState.DONE:
