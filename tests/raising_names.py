@@ -29,7 +29,7 @@ KNOWN = {
     "worker/integrity/sync_load_tracker.py:SyncLoadTracker.split",
     "scheduler/offload/block_tables.py:BlockTables.begin_step",
     "scheduler/leases/export_builder.py:ExportBuilder.finished", "scheduler/offload/offloader.py:Offloader._collect",
-    "vllm_compat/hooks/block_pool.py:BlockPool.pin", "vllm_compat/hooks/scheduler_lock.py:SchedulerLock._run",
+    "vllm_compat/hooks/block_pool.py:BlockPool.pin",
     "scheduler/sources/job_builder.py:pull_job", "scheduler/sources/job_builder.py:load_job",
     "scheduler/sources/job_builder.py:peer_fetch_job",
 }  # fmt: skip
