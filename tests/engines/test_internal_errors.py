@@ -329,6 +329,6 @@ async def test_each_internal_error_keeps_every_answer(engines, load, share):
             wrong[name] = what
             print(f"{part}: {name}: {what}", flush=True)
     seconds = time.monotonic() - begun
-    print(f"{len(found)} functions run on vLLM's thread; {fired} of {len(names)} raised, in {seconds:.0f} s; not {missed}")
+    print(f"{len(found)} functions run on vLLM's thread; {fired} of {len(names)} raised, in {seconds:.0f} s")
     assert not wrong, json.dumps(wrong, indent=1)
     assert fired >= 0.8 * len(names), missed
