@@ -125,7 +125,7 @@ def test_index_of_engine_with_int_hashes():
 
 
 def test_index_takes_what_others_say_of_shared_tiers():
-    """Of a cluster and of buckets; only if the engine uses such a tier, and as long as one engine says so."""
+    """Of a cluster and of buckets: only if the engine uses such a tier, until no engine has the block there."""
     shared = SharedBlocks()
     one, other, without = (BlockIndex(1000, shared) for _ in range(3))
     cluster, bucket = {"medium": "EXTERNAL", "locality": "REMOTE"}, {"medium": "STORAGE", "locality": "REMOTE"}

@@ -136,7 +136,7 @@ def test_mooncake_tier_tells_the_next_reader_what_to_avoid(up):
 
 
 def test_mooncake_tier_publishes_what_the_cluster_is_known_to_have(up):
-    """The master evicts without a word: a failed read, a lookup that ends early, and time are what tells."""
+    """The master reports no eviction: a failed read, a lookup that ends early, or time shows it."""
     said = []
     up.on_moved = lambda *name: said.append((name[2], up.keeps(*name)))
     write(up, *range(4))
