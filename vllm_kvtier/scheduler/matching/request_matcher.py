@@ -107,6 +107,17 @@ class RequestMatcher:
         self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
         return tokens, asynchronous
 
+    def longest_local_hit(self, request: Any) -> int:
+        """The most tokens of attention's KV alone behind which a hand-off of this prompt, which brings the states too,
+        is still pulled; 0 without a hand-off, or when it was tried."""
+        t = self.track(request)
+        handoff = t.hints.handoff
+        if handoff is None or handoff.follow or t.life.state not in (State.NEW, State.LOOKUP, State.HIT):
+            return 0
+        if t.candidates is not None and not self._source_selector.awaits_handoff(t):
+            return 0
+        return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
+
     def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         t = self.track(request)
         if self._sync_load.verification_pending:
