@@ -31,7 +31,7 @@ TOKENS = list(range(6 * HASH_BLOCK_SIZE))
 HASHES = []
 for at in range(0, len(TOKENS), HASH_BLOCK_SIZE):
     HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + HASH_BLOCK_SIZE])).digest())
-CPU, DISK, BUCKET = PLACES
+CPU, DISK, BUCKET, CLUSTER = PLACES
 EVENT_GROUPS = [(0, "full_attention", None)]
 
 
@@ -145,6 +145,27 @@ def test_events_name_each_tier_of_a_block():
     assert world.changes.labelled == (0, 0)
 
 
+def test_events_name_the_cluster_beside_storage():
+    """Its medium is its own: a reader without localities takes neither for the other."""
+    world = World(tiers=("disk", "mooncake", "object"))
+    world.store(1)
+    world.said()
+    name = ONE, 0, HASHES[0][:HASH_BYTES]
+    for tier, place in (("mooncake", CLUSTER), ("object", BUCKET)):
+        world.tiers[tier].put(name)
+        [stored] = world.said()
+        assert (stored.place, hashes_in(stored)) == (place, HASHES[:1])
+    world.index.clear(None)
+    assert world.said() == [Removed(0, CPU, [HASHES[0]])]
+    world.tiers["object"].lose(name)
+    assert world.said() == [Removed(0, BUCKET, [HASHES[0]])]
+    world.tiers["mooncake"].turn(False)
+    assert world.said() == [Removed(0, CLUSTER, [HASHES[0]])]
+    world.tiers["mooncake"].turn(True)
+    assert [(each.place, hashes_in(each)) for each in world.said()] == []
+    assert world.changes.labelled == (0, 0), "nothing had it, so its label is gone"
+
+
 def test_events_of_unavailable_tier_remove_its_blocks():
     world = World()
     world.store(3)
@@ -236,6 +257,21 @@ def test_blocks_cleared_by_vllm_are_reported_again():
     gone = world.said()
     strict.said(gone)
     assert not strict.blocks("CPU", "LOCAL")
+
+
+def test_blocks_cleared_while_the_store_connects_again_are_reported_again():
+    """The view is gone, and back before anybody compared it with what was published: nothing has changed."""
+    world, router = World(), Router()
+    world.store(3)
+    router.said(world.said())
+    world.wire.lose()
+    world.index.disconnect(1)
+    world.index.connect(1, HASH_BLOCK_SIZE, [m.GroupShape(1, 1)])
+    world.wire.connect(world.changes)
+    router.hear([AllBlocksCleared()])
+    world.events.publish_again()
+    router.said(world.said())
+    assert router.blocks("CPU", "LOCAL") == {(each, 0) for each in HASHES[:3]}
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
