@@ -108,13 +108,10 @@ class RequestMatcher:
         return tokens, asynchronous
 
     def longest_local_hit(self, request: Any) -> int:
-        """The most tokens of attention's KV alone behind which a hand-off of this prompt, which brings the states too,
-        is still pulled; 0 without a hand-off, or when it was tried."""
+        """The most tokens of attention's KV alone behind which a source that brings this prompt's states is still made
+        use of; 0 without such a source, or when it was tried."""
         t = self.track(request)
-        handoff = t.hints.handoff
-        if handoff is None or handoff.follow or t.life.state not in (State.NEW, State.LOOKUP, State.HIT):
-            return 0
-        if t.candidates is not None and not self._source_selector.awaits_handoff(t):
+        if t.life.state not in (State.NEW, State.LOOKUP, State.HIT) or not self._source_selector.awaits_states(t):
             return 0
         return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
 
