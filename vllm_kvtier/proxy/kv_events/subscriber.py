@@ -123,7 +123,7 @@ class EventSubscriber:
         self._time = batch.time
         try:
             self.index.apply(batch.events)
-        except Exception:  # of events such as no engine sends: they must not end this task, and leave the index as it is
+        except Exception:  # events such as no engine sends must not end this task, and leave the index as it is
             logger.exception("kvtier: proxy: a batch of KV events of %s is left out; its index is empty", self.address)
             self.counts["malformed"] += 1
             self.index.clear()
