@@ -5,7 +5,7 @@ Mooncake Store.
 
 Two nodes' stores, each in a network namespace, and an engine on each. Each prompt is new: the first node's engine
 computes it, and the second node's engine gets it once the first one's store has it, as other nodes find it. Then the
-second engine gets it again from its own node's memory, and another new prompt that nobody has computed. Needs root, for
+second engine gets it again from its own node's memory, and another new prompt, which it computes. Needs root, for
 the namespaces, and for ``mooncake`` its package. Three minutes on two cores.
 """
 
