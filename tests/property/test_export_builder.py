@@ -564,7 +564,7 @@ class Alone:
         load = load_context(
             [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, config=config, keys=ContentKeys(5), pool=BlockPool(self.pool)
         )
-        self.exporter = ExportBuilder(load.engine, self.table, self.checksum_index)
+        self.engine, self.exporter = load.engine, ExportBuilder(load.engine, self.table, self.checksum_index)
         self.tables = BlockTables(
             cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE, self.checksum_index.forget, lambda t: True
         )
@@ -612,6 +612,21 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
     alone.exporter.drain()
     alone.add("other", [0] * HASH_BLOCK_SIZE)
     assert alone.step(("other", [6])) == {5: HASH_BLOCK_SIZE}, "block 5 is nobody's yet, block 6 holds another content"
+
+
+@pytest.mark.parametrize("name, exported", [("wanted", True), ("", True), ("x", False)])
+def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
+    """Its decode engine's client left before the first step."""
+    alone = Alone([1] * HASH_BLOCK_SIZE)
+    lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop(name)
+    own = {"kvtier": {"export_as": "x"}} if name else {}
+    alone.add("q", [2] * HASH_BLOCK_SIZE, {**PREFILL, **own})
+    alone.step(("q", [5]))
+    assert (alone.exporter.finished(alone.tracked["q"], ([5],)) is not None) == exported
+    alone.exporter.prefill_ended("x")
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop("x")
+    assert "x" not in alone.exporter.unwanted, "the name of an ended prefill is kept for nothing"
 
 
 def test_export_builder_resumed_prompt_has_one_checksum_per_block():

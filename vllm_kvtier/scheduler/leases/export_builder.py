@@ -35,7 +35,7 @@ MIN_PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at onc
 # Blocks of each group that are kept free for a running request, which vLLM would preempt otherwise: it may take so many
 # in the steps before we look again.
 RESERVE_PER_REQUEST = 2
-MAX_ENDED = 1 << 12  # names of ended prefills that are remembered
+MAX_NAMES = 1 << 12  # of ended and of unwanted prefills that are remembered
 
 
 class ExportBuilder:
@@ -65,7 +65,7 @@ class ExportBuilder:
         # Prefills that other engines know by name before they end (``Hints.export_as``), and names of those that ended.
         self.running: dict[str, tuple[RequestState, Table]] = {}
         self.ended: OrderedDict[str, None] = OrderedDict()
-        self.unwanted: set[str] = set()  # of ``running``: not to be exported
+        self.unwanted: OrderedDict[str, None] = OrderedDict()  # not to be exported: they run, or wait for that
 
     # -- as blocks fill ---------------------------------------------------------------------------------------------
 
@@ -241,10 +241,13 @@ class ExportBuilder:
         """Call after ``finished``, or in place of it: a prefill that was named ahead has ended, with an export or
         not."""
         self.running.pop(name, None)
-        self.unwanted.discard(name)
-        self.ended[name] = None
-        while len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+        self.unwanted.pop(name, None)
+        _remember(self.ended, name)
+
+    def drop(self, name: str) -> None:
+        """No engine will pull the prefill of this name: when it ends it is not exported. It may not run yet."""
+        if name and name not in self.ended:
+            _remember(self.unwanted, name)
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
@@ -367,3 +370,10 @@ class ExportBuilder:
         short = needed - self._pool.free_count()
         if short > 0 and self._table.release_for_requests(short):
             self.drain()
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    names[name] = None
+    names.move_to_end(name)
+    while len(names) > MAX_NAMES:
+        names.popitem(last=False)

@@ -89,11 +89,9 @@ class FollowedPrefillSource(PrefillHandoffSource):
         super().__init__(context)
         self.grown: deque[str] = deque()  # requests; the reactor appends too
         self._following: dict[str, _Following] = {}
-        geometry, info = self._geometry, self._engine.info
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
-        self._stretches = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
-        self._stretches &= not geometry.whole_blocks
-        self._stretches &= self._config.follow_share > 0 and info.supports_partial_prefix
+        self._stretches = self._geometry.has_stretches
+        self._stretches &= self._config.follow_share > 0 and self._engine.info.supports_partial_prefix
         # A prefill that dies half way must not end its request here.
         self._stretches &= self._config.kv_load_failure_policy != "fail"
 
@@ -180,13 +178,15 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def more_jobs(self) -> Iterable[Job | FailedJob]:
         while self.grown:
-            f = self._following.get(self.grown.popleft())
+            request_id = self.grown.popleft()
+            f = self._following.get(request_id)
             if f is None:
                 continue
             try:
                 job = self._next_job(f)
             except Exception:
                 logger.exception("kvtier: followed prefill: an internal error; what is missing is computed")
+                self.grown.append(request_id)  # if this fails too, a later step closes the load
                 job = self._close(f, "an internal error; see this engine's log")
             if job is not None:
                 yield job
@@ -242,12 +242,15 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def _close(self, f: _Following, reason: str) -> Job | FailedJob:
         """The last job: what is missing failed, except of a request that has ended."""
-        f.closed = True
-        f.results += self._engine.info.world_size
+        job: Job | FailedJob
         if f.aborted:
             groups = [GroupPull.join(g, []) for g in range(len(self._geometry.groups))]
-            return PullJob(f.request.request.request_id, f.request.taken_hit.instance, groups, 0.0)
-        return job_builder.failed_job(f.request, self._geometry, f.block_ids, f.tokens, f.given, reason)
+            job = PullJob(f.request.request.request_id, f.request.taken_hit.instance, groups, 0.0)
+        else:
+            job = job_builder.failed_job(f.request, self._geometry, f.block_ids, f.tokens, f.given, reason)
+        f.closed = True
+        f.results += self._engine.info.world_size
+        return job
 
     def cancel_load(self, request: RequestState) -> None:
         f = self._following.get(request.request.request_id)
