@@ -158,31 +158,6 @@ CHUNKED = Shape(
     ),
 )
 
-# Short convolutions, whose state vLLM keeps in MambaSpec groups. It has no weights here: ``--load-format dummy``.
-MAMBA = Shape(
-    "mamba",
-    {
-        **_COMMON,
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "block_auto_adjust_ff_dim": False,
-        "block_dim": HIDDEN,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "conv_dim": HIDDEN,
-        "head_dim": HIDDEN,
-        "intermediate_size": 512,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "norm_eps": 1e-5,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 1,
-        "rope_parameters": _ROPE,
-        "tie_word_embeddings": True,
-    },
-    (),
-)
-
 
 def write(shape: Shape, directory: Path, tokenizer: Path) -> Path:
     """Make the model's directory: config.json, model.safetensors, and the tokenizer's files from ``tokenizer``."""
@@ -192,8 +167,6 @@ def write(shape: Shape, directory: Path, tokenizer: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(shape.config, indent=1))
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, directory / name)
-    if shape is MAMBA:
-        return directory
     rng = np.random.default_rng(2026)
     write_safetensors(directory / "model.safetensors", dict(_weights(shape.config, rng)))
     return directory

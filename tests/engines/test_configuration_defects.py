@@ -1,9 +1,8 @@
 """Configurations in which the connector once did harm or nothing: real engines, each answering as it should.
 
 "pooling": a decoder whose vectors are means over the whole prompt. "multi": windows, beside a connector that does not
-know hybrid groups, so that vLLM keeps windows as full attention. "mamba": state that is not KV of tokens. An engine
-without a loop, which takes failed requests only as vLLM did before 0.30, runs in a process of its own: this file as a
-script.
+know hybrid groups, so that vLLM keeps windows as full attention. An engine without a loop, which takes failed requests
+only as vLLM did before 0.30, runs in a process of its own: this file as a script.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import httpx
 import model_shapes
 import pytest
 import zmq.asyncio
-from engine_client import PREFILL, Reply, driving, random_tokens
+from engine_client import Reply, driving, random_tokens
 from engine_fixtures import start_missing
 from node_fixtures import ASKED, OPTIONS, Memory, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 from store_support import map_pool
@@ -33,23 +32,18 @@ TOLERANCE = 2e-3  # rounding, and what is computed together with what, move a lo
 EXTRA = {**OPTIONS, "store_size": "128MiB", "load_policy": "always"}
 FLAGS = ("--dtype", "float32")
 MEAN = ("--runner", "pooling", "--convert", "embed", "--pooler-config", '{"seq_pooling_type": "MEAN"}')
-DUMMY = ("--load-format", "dummy", "--dtype", "float32")
 
 
 class Defects(NamedTuple):
     pooling: Engine
     multi: Engine
-    mamba: Engine
     store: NodeStore
 
 
 @pytest.fixture(scope="module")
 def defects(plain, model_path, log_dir):
     with runtime_dir() as folder:
-        models = {
-            shape.name: model_shapes.write(shape, log_dir / "models" / shape.name, model_path)
-            for shape in (model_shapes.HYBRID, model_shapes.MAMBA)
-        }
+        hybrid = model_shapes.write(model_shapes.HYBRID, log_dir / "models" / "hybrid", model_path)
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         env = {**store_env(folder), "PYTHONPATH": path}
 
@@ -63,8 +57,7 @@ def defects(plain, model_path, log_dir):
 
         made = [
             engine("pooling", model_path, *FLAGS, *MEAN),
-            engine("multi", models["hybrid"], *FLAGS, among=True),
-            engine("mamba", models["mamba"], *DUMMY),
+            engine("multi", hybrid, *FLAGS, among=True),
         ]
         start_missing([*made, plain])
         yield Defects(*made, store_in(folder))
@@ -109,15 +102,6 @@ async def test_pooling_over_whole_prompt_disables_connector(defects, driver):
         assert (await http.get(f"{engine.base_url}/health")).status_code == 200
     assert "neither pulled, stored nor loaded" in engine.log_path.read_text()
     await refuses_peers(engine, "pooling")
-
-
-async def test_mamba_states_are_promised_to_no_peer(defects, driver):
-    prompt = random_tokens(seeded("mamba"), 300)
-    replies = [await driver.ask(defects.mamba, prompt, 4, params) for params in (ASKED, PREFILL, ASKED)]
-    for reply in replies:
-        assert reply.tokens == replies[0].tokens and reply.pulled == 0
-        assert not {name for name in reply.params if name.startswith("remote_")}, "nothing is promised"
-    await refuses_peers(defects.mamba, "amba")
 
 
 async def refuses_peers(engine: Engine, why: str) -> None:

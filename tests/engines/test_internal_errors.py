@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from vllm_kvtier.store.protocol import PAGE
 BLOCK = 32
 NUM_BLOCKS = 48
 FLOOR = 400  # functions
+MOST_PARTS = 6  # of the load, for a function that was not called again in the first of them
 QUICK = 4  # one in so many is made to raise in each run; all with -m slow
 
 
@@ -256,16 +258,17 @@ async def load(engines) -> AsyncIterator[Load]:
         yield load
 
 
-async def recorded(load: Load, control: Control) -> dict[str, str]:
-    """The part that reaches each function that runs on vLLM's thread: the first, which is the shortest."""
-    found: dict[str, str] = {}
+async def recorded(load: Load, control: Control) -> dict[str, list[str]]:
+    """The parts that reach each function that runs on vLLM's thread: those that reach it each time first, and of these
+    the shortest."""
+    found: dict[str, Counter[str]] = {}
     for part in load.PARTS:
         for _ in range(2):  # what happens for the first time is another way than all that follows
             await load.run(part, lambda: control("record"))
             await load.holds_nothing()
             for name in control("recorded"):
-                found.setdefault(name, part)
-    return found
+                found.setdefault(name, Counter())[part] += 1
+    return {name: [part for part, _ in parts.most_common()] for name, parts in found.items()}
 
 
 async def raises(load: Load, control: Control, name: str, part: str) -> tuple[bool, str]:
@@ -308,11 +311,15 @@ async def test_each_internal_error_keeps_every_answer(engines, load, share):
     seed = int(os.environ.get("KVTIER_SEED", time.time() // 86400))  # another share each day
     names = sorted(found)
     names = [name for at, name in enumerate(names) if share == 1 or (at + seed) % share == 0 or name in KNOWN]
-    fired, wrong = 0, {}
+    fired, wrong, missed = 0, {}, []
     begun = time.monotonic()
     for name in names:
-        did, what = await raises(load, control, name, found[name])
+        for part in found[name][:MOST_PARTS]:
+            did, what = await raises(load, control, name, part)
+            if did or what:
+                break
         fired += did
+        missed += [] if did else [name]
         if not await load.lives():
             load.raising.kill()
             start_missing([load.raising])
@@ -320,8 +327,8 @@ async def test_each_internal_error_keeps_every_answer(engines, load, share):
             await until_both_share(load)
         if what:
             wrong[name] = what
-            print(f"{found[name]}: {name}: {what}", flush=True)
+            print(f"{part}: {name}: {what}", flush=True)
     seconds = time.monotonic() - begun
     print(f"{len(found)} functions run on vLLM's thread; {fired} of {len(names)} raised, in {seconds:.0f} s")
     assert not wrong, json.dumps(wrong, indent=1)
-    assert fired >= 0.8 * len(names)
+    assert fired >= 0.8 * len(names), missed

@@ -238,6 +238,21 @@ def test_blocks_cleared_by_vllm_are_reported_again():
     assert not strict.blocks("CPU", "LOCAL")
 
 
+def test_blocks_cleared_while_the_store_connects_again_are_reported_again():
+    """The view is gone, and back before anybody compared it with what was published: nothing has changed."""
+    world, router = World(), Router()
+    world.store(3)
+    router.said(world.said())
+    world.wire.lose()
+    world.index.disconnect(1)
+    world.index.connect(1, HASH_BLOCK_SIZE, [m.GroupShape(1, 1)])
+    world.wire.connect(world.changes)
+    router.hear([AllBlocksCleared()])
+    world.events.publish_again()
+    router.said(world.said())
+    assert router.blocks("CPU", "LOCAL") == {(each, 0) for each in HASHES[:3]}
+
+
 # -- labels ----------------------------------------------------------------------------------------------------------
 
 

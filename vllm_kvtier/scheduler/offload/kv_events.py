@@ -117,8 +117,9 @@ class Events:
 
         def repeat() -> None:
             with self._lock:
-                # Copied here, not on the scheduler's thread; names that are gone again by then are looked at in vain.
-                names = [((namespace_id, key), True) for namespace_id, view in self._view.items() for key in view]
+                # All that vLLM knows, not the view: a lost connection may have dropped the view, and it may be back,
+                # equal, before the sweep compares it: nothing would differ. Copied here, not on the scheduler's thread.
+                names = [(name, True) for name in self._published]
                 if self._repeating is not None and self._repeating in self._sweeps:  # its rest is among these names
                     self._sweeps.remove(self._repeating)
                 self._repeating = iter(names)
