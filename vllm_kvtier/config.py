@@ -427,7 +427,7 @@ def _convert(name: str, value: Any) -> Any:
     else:
         wrong = isinstance(converted, float) and not math.isfinite(converted)
     if wrong:
-        raise ConfigError(f"{name} must be {_type_in_words(annotation)}, not {value!r}.")
+        raise ConfigError(f"{name} must be {_describe_type(annotation)}, not {value!r}.")
     return converted
 
 
@@ -443,19 +443,19 @@ def _warn_deprecated(name: str, instead: str) -> None:
     logger.warning("kv_connector_extra_config: %s is deprecated and ignored; see %s", name, instead)
 
 
-def _type_in_words(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     base, *rest = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     meta = next((m for m in rest if isinstance(m, Meta)), Meta())
     origin, args = get_origin(base), get_args(base)
     if origin is Literal:
         return " or ".join(f'"{value}"' for value in args)
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _type_in_words(arg) for arg in args)
+        return " or ".join("null" if arg is type(None) else _describe_type(arg) for arg in args)
     if origin is tuple:
         least = "at least one " if meta.min_length else ""
-        return f"a list of {least}{_type_in_words(args[0]).removeprefix('a ')}"
+        return f"a list of {least}{_describe_type(args[0]).removeprefix('a ')}"
     if origin is dict:
-        return f"an object of {_type_in_words(args[1]).removeprefix('a ')}s"
+        return f"an object of {_describe_type(args[1]).removeprefix('a ')}s"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[base]
     limits = [
         f"{sign} {bound}"
@@ -483,7 +483,7 @@ def markdown_table() -> str:
             meaning += f" NixlConnector's `{other}` is accepted." * (own == name)
         for old, own in RENAMED.items():
             meaning += f" Old name, for one release: `{old}`." * (own == name)
-        lines.append(f"| `{name}` | {_type_in_words(annotation)} | `{shown}` | {meaning} |")
+        lines.append(f"| `{name}` | {_describe_type(annotation)} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ def covering(axes: Mapping[str, Sequence], excluded: Callable[[tuple, tuple], bo
     return rows
 
 
-def in_words(row: Row) -> str:
+def describe(row: Row) -> str:
     """What of it is not the default."""
     said = {True: "on", False: "off"}
     words = [f"{name}={said.get(v, v)}".replace(" ", "_") for name, v in row.items() if v != AXES[name][0]]

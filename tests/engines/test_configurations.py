@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 import model_shapes
 import pytest
-from configurations import AXES, IN_PROCESS, Row, covering, excluded, in_words, write_adapter, write_eagle
+from configurations import AXES, IN_PROCESS, Row, covering, describe, excluded, write_adapter, write_eagle
 from engine_client import LOGPROB_TOLERANCE, random_tokens
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import NodeStore, runtime_dir, store_env, store_in
@@ -371,14 +371,14 @@ def running(request, makers: Makers, truths) -> Iterator[Running]:
             engine.kill()
 
 
-PARAMS = [pytest.param(row, id=in_words(row)) for row in QUICK]
-PARAMS += [pytest.param(row, id=in_words(row), marks=pytest.mark.slow) for row in ROWS if row not in QUICK]
+PARAMS = [pytest.param(row, id=describe(row)) for row in QUICK]
+PARAMS += [pytest.param(row, id=describe(row), marks=pytest.mark.slow) for row in ROWS if row not in QUICK]
 
 
 @pytest.mark.parametrize("running", PARAMS, indirect=True)
 async def test_configuration_answers_are_correct_and_hits_are_found(running: Running):
     row = running.row
-    asked = taken_by_vllm(row, requests(row, in_words(row)))
+    asked = taken_by_vllm(row, requests(row, describe(row)))
     first = await running.right(asked, "computed")
     for request, answer in zip(asked, first, strict=True):
         if request.name != "several":  # which share their prompt

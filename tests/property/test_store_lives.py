@@ -161,7 +161,7 @@ class Life(World):
             self.check_fetch(orders[0], t, request, tables, computed, total)
 
     def check_fetch(self, order, t, request, tables, computed, total):
-        assert isinstance(order, PeerFetchJob if t.hit.mapped else PullJob) and order.source == t.hit.instance
+        assert isinstance(order, PeerFetchJob if t.hit.mapped else PullJob) and order.instance == t.hit.instance
         for row in order.groups:
             size = self.groups[row.group][0]
             places = [i for i in range(computed // size, -(-total // size)) if tables[row.group][i]]

@@ -219,7 +219,7 @@ def test_identity_text_names_all_parts(monkeypatch, tmp_path):
         )
         options = KVTierConfig(**options)
         info = SimpleNamespace(
-            engine_id="e", in_words=lambda namespace, print: ns.in_words(config, namespace, print)
+            engine_id="e", namespace_parts=lambda namespace, print: ns.namespace_parts(config, namespace, print)
         )
         name = ns.namespace(config, 16, ns.ModelFingerprint(config, options.model_fingerprint).get(60.0))
         engine = EngineIdentity(options, info, 16, True, None)

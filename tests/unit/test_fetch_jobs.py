@@ -49,7 +49,7 @@ class Copies:
     def start(self, jobs, after=None):
         if isinstance(self.refuse, RuntimeError):
             raise self.refuse
-        self.log.append(("start", [job.source for job in jobs], after))
+        self.log.append(("start", [job.instance for job in jobs], after))
         copy = SimpleNamespace(jobs=jobs, over=False, wrong=[set() for _ in jobs], reasons=["" for _ in jobs])
         copy.polls = 0
         copy.done = lambda: self._done(copy)

@@ -309,7 +309,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._provenance = SimpleNamespace(may_share=lambda tracked: True)
     half._info = SimpleNamespace(unsupported=None, groups=[(16, None)])
     growth = [
-        SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
+        SimpleNamespace(state=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)
     ]
     half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)

@@ -178,7 +178,7 @@ class Fetching:
         self.known.update(sources)
 
     def begin_now(self, orders, after):
-        assert all(order.source in self.known for order in orders)
+        assert all(order.instance in self.known for order in orders)
         self.log.append(("now", [o.request_id for o in orders]))
         self.begun += orders
 

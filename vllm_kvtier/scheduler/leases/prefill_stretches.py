@@ -56,16 +56,17 @@ class PrefillStretches(BlockLeases):
         running = self._exporter.running.get(request.export)
         if running is None or not (self.possible and request.stretches):
             return Refusal.NOT_READY
-        t, table = running
-        prompt: int = t.request.num_prompt_tokens
+        state, table = running
+        prompt: int = state.request.num_prompt_tokens
         if not table.stretches_for:
-            table.stretches_for = self._digest(t)
-        if table.stretches_for != request.digest or lora_fingerprint_of(t.request) != request.lora_fingerprint:
+            table.stretches_for = self._digest(state)
+        if table.stretches_for != request.digest or lora_fingerprint_of(state.request) != request.lora_fingerprint:
             return Refusal.DIGEST
         if not is_worth_a_stretch(min(table.checksums_ready[g] * size for g, (size, _) in enumerate(self._groups)),
                                   request.start, prompt):  # fmt: skip
             return Refusal.NOT_READY
-        found = [self._exporter.ready_blocks(t, table, g, request.start // s) for g, (s, _) in enumerate(self._groups)]
+        firsts = [request.start // size for size, _ in self._groups]
+        found = [self._exporter.ready_blocks(state, table, g, first) for g, first in enumerate(firsts)]
         ends = [(request.start // size + len(ids)) * size for ids, (size, _) in zip(found, self._groups, strict=True)]
         alignment = self._engine.geometry.alignment
         tokens = min(ends) // alignment * alignment
@@ -80,7 +81,7 @@ class PrefillStretches(BlockLeases):
             return Refusal.NOT_READY  # readers are behind, or the prefill was preempted
         return self._grant(request, connection, seconds, groups, tokens)
 
-    def _digest(self, t: RequestState) -> bytes:
-        prompt, size = t.request.num_prompt_tokens, self._hash_block_size
-        tail = vr.tail_hash(t.request, prompt, size) if prompt % size else b""
-        return vr.prefix_digest(vr.block_hashes(t.request, prompt, size), tail)
+    def _digest(self, state: RequestState) -> bytes:
+        prompt, size = state.request.num_prompt_tokens, self._hash_block_size
+        tail = vr.tail_hash(state.request, prompt, size) if prompt % size else b""
+        return vr.prefix_digest(vr.block_hashes(state.request, prompt, size), tail)
