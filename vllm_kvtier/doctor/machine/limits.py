@@ -73,8 +73,9 @@ def shared_memory(path: str = "/dev/shm", statvfs=os.statvfs) -> Check:
         return fail(name, f"{path} cannot be used: {error.strerror}; vLLM's workers and UCX need it", fix)
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     if free < 64 << 20:
-        left = f"{path} has {format_bytes(free)} left of {format_bytes(size)}"
-        return fail(name, f"{left}: vLLM's workers and UCX end with SIGBUS there", fix + "; or remove files of dead processes")
+        message = f"{path} has {format_bytes(free)} left of {format_bytes(size)}"
+        message += ": vLLM's workers and UCX end with SIGBUS there"
+        return fail(name, message, fix + "; or remove files of dead processes")
     if size < _MIN_SHM_BYTES:
         return warn(name, f"{path} is only {format_bytes(size)}: enough for one GPU, not for tensor parallelism", fix)
     return ok(name, f"{path} has {format_bytes(free)} of {format_bytes(size)}")

@@ -68,8 +68,8 @@ def pool_bytes(size: str, limits: MemoryLimits) -> int:
     if wanted > limits.fits:
         raise ConfigError(
             f"a pool of {size} ({format_bytes(wanted)}) does not fit: {limits.source} is {format_bytes(limits.limit)}, "
-            f"{format_bytes(limits.free)} of it are free now; at most {format_bytes(limits.fits)} ({limits.fits} bytes) "
-            "would fit"
+            f"{format_bytes(limits.free)} of it are free now; at most {format_bytes(limits.fits)} ({limits.fits} "
+            "bytes) would fit"
         )
     return wanted
 
