@@ -37,7 +37,8 @@ matter for a task; [migration.md](migration.md) lists renamed ones.
 ENGINES = """## Engines
 
 Keys of `kv_connector_extra_config` in `--kv-transfer-config`. An option that is unknown, of a wrong type or in conflict
-with another one stops the engine with an error that names it.
+with another one stops the engine with an error that names it. Those that [the node store](#the-node-store) has
+without `store_` are for a store that this engine starts; a running store keeps its own.
 """
 STORE = """## The node store
 

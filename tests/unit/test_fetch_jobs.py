@@ -132,7 +132,7 @@ def test_fetch_on_host_is_time_sliced(there):
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda o: setattr(o, "source", "nobody/1"), "is unknown"),
+        (lambda o: setattr(o, "instance", "unknown/1"), "is unknown"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, BLOCKS])), "outside 1..11"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),

@@ -80,7 +80,7 @@ def test_pulls_report_exactly_the_bad_blocks(seed):
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda o: setattr(o, "source", "nobody/1"), "is unknown"),
+        (lambda o: setattr(o, "instance", "unknown/1"), "is unknown"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 16])), "outside 1..15"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),
