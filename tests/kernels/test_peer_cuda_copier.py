@@ -285,7 +285,7 @@ def test_copy_of_no_blocks_ends_at_once_and_unread_group_is_bad():
 
 @pytest.mark.parametrize("at", ["launch", "record"])
 def test_peer_cuda_copier_failed_call_writes_nothing_after_it_raised(at):
-    """Its blocks are somebody else's then."""
+    """Its blocks are another request's then."""
     with faked() as world:
         bench = Bench(max_rows=8)  # two launches
         job = bench.job("a", [1, 2, 3], [3, 4, 5])

@@ -1,4 +1,5 @@
-"""Exporter and ledger, following block tables that evolve like vLLM's: what is promised is in the checksum table.
+"""Exporter and checksum index, following block tables that evolve like vLLM's: what is promised is in the checksum
+table.
 
 The model keeps, a block and token slot, a *version*: every forward that writes a slot makes a new one, also when the
 same token is computed again, because another batch shape may give other bits. A worker's checksum is a snapshot of
@@ -114,7 +115,7 @@ class Engine:
         self.stretches = PrefillStretches(load.engine, lock, self.exporter, self.table)
         self.sent: dict[str, int] = {}  # of a prefill that is followed: tokens that its reader has
         self.stretched = 0
-        self.directory: set[int] = set()  # what the node store was told of us
+        self.directory: set[int] = set()  # what the node store knows of us
         self.loans: list[tuple[Lease, list[bytes]]] = []
         self.lent = 0
         if shared:
@@ -421,7 +422,7 @@ class Engine:
             for g, group in enumerate(lease.export.groups):
                 size = group.block_tokens
                 first = next(t for t in range(lease.start, lease.tokens) if needs(group.kind, lease.tokens, t))
-                assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not lent"
+                assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not leased"
                 for place, block in enumerate(group.ids[lease.start // size :], lease.start // size):
                     if not block:
                         continue
@@ -517,7 +518,7 @@ def test_export_builder_random_operations_keep_invariants(groups, bidirectional,
 
 
 def test_export_builder_random_operations_grant_leases():
-    """The machine above does lend, from every kind of model."""
+    """The machine above does lease, from every kind of model."""
     for groups in GROUPS:
         lent = 0
         for seed in range(8):
@@ -611,7 +612,7 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
     alone.table.clear()
     alone.exporter.drain()
     alone.add("other", [0] * HASH_BLOCK_SIZE)
-    assert alone.step(("other", [6])) == {5: HASH_BLOCK_SIZE}, "block 5 is nobody's yet, block 6 holds another content"
+    assert alone.step(("other", [6])) == {5: HASH_BLOCK_SIZE}, "block 5 is free, block 6 has other content"
 
 
 @pytest.mark.parametrize("name, exported", [("wanted", True), ("", True), ("x", False)])

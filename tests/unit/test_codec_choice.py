@@ -15,7 +15,7 @@ from vllm_kvtier.wire.geometry import Field
 
 
 def numbers(view):
-    """The group with pages of which a codec knows what they are."""
+    """The group with pages that a codec can encode."""
     regions = []
     for region in view.regions:
         half = region.inner // 4

@@ -1,4 +1,4 @@
-"""What an engine says when it is asked about a prompt: what it would find, what it would do, who it is."""
+"""What an engine says when it is asked about a prompt: what it would find, what it would do, its identity."""
 
 from types import SimpleNamespace
 
@@ -126,7 +126,7 @@ def test_explain_reports_peer_gpu():
     assert not weighed.load and weighed.reason == "below_threshold"
     world = World()
     world.cache(10)
-    assert not world.explain(holding(10, holders=[holder])).weighed, "its own cache has it all"
+    assert not world.explain(holding(10, holders=[holder])).weighed, "its prefix cache has it all"
 
 
 def test_explain_reports_obstacles():

@@ -293,7 +293,7 @@ def test_pool_mapping_shares_memory_and_outlives_pool():
     for mapping in (one, two, one):
         mapping.close()
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before - 2)
-    assert kept[5 * PAGE] == 77, "a view that somebody still has stays good"
+    assert kept[5 * PAGE] == 77, "a view that is still in use stays good"
 
 
 def test_pool_mapping_smaller_than_promised_raises():

@@ -93,7 +93,7 @@ def test_sync_load_tracker_late_load_fails(worker, how, monkeypatch, caplog):
     out = worker.collect()
     [verified] = out.results
     assert (verified.request_id, verified.bad_blocks, out.finished) == ("r", {3, 4, 5}, set()) and verified.reason
-    if how == "late":  # its end is nobody's business any more; a later load of the same request is
+    if how == "late":  # its end has no owner any more; a later load of the same request is
         tier.end()
     worker._jobs.outstanding["r"] = order("r", False)
     worker._jobs.finish(result("r"))
