@@ -234,7 +234,7 @@ class RequestMatcher:
         t.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[t.num_computed_tokens // hash_block_size :]
         self._loading_hashes.update(dict.fromkeys(t.loading_hashes, request.request_id))
 
-    def _build_job(self, t: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def _build_job(self, t: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         """The job for ``t.hit``; its blocks get new content."""
         hit = t.taken_hit
         job = t.job = hit.source.build_job(t, block_ids, tokens)

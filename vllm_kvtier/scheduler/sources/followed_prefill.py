@@ -164,7 +164,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
+        """A FailedJob if the prefill was lost while the request waited for blocks."""
         start = request.num_computed_tokens
         f = _Following(request, request.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
         self._context.checksum_index.forget(
@@ -174,7 +175,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         )
         request.entries, request.positions = [], {}
         job = self._next_job(f)
-        assert isinstance(job, PullJob | PeerFetchJob), "there is a grant"
+        assert job is not None, "there is a grant"
         self._following[request.request.request_id] = f
         return job
 
@@ -232,13 +233,18 @@ class FollowedPrefillSource(PrefillHandoffSource):
         groups = [GroupPull.join(g, [rows[g] for rows in parts]) for g in range(len(self._geometry.groups))]
         t.entries += job_builder.unchanged(t, entries, self._geometry, f.block_ids, f.tokens)
         self._counters.count("followed_tokens", "while_prefilling" if more else "after_prefill", tokens - f.given)
+        request_id, timeout, path = t.request.request_id, self._config.transfer_timeout, grants[0].path
+        job: Job
+        if path is ReadPath.MAPPED:
+            job = PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
+        else:
+            staged = path is ReadPath.STAGED
+            job = PullJob(request_id, grants[0].instance, groups, timeout, staged=staged, more=more)
+        # Behind all that may raise: what counts as given is in a job.
         f.reading += f.answer.grants[f.used : f.used + used]
         f.given, f.used, f.closed = tokens, f.used + used, not more
         f.results += self._engine.info.world_size
-        request_id, timeout, path = t.request.request_id, self._config.transfer_timeout, grants[0].path
-        if path is ReadPath.MAPPED:
-            return PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
-        return PullJob(request_id, grants[0].instance, groups, timeout, staged=path is ReadPath.STAGED, more=more)
+        return job
 
     def _close(self, f: _Following, reason: str) -> Job | FailedJob:
         """The last job: what is missing failed, except of a request that has ended."""
@@ -291,6 +297,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             self.release_export(request)
 
     def release_export(self, request: RequestState) -> None:
+        self._following.pop(request.request.request_id, None)  # after an error it may be there still
         handoff = request.hints.handoff
         if handoff is not None and handoff.follow:
             self._lease_client.release_export(handoff.address, handoff.export)
