@@ -340,7 +340,7 @@ def _malformed(world, p):
 
 
 @pytest.mark.parametrize("end", [lambda world, p: world.end_with(p, "unreachable"), _malformed])
-def test_nothing_is_read_of_a_prefill_that_was_lost_before_vllm_had_room_for_its_reader(end):
+def test_followed_prefill_lost_before_allocation_fails_the_load(end):
     """An error in our code would count, and switch the connector off after a few."""
     world, p = _matched()
     end(world, p)

@@ -1,4 +1,4 @@
-"""The jobs of one rank, and what vLLM hears of their ends."""
+"""The jobs of one rank, and what vLLM gets when they end."""
 
 from pull_fakes import pull_of
 
@@ -13,7 +13,7 @@ def part(table, blocks, more):
     return job
 
 
-def test_of_a_load_that_lost_a_job_no_block_counts_as_read():
+def test_load_in_parts_that_lost_one_reports_all_blocks_bad():
     """Which of its jobs it was is not known. vLLM would compute on blocks that nothing was read into."""
     table = JobTable()
     part(table, [1, 2], more=True)
@@ -26,7 +26,7 @@ def test_of_a_load_that_lost_a_job_no_block_counts_as_read():
     assert not table.outstanding
 
 
-def test_a_lost_job_before_the_last_one_is_failed_with_its_load():
+def test_load_in_parts_that_lost_the_first_fails_with_the_last():
     table = JobTable()
     part(table, [1, 2], more=True)
     table.fail_lost(table.under_way(), known=set())
