@@ -1,7 +1,7 @@
 """Shows the tiers of an engine's KV blocks, live, from vLLM's KV events.
 
 vLLM reports blocks of the GPU's cache; the connector reports blocks in the node store's memory ("CPU"), on its disk
-("STORAGE") and in its bucket ("STORAGE", remote).
+("STORAGE"), in its bucket ("STORAGE", remote) and in its Mooncake cluster ("EXTERNAL", remote).
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}' \
         --kv-events-config '{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}'

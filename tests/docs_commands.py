@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -335,6 +337,19 @@ class Checker:
 
         problem = kubectl_problem(words, self)
         assert not problem, problem
+
+    def _helm(self, words: list[str]) -> None:
+        """Rendered with the values that it sets, where helm is installed."""
+        assert words[0] in ("install", "upgrade"), words
+        release, chart = words[1:3]
+        assert (ROOT / chart / "Chart.yaml").exists(), f"there is no chart {chart}"
+        helm = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.prefix, "bin")))
+        if helm is not None:
+            rest = [word for word in words[3:] if word != "--reuse-values"]
+            ran = subprocess.run(
+                [helm, "template", release, str(ROOT / chart), *rest], capture_output=True, text=True, timeout=60
+            )
+            assert ran.returncode == 0, ran.stderr
 
     def _curl(self, words: list[str]) -> None:
         urls = [word for word in words if word.startswith(("http://", "https://"))]

@@ -123,7 +123,8 @@ def _command(container: dict, checker: Checker) -> Iterator[str]:
 
 def _probes(container: dict) -> Iterator[str]:
     ports = {port["name"] for port in container.get("ports", ())}
-    routes = {"vllm": {"/health"}, "kvtier": {"/health", "/ready"}}[container["command"][0]]
+    routes = {"vllm": {"/health"}, "kvtier": {"/health", "/ready"}, "mooncake_master": {"/health"}}
+    routes = routes[container["command"][0]]
     if "readinessProbe" not in container:
         yield "no readinessProbe"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -149,7 +150,7 @@ def _paths(container: dict, mounts: dict[str, str], volumes: dict[str, dict]) ->
             yield f"{path} is on no volume"
         elif "secret" in volumes[on[0]] and volumes[on[0]]["secret"].get("defaultMode", 0o644) & 0o077:
             yield f"{path}: a key that others may read is refused"
-    options = r"(?:--port=|--metrics-port=|\"endpoint_port\":|tcp://\*:|--node-listen=[\d.]+:)"
+    options = r"(?:--port=|--metrics[-_]port=|--rpc_port=|\"endpoint_port\":|tcp://\*:|--node-listen=[\d.]+:)"
     listens = {int(number) for number in re.findall(rf"{options}(\d+)", text)}
     ports = {port["containerPort"] for port in container.get("ports", ())}
     yield from (f"port {number} is not named in ports" for number in listens - ports)

@@ -165,4 +165,5 @@ def fake_request(tokens: list[int], hashes: list[bytes]):
 def places_of(served: dict[str, set]) -> dict[Where, set]:
     """By medium and locality, as it is published; ``served`` by the store's names."""
     names = {"memory": Place("CPU", "LOCAL"), "disk": Place("STORAGE", "LOCAL"), "object": Place("STORAGE", "REMOTE")}
+    names["mooncake"] = Place("EXTERNAL", "REMOTE")
     return {(names[name].medium, names[name].locality): blocks for name, blocks in served.items()}

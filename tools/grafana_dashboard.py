@@ -61,6 +61,7 @@ _BROUGHT = rate("E.prompt_tokens_total", more='kind!~"local_compute|local_cache_
 _HITS, _MISSES = rate("E.hits_total"), rate("E.misses_total")
 _TTFT = f"sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{{{_E}}}{_R}))"
 _WRONG = metric("E.integrity_failures_total", 'kind="host"')
+_M = 'tier="mooncake"'
 _NO_FAILURE = (("green", 0), ("red", 0.5))
 _ALL_UP = (("red", 0), ("green", 1))
 
@@ -178,6 +179,22 @@ ROWS: dict[str, list[Panel]] = {
             "{{tier}}: no answer": rate("S.tier_timeouts_total", "tier"),
             "{{tier}}: restarted": rate("S.tier_restarts_total", "tier"),
         }),
+    ],
+    "Cluster (Mooncake)": [
+        Panel("This node's memory is in the cluster", "short", {
+            "{{instance}} reads": metric("S.tier_up", _M), "{{instance}} gives memory": metric("S.tier_segment_up"),
+        }, text="0 of both: the master does not answer."),
+        Panel("Blocks found, read, written", "ops", {
+            "found": rate("S.tier_found_blocks_total", more=_M), "read": rate("S.tier_read_blocks_total", more=_M),
+            "written": rate("S.tier_written_blocks_total", more=_M),
+            "copies requested": rate("S.tier_replicated_blocks_total"),
+        }, text="Found and not read: the request did not wait, or memory had it by then."),
+        Panel("Faults", "short", {
+            "nodes not read from": total("S.tier_avoided_places"),
+            "readers replaced": f"sum(increase({metric('S.tier_restarts_total', _M)}{_R}))",
+            "memory lost": f"sum(increase({metric('S.tier_segment_restarts_total')}{_R}))",
+            "writes refused": total("S.tier_state", more=f'{_M},state="read_only"'),
+        }, text="A read that fails costs its process. Refused: stores that do not write now, as if memory is full."),
     ],
     "Peers and leases": [
         Panel("Leases between engines", "short", {"{{kind}}": total("E.leases", "kind")}),

@@ -28,8 +28,8 @@ SHAPES = [
 ]
 GROUPS = [(HASH_BLOCK_SIZE, None), (2 * HASH_BLOCK_SIZE, 16)]
 ENGINES = (1, 2)
-TIERS = ["disk", "nodes", "object"]
-WRITTEN = {0: "disk", 2: "object"}
+TIERS = ["disk", "nodes", "object", "mooncake"]
+WRITTEN = {0: "disk", 2: "object", 3: "mooncake"}
 
 
 def tokens_of(branch: int) -> list[int]:
@@ -143,7 +143,7 @@ class Machine(RuleBasedStateMachine):
                 if namespace_id in (None, name[0]):
                     tier.lose(name)
 
-    @rule(data=st.data(), where=st.sampled_from([[0], [2], [0, 2]]))
+    @rule(data=st.data(), where=st.sampled_from([[0], [2], [0, 2], [3], [0, 2, 3]]))
     def write_down(self, data, where):
         names = [name for name in self.names() if self.index.find(*name).state is READY]
         name = data.draw(st.sampled_from(names)) if names else None
@@ -246,7 +246,7 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, number):
         namespaces = self.namespaces[number]
-        served = {"memory": set(), "disk": set(), "object": set()}
+        served = {each: set() for each in ("memory", *WRITTEN.values())}
         labelled = {each: set() for each in served}
         for namespace_id in namespaces:
             for branch in range(3):

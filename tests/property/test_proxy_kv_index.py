@@ -10,11 +10,13 @@ from kv_event_publisher import BLOCK, CLEARED, hashes, removed, stored
 
 from vllm_kvtier.proxy.kv_events import messages
 from vllm_kvtier.proxy.kv_events.index import BlockIndex, PromptTokens
+from vllm_kvtier.proxy.kv_events.messages import Tier
+from vllm_kvtier.proxy.kv_events.shared_blocks import SharedBlocks
 from vllm_kvtier.proxy.kv_events.subscriber import EventSubscriber
 
 # Prompts that share beginnings, and blocks of equal tokens after different ones.
 PROMPTS = [[a] * BLOCK + [b] * BLOCK + [a] * BLOCK for a in (1, 2) for b in (1, 2, 3)]
-MEDIA = [("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]
+MEDIA = [("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("EXTERNAL", "REMOTE"), ("STORAGE", "REMOTE")]
 ADAPTERS = [None, "ada"]
 
 prompts = st.tuples(st.sampled_from(PROMPTS), st.integers(0, 2), st.sampled_from(ADAPTERS))
@@ -58,7 +60,7 @@ class Model:
         return self.tiers[MEDIA.index(medium)].difference_update
 
     def prefix(self, tokens, adapter) -> list[int]:
-        found, on_gpu = [0] * 4, True
+        found, on_gpu = [0] * len(MEDIA), True
         for each in hashes(tokens, f"{adapter}salt" if adapter else "salt"):
             places = [i for i, tier in enumerate(self.tiers) if each in tier and (i or on_gpu)]
             if not places:
@@ -74,7 +76,8 @@ def views(index: BlockIndex) -> list[list[int]]:
 
 @given(st.lists(st.lists(steps, max_size=4), max_size=20), st.integers(3, 1000))
 def test_index_equals_model(batches, capacity):
-    index, small, model = BlockIndex(1000), BlockIndex(capacity), Model()
+    shared = SharedBlocks()
+    index, small, model = BlockIndex(1000, shared), BlockIndex(capacity), Model()
     seen_adapter = False
     for batch in batches:
         events = messages.decode(msgspec.msgpack.encode([0.0, [event_of(step) for step in batch], 0])).events
@@ -90,6 +93,9 @@ def test_index_equals_model(batches, capacity):
             assert found == model.prefix(tokens, adapter)
     for known, found in zip(views(index), views(small), strict=True):
         assert sum(found) <= sum(known), "a full index knows less, never more"
+    assert len(shared) == len(model.tiers[Tier.CLUSTER] | model.tiers[Tier.OBJECTS])
+    index.clear()
+    assert len(shared) == 0
 
 
 class Replaying(EventSubscriber):
@@ -140,4 +146,4 @@ async def test_subscriber_with_short_replay_goes_on(batches, kept):
     lossy, whole = await _deliver([*batches, *again], kept)
     for tokens in PROMPTS:
         prompt = PromptTokens(tokens, "salt", "base")
-        assert lossy.index.prefix(prompt) == whole.index.prefix(prompt) == [3 * BLOCK, 0, 0, 0]
+        assert lossy.index.prefix(prompt) == whole.index.prefix(prompt) == [3 * BLOCK, 0, 0, 0, 0]

@@ -162,6 +162,11 @@ FIRES = {
     "KvtierStoreSilent": ({'kvtier_store_responding{instance="s"}': "1x5 0x20"}, "10m"),
     "KvtierEngineWithoutStore": ({f"vllm:kvtier_store_up{{{_E}}}": "1x5 0x20"}, "15m"),
     "KvtierTierUnavailable": ({'kvtier_store_tier_up{instance="s",tier="disk"}': "1x5 0x20"}, "15m"),
+    "KvtierClusterMemoryMissing": ({'kvtier_store_tier_segment_up{instance="s",tier="mooncake"}': "1x5 0x20"}, "20m"),
+    "KvtierClusterReadsFail": ({'kvtier_store_tier_restarts_total{instance="s",tier="mooncake"}': "0x5 0+2x30"}, "30m"),
+    "KvtierClusterFull": (
+        {'kvtier_store_tier_state{instance="s",tier="mooncake",state="read_only"}': "0x5 1 1 0 1 1 1 1x60"}, "50m",
+    ),
     "KvtierLoadsFail": (
         {f'vllm:kvtier_loads_total{{{_E},kind="ok"}}': "0+90x60", f'vllm:kvtier_loads_total{{{_E},kind="failed"}}':
          "0+10x60"}, "30m",
@@ -186,6 +191,10 @@ HEALTHY = {
     'kvtier_store_responding{instance="s"}': "1x600",
     'up{job="kvtier-store",instance="s"}': "1x600",
     'kvtier_store_tier_up{instance="s",tier="disk"}': "1x600",
+    'kvtier_store_tier_up{instance="s",tier="mooncake"}': "1x600",
+    'kvtier_store_tier_segment_up{instance="s",tier="mooncake"}': "1x600",
+    'kvtier_store_tier_restarts_total{instance="s",tier="mooncake"}': "0x290 1x300",
+    'kvtier_store_tier_state{instance="s",tier="mooncake",state="read_only"}': "0x600",
     f'vllm:kvtier_loads_total{{{_E},kind="ok"}}': "0+90x600",
     f'vllm:kvtier_loads_total{{{_E},kind="failed"}}': "0x600",
     f'vllm:kvtier_prompt_tokens_total{{{_E},kind="local_compute"}}': "0+6000x600",

@@ -52,8 +52,8 @@ def test_dockerfile_copies_all_files_to_install(stage, root, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         assert {"vllm_kvtier/connector.py", "vllm_kvtier/kernels/peer_copy.py"} <= set(wheel.namelist())
-    (installed,) = re.findall(r"pip install .*'/src\[([\w,]+)\]'", text)
-    assert set(installed.split(",")) <= extras()
+    installed = re.search(r"pip install .*['\"]/src\[(?:([\w,]+)|\$\{EXTRAS\})\]", text)[1]
+    assert set((installed or re.search(r"^ARG EXTRAS=(\S+)$", text, re.M)[1]).split(",")) <= extras()
 
 
 def pod(files: dict, file: str) -> dict:

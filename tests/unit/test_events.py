@@ -31,7 +31,7 @@ TOKENS = list(range(6 * HASH_BLOCK_SIZE))
 HASHES = []
 for at in range(0, len(TOKENS), HASH_BLOCK_SIZE):
     HASHES.append(hashlib.sha256((HASHES[-1] if HASHES else b"") + bytes(TOKENS[at : at + HASH_BLOCK_SIZE])).digest())
-CPU, DISK, BUCKET = PLACES
+CPU, DISK, BUCKET, CLUSTER = PLACES
 EVENT_GROUPS = [(0, "full_attention", None)]
 
 
@@ -143,6 +143,27 @@ def test_events_name_each_tier_of_a_block():
     world.tiers["object"].lose(name)
     assert world.said() == [Removed(0, BUCKET, [HASHES[0]])]
     assert world.changes.labelled == (0, 0)
+
+
+def test_events_name_the_cluster_beside_storage():
+    """Its medium is its own: a reader without localities takes neither for the other."""
+    world = World(tiers=("disk", "mooncake", "object"))
+    world.store(1)
+    world.said()
+    name = ONE, 0, HASHES[0][:HASH_BYTES]
+    for tier, place in (("mooncake", CLUSTER), ("object", BUCKET)):
+        world.tiers[tier].put(name)
+        [stored] = world.said()
+        assert (stored.place, hashes_in(stored)) == (place, HASHES[:1])
+    world.index.clear(None)
+    assert world.said() == [Removed(0, CPU, [HASHES[0]])]
+    world.tiers["object"].lose(name)
+    assert world.said() == [Removed(0, BUCKET, [HASHES[0]])]
+    world.tiers["mooncake"].turn(False)
+    assert world.said() == [Removed(0, CLUSTER, [HASHES[0]])]
+    world.tiers["mooncake"].turn(True)
+    assert [(each.place, hashes_in(each)) for each in world.said()] == []
+    assert world.changes.labelled == (0, 0), "nothing had it, so its label is gone"
 
 
 def test_events_of_unavailable_tier_remove_its_blocks():

@@ -63,6 +63,15 @@ def test_chart_by_default_is_the_plain_manifests():
 SETS = {
     "default": [],
     "shared stores": ["--set", "store.shared=true"],
+    "mooncake": ["--set", "mooncake.enabled=true"],
+    "mooncake, shared stores, several masters": [
+        "--set", "mooncake.enabled=true,store.shared=true,mooncake.segment=0",
+        "--set", "mooncake.master.etcd=e-0.e:2379;e-1.e:2379",
+    ],
+    "mooncake, a master elsewhere": [
+        "--set", "mooncake.enabled=true,mooncake.master.external=10.0.0.9:50051",
+        "--set-json", 'mooncake.args=["--mooncake-protocol=rdma","--mooncake-devices=mlx5_0"]',
+    ],
     "events": ["--set", "engine.kvEvents=tcp://*:5557"],
     "options": [
         "--set-json", 'engine.connector={"codec":"fp8","bidirectional":false}',
@@ -116,6 +125,52 @@ def test_chart_with_shared_stores_finds_them_by_the_name_of_their_service():
     assert peers == [{"podSelector": {"matchLabels": {"app": "store"}}}]
 
 
+def store_options(found: dict) -> dict[str, str]:
+    (container,) = found["DaemonSet", "store"]["spec"]["template"]["spec"]["containers"]
+    pairs = (word.removeprefix("--").partition("=") for word in container["args"])
+    return {name: value for name, _, value in pairs if name.startswith("mooncake")}
+
+
+def master_words(found: dict) -> set[str]:
+    (container,) = found["Deployment", "mooncake-master"]["spec"]["template"]["spec"]["containers"]
+    return set(container["args"])
+
+
+def test_chart_with_mooncake_has_a_master_that_the_stores_name():
+    found = render(*SETS["mooncake"])
+    options, deployment = store_options(found), found["Deployment", "mooncake-master"]["spec"]
+    assert (options["mooncake-master"], options["mooncake-host"]) == ("mooncake-master:50051", "$(POD_IP)")
+    assert (options["mooncake-segment"], "mooncake-trusted-network" in options) == ("100GiB", True)
+    assert found["Service", "mooncake-master"]["spec"]["ports"] == [{"name": "rpc", "port": 50051}]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"}), "never two without etcd"
+    assert "--rpc_address=$(POD_IP)" in master_words(found) and "--enable_ha=true" not in master_words(found)
+    (rule, _) = found["NetworkPolicy", "mooncake-master"]["spec"]["ingress"]
+    assert {"podSelector": {"matchLabels": {"app": "store"}}} in rule["from"]
+    peers = [rule["from"][0] for rule in found["NetworkPolicy", "store"]["spec"]["ingress"] if "ports" not in rule]
+    assert peers == [{"podSelector": {"matchLabels": {"app": "store"}}}], "segments are at ports that Mooncake chooses"
+
+
+def test_chart_with_mooncake_on_etcd_has_several_masters_with_their_log():
+    found = render(*SETS["mooncake, shared stores, several masters"])
+    assert store_options(found)["mooncake-master"] == "etcd://e-0.e:2379;e-1.e:2379"
+    assert found["Deployment", "mooncake-master"]["spec"]["replicas"] == 2
+    assert {"--enable_ha=true", "--enable_oplog=true", "--etcd_endpoints=e-0.e:2379;e-1.e:2379"} <= master_words(found)
+
+
+def test_chart_with_a_mooncake_master_elsewhere_has_none():
+    found = render(*SETS["mooncake, a master elsewhere"])
+    assert not [name for _, name in found if "mooncake" in name]
+    options = store_options(found)
+    assert (options["mooncake-master"], options["mooncake-protocol"]) == ("10.0.0.9:50051", "rdma")
+
+
+def test_chart_refuses_mooncake_on_an_open_network():
+    words = ["template", "release", str(CHART), "--set", "mooncake.enabled=true,networkPolicy.enabled=false"]
+    done = run_helm(*words)
+    assert done.returncode != 0 and "no authentication" in done.stderr
+    assert run_helm(*words, "--set", "mooncake.trustedNetwork=true").returncode == 0
+
+
 def test_chart_without_prefill_engines_has_decode_engines_alone():
     found = render("--set", "prefill.replicas=0")
     assert not [name for _, name in found if name == "prefill"]
@@ -148,6 +203,10 @@ WRONG = [
     ("images.pullPolicy=Sometimes", "pullPolicy"),
     ("proxy.config.engines=none", "/proxy/config"),
     ("model=", "/model"),
+    ("mooncake.segment=much", "/mooncake/segment"),
+    ("mooncake.replicas=0", "/mooncake/replicas"),
+    ("mooncake.master.external=http://x:1", "/mooncake/master/external"),
+    ("mooncake.master.etcd=http://x:2379", "/mooncake/master/etcd"),
 ]
 
 

@@ -13,6 +13,7 @@ from kv_event_publisher import BLOCK, CLEARED, publishing, removed, stored
 
 from vllm_kvtier.proxy.kv_events import load_costs, messages, subscriber
 from vllm_kvtier.proxy.kv_events.index import BlockIndex, PromptTokens
+from vllm_kvtier.proxy.kv_events.shared_blocks import SharedBlocks
 from vllm_kvtier.proxy.kv_events.subscriber import EventSubscriber
 
 A = list(range(100, 100 + 5 * BLOCK))
@@ -40,7 +41,7 @@ def index_of(*events, capacity: int = 1000, array: bool = False) -> BlockIndex:
 
 
 def held(index: BlockIndex, tokens: list[int], salt: str = "salt", model: str = "m") -> list[int]:
-    """Blocks of the prompt's prefix: GPU, host memory, disk, objects."""
+    """Blocks of the prompt's prefix: GPU, host memory, disk, cluster, objects."""
     return [n // BLOCK for n in index.prefix(PromptTokens(tokens, salt, model))]
 
 
@@ -50,65 +51,65 @@ def held(index: BlockIndex, tokens: list[int], salt: str = "salt", model: str = 
 @pytest.mark.parametrize("array", [False, True])
 def test_index_finds_prefix_by_tokens(array):
     index = index_of(stored(A), array=array)
-    assert held(index, A) == [5, 0, 0, 0]
-    assert held(index, [*A, 1, 2]) == [5, 0, 0, 0] and held(index, A[: 3 * BLOCK + 1]) == [3, 0, 0, 0]
-    assert held(index, B) == [2, 0, 0, 0] and held(index, C) == [0] * 4
-    assert held(index, A, salt="another tenant's") == [0] * 4
-    assert len(index) == 5 and index.counts == [5, 0, 0, 0]
+    assert held(index, A) == [5, 0, 0, 0, 0]
+    assert held(index, [*A, 1, 2]) == [5, 0, 0, 0, 0] and held(index, A[: 3 * BLOCK + 1]) == [3, 0, 0, 0, 0]
+    assert held(index, B) == [2, 0, 0, 0, 0] and held(index, C) == [0] * 5
+    assert held(index, A, salt="another tenant's") == [0] * 5
+    assert len(index) == 5 and index.counts == [5, 0, 0, 0, 0]
 
 
 def test_index_counts_fastest_tier_after_gpu_prefix():
     index = index_of(stored(A[: 2 * BLOCK]), stored(A, medium="CPU"), stored(A, medium="STORAGE", locality="LOCAL"))
-    assert held(index, A) == [2, 3, 0, 0]
+    assert held(index, A) == [2, 3, 0, 0, 0]
     index.apply(decoded(removed(A, 3, "CPU")))
-    assert held(index, A) == [2, 1, 2, 0]
+    assert held(index, A) == [2, 1, 2, 0, 0]
     index.apply(decoded(removed(A, 4, "STORAGE", locality="LOCAL"), stored(A, 4, "STORAGE", locality="REMOTE")))
-    assert held(index, A) == [2, 1, 1, 1] and index.counts == [2, 3, 4, 1]
+    assert held(index, A) == [2, 1, 1, 0, 1] and index.counts == [2, 3, 4, 0, 1]
     # vLLM takes nothing of its GPU cache behind the first block that it lacks.
     index.apply(decoded(removed(A[: 2 * BLOCK], 1), stored(A, 4)))
-    assert held(index, A) == [1, 2, 1, 1]
+    assert held(index, A) == [1, 2, 1, 0, 1]
 
 
 def test_index_takes_blocks_in_any_order():
     index = index_of(stored(A, 3), stored(A[: 2 * BLOCK], 1))
-    assert held(index, A) == [0] * 4
+    assert held(index, A) == [0] * 5
     index.apply(decoded(stored(A[:BLOCK])))
-    assert held(index, A) == [2, 0, 0, 0]
+    assert held(index, A) == [2, 0, 0, 0, 0]
     index.apply(decoded(stored(A[: 3 * BLOCK], 2)))
-    assert held(index, A) == [5, 0, 0, 0]
+    assert held(index, A) == [5, 0, 0, 0, 0]
 
 
 def test_index_removes_and_clears():
     index = index_of(stored(A), stored(A, medium="CPU"), stored(C))
     index.apply(decoded(removed(A, 1)))
-    assert held(index, A) == [1, 4, 0, 0]
+    assert held(index, A) == [1, 4, 0, 0, 0]
     index.apply(decoded(CLEARED))
-    assert held(index, A) == [0, 5, 0, 0] and held(index, C) == [0] * 4 and index.counts == [0, 5, 0, 0]
+    assert held(index, A) == [0, 5, 0, 0, 0] and held(index, C) == [0] * 5 and index.counts == [0, 5, 0, 0, 0]
     index.apply(decoded(removed(A, 0, "CPU"), removed(A, 0, "CPU")))
-    assert len(index) == 0 and index.counts == [0] * 4
+    assert len(index) == 0 and index.counts == [0] * 5
 
 
 def test_index_separates_adapters():
     index = index_of(stored(A, lora="ada"), stored(C))
-    assert held(index, A, model="ada") == [5, 0, 0, 0]
-    assert held(index, A, model="base") == [0] * 4 and held(index, C, model="ada") == [0] * 4
-    assert held(index, C, model="base") == [4, 0, 0, 0]
+    assert held(index, A, model="ada") == [5, 0, 0, 0, 0]
+    assert held(index, A, model="base") == [0] * 5 and held(index, C, model="ada") == [0] * 5
+    assert held(index, C, model="base") == [4, 0, 0, 0, 0]
 
 
 def test_index_ignores_groups_that_do_not_decide_prefixes():
     window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64}
     index = index_of(stored(A, 4, **window), stored(A[: 2 * BLOCK], group_idx=1, kv_cache_spec_kind="full_attention"))
-    assert held(index, A) == [2, 0, 0, 0]
+    assert held(index, A) == [2, 0, 0, 0, 0]
     index.apply(decoded(removed(A, 0, group_idx=0)))
-    assert held(index, A) == [2, 0, 0, 0], "another group's"
+    assert held(index, A) == [2, 0, 0, 0, 0], "another group's"
     index.apply(decoded(removed(A, 0, group_idx=1)))
-    assert held(index, A) == [0] * 4
+    assert held(index, A) == [0] * 5
 
 
 def test_index_is_bounded_and_makes_room_for_lost_removals():
     index = index_of(stored(A), stored(C), capacity=6)
     assert len(index) == 6 and index.dropped == 3
-    assert held(index, A) == [5, 0, 0, 0] and held(index, C) == [1, 0, 0, 0]
+    assert held(index, A) == [5, 0, 0, 0, 0] and held(index, C) == [1, 0, 0, 0, 0]
     index.lost_events()
     index.apply(decoded(stored(C)))
     assert held(index, C)[0] >= 3 and len(index) <= 6, "what may be gone does not keep new blocks out"
@@ -120,7 +121,28 @@ def test_index_is_bounded_and_makes_room_for_lost_removals():
 def test_index_of_engine_with_int_hashes():
     event = stored(A)
     event.block_hashes = [int.from_bytes(each[-8:], "big") for each in event.block_hashes]
-    assert held(index_of(event), A) == [5, 0, 0, 0]
+    assert held(index_of(event), A) == [5, 0, 0, 0, 0]
+
+
+def test_index_takes_what_others_say_of_shared_tiers():
+    """Of a cluster and of buckets: only if the engine uses such a tier, until no engine has the block there."""
+    shared = SharedBlocks()
+    one, other, without = (BlockIndex(1000, shared) for _ in range(3))
+    cluster, bucket = {"medium": "EXTERNAL", "locality": "REMOTE"}, {"medium": "STORAGE", "locality": "REMOTE"}
+    one.apply(decoded(stored(A, **cluster), stored(A[: 2 * BLOCK], 0, "CPU")))
+    without.apply(decoded(stored(A[: 3 * BLOCK], 0, "CPU")))
+    assert held(one, A) == [0, 2, 0, 3, 0] and held(other, A) == [0] * 5
+    other.apply(decoded(stored(B[: 3 * BLOCK]), stored(C, **cluster)))
+    assert held(other, A) == [2, 0, 0, 3, 0] and held(other, B) == [3, 0, 0, 0, 0]
+    assert held(without, A) == [0, 3, 0, 0, 0] and held(without, C) == [0] * 5
+    one.apply(decoded(stored(A, **bucket), removed(A, 3, **cluster)))
+    assert held(one, A) == [0, 2, 0, 1, 2] and held(other, A) == [2, 0, 0, 1, 0], "it has had nothing in a bucket"
+    other.apply(decoded(stored(A, **cluster), removed(A, 4, **cluster)))
+    assert held(one, A) == [0, 2, 0, 1, 2] and held(other, A) == [2, 0, 0, 2, 0]
+    one.clear()
+    assert held(other, A) == [2, 0, 0, 2, 0] and len(one) == 0
+    other.clear()
+    assert len(shared) == 0
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"junk", msgspec.msgpack.encode({"ts": 1}), b"\x91" * 5000])
@@ -149,11 +171,11 @@ vllm:kvtier_load_seconds_sum{engine="0",kind="failed"} 1.0
 vllm:kvtier_loaded_tokens_total{engine="0",kind="host"} 100000.0
 """
     shares = load_costs.shares(page)
-    assert shares == (0.0, pytest.approx(0.2), load_costs.DEFAULT[2], load_costs.DEFAULT[3])
+    assert shares == (0.0, pytest.approx(0.2), *load_costs.DEFAULT[2:])
     promoted = b"vllm:kvtier_promotion_wait_seconds_sum 8.0\nvllm:kvtier_promotion_wait_tokens_total 200000.0\n"
-    assert load_costs.shares(page + promoted)[2:] == (pytest.approx(0.6),) * 2
+    assert load_costs.shares(page + promoted)[2:] == (pytest.approx(0.6),) * 3
     slow = page.replace(b'kind="ok"} 1.0', b'kind="ok"} 99.0')
-    assert load_costs.shares(slow) == (0.0, 1.0, 1.0, 1.0), "the engine would compute instead"
+    assert load_costs.shares(slow) == (0.0, 1.0, 1.0, 1.0, 1.0), "the engine would compute instead"
     assert load_costs.shares(b"junk\nvllm:kvtier_load_seconds_sum nan\n") == load_costs.DEFAULT
 
 
@@ -194,9 +216,9 @@ async def test_subscriber_replays_what_was_published_before_it():
         publisher.publish(removed(A, 3))
         async with following(publisher) as follower:
             await until(lambda: follower.counts["replayed"] == 2)
-            assert held(follower.index, A) == [3, 0, 0, 0]
+            assert held(follower.index, A) == [3, 0, 0, 0, 0]
             publisher.publish(stored(A, 3))
-            await until(lambda: held(follower.index, A) == [5, 0, 0, 0])
+            await until(lambda: held(follower.index, A) == [5, 0, 0, 0, 0])
             assert follower.counts["lost"] == 0
 
 

@@ -238,7 +238,7 @@ def test_concurrent_failures_count_once():
 
 
 class KVWorld(World):
-    """Engines whose blocks of 100 tokens are as given to ``has``; loading costs 0, 0.1, 0.3 and 0.5 of computing."""
+    """Engines whose blocks of 100 tokens are as given to ``has``; loading costs 0, 0.1, 0.3 or 0.5 of computing."""
 
     SIZE = 100
 
@@ -276,7 +276,7 @@ def test_kv_events_policy_weighs_tiers_and_load():
     assert w.first() == (0, 600)
     for each in held:
         each.release()
-    w.events.load_costs._shares[w.d[1].url] = (0.0, 1.0, 1.0, 1.0)
+    w.events.load_costs._shares[w.d[1].url] = (0.0, 1.0, 1.0, 1.0, 1.0)
     assert w.first() == (2, 100), "measured: this engine loads no faster than it computes"
 
 

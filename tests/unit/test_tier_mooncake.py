@@ -11,6 +11,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import GroupShape
+from vllm_kvtier.store.tiers import content_tier
 from vllm_kvtier.store.tiers.base import Block, Want
 from vllm_kvtier.store.tiers.mooncake.tier import LIMITS, MooncakeTier
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -132,6 +133,43 @@ def test_mooncake_tier_tells_the_next_reader_what_to_avoid(up):
     assert up.reader.sent == [m.Avoid("a", 6.0)] and not up.usable
     up.reader.on_message(UP)
     assert up.usable
+
+
+def test_mooncake_tier_publishes_what_the_cluster_is_known_to_have(up):
+    """The master reports no eviction: a failed read, a lookup that ends early, or time shows it."""
+    said = []
+    up.on_moved = lambda *name: said.append((name[2], up.keeps(*name)))
+    write(up, *range(4))
+    read(up, 4)
+    assert said == [(hash_of(n), True) for n in range(5)]
+    up.clock.now += LIMITS.known + 1
+    assert not has(up, 1) and up.keeps(NAMESPACE_ID, 0, hash_of(1)), "it is written again, and published meanwhile"
+    said.clear()
+    read(up, 0, 1, good=[True, False])
+    up.find(WANT, lambda find: None)
+    up.reader.answer(m.Located, 1, 3)
+    assert said == [(hash_of(1), False), (hash_of(3), False)], "block 3 was evicted"
+    said.clear()
+    up.clock.now += LIMITS.kept - 1
+    read(up, 4)
+    up.clock.now += 1
+    up.loop.fire()
+    assert said == [(hash_of(2), False), (hash_of(0), False)], "and block 4 was read just now"
+    said.clear()
+    up.clock.now += LIMITS.kept
+    up.loop.fire()
+    assert said == [(hash_of(4), False)] and up.counts().blocks == 0
+
+
+def test_mooncake_tier_forgets_many_blocks_a_few_at_a_time(up, monkeypatch):
+    monkeypatch.setattr(content_tier, "EXPIRE_BLOCKS", 2)
+    write(up, *range(5))
+    up.clock.now += LIMITS.kept + 1
+    left = []
+    while up.counts().blocks:
+        up.loop.fire()
+        left.append(up.counts().blocks)
+    assert left == [3, 1, 0]
 
 
 def test_mooncake_tier_never_finds_a_corrupt_block_again(up):

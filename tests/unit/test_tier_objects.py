@@ -100,7 +100,7 @@ def test_object_tier_failing_store_makes_it_unavailable_with_cause(tier):
     assert told == [[True, False]] and tier.usable, "some of it came"
     moved(tier, "read", block(0), block(1))
     tier.tier_process.answer(m.Moved, [False, False])
-    assert tier.usable, "nobody's fault"
+    assert tier.usable, "the bucket is not at fault"
     moved(tier, "read", block(0), block(1))
     tier.tier_process.answer(m.Moved, [False, False], error="slow down")
     assert not tier.usable
@@ -139,7 +139,7 @@ def test_object_tier_publish_reports_existing_objects(tier):
     tier.tier_process.answer(m.Moved, [True])
     tier.tier_process.back_off("no route")
     assert not tier.keeps(NAMESPACE_ID, 0, hash_of(3)) and tier.changes[-1] == (False, False), (
-        "which is told of all at once"
+        "on_change covers all blocks at once"
     )
     tier.tier_process.start()
     assert tier.keeps(NAMESPACE_ID, 0, hash_of(3))

@@ -20,15 +20,16 @@ class Label(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class Place:
-    """A tier in vLLM's terms: ``medium`` "CPU" or "STORAGE"; ``locality``, from the engine, "LOCAL" or "REMOTE"."""
+    """A tier in vLLM's terms: ``medium`` "CPU" or "STORAGE", or Dynamo's "EXTERNAL", for memory of a cluster;
+    ``locality``, from the engine, "LOCAL" or "REMOTE"."""
 
     medium: str
     locality: str
 
 
 # By bit of a block's tiers. Other tiers are not published: other nodes publish their own blocks.
-PLACES = Place("CPU", "LOCAL"), Place("STORAGE", "LOCAL"), Place("STORAGE", "REMOTE")
-MEMORY, TIERS = 1, {"disk": 2, "object": 4}
+PLACES = Place("CPU", "LOCAL"), Place("STORAGE", "LOCAL"), Place("STORAGE", "REMOTE"), Place("EXTERNAL", "REMOTE")
+MEMORY, TIERS = 1, {"disk": 2, "object": 4, "mooncake": 8}
 STORED = 6  # the bits of medium "STORAGE"
 
 

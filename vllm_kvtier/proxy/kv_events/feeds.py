@@ -10,6 +10,7 @@ from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.index import BlockIndex
 from vllm_kvtier.proxy.kv_events.load_costs import LoadCosts
+from vllm_kvtier.proxy.kv_events.shared_blocks import SharedBlocks
 from vllm_kvtier.proxy.kv_events.subscriber import EventSubscriber
 
 _Address = tuple[str, str | None]
@@ -22,6 +23,7 @@ class KVEvents:
     def __init__(self, fleet: Fleet):
         self.load_costs = LoadCosts()
         self._fleet = fleet
+        self._shared = SharedBlocks()
         self._context: zmq.asyncio.Context | None = None
         self._subscribers: dict[_Address, EventSubscriber] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -42,18 +44,22 @@ class KVEvents:
         if config.routing_policy == "kv_events":
             wanted = {(address.events, address.replay) for address in addresses if address.events is not None}
         for key in self._subscribers.keys() - wanted:
-            self._end(self._subscribers.pop(key).aclose())
+            self._end(self._subscribers.pop(key))
         for key in wanted - self._subscribers.keys():
             self._context = self._context or zmq.asyncio.Context()
-            self._subscribers[key] = EventSubscriber(self._context, *key, BlockIndex(config.max_blocks))
+            self._subscribers[key] = EventSubscriber(self._context, *key, BlockIndex(config.max_blocks, self._shared))
             self._subscribers[key].start()
         for subscriber in self:
             subscriber.index.capacity = config.max_blocks
         if wanted and self._measuring is None:
             self._measuring = asyncio.create_task(self.load_costs.measure(self._fleet), name="load costs")
 
-    def _end(self, closing) -> None:
-        task = asyncio.create_task(closing)
+    def _end(self, subscriber: EventSubscriber) -> None:
+        async def end() -> None:
+            await subscriber.aclose()
+            subscriber.index.clear()  # of what the others may load
+
+        task = asyncio.create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from vllm_kvtier.proxy.kv_events.messages import BlockHash, Cleared, Removed, Stored, Tier
+from vllm_kvtier.proxy.kv_events.shared_blocks import SHARED, SHARED_BITS, SharedBlocks
 
 _TIER_BITS = len(Tier)
 _GPU, _ANY = 1 << Tier.GPU, (1 << _TIER_BITS) - 1
@@ -37,10 +38,13 @@ class PromptTokens:
 
 
 class BlockIndex:
-    """``capacity``: blocks. When it is full, further blocks are not entered, as the engine's own removals make room."""
+    """``capacity``: blocks. When it is full, further blocks are not entered, as the engine's own removals make room.
+    ``shared``: what all engines say of tiers that nodes share."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, shared: SharedBlocks | None = None):
         self.capacity = capacity
+        self._shared = shared if shared is not None else SharedBlocks()
+        self._uses = 0  # bits of shared tiers in which this engine has had a block
         self.dropped = 0  # blocks that were not entered
         self.counts = [0] * _TIER_BITS  # by tier
         self._blocks: dict[int, int] = {}  # block's hash -> its key, and a bit for each tier
@@ -65,6 +69,11 @@ class BlockIndex:
 
     def clear(self) -> None:
         """The engine has begun anew."""
+        for value in self._blocks.values() if self._uses else ():
+            for tier in SHARED:
+                if value >> tier & 1:
+                    self._shared.remove(value >> _TIER_BITS, tier)
+        self._uses = 0
         self._blocks.clear()
         self._hashes.clear()
         self.counts = [0] * _TIER_BITS
@@ -83,10 +92,13 @@ class BlockIndex:
         extra, later = prompt.extra(prompt.model in self._adapters)
         usable, parent = _ANY, 0
         for digest in prompt.blocks(self._block_size):
-            block_hash = self._hashes.get(hash((parent, extra, digest)))
-            if block_hash is None:
-                break
-            if not (tiers := self._blocks[block_hash] & usable):
+            key = hash((parent, extra, digest))
+            block_hash = self._hashes.get(key, 0)
+            tiers = self._blocks.get(block_hash, 0) & usable
+            if not tiers and self._uses:
+                block_hash, tiers = self._shared.find(key)
+                tiers &= self._uses
+            if not tiers:
                 break
             if not tiers & _GPU:
                 usable = _ANY & ~_GPU
@@ -126,6 +138,9 @@ class BlockIndex:
                 self._hashes[key] = block_hash
             if not value & bit:
                 self.counts[event.tier] += 1
+                if bit & SHARED_BITS:
+                    self._uses |= bit
+                    self._shared.add(value >> _TIER_BITS, block_hash, event.tier)
             self._blocks[block_hash] = value | bit
             parent = block_hash
 
@@ -136,6 +151,8 @@ class BlockIndex:
             if not value & bit:
                 continue
             self.counts[tier] -= 1
+            if bit & SHARED_BITS:
+                self._shared.remove(value >> _TIER_BITS, tier)
             value ^= bit
             if value & _ANY:
                 self._blocks[block_hash] = value

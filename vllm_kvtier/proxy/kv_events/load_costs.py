@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 Shares = tuple[float, ...]  # by tier
 
 # Before anything is measured: from the store's memory an order of magnitude faster, from behind it slower.
-DEFAULT: Shares = (0.0, 0.1, 0.3, 0.5)
+DEFAULT: Shares = (0.0, 0.1, 0.3, 0.3, 0.5)
 assert len(DEFAULT) == len(Tier)
 
 _INTERVAL, _TIMEOUT, _MAX_BYTES = 15.0, 5.0, 16 << 20
@@ -65,12 +65,12 @@ def shares(page: bytes) -> Shares:
         return time / tokens if tokens >= _MIN_TOKENS and time > 0 else None
 
     compute, load, promote = seconds(_COMPUTE), seconds(_LOAD), seconds(_PROMOTE)
-    host, disk, objects = DEFAULT[Tier.HOST], DEFAULT[Tier.DISK], DEFAULT[Tier.OBJECTS]
+    host, behind = DEFAULT[Tier.HOST], DEFAULT[Tier.DISK :]
     if compute is not None and load is not None:
         host = min(1.0, load / compute)
     if compute is not None and promote is not None:
-        disk = objects = min(1.0, host + promote / compute)
-    return (0.0, host, max(host, disk), max(host, objects))
+        behind = (min(1.0, host + promote / compute),) * len(behind)
+    return (0.0, host, *(max(host, share) for share in behind))
 
 
 async def _page(engine: Engine) -> bytes:

@@ -22,7 +22,8 @@ class Tier(enum.IntEnum):
     GPU = 0
     HOST = 1
     DISK = 2
-    OBJECTS = 3
+    CLUSTER = 3
+    OBJECTS = 4
 
 
 class _Map(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
@@ -151,4 +152,6 @@ def _tier(event: Any) -> Tier:
             return Tier.GPU
         case "CPU":
             return Tier.HOST
+        case "EXTERNAL":
+            return Tier.CLUSTER
     return Tier.OBJECTS if event.locality == "REMOTE" else Tier.DISK

@@ -5,10 +5,12 @@ of blocks that it wrote or read. The object tier and the Mooncake tier are its s
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_kvtier.ewma import Ewma
+from vllm_kvtier.store.index.block_entry import BlockName
 from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, READY, ProcessTier, TierContext, TierProcess
@@ -20,6 +22,7 @@ MAX_REMEMBERED_BLOCKS = 1 << 19  # blocks known to be stored
 # Before any measurement; pessimistic, so that no request waits in vain.
 FIRST_RATE, FIRST_LATENCY = 200e6, 0.05  # bytes/s, seconds
 LATENCY_WEIGHT = 0.2  # of the latest find
+EXPIRE_BLOCKS, EXPIRE_SECONDS = 256, 1.0  # forgotten at a time; shortest time between two times
 MEASURED_BYTES = 512 << 20  # bytes moved before the latest so many have half the weight
 
 
@@ -27,7 +30,7 @@ MEASURED_BYTES = 512 << 20  # bytes moved before the latest so many have half th
 class Limits:
     """In seconds. ``look``, ``read``, ``write``: in which the tier process must answer; moves get more by their size.
     ``pauses``: first and longest pause after refused writes, each ``pause_factor`` times the one before. ``known``: for
-    which a block that was written or read is taken for stored."""
+    which a block that was written or read is not written again. ``kept``: for which KV events say that it is stored."""
 
     look: float
     read: float
@@ -35,6 +38,7 @@ class Limits:
     pauses: tuple[float, float]
     pause_factor: float
     known: float = math.inf
+    kept: float = math.inf
 
 
 class ContentTier(ProcessTier):
@@ -48,10 +52,10 @@ class ContentTier(ProcessTier):
         self._note, self._refused = "", ""  # of Opened; why writes are refused now
         self._pause = limits.pauses[0]
         self._retry: Timer | None = None
-        # By a hash of the name, until when; a collision costs one block that is not written.
-        self._known: dict[int, float] = {}
-        self._writing: dict[int, bool] = {}  # False: discarded meanwhile
-        self._undropped: dict[tuple[bytes, int, bytes], None] = {}  # to be sent to the next tier process
+        self._known = OrderedDict[BlockName, float]()  # when it was written or read; the latest is last
+        self._expiry: Timer | None = None  # of the first of these
+        self._writing: dict[BlockName, bool] = {}  # False: discarded meanwhile
+        self._undropped: dict[BlockName, None] = {}  # to be sent to the next tier process
         self._reads, self._writes = _Flow(self._clock), _Flow(self._clock)
         self._latency = Ewma(FIRST_LATENCY, LATENCY_WEIGHT)
 
@@ -107,10 +111,9 @@ class ContentTier(ProcessTier):
             good = self._moved(reply, blocks, self._reads, nbytes)
             for block, there in zip(blocks, good, strict=True):
                 if there:
-                    self._know(hash(block.name))
+                    self._know(block.name)
                 elif reply is not None:
-                    self._known.pop(hash(block.name), None)
-                self.on_moved(*block.name)
+                    self._forget(block.name)
             self._counts.read_failures += good.count(False)
             done(good)
 
@@ -123,32 +126,31 @@ class ContentTier(ProcessTier):
         return self._latency.value
 
     def has(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
-        number = hash((namespace_id, group, block_hash))
-        return self._is_known(number) or self._writing.get(number, False)
+        name = namespace_id, group, block_hash
+        known = self._known.get(name)
+        return (known is not None and self._clock() < known + self._limits.known) or self._writing.get(name, False)
 
     def keeps(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
         """Whether it is remembered as stored. Another node may have deleted it, which a read finds."""
-        return self.usable and self._is_known(hash((namespace_id, group, block_hash)))
+        return self.usable and (namespace_id, group, block_hash) in self._known
 
     def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
         if not self.writable:
             done([False] * len(blocks))
             return
-        numbers = [hash(block.name) for block in blocks]
         nbytes = sum(block.pages for block in blocks) * PAGE
         message = m.Write(self._writer.next_id(), [m.Move.of(block) for block in blocks])
-        self._writing.update(dict.fromkeys(numbers, True))
+        self._writing.update((block.name, True) for block in blocks)
         self._writes.begin(nbytes)
 
         def answered(reply: m.Moved | None) -> None:
             good = self._moved(reply, blocks, self._writes, nbytes)
-            for i, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
-                if not self._writing.pop(number, True):
+            for i, block in enumerate(blocks):
+                if not self._writing.pop(block.name, True):
                     good[i] = False
                     self._drop(*block.name)
                 elif good[i]:
-                    self._know(number)
-                    self.on_moved(*block.name)
+                    self._know(block.name)
             self._counts.write_failures += good.count(False)
             if reply is not None and not reply.writable:
                 self._refuse(reply.error)
@@ -159,13 +161,12 @@ class ContentTier(ProcessTier):
         self._writer.request(message, self._limits.write + self._writes.waiting / MIN_RATE, answered)
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
-        number = hash((namespace_id, group, block_hash))
-        self._known.pop(number, None)
+        name = namespace_id, group, block_hash
         self._counts.discarded_blocks += 1
-        if number in self._writing:
-            self._writing[number] = False  # dropped again when it is written
-        self._drop(namespace_id, group, block_hash)
-        self.on_moved(namespace_id, group, block_hash)
+        if name in self._writing:
+            self._writing[name] = False  # dropped again when it is written
+        self._drop(*name)
+        self._forget(name)
 
     def clear(self, namespace_id: bytes | None) -> None:
         """Forget the remembered blocks, of all namespaces. What is stored stays, because other nodes share it."""
@@ -198,6 +199,8 @@ class ContentTier(ProcessTier):
     def stop(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         super().stop()
 
     # -- the tier process ---------------------------------------------------------------------------------------
@@ -250,15 +253,33 @@ class ContentTier(ProcessTier):
             self._retry.cancel()
             self._retry = None
 
-    def _is_known(self, number: int) -> bool:
-        until = self._known.get(number)
-        return until is not None and self._clock() < until
-
-    def _know(self, number: int) -> None:
-        self._known.pop(number, None)
-        self._known[number] = self._clock() + self._limits.known
+    def _know(self, name: BlockName) -> None:
+        """It is stored now."""
+        before = self._known.pop(name, None)
+        self._known[name] = self._clock()
+        if before is None:
+            self.on_moved(*name)
         if len(self._known) > MAX_REMEMBERED_BLOCKS:
-            del self._known[next(iter(self._known))]
+            self._forget(next(iter(self._known)))
+        if self._expiry is None and self._limits.kept < math.inf:
+            self._expiry = self._reactor.call_later(self._limits.kept, self._expire)
+
+    def _forget(self, name: BlockName) -> None:
+        if self._known.pop(name, None) is not None:
+            self.on_moved(*name)
+
+    def _expire(self) -> None:
+        """Forget what was neither written nor read for a long time, a few blocks at a time."""
+        self._expiry = None
+        for _ in range(min(EXPIRE_BLOCKS, len(self._known))):
+            name, known = next(iter(self._known.items()))
+            if self._clock() < known + self._limits.kept:
+                left = max(EXPIRE_SECONDS, known + self._limits.kept - self._clock())
+                self._expiry = self._reactor.call_later(left, self._expire)
+                return
+            self._forget(name)
+        if self._known:
+            self._expiry = self._reactor.call_later(0.0, self._expire)
 
     def _drop(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         block = m.Move(namespace_id, group, block_hash, bytes(len(block_hash)), b"", 0, 0)

@@ -5,9 +5,11 @@ writes. Each reports whether the master answers. A block that this node reads fo
 gets another copy here.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from vllm_kvtier.remote_store.bad_blocks import BadBlocks
+from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
 from vllm_kvtier.store.tiers.content_tier import ContentTier, Limits
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
@@ -16,7 +18,8 @@ from vllm_kvtier.store.tiers.process.tier_process import OPEN_SECONDS, READY, ST
 
 # The processes end their calls themselves: lookups after 1 s, reads after 3 s; a write may hang for 60 s. One that does
 # not answer in these times has stopped. ``known``: the master evicts what it likes, so a block is soon written again.
-LIMITS = Limits(look=5.0, read=10.0, write=90.0, pauses=(1.0, 64.0), pause_factor=2.0, known=60.0)
+# ``kept``: nothing but a lookup tells that a block was evicted, and each lookup would make it last longer.
+LIMITS = Limits(look=5.0, read=10.0, write=90.0, pauses=(1.0, 64.0), pause_factor=2.0, known=60.0, kept=1800.0)
 READER_BACKOFF = 0.1, 10.0  # a new reader is ready in 0.2 s
 REPLICATE_READS = 2  # reads of a block by this node after which it gets a copy here
 MAX_COUNTED_READS = 1 << 18  # blocks
@@ -85,6 +88,12 @@ class MooncakeTier(ContentTier):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _good_hash_blocks(self, want: Want, num_hash_blocks: int) -> int:
+        # One of the blocks that end next is not stored, or its place does not answer.
+        align = math.lcm(*(shape.hash_blocks_per_block for shape in want.shapes))
+        for group, shape in enumerate(want.shapes):
+            step = shape.hash_blocks_per_block
+            for end in range(num_hash_blocks + step, min(num_hash_blocks + align, want.num_hash_blocks) + 1, step):
+                self._forget((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))
         return self._bad_blocks.good_hash_blocks(
             want.namespace_id, want.block_hashes, want.shapes, want.start, num_hash_blocks
         )
