@@ -27,6 +27,7 @@ from vllm_kvtier.vllm_compat.connector_types import (
     transfer_results,
 )
 from vllm_kvtier.vllm_compat.engine_info import engine_info
+from vllm_kvtier.vllm_compat.hooks import local_hits
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
@@ -77,6 +78,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVTierConnectorWorker | None = None
         self._step: StepResults | None = None  # of the last step, if anything ended in it
         self._collected: StepMetadata | None = None  # of the step that ``_step`` has the results of
+        self._limits_hits = False
         self._drafts = False  # whether drafts of a step may write KV behind its forward
         self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         if role is KVConnectorRole.SCHEDULER:
@@ -116,6 +118,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         pool = BlockPool(gpu_block_pool, self._info.group_ids)
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
+
+    @contained()
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._info.brings_states and features.granted(features.Feature.LOCAL_HITS):
+            local_hits.limit(kv_cache_manager, self._longest_local_hit)
+            self._limits_hits = True
+
+    @contained(_SCHEDULER, int)
+    def _longest_local_hit(self, request: Any) -> int:
+        return self._scheduler.longest_local_hit(request)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether vLLM may look for attention's own hits: see ``vllm_compat.hooks.local_hits``."""
+        return self._limits_hits
 
     @contained(_SCHEDULER, repair=lambda self, request: self._scheduler.compute(request))
     def on_new_request(self, request: Any) -> None:

@@ -2,10 +2,13 @@
 computed.
 
 The models' answers depend on all of their history (``tiny_models``). Each kind has a negative control: zeroed or
-exchanged blocks of one group, changed after their checksums were found right, change the answers.
+exchanged blocks of one group, changed after their checksums were found right, change the answers. Flipped bits, kills,
+preemptions and clients that leave do not.
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,32 +22,45 @@ from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_d
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
 
-ANSWER = 8  # tokens
+ANSWER, LONG = 8, 24  # tokens
+PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 class Kind(NamedTuple):
     """``block``: tokens. ``groups``: that vLLM makes of the layers; so many of these have recurrent ``states``.
-    ``tolerance``: rounding moves a logprob by less."""
+    ``tolerance``: rounding moves a logprob by less. ``blocks``: of the engine's cache, in which ``crowd`` requests have
+    room until each needs its third block."""
 
     block: int
+    blocks: int
+    crowd: int
     groups: int
     flags: tuple[str, ...]
     states: int = 0
     tolerance: float = 2e-3
 
     @property
+    def rounding(self) -> float:
+        """The same where decode steps write what a prefill writes in the truth: in bfloat16, other numbers."""
+        return 1.0 if "bfloat16" in self.flags else 1e-2
+
+    @property
+    def attention(self) -> bool:
+        return self.groups > self.states
+
+    @property
     def pulls(self) -> bool:
         """Whether a decode engine runs, too. ``test_models`` has the other kinds."""
-        return self.states > 0 and self.groups > 1
+        return self.states > 0 and self.attention
 
 
 FLOAT32 = ("--dtype", "float32")
 KINDS = {
-    "chunked": Kind(64, 4, FLOAT32),
-    "gdn": Kind(640, 3, ("--dtype", "bfloat16"), 2, tolerance=0.1),
-    "mamba2": Kind(384, 3, (*FLOAT32, "--max-num-batched-tokens", "384"), 2),
-    "mamba2-only": Kind(512, 1, (*FLOAT32, "--max-num-batched-tokens", "512", "--enable-prefix-caching"), 1),
-    "short-conv": Kind(128, 2, FLOAT32, 1),
+    "chunked": Kind(64, 96, 10, 4, (*FLOAT32, "--max-model-len", "1024")),
+    "gdn": Kind(640, 40, 8, 3, ("--dtype", "bfloat16"), 2, tolerance=0.1),
+    "mamba2": Kind(384, 40, 8, 3, (*FLOAT32, "--max-num-batched-tokens", "384"), 2),
+    "mamba2-only": Kind(512, 12, 3, 1, (*FLOAT32, "--max-num-batched-tokens", "512", "--enable-prefix-caching"), 1),
+    "short-conv": Kind(128, 60, 16, 2, FLOAT32, 1),
 }
 
 
@@ -62,6 +78,14 @@ class Pair(NamedTuple):
     def engines(self) -> list[Engine]:
         return [self.engine, self.plain] + [self.decode] * self.kind.pulls
 
+    @contextmanager
+    def altered(self, plan: str) -> Iterator[None]:
+        self.plan.write_text(plan)
+        try:
+            yield
+        finally:
+            self.plan.write_text("")
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, model_path, log_dir):
@@ -71,11 +95,11 @@ def pair(request, model_path, log_dir):
     plan.write_text("")
     with runtime_dir() as folder:
 
-        def engine(role: str, kv: dict | None) -> Engine:
+        def engine(role: str, kv: dict | None, blocks: int | None = None) -> Engine:
             env = {**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)}
             return Engine(
-                model, name=f"{request.param}-{role}", kv=kv, block_size=kind.block, args=kind.flags, log_dir=log_dir,
-                env=env, ready_seconds=240,
+                model, name=f"{request.param}-{role}", kv=kv, block_size=kind.block, num_blocks=blocks, args=kind.flags,
+                log_dir=log_dir, env=env, ready_seconds=240,
             )  # fmt: skip
 
         def altering(**options) -> dict:
@@ -86,7 +110,8 @@ def pair(request, model_path, log_dir):
             return {**kvtier({**extra, **options}), **named}
 
         decode = engine("decode", altering(store_write="off"))
-        pair = Pair(kind, engine("store", altering()), engine("plain", None), decode, store_in(folder), plan)
+        stores = engine("store", altering(), kind.blocks)
+        pair = Pair(kind, stores, engine("plain", None), decode, store_in(folder), plan)
         try:
             start_missing(pair.engines)
             yield pair
@@ -134,9 +159,7 @@ async def test_cache_kind_conversations_answer_as_a_plain_engine(kinds, pair: Pa
         await kinds.reset(pair.engine)
     assert loaded > 6 * block, "most of what was known was loaded"
     assert await kinds.kvtier(pair.engine, "integrity_failures") == 0
-    await kinds.until_idle(pair.engine)
-    counts = await asyncio.to_thread(pair.store.counts)
-    assert (counts.index.leases, counts.index.reservations) == (0, 0)
+    await settled(kinds, pair)
 
 
 @pytest.mark.parametrize("how", ["zero", "exchange"])
@@ -152,11 +175,8 @@ async def test_cache_kind_altered_blocks_of_any_group_change_the_answer(kinds, p
     for plan in ("", *(f"{how} {group}" for group in range(pair.kind.groups)), ""):
         await kinds.reset(pair.engine)
         assert (await kinds.ask(pair.engine, other, 1, ASKED)).pulled == 5 * block
-        pair.plan.write_text(plan)
-        try:
+        with pair.altered(plan):
             reply = await kinds.ask(pair.engine, prompt, ANSWER, ASKED)
-        finally:
-            pair.plan.write_text("")
         assert reply.pulled == 5 * block, reply.report
         moved = off(reply, cold, tolerance)
         assert moved > 3 * tolerance if plan else moved < tolerance, (plan, moved)
@@ -179,15 +199,70 @@ async def test_cache_kind_stale_states_change_the_answer(kinds, pair: Pair):
     for group in range(pair.kind.groups):
         await kinds.reset(pair.engine)
         assert (await kinds.ask(pair.engine, earlier, 1, ASKED)).pulled == 2 * block
-        pair.plan.write_text(f"exchange {group}")
-        try:
+        with pair.altered(f"exchange {group}"):
             reply = await kinds.ask(pair.engine, prompt, ANSWER, ASKED)
-        finally:
-            pair.plan.write_text("")
         assert reply.pulled == block, reply.report
         moved.append(off(reply, cold, tolerance))
     assert sum(each > 3 * tolerance for each in moved) == pair.kind.states, moved
     assert sum(each < tolerance for each in moved) == pair.kind.groups - pair.kind.states, moved
+
+
+async def test_cache_kind_flipped_bits_of_any_group_are_found_and_recomputed(kinds, pair: Pair):
+    """In a stored block of each group, which is then stored again; of the hand-offs below, as it arrives."""
+    rng = seeded(f"flips {pair.engine.name}")
+    block, tolerance = pair.kind.block, pair.kind.tolerance
+    prompt = random_tokens(rng, 2 * block + 9)
+    want = await kinds.ask(pair.plain, prompt, ANSWER)
+    await kinds.ask(pair.engine, prompt, 1)
+    for plan in ("", *(f"flip {group}" for group in range(pair.kind.groups)), ""):
+        await kinds.stored(pair.engine, prompt, 2 * block)
+        await kinds.reset(pair.engine)
+        await kinds.flushed(pair.engine)
+        before = await kinds.kvtier(pair.engine, "integrity_failures")
+        with pair.altered(plan):
+            reply = await kinds.ask(pair.engine, prompt, ANSWER, ASKED)
+        assert off(reply, want, tolerance) < tolerance, (plan, reply.report)
+        assert reply.pulled == 0 if plan else reply.pulled == 2 * block, (plan, reply.report)
+        await kinds.flushed(pair.engine)
+        assert await kinds.kvtier(pair.engine, "integrity_failures") == before + bool(plan)
+    await settled(kinds, pair)
+
+
+async def test_cache_kind_survives_preemptions_leavers_and_a_killed_store(kinds, pair: Pair):
+    """More requests than there are blocks for, that all fill a block in their answer: vLLM preempts some, whose
+    blocks are loaded anew. Meanwhile clients leave, and then the store dies."""
+    rng = seeded(f"preempted {pair.engine.name}")
+    block, tolerance = pair.kind.block, pair.kind.rounding
+    prompts = [random_tokens(rng, 2 * block - rng.randrange(4, LONG - 4)) for _ in range(pair.kind.crowd)]
+    wants = asyncio.gather(*(kinds.ask(pair.plain, prompt, LONG) for prompt in prompts))
+    await asyncio.gather(*(kinds.ask(pair.engine, prompt, 1) for prompt in prompts))
+    wants = await wants
+    for prompt in prompts:
+        await kinds.stored(pair.engine, prompt, block)
+    before = await kinds.metric(pair.engine, PREEMPTIONS)
+    for killed in (False, True):
+        await kinds.reset(pair.engine)
+        asked = [asyncio.create_task(kinds.ask(pair.engine, prompt, LONG, ASKED)) for prompt in prompts]
+        left = [kinds.disconnect(pair.engine, each + [300], 0.05 * i, ASKED) for i, each in enumerate(prompts[:3])]
+        await asyncio.gather(*left)
+        if killed:
+            await asyncio.to_thread(pair.store.kill)
+        replies = await asyncio.gather(*asked)
+        for reply, want in zip(replies, wants, strict=True):
+            assert off(reply, want, tolerance) < tolerance, (killed, reply.report)
+        assert killed or sum(bool(reply.pulled) for reply in replies) > len(prompts) / 2
+    preempted = await kinds.metric(pair.engine, PREEMPTIONS) - before
+    assert preempted or not pair.kind.attention, "vLLM admits no more requests than there are states for"
+    await asyncio.to_thread(pair.store.until_up)
+    await settled(kinds, pair)
+
+
+async def settled(kinds, pair: Pair) -> None:
+    """No block, lease or reservation is held, but what is retained until the reset."""
+    await kinds.reset(pair.engine)
+    await kinds.until_idle(pair.engine)
+    counts = await asyncio.to_thread(pair.store.counts)
+    assert (counts.index.leases, counts.index.reservations) == (0, 0)
 
 
 # -- prefill and decode engines, and other engines of the node: kinds with recurrent states ---------------------------
@@ -202,13 +277,16 @@ def hands_off(pair: Pair) -> Pair:
 
 async def test_state_kind_is_handed_off_and_pulled_back(kinds, hands_off: Pair):
     """Conversations grow over both engines, one is edited, and a client leaves. A hand-off ends with the state behind
-    the last token but one; the next turn goes on behind the last token that the decode engine computed."""
+    the last token but one; the next turn goes on behind the last token that the decode engine computed. That engine
+    pulls the states, and of attention only what its own prefix cache lacks.
+    """
     pair, prefill, decode = hands_off, hands_off.engine, hands_off.decode
+    failures = [await kinds.kvtier(engine, "integrity_failures") for engine in (prefill, decode)]
     rng = seeded(f"hand-offs {prefill.name}")
-    # Decode steps wrote what a prefill writes in the truth: in bfloat16, other numbers.
-    block, rounding = pair.kind.block, 1.0 if "bfloat16" in pair.kind.flags else 1e-2
+    block, rounding = pair.kind.block, pair.kind.rounding
     conversations = [random_tokens(rng, length) for length in (2 * block + 1, block + 30, 3 * block - 40)]
     computed, resumed = [0] * len(conversations), 0  # by the decode engine, of each conversation as it is now
+    cached = [0] * len(conversations)  # its attention's whole blocks
     for turn in range(3):
         known = with_sources(decode)
         firsts = await asyncio.gather(*(kinds.prefill(prefill, each, known) for each in conversations))
@@ -221,6 +299,8 @@ async def test_state_kind_is_handed_off_and_pulled_back(kinds, hands_off: Pair):
             want = await kinds.ask(pair.plain, prompt, ANSWER)
             assert off(reply, want, rounding) < rounding, (turn, len(prompt), reply.report)
             assert reply.pulled + reply.report["local_tokens"] == len(prompt) - 1, reply.report
+            assert reply.report["local_tokens"] >= cached[i], reply.report
+            cached[i] = len(prompt) // block * block
             here = first.report["local_tokens"] + first.pulled
             assert here <= max(computed[i], len(prompt) - 1), first.report
             resumed += bool(first.pulled) and here == computed[i]
@@ -229,9 +309,9 @@ async def test_state_kind_is_handed_off_and_pulled_back(kinds, hands_off: Pair):
             if i == turn:  # in the middle of its answer: the state behind it is of no use
                 conversations[i][len(prompt) + 3] ^= 1
     assert resumed >= 3, "turns began where the answer before them ended"
-    for engine in (prefill, decode):
+    for engine, before in zip((prefill, decode), failures, strict=True):
         await kinds.flushed(engine)
-        assert await kinds.kvtier(engine, "integrity_failures") == 0
+        assert await kinds.kvtier(engine, "integrity_failures") == before
         assert await kinds.kvtier(engine, "pulls", "failed") == 0
 
 
@@ -252,17 +332,14 @@ async def test_state_kind_altered_blocks_of_a_hand_off_change_the_answer(kinds, 
     block, tolerance = pair.kind.block, pair.kind.tolerance
     prompt, other = [await certain(kinds, pair, rng, 2 * block + 30) for _ in range(2)]
     if how == "stale":
-        other = prompt[: block + 40]
+        other = prompt[: block - 40]  # fewer blocks of attention, which are not exchanged then
     moved = []
     for plan in ["", *(f"{how.replace('stale', 'exchange')} {group}" for group in range(pair.kind.groups))]:
         await kinds.reset(pair.decode)
         assert (await kinds.hand_off(pair.engine, pair.decode, other, 1))[1].pulled == len(other) - 1
         first = await kinds.prefill(pair.engine, prompt)
-        pair.plan.write_text(plan)
-        try:
+        with pair.altered(plan):
             reply = await kinds.ask(pair.decode, prompt, ANSWER, first.params)
-        finally:
-            pair.plan.write_text("")
         assert reply.pulled + reply.report["local_tokens"] == len(prompt) - 1, reply.report
         if not plan:
             right = reply
@@ -272,12 +349,27 @@ async def test_state_kind_altered_blocks_of_a_hand_off_change_the_answer(kinds, 
     assert sum(each < tolerance for each in moved) == 1 + pair.kind.groups - wrong, moved
 
 
+async def test_state_kind_flipped_bits_of_a_hand_off_are_found_and_recomputed(kinds, hands_off: Pair):
+    pair, decode, tolerance = hands_off, hands_off.decode, hands_off.kind.tolerance
+    prompt = random_tokens(seeded(f"flipped hand-off {pair.engine.name}"), pair.kind.block + 30)
+    want = await kinds.ask(pair.plain, prompt, ANSWER)
+    for group in range(pair.kind.groups):
+        await kinds.reset(decode)
+        before = await kinds.kvtier(decode, "integrity_failures")
+        first = await kinds.prefill(pair.engine, prompt)
+        with pair.altered(f"flip {group}"):
+            reply = await kinds.ask(decode, prompt, ANSWER, first.params)
+        assert reply.pulled == 0 and off(reply, want, tolerance) < tolerance, (group, reply.report)
+        await kinds.flushed(decode)
+        assert await kinds.kvtier(decode, "integrity_failures") > before
+
+
 async def test_state_kind_is_fetched_from_an_engine_of_the_node(kinds, hands_off: Pair):
     """Up to the last state that the other engine's prefix cache keeps."""
     pair = hands_off
     rng = seeded(f"fetched {pair.engine.name}")
     block, tolerance = pair.kind.block, pair.kind.tolerance
-    fetched = 0
+    fetched, before = 0, await kinds.kvtier(pair.decode, "integrity_failures")
     for length in (2 * block + 9, 3 * block):
         prompt = random_tokens(rng, length)
         await kinds.ask(pair.engine, prompt, 1)
@@ -289,7 +381,7 @@ async def test_state_kind_is_fetched_from_an_engine_of_the_node(kinds, hands_off
         fetched += reply.pulled
     await kinds.flushed(pair.decode)
     assert fetched and await kinds.kvtier(pair.decode, "fetched_tokens") > 0
-    assert await kinds.kvtier(pair.decode, "integrity_failures") == 0
+    assert await kinds.kvtier(pair.decode, "integrity_failures") == before
 
 
 async def test_state_kind_prompt_of_a_dead_prefill_engine_is_computed(kinds, hands_off: Pair):
@@ -298,6 +390,7 @@ async def test_state_kind_prompt_of_a_dead_prefill_engine_is_computed(kinds, han
     prompt = random_tokens(seeded(f"death {pair.engine.name}"), 2 * pair.kind.block + 5)
     first = await kinds.prefill(pair.engine, prompt)
     pair.engine.kill()
+    await asyncio.to_thread(pair.store.clear)
     reply = await kinds.ask(pair.decode, prompt, ANSWER, first.params)
     want = await kinds.ask(pair.plain, prompt, ANSWER)
     assert reply.pulled == 0 and off(reply, want, pair.kind.tolerance) < pair.kind.tolerance, reply.report

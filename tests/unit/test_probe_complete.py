@@ -62,6 +62,7 @@ ROOTS = {
     "vllm_compat/adapters.py": {"lora": LORA},
     "vllm_compat/layout/cpu_page_layout.py": {},
     "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
+    "vllm_compat/hooks/local_hits.py": {"manager": MANAGER, "request": NONE},
     "vllm_compat/hooks/idle_hook.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
     "vllm_compat/kv_events.py": {
         "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "scheduler": SCHEDULER,

@@ -251,6 +251,25 @@ def test_tier_process_failed_start_is_retried(caplog):
     assert "kvtier: disk tier: available again" in messages and "kvtier: disk tier: read only" in messages
 
 
+def test_tier_process_start_without_descriptors_is_retried(monkeypatch):
+    """A store whose descriptors are all in use for a moment must not lose its tiers for good."""
+    make, left = socket.socketpair, [2]
+
+    def socketpair(*args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(24, "Too many open files")
+        return make(*args)
+
+    with bench() as b:
+        monkeypatch.setattr("vllm_kvtier.store.tiers.process.tier_process.socket.socketpair", socketpair)
+        b.on(b.tier_process.start)
+        child = eventually(lambda: b.children and b.children[-1])
+        child.say(m.Opened(True))
+        eventually(lambda: b.tier_process.state == READY)
+        assert b.reactor.errors == 0 and b.tier_process.restarts == 2
+
+
 def test_tier_process_open_timeout_is_extended_by_each_message():
     with bench(open_seconds=0.15) as b:
         b.on(b.tier_process.start)

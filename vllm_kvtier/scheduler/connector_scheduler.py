@@ -245,6 +245,11 @@ class KVTierConnectorScheduler:
             self._free_blocks(self._exporter.needed(request.num_tokens - computed))
         return tokens, asynchronous
 
+    def longest_local_hit(self, request: Any) -> int:
+        """See ``RequestMatcher.longest_local_hit``."""
+        unused = self._passive or self._info.unsupported or not self._provenance.would_admit(request)
+        return 0 if unused else self._matcher.longest_local_hit(request)
+
     def compute(self, request: Any) -> tuple[int | None, bool]:
         """In place of ``match`` after an exception in our code: release all that the request holds."""
         self._provenance.refuse(request)

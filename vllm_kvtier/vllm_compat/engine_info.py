@@ -61,6 +61,13 @@ class EngineInfo:
         whole = all(group.kind.whole_prefix for group in self.groups)
         return self.num_groups > 1 or not self.supports_partial_prefix or not whole
 
+    @property
+    def brings_states(self) -> bool:
+        """Whether a hand-off needs no more of vLLM's prefix cache than the blocks of attention before it."""
+        kinds = [group.kind for group in self.groups]
+        positional = [kind.whole_prefix for kind in kinds if kind.by_position]
+        return self.group_ids is None and 0 < len(positional) < len(kinds) and all(positional)
+
     def followed(self, block_ids: BlockIds) -> BlockIds:
         """Of block ids by vLLM's groups, those of ``groups``."""
         return block_ids if self.group_ids is None else tuple(block_ids[g] for g in self.group_ids)

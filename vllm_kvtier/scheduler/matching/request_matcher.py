@@ -107,6 +107,14 @@ class RequestMatcher:
         self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
         return tokens, asynchronous
 
+    def longest_local_hit(self, request: Any) -> int:
+        """The most tokens of attention's KV alone behind which a source that brings this prompt's states is still made
+        use of; 0 without such a source, or when it was tried."""
+        t = self.track(request)
+        if t.life.state not in (State.NEW, State.LOOKUP, State.HIT) or not self._source_selector.awaits_states(t):
+            return 0
+        return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
+
     def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         t = self.track(request)
         if self._sync_load.verification_pending:

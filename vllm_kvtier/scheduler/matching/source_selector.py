@@ -11,7 +11,7 @@ from functools import partial
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import LoadContext
-from vllm_kvtier.scheduler.matching.request_lifecycle import Action, Event
+from vllm_kvtier.scheduler.matching.request_lifecycle import Action, Event, State
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.sources.base import Candidate, KVSource, LookupHit, LookupMiss, Need
 
@@ -41,6 +41,13 @@ class SourceSelector:
     def is_excluded(self, t: RequestState) -> bool:
         """Whether no source is of use to this request."""
         return not self._resumes or t.request.skip_reading_prefix_cache
+
+    def awaits_states(self, t: RequestState) -> bool:
+        """Whether a source with the states behind the whole prompt is still to be asked, or was asked last."""
+        if t.candidates is None:
+            return any(source.has_last_state and any(source.candidates(t)) for source in self.sources)
+        asked = [t.candidate] if t.candidate is not None and t.life.state is not State.NEW else []
+        return any(each.source.has_last_state for each in (*asked, *t.candidates))
 
     def candidates_after_loss(self) -> deque[Candidate]:
         return deque(candidate for source in self.sources for candidate in source.candidates_after_loss())

@@ -84,6 +84,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
     """For requests whose params say ``follow``. The export's name is the router's."""
 
     loads_in_parts = True
+    has_last_state = False  # the lookup lasts for a whole prefill, and attention's hit may be gone by then
 
     def __init__(self, context: LoadContext):
         super().__init__(context)

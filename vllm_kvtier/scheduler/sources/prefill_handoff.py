@@ -22,6 +22,7 @@ class PrefillHandoffSource(PeerLeaseSource):
     """
 
     name = "handoff"
+    has_last_state = True
 
     def candidates(self, request: RequestState) -> Iterable[Candidate]:
         handoff = request.hints.handoff

@@ -15,6 +15,7 @@ class Feature(enum.Enum):
     HANDOFFS = "hand-offs of prefills"
     GROUPS = "models with several KV cache groups, or MLA without chunked prefill"
     STATES = "recurrent states"
+    LOCAL_HITS = "hand-offs behind what attention has (recurrent states)"
     IDLE = "work while the engine is idle"
     PEER_FETCH = "peer fetch"
     SYNC_LOADS = "synchronous loads"

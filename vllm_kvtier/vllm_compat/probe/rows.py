@@ -13,6 +13,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = "vllm.v1.engine.core"
 _HASHES = "vllm.v1.core.kv_cache_utils"
 _CACHE = "vllm.v1.kv_cache_interface"
+_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _BLOCK = f"{_HASHES}:KVCacheBlock"
 _REQUEST = "vllm.v1.request:Request"
@@ -226,6 +227,12 @@ ROWS: tuple[Row, ...] = (
     Row(
         "end of a prompt", Feature.STATES, "a prefill can be made to end a token earlier",
         trial=trials.shorter_prompt, tried=_all(_REQUEST, "prompt_token_ids _all_token_ids max_tokens"),
+    ),
+    Row(
+        "attention's own hits", Feature.LOCAL_HITS, "a connector may bring the state behind them; "
+        "the lookups may be replaced on an instance", since=(0, 28, 0),
+        fields={f"{_BASE}:KVConnectorBase_V1": "supports_divergent_local_hybrid_hits"},
+        calls=((f"{_MANAGER}.get_computed_blocks_for_connector", 2, ()), (f"{_MANAGER}.get_computed_blocks", 2, ())),
     ),
     Row(
         "idle hook", Feature.IDLE, "the engine's loop calls it each time before it sleeps",

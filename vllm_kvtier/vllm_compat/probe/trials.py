@@ -28,6 +28,7 @@ _LORA = SimpleNamespace(lora_name="adapter", lora_path="/adapter", adapter_id=1)
 # never calls methods that it lacks.
 METHODS: dict[str, tuple[str, ...] | None] = {
     "bind_gpu_block_pool": ("gpu_block_pool",),
+    "bind_kv_cache_manager": ("kv_cache_manager",),
     "on_new_request": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
