@@ -52,7 +52,7 @@ class PrefillStretches:
         """Lease tokens from ``request.start`` on. Any thread that does not hold the lock; ``answer`` is called once, by
         the thread that holds it then. NOT_READY: nothing now, perhaps later; UNKNOWN: the prefill has ended."""
         if not self._scheduler_lock.known:
-            answer(Refusal.NOT_READY)
+            answer(Refusal.UNKNOWN if request.export in self._exporter.ended else Refusal.NOT_READY)
             return
 
         def lease() -> None:
