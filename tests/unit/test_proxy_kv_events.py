@@ -336,7 +336,7 @@ async def test_subscriber_survives_malformed_messages():
 
 
 async def test_subscriber_waits_for_hanging_replay_once(monkeypatch):
-    """Live events are applied all the same; the replay is not asked for each gap."""
+    """Live events are applied nevertheless; the replay is not asked for each gap."""
     monkeypatch.setattr(subscriber, "_REPLAY_SECONDS", 0.05)
     context = zmq.asyncio.Context()
     with publishing(replay=False) as publisher, context.socket(zmq.ROUTER) as silent:

@@ -114,10 +114,10 @@ async def test_pooling_goes_to_pooling_engines_or_decode_engines():
 async def test_passthrough_salts_requests_by_tenant():
     aim = {"remote_host": "victim"}
     async with Cluster() as c:
-        for who in ("ann", "bob"):
+        for client in ("ann", "bob"):
             body = {"input": "x", "kv_transfer_params": aim, "cache_salt": "s"}
             body["vllm_xargs"] = {"kv_transfer_params": aim}
-            await c.client.post("/v1/responses", json=body, headers={"Authorization": f"Bearer {who}"})
+            await c.client.post("/v1/responses", json=body, headers={"Authorization": f"Bearer {client}"})
         one, two = (seen.body for seen in c.d[0].passed)
         assert one["cache_salt"] != two["cache_salt"] and "victim" not in json.dumps(one)
         # The same tenant's salt is the same on every route, so that its KV is.

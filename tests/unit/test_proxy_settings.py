@@ -296,7 +296,7 @@ async def test_proxy_with_unreadable_secret_exits_before_listening(tmp_path, eng
 
 
 async def test_proxy_example_script_runs(engines):
-    """``examples/disagg_proxy.py P D``."""
+    """``examples/disagg_proxy.py PREFILL DECODE``."""
     script = Path(__file__).parents[2] / "examples/disagg_proxy.py"
     command = [sys.executable, str(script), *(engine.url for engine in engines), "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The server's end of a mover: what it answers, when, and what becomes of one that fails."""
+"""The server's end of a tier process: what it answers, when, and what becomes of one that fails."""
 
 import os
 import select
@@ -33,7 +33,7 @@ class FakeChild:
         self._status: int | None = None
         self.lines: list[str] = []
 
-    # what the mover calls
+    # what the tier process calls
 
     def kill(self) -> None:
         self.killed += 1
@@ -75,7 +75,7 @@ class FakeChild:
 
 
 class Bench:
-    """A TierProcess on a real reactor, with children of the test's own making. ``told``: what it called back."""
+    """A TierProcess on a real reactor, with children of the test's own making, and a list of its callbacks."""
 
     def __init__(self, dies=True, open_seconds=30.0, failures=0):
         self.children: list[FakeChild] = []
