@@ -33,7 +33,7 @@ async def test_endpoint_client_ends_connections_to_engines_that_are_gone(monkeyp
         before = descriptors()
         for port in range(9, 60):
             await client.release("127.0.0.1", port, "e")
-        while descriptors() > before:  # their unsent messages linger for a moment
+        while descriptors() > before:  # their unsent messages stay for a moment
             await asyncio.sleep(0.02)
 
 
