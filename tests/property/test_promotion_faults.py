@@ -93,6 +93,19 @@ def test_promotion_namespace_change_discards_blocks_and_answers(when):
     assert ahead.over and heard == [1] and world.quiet()
 
 
+def test_promotion_ends_although_an_answer_raises():
+    """Its leases have no deadline: a job that did not end would keep its blocks for ever."""
+    far = FakeTier("far")
+    world, block_hashes, heard = World(far), block_hashes_of("a", 4), []
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 9.0, lambda: 1 // 0)
+    world.promotion.wait(ahead, 9.0, lambda: heard.append(1))
+    while far.reads:
+        far.finish()
+    assert ahead.over and heard == [1] and world.quiet()
+
+
 def test_promotion_wait_answers_after_namespace_change():
     far = FakeTier("far")
     world, block_hashes, heard = World(far), block_hashes_of("a", 4), []

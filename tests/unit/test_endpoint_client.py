@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 
 import pytest
 import zmq.asyncio
@@ -15,8 +16,8 @@ from vllm_kvtier.wire import messages as m
 def engine():
     """(a ROUTER that answers nothing by itself, its port)."""
     context = zmq.asyncio.Context()
-    socket = context.socket(zmq.ROUTER)
-    yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
+    router = context.socket(zmq.ROUTER)
+    yield router, router.bind_to_random_port("tcp://127.0.0.1")
     context.destroy(linger=0)
 
 
@@ -39,25 +40,42 @@ async def test_endpoint_client_ends_connections_to_engines_that_are_gone(monkeyp
 
 async def test_endpoint_client_keeps_connections_in_use(monkeypatch, engine):
     monkeypatch.setattr(c, "MAX_CONNECTIONS", 1)
-    socket, port = engine
+    router, port = engine
     async with c.AsyncEndpointClient(timeout=20.0) as client:
         asked = asyncio.create_task(client.query("127.0.0.1", port, [1, 2, 3]))
-        identity, frame = await socket.recv_multipart()
+        identity, frame = await router.recv_multipart()
         for other in range(1, 9):
             await client.release("127.0.0.1", other, "e")
         question = m.decode_engine(frame).question
-        await socket.send_multipart([identity, m.encode(m.PrefixLengths(question, 3, 3, 2))])
+        await router.send_multipart([identity, m.encode(m.PrefixLengths(question, 3, 3, 2))])
         assert (await asked).gpu_cache == 3
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+async def test_endpoint_client_reaches_an_ipv6_address():
+    context = zmq.asyncio.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.IPV6, 1)
+        try:
+            port = router.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError as error:
+            pytest.skip(f"no IPv6 loopback: {error}")
+        async with c.AsyncEndpointClient() as client:
+            await client.release("::1", port, "e")
+            assert m.decode_engine((await router.recv_multipart())[1]) == m.ReleaseExport("e")
+    finally:
+        context.destroy(linger=0)
+
+
 async def test_endpoint_client_connects_again_after_a_malformed_answer(engine):
-    socket, port = engine
+    router, port = engine
     async with c.AsyncEndpointClient(timeout=20.0) as client:
         for answer, then in ((b"nonsense", pytest.raises(PeerRefused)), (None, None)):
             asked = asyncio.create_task(client.query("127.0.0.1", port, [1]))
-            identity, frame = await socket.recv_multipart()
+            identity, frame = await router.recv_multipart()
             good = m.encode(m.PrefixLengths(m.decode_engine(frame).question, 1, 1, 0))
-            await socket.send_multipart([identity, answer or good])
+            await router.send_multipart([identity, answer or good])
             if then is None:
                 assert (await asked).gpu_cache == 1
             else:

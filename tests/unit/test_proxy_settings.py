@@ -106,6 +106,7 @@ D = "engines: [{role: decode, url: 'http://d:1'}]\n"
         ("engines: [{role: decode, url: 'http://d:1', kv: x}]", "kv=HOST:PORT"),
         ("engines: [{role: decode, url: 'http://d:1', ca_file: x}]", "begins with http:"),
         ("engines: [{role: decode, url: 'https://d:1', cert_file: x}]", "only one of cert_file and key_file"),
+        (D + "queue_timeout: .nan", "queue_timeout is nan"),
         (D + "extra_routes: [custom]", "a path must begin with /"),
         (D + "extra_routes: [/kvtier/drain]", "not with /kvtier/"),
     ],

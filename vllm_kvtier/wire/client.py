@@ -142,9 +142,10 @@ class AsyncEndpointClient:
                     socket.setsockopt(zmq.LINGER, 200)
                     socket.setsockopt(zmq.SNDHWM, 100)
                     socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+                    socket.setsockopt(zmq.IPV6, ":" in host)
                     if self._key is not None:
                         self._key.secure_client(socket)
-                    socket.connect(f"tcp://{host}:{port}")
+                    socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
                 except zmq.ZMQError as error:
                     raise PeerRefused(f"no connection to {host}:{port} can be made: {error}") from error
                 cleanup.pop_all()
