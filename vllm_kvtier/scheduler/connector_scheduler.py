@@ -133,10 +133,10 @@ class KVTierConnectorScheduler(SchedulerParts):
         """vLLM's ids of the groups whose blocks this request's load fills as a whole. Of a block that the load ends in,
         not all paths write more than the verified tokens. vLLM clears blocks where a recurrent state, or numbers of
         another precision, may have left a NaN behind them, which attention would multiply with 0."""
-        t, ids = self._matcher.get(request_id), self._info.group_ids
-        if t is None or t.hit is None:
+        state, ids = self._matcher.get(request_id), self._info.group_ids
+        if state is None or state.hit is None:
             return ()
-        end = self._geometry.usable_tokens(t.hit.tokens, t.request.num_tokens)
+        end = self._geometry.usable_tokens(state.hit.tokens, state.request.num_tokens)
         whole = [g for g, (size, kind) in enumerate(self._geometry.groups) if end % size == 0 or not kind.by_position]
         return tuple(whole if ids is None else [ids[g] for g in whole])
 
