@@ -106,7 +106,7 @@ class KVTierConnectorScheduler:
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
         left_behind = bool(info.left_behind)
-        geometry = BlockGeometry(info.groups, pool.hash_block_size, left_behind, info.draft_lookahead)
+        self._geometry = geometry = BlockGeometry(info.groups, pool.hash_block_size, left_behind, info.draft_lookahead)
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours
         self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
@@ -282,6 +282,17 @@ class KVTierConnectorScheduler:
             self._matcher.fail_load(request, block_ids, external)
         else:
             self._release_all(request.request_id)
+
+    def filled_groups(self, request_id: str) -> tuple[int, ...]:
+        """vLLM's ids of the groups whose blocks this request's load fills as a whole. Of a block that the load ends in,
+        not all paths write more than the verified tokens. vLLM clears blocks where a recurrent state, or numbers of
+        another precision, may have left a NaN behind them, which attention would multiply with 0."""
+        t, ids = self._matcher.get(request_id), self._info.group_ids
+        if t is None or t.hit is None:
+            return ()
+        end = self._geometry.usable_tokens(t.hit.tokens, t.request.num_tokens)
+        whole = [g for g, (size, kind) in enumerate(self._geometry.groups) if end % size == 0 or not kind.by_position]
+        return tuple(whole if ids is None else [ids[g] for g in whole])
 
     def hit_sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """As ``KVSource.hit_sources``, for ``tokens`` tokens that this request loads."""
