@@ -327,10 +327,11 @@ def test_store_without_listener_is_launched_once(path, connect):
     eventually(lambda: client.reason == "the node store is being started")
     assert isinstance(client.stat().outcome, Failed)
     go.set()
-    eventually(lambda: client.connected)
+    eventually(lambda: client.connected and servers)
     assert len(calls) == 1
     servers[0].stop()
-    eventually(lambda: len(calls) == 2 and client.connected)
+    eventually(lambda: len(servers) == 2 and client.connected)
+    assert len(calls) == 2
     servers[1].stop()
 
 

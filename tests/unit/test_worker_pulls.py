@@ -22,7 +22,7 @@ from vllm_kvtier.worker.context import CacheSetup
 from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
-from vllm_kvtier.worker.nixl_pull.pulls import Pulls
+from vllm_kvtier.worker.nixl_pull.pulls import MAX_ENGINES, Pulls
 
 
 def whole(view):
@@ -307,6 +307,20 @@ def test_pulls_many_at_once():
 
 
 # -- with NIXL ---------------------------------------------------------------------------------------------------------
+
+
+def test_pulls_agent_keeps_nothing_of_many_restarted_engines():
+    """Each restart of a prefill engine is another engine to the agent, whose lists name all blocks of both."""
+    pair = Pair()
+    pair.there.compute_checksums([batch_of([3])], None)
+    agents = set()
+    for number in range(3 * MAX_ENGINES):
+        source = f"s/restart {number}"
+        pair.pulls.add_engine(source, [info(pair.there)])
+        assert not pair.run(pair.order(pull_of([5], [3]), source=source)).failed
+        agents.add(pair.transport.agent)
+    assert len([each for each in pair.transport.lists if each() is not None]) <= 2 * MAX_ENGINES
+    assert 2 <= len(agents) <= 4 and not pair.transport.running
 
 
 def nixl(name):

@@ -35,6 +35,9 @@ REREAD_SECONDS = (0.02, 0.06, 0.2, 0.6)
 # Seconds for reads under way when the agent is to retire, also for the read that took too long: a peer that is being
 # read when the agent ends may fail. Over TCP, UCX ends the peer's process if that was hanging meanwhile.
 GRACE_SECONDS = 1.0
+# Engines that are met before the agent retires between two pulls: it keeps NIXL's lists of all blocks of each of them,
+# also of those that were restarted since.
+MAX_ENGINES = 64
 # Seconds between checks of an agent that did not end when it was retired.
 RECHECK_SECONDS = 1.0
 
@@ -79,6 +82,7 @@ class Pulls:
         self._logged: set[str] = set()
         self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
         self._next_check = 0.0  # of the retired agents; 0: none was found alive yet
+        self._engines_met = 0  # by the agent that reads
 
     @property
     def active(self) -> bool:
@@ -97,6 +101,7 @@ class Pulls:
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         self._sources[instance] = ranks
         self._direct.forget(instance)
+        self._engines_met += 1
 
     def connected(self, instance: str) -> bool:
         """Whether a pull from this engine can start without a new connection."""
@@ -138,6 +143,8 @@ class Pulls:
                 self._retire_if_due()
             if any(pull.stage is Stage.RETIRING for pull in self._pulls):
                 results += self._take_retired()
+            if self._engines_met > MAX_ENGINES and not self._pulls:
+                self._end_agent(time.monotonic())
         except Exception:  # pulls that have ended are reported nevertheless
             logger.exception("kvtier: pulls: the agent of failed reads could not be ended; it is tried again")
             self._next_check = time.monotonic() + RECHECK_SECONDS
@@ -254,7 +261,7 @@ class Pulls:
                 del transfer  # a reference to its handle keeps the agent alive
         self._direct.drop_lists()  # so do prepared lists
         self._staged.drop_lists()
-        self._retire_by, self._next_check = None, 0.0
+        self._retire_by, self._next_check, self._engines_met = None, 0.0, 0
         self._transport.retire()
 
     def _take_retired(self) -> list[PullResult]:
