@@ -51,7 +51,7 @@ from vllm_kvtier.devtools.processes import ServiceFailed, free_port
 from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, end_store, open_tier, tier_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 
 MAX_LEN = 2560
 FUNCTIONS = 24  # of a document: about 1,500 tokens
@@ -398,12 +398,12 @@ def pass_cells(first: Sequence[Asked], asked: Sequence[Asked]) -> list[str]:
 def library_rows(library: Library) -> list[tuple[str, str]]:
     first, second, last = tier_of(library.before), tier_of(library.after), tier_of(library.end)
     rows = [
-        ("memory", f"{in_words(library.before.pool_bytes)}, {library.before.index.evictions:,} blocks evicted"),
-        ("on disk", f"{first.blocks:,} blocks in {in_words(first.used_bytes)}"),
-        ("written", f"{in_words(first.written_bytes)}{rate(first.written_bytes, first.write_seconds)}"),
-        ("read", f"{in_words(first.read_bytes)}{rate(first.read_bytes, first.read_seconds)}"),
+        ("memory", f"{format_bytes(library.before.pool_bytes)}, {library.before.index.evictions:,} blocks evicted"),
+        ("on disk", f"{first.blocks:,} blocks in {format_bytes(first.used_bytes)}"),
+        ("written", f"{format_bytes(first.written_bytes)}{rate(first.written_bytes, first.write_seconds)}"),
+        ("read", f"{format_bytes(first.read_bytes)}{rate(first.read_bytes, first.read_seconds)}"),
         ("found after the kill", f"{second.blocks:,} blocks, {library.found_seconds:.1f} s after the engine was ready"),
-        ("read after it", f"{in_words(last.read_bytes)}{rate(last.read_bytes, last.read_seconds)}"),
+        ("read after it", f"{format_bytes(last.read_bytes)}{rate(last.read_bytes, last.read_seconds)}"),
     ]
     failed = last.read_failures + first.read_failures, last.write_failures + first.write_failures
     return [*rows, ("failed", "{:,} reads, {:,} writes".format(*failed))]

@@ -47,7 +47,7 @@ from rich.table import Table
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.protocol import PAGE
 
 BLOCK = 32
@@ -360,8 +360,8 @@ def store_rows(counts: dict[str, Any]) -> list[tuple[str, str]]:
     looked = f"{index['prefix_hits']:,} of {index['prefix_queries']:,} block hashes"
     return [
         ("up", f"{counts['seconds']:.0f} s, pid {counts['pid']}"),
-        ("pool", f"{in_words(counts['pool_bytes'])}, policy {counts['policy']}"),
-        ("holds", f"{index['entries']:,} blocks in {in_words(index['used_pages'] * PAGE)}"),
+        ("pool", f"{format_bytes(counts['pool_bytes'])}, policy {counts['policy']}"),
+        ("holds", f"{index['entries']:,} blocks in {format_bytes(index['used_pages'] * PAGE)}"),
         ("lookups", f"{index['lookups']:,}, which found {looked}"),
         ("written", f"{index['commits']:,} blocks; {index['evictions']:,} evicted"),
         ("held now", f"{index['leases']:,} leases, {index['reservations']:,} reservations"),

@@ -187,12 +187,12 @@ class Checker:
 
     def _vllm(self, words: list[str]) -> None:
         assert words[0] == "serve", words
-        said = io.StringIO()
+        errors = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
                 parsed = serve_parser().parse_args(words[1:])
         except SystemExit:
-            raise AssertionError(f"vllm serve does not take this: {said.getvalue().splitlines()[-6:]}") from None
+            raise AssertionError(f"vllm serve does not take this: {errors.getvalue().splitlines()[-6:]}") from None
         assert parsed.model_tag, "vllm serve without a model"
         config = parsed.kv_transfer_config
         if config is not None and config.kv_connector == "KVTierConnector":

@@ -1,4 +1,4 @@
-"""Real engines shared by all tests of a session: P (prefill) and D (decode) with the connector, S without.
+"""Real engines shared by all tests of a session: a prefill engine and a decode engine with the connector, S without.
 
 All use float32. The order of additions differs between prefill, decode and batches; in float32 it changes a logprob by
 about 1e-5, so that a wrong token cannot hide behind rounding (see ``engine_client.assert_same``). Caches are small, so
@@ -233,7 +233,7 @@ async def p_holds_nothing_yet(fleet, driver) -> None:
 
 @pytest.fixture(scope="session")
 def fleet_is_idle_afterwards(fleet) -> Iterator[None]:
-    """When all tests are over, every block of P and D is free."""
+    """When all tests are over, every block of prefill and decode engines is free."""
     yield
     _until_idle(fleet.single, [fleet.prefill, fleet.decode], RETAIN_SECONDS)
 

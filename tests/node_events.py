@@ -27,7 +27,7 @@ def publishing(endpoint: str, replay: str | None = None) -> tuple[str, ...]:
 
 
 class Follower:
-    """Follows an engine's events from now on; ``heard``: batches so far."""
+    """Follows an engine's events from now on, and counts their batches."""
 
     def __init__(self, endpoint: str):
         self.heard = 0

@@ -79,8 +79,8 @@ def _run(command: list[str], folder: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotThere(f"Debian's package cannot be had: {error}") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
-        raise NotThere(f"Debian's package cannot be had: {' '.join(command[:2])} says {said[-1]}")
+        output = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
+        raise NotThere(f"Debian's package cannot be had: {' '.join(command[:2])} says {output[-1]}")
 
 
 class Sample(NamedTuple):

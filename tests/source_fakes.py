@@ -66,7 +66,7 @@ def load_context(
 
 
 def bare_identity(instance="e/0", namespace=None, wire_codec="raw"):
-    """An EngineIdentity whose weights' files are not read; its workers have not said anything."""
+    """An EngineIdentity whose weights' files are not read; its workers have not reported yet."""
     identity = EngineIdentity.__new__(EngineIdentity)
     identity._info = SimpleNamespace(engine_id=instance.partition("/")[0], unsupported=None)
     identity.instance, identity.namespace, identity.wire_codec = instance, namespace, wire_codec

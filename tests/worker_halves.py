@@ -37,7 +37,7 @@ def contain_with(worker, containment):
 
 
 class Half:
-    """A worker over ``view``; its messages to the scheduler are in ``heard``."""
+    """A worker over ``view``, and a list of its messages to the scheduler."""
 
     def __init__(self, folder, number, view, memory=lambda view: CacheMemory(view, False)):
         self.view, self.heard, self.reactor = view, [], Reactor(f"s{number}")

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from vllm_kvtier.cli.proxy import _texts
-from vllm_kvtier.config import KVTierConfig, _type_in_words, markdown_table
+from vllm_kvtier.config import KVTierConfig, _describe_type, markdown_table
 from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions
 from vllm_kvtier.store.options import StoreOptions
@@ -37,7 +37,8 @@ matter for a task; [migration.md](migration.md) lists renamed ones.
 ENGINES = """## Engines
 
 Keys of `kv_connector_extra_config` in `--kv-transfer-config`. An option that is unknown, of a wrong type or in conflict
-with another one stops the engine with an error that names it.
+with another one stops the engine with an error that names it. Those that [the node store](#the-node-store) has
+without `store_` are for a store that this engine starts; a running store keeps its own.
 """
 STORE = """## The node store
 
@@ -68,7 +69,7 @@ def store_table() -> str:
         choices = option.metadata["choices"]
         own = option.name if option.name == "cluster_key_file" else f"store_{option.name}"
         passed = own if own in KVTierConfig.__struct_fields__ else None
-        kind = " or ".join(f'"{choice}"' for choice in choices) or _type_in_words(type(option.default))
+        kind = " or ".join(f'"{choice}"' for choice in choices) or _describe_type(type(option.default))
         flag, engine = f"`--{option.name.replace('_', '-')}`", f"`{passed}`" if passed else ""
         rows.append((flag, kind, _shown(option.default), engine, option.metadata["help"]))
     return table(("Flag", "Value", "Default", "Engine's option", "Meaning"), rows)
@@ -94,7 +95,7 @@ def _struct_rows(kind: type) -> Iterable[tuple[str, tuple[str, ...]]]:
         text = texts.get(field.name) or text
         if field.name in ROLES:
             continue
-        yield field.name, (f"`{field.name}`", _type_in_words(hints[field.name]), _shown(field.default), text)
+        yield field.name, (f"`{field.name}`", _describe_type(hints[field.name]), _shown(field.default), text)
 
 
 def _shown(default: Any) -> str:

@@ -9,6 +9,7 @@ import difflib
 import functools
 import ipaddress
 import math
+import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from msgspec import Meta
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.renamed import warn as warn_renamed
+from vllm_kvtier.store.options import help_of
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
 logger = get_logger(__name__)
@@ -54,8 +56,18 @@ def _doc(meaning: str, **limits: float) -> Meta:
     return Meta(description=meaning, **limits)
 
 
+def _store(name: str, more: str = "", **limits: float) -> Meta:
+    """Of the option of the store's process that it becomes, if this engine starts one."""
+    text = re.sub(r"\b(?=(disk|mooncake)_\w)", "store_", help_of(name))
+    return _doc(f"{text} {more}".strip(), **limits)
+
+
 class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of one engine. Times are in seconds, sizes in tokens, shares are of all KV cache blocks."""
+    """The options of one engine. Times are in seconds, sizes in tokens, shares are of all KV cache blocks.
+
+    Options that begin with ``store_`` and are those of the store's process (``_store``) are passed to a node store that
+    this engine starts.
+    """
 
     bidirectional: Annotated[
         bool, _doc("Retain finished requests' blocks, so that prefill engines can pull them from decode engines.")
@@ -210,123 +222,39 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
         ),
     ] = 0.5
-    store_idle_seconds: Annotated[
-        float, _doc("A node store that this engine starts ends after this time without engines; 0: never.", ge=0)
-    ] = 600.0
+    store_idle_seconds: Annotated[float, _store("idle_seconds", ge=0)] = 600.0
     store_huge_pages: Annotated[
         Literal["auto", "never"], _doc("Huge pages for the memory of a node store that this engine starts.")
     ] = "auto"
-    store_numa: Annotated[
-        Literal["local", "interleave"],
-        _doc("NUMA nodes of that memory: the node that first touches a page, or all nodes in turn."),
-    ] = "local"
-    store_policy: Annotated[
-        str, _doc("Eviction policy of a node store that this engine starts: aging (if empty), arc, lru or s3fifo.")
-    ] = ""
-    store_tenant_share: Annotated[
-        float, _doc("Maximum share of the node store that one tenant (cache salt) may fill.", gt=0, le=1)
-    ] = 1.0
-    store_state_share: Annotated[
-        float,
-        _doc(
-            "Share of the node store beyond which recurrent states evict older states only, once it is full.",
-            gt=0,
-            le=1,
-        ),
-    ] = 0.5
-    store_disk_path: Annotated[
-        str,
-        _doc(
-            "Directory of the disk tier of a node store that this engine starts; empty: no disk tier. One store a "
-            "directory. The blocks in it are found again after a restart or a crash."
-        ),
-    ] = ""
-    store_disk_size: Annotated[str | int, _doc("Maximum size of the disk tier: bytes, or a number with a unit.")] = (
-        "64GiB"
-    )
-    store_disk_preallocate: Annotated[
-        bool, _doc("Allocate all of the disk tier at the start, instead of as it fills.")
-    ] = False
-    store_disk_backend: Annotated[
-        Literal["auto", "POSIX", "GDS", "GDS_MT"], _doc("NIXL backend of the disk tier; auto is POSIX.")
-    ] = "auto"
-    store_disk_admission: Annotated[
-        Literal["reuse", "all"],
-        _doc(
-            "Which blocks are demoted to disk. reuse: on their second use (a hit in memory, or stored again after "
-            "eviction). all: on their first."
-        ),
-    ] = "reuse"
-    store_disk_min_tokens: Annotated[
-        int,
-        _doc(
-            "Prompts with fewer tokens are not demoted to a secondary tier: computing takes no longer.", ge=0
-        ),
-    ] = 0
-    store_object_url: Annotated[
-        str,
-        _doc(
-            "Where the object tier of a node store that this engine starts is, shared with other nodes: "
-            "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory on a shared file system, "
-            "file:///directory. Credentials: where the cloud's own tools find them."
-        ),
-    ] = ""
-    store_object_endpoint: Annotated[
-        str, _doc("URL of an S3-compatible or other service; empty: the cloud's own.")
-    ] = ""
-    store_object_region: Annotated[str, _doc("Region of an S3 bucket; empty: as AWS_REGION says.")] = ""
-    store_object_size: Annotated[
-        str | int, _doc("Maximum size of a shared directory, file:///directory. Buckets have none.")
-    ] = "64GiB"
-    store_object_admission: Annotated[
-        Literal["reuse", "all"], _doc("Which blocks are demoted to the object store, as store_disk_admission.")
-    ] = "reuse"
-    store_mooncake_master: Annotated[
-        str,
-        _doc(
-            "Master of a Mooncake Store cluster that keeps blocks in the memory of its nodes, for a node store that "
-            "this engine starts: host:port, or of several masters etcd://host:port;host:port; empty: none. Needs "
-            "store_mooncake_trusted_network."
-        ),
-    ] = ""
-    store_mooncake_trusted_network: Annotated[
-        bool,
-        _doc("Only trusted machines reach the cluster's ports: Mooncake has neither authentication nor encryption."),
-    ] = False
-    store_mooncake_segment: Annotated[
-        str | int,
-        _doc("Memory of this node, beside the store's, for the Mooncake cluster: bytes, 4GiB or the like; 0: none."),
-    ] = "4GiB"
-    store_mooncake_replicas: Annotated[
-        int, _doc("Maximum copies in the cluster of a block that nodes read often; 1: no copies.", ge=1, le=8)
-    ] = 2
-    store_mooncake_host: Annotated[
-        str, _doc("Address of this node for the cluster's other nodes; empty: that of the route to the master.")
-    ] = ""
-    store_mooncake_protocol: Annotated[Literal["tcp", "rdma"], _doc("Mooncake's transport between nodes.")] = "tcp"
-    store_mooncake_devices: Annotated[
-        str, _doc("RDMA devices for store_mooncake_protocol=rdma: mlx5_0,mlx5_1; empty: all.")
-    ] = ""
-    store_mooncake_admission: Annotated[
-        Literal["reuse", "all"], _doc("Which blocks are demoted to the Mooncake cluster, as store_disk_admission.")
-    ] = "reuse"
+    store_numa: Annotated[Literal["local", "interleave"], _store("numa")] = "local"
+    store_policy: Annotated[str, _store("policy")] = ""
+    store_tenant_share: Annotated[float, _store("tenant_share", gt=0, le=1)] = 1.0
+    store_state_share: Annotated[float, _store("state_share", gt=0, le=1)] = 0.5
+    store_disk_path: Annotated[str, _store("disk_path")] = ""
+    store_disk_size: Annotated[str | int, _store("disk_size")] = "64GiB"
+    store_disk_preallocate: Annotated[bool, _store("disk_preallocate")] = False
+    store_disk_backend: Annotated[Literal["auto", "POSIX", "GDS", "GDS_MT"], _store("disk_backend")] = "auto"
+    store_disk_admission: Annotated[Literal["reuse", "all"], _store("disk_admission")] = "reuse"
+    store_disk_min_tokens: Annotated[int, _store("disk_min_tokens", ge=0)] = 0
+    store_object_url: Annotated[str, _store("object_url", "Credentials: where the cloud's own tools find them.")] = ""
+    store_object_endpoint: Annotated[str, _store("object_endpoint")] = ""
+    store_object_region: Annotated[str, _store("object_region")] = ""
+    store_object_size: Annotated[str | int, _store("object_size")] = "64GiB"
+    store_object_admission: Annotated[Literal["reuse", "all"], _store("object_admission")] = "reuse"
+    store_mooncake_master: Annotated[str, _store("mooncake_master")] = ""
+    store_mooncake_trusted_network: Annotated[bool, _store("mooncake_trusted_network")] = False
+    store_mooncake_segment: Annotated[str | int, _store("mooncake_segment")] = "4GiB"
+    store_mooncake_replicas: Annotated[int, _store("mooncake_replicas", ge=1, le=8)] = 2
+    store_mooncake_host: Annotated[str, _store("mooncake_host")] = ""
+    store_mooncake_protocol: Annotated[Literal["tcp", "rdma"], _store("mooncake_protocol")] = "tcp"
+    store_mooncake_devices: Annotated[str, _store("mooncake_devices")] = ""
+    store_mooncake_admission: Annotated[Literal["reuse", "all"], _store("mooncake_admission")] = "reuse"
     store_nodes: Annotated[
-        str,
-        _doc(
-            "Other nodes' stores (host:port,host:port) for lookups of what is not on this node; see cluster_key_file. "
-            "dns:name:port is each of the name's addresses, which are looked up again every 10 s. "
-            "With store off the engine itself looks up and loads from them, and stores nothing."
-        ),
+        str, _store("nodes", "With store off the engine itself looks up and loads from them, and stores nothing.")
     ] = ""
-    store_node_listen: Annotated[
-        str, _doc("host:port on which a store that this engine starts serves other nodes' stores; empty: none.")
-    ] = ""
-    store_metrics_port: Annotated[
-        int, _doc("Port of 127.0.0.1 for Prometheus, of a store that this engine starts; 0: none.", ge=0, le=65535)
-    ] = 0
-    store_show_hidden_metrics: Annotated[
-        bool, _doc("That store exports renamed metrics under their old names as well, for one release.")
-    ] = False
+    store_node_listen: Annotated[str, _store("node_listen")] = ""
+    store_metrics_port: Annotated[int, _store("metrics_port", ge=0, le=65535)] = 0
+    store_show_hidden_metrics: Annotated[bool, _store("show_hidden_metrics")] = False
     promotion_timeout: Annotated[
         float,
         _doc(
@@ -427,7 +355,7 @@ def _convert(name: str, value: Any) -> Any:
     else:
         wrong = isinstance(converted, float) and not math.isfinite(converted)
     if wrong:
-        raise ConfigError(f"{name} must be {_type_in_words(annotation)}, not {value!r}.")
+        raise ConfigError(f"{name} must be {_describe_type(annotation)}, not {value!r}.")
     return converted
 
 
@@ -443,19 +371,19 @@ def _warn_deprecated(name: str, instead: str) -> None:
     logger.warning("kv_connector_extra_config: %s is deprecated and ignored; see %s", name, instead)
 
 
-def _type_in_words(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     base, *rest = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     meta = next((m for m in rest if isinstance(m, Meta)), Meta())
     origin, args = get_origin(base), get_args(base)
     if origin is Literal:
         return " or ".join(f'"{value}"' for value in args)
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _type_in_words(arg) for arg in args)
+        return " or ".join("null" if arg is type(None) else _describe_type(arg) for arg in args)
     if origin is tuple:
         least = "at least one " if meta.min_length else ""
-        return f"a list of {least}{_type_in_words(args[0]).removeprefix('a ')}"
+        return f"a list of {least}{_describe_type(args[0]).removeprefix('a ')}"
     if origin is dict:
-        return f"an object of {_type_in_words(args[1]).removeprefix('a ')}s"
+        return f"an object of {_describe_type(args[1]).removeprefix('a ')}s"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[base]
     limits = [
         f"{sign} {bound}"
@@ -483,7 +411,7 @@ def markdown_table() -> str:
             meaning += f" NixlConnector's `{other}` is accepted." * (own == name)
         for old, own in RENAMED.items():
             meaning += f" Old name, for one release: `{old}`." * (own == name)
-        lines.append(f"| `{name}` | {_type_in_words(annotation)} | `{shown}` | {meaning} |")
+        lines.append(f"| `{name}` | {_describe_type(annotation)} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
 

@@ -192,7 +192,7 @@ def test_disk_writes_share_fsync_and_dropped_position_is_not_kept(slow):
     pool.view[again.slot * PAGE : (again.slot + PAGES) * PAGE] = content_of(again.hash, PAGES)
     send(m.Write(9, [again], [moves[1].position]))  # into the place of one under way: it waits for that
     send(m.Read(19, 0, [move_of(30, 1 + 10 * PAGES, PAGES, 1 + 30 * PAGES)]))
-    assert hear().id == 19  # so all of it is heard before the first sync ends
+    assert hear().id == 19  # so all of it is received before the first sync ends
     files.go.set()
     answers = {answer.id: answer for answer in (hear() for _ in range(5))}
     assert [answers[n].good for n in (1, 2, 3, 4, 9)] == [[False], [False], [True], [True], [True]]

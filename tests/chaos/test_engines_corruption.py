@@ -1,4 +1,4 @@
-"""Bytes that change between the checksum and the reader: found, computed anew, counted, said once."""
+"""Bytes that change between the checksum and the reader: found, computed anew, counted, logged once."""
 
 import asyncio
 import random
@@ -19,7 +19,8 @@ async def failures(driver, engine, more_than: float) -> float:
 
 
 async def corrupted(driver, trio, where: str, kind: str, prompt: list[int]):
-    """D's answer from P's KV in which a bit flipped after it was summed and before it was read (or on arrival)."""
+    """The decode engine's answer from the prefill engine's KV in which a bit flipped after it was summed and before it
+    was read (or on arrival)."""
     source, reader = trio.faults[where], trio.faults["FD"]
     before = source.happened(kind)
     if source is reader:
@@ -27,7 +28,7 @@ async def corrupted(driver, trio, where: str, kind: str, prompt: list[int]):
         _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
     else:
         source.set(corrupt=kind)
-        reader.set(hold_before=True)  # else D may have read what it wants before the bit flips
+        reader.set(hold_before=True)  # else the decode engine may have read what it wants before the bit flips
         asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
 
         async def flipped() -> bool:
@@ -72,7 +73,7 @@ async def test_pull_from_decode_engine_with_corruption_is_recomputed(trio, drive
 
 
 async def test_pull_integrity_failure_is_logged_once_per_source(trio, driver):
-    rng = random.Random("said once")
+    rng = random.Random("logged once")
     trio.faults["FD"].set(corrupt="arrival")
     for _ in range(3):
         _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))

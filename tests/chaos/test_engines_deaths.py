@@ -40,7 +40,7 @@ async def happened(driver, faults, what: str, count: int = 1) -> None:
 
 
 async def assert_pulls_again(driver, trio, rng, engine=None) -> None:
-    """Whatever was set aside is used again, soon; afterwards the two know each other."""
+    """An engine that was unavailable is used again, soon; afterwards the two know each other."""
     engine = engine or trio.decode
 
     async def pulled() -> bool:
@@ -54,7 +54,7 @@ async def assert_pulls_again(driver, trio, rng, engine=None) -> None:
 
 async def test_prefill_engine_death_before_pull_recomputes_and_new_instance_serves(trio, driver):
     rng = random.Random("p dies")
-    for engine in (trio.decode, trio.strict):  # they know P
+    for engine in (trio.decode, trio.strict):  # they know the prefill engine
         await assert_pulls_again(driver, trio, rng, engine)
     prompts = [random_tokens(rng, 300) for _ in range(3)]
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
@@ -65,7 +65,7 @@ async def test_prefill_engine_death_before_pull_recomputes_and_new_instance_serv
     for i, reply in enumerate(replies):
         assert reply.pulled == 0 and reply.seconds < SHORT["lookup_timeout"] + SLACK
         await driver.assert_right(reply, prompts[i])
-    # Restarted under the same address between the prefill and the pull: it never heard of that export.
+    # Restarted under the same address between the prefill and the pull: it does not know that export.
     trio.prefill.start()
     await asyncio.to_thread(trio.prefill.wait_ready)
     reply = await driver.ask(trio.decode, prompts[2], 8, firsts[2].params)
@@ -74,12 +74,13 @@ async def test_prefill_engine_death_before_pull_recomputes_and_new_instance_serv
     await assert_pulls_again(driver, trio, rng)
     prompt = random_tokens(rng, 100)
     _, reply = await driver.hand_off(trio.prefill, trio.strict, prompt)
-    assert reply.pulled == 100, "who knew the first P asks the second one at once"
+    assert reply.pulled == 100, "a decode engine that knew the first prefill engine asks the second one at once"
     await driver.assert_right(reply, prompt)
 
 
 async def test_prefill_engine_death_during_pull_recomputes_or_fails_strictly(trio, driver):
-    """One read was not posted yet when P died, for another it is unknown how far it got; the strict engine says so."""
+    """One read was not posted yet when the prefill engine died, for another it is unknown how far it got; the strict
+    engine says so."""
     rng = random.Random("p dies in transfer")
     for engine in (trio.decode, trio.strict):  # connections exist: the death is found by the read itself
         await assert_pulls_again(driver, trio, rng, engine)
@@ -108,7 +109,8 @@ async def test_prefill_engine_death_during_pull_recomputes_or_fails_strictly(tri
 
 
 async def test_decode_engine_death_ends_its_lease_after_lease_time(trio, driver):
-    """P's blocks are free again once D is silent for as long as a lease lasts, and the hand-off's time is over."""
+    """The prefill engine's blocks are free again once the decode engine is silent for as long as a lease lasts, and the
+    hand-off's time is over."""
     rng = random.Random("d dies")
     await assert_pulls_again(driver, trio, rng)
     trio.faults["FD"].set(hold_before=True)
@@ -157,7 +159,7 @@ async def test_stopped_prefill_engine_costs_bounded_wait_and_is_pulled_again(tri
 
 
 async def test_prefill_engine_query_of_stopped_source_times_out(trio, driver):
-    """D to P: the asker waits no longer than it said, and computes."""
+    """Decode to prefill engine: the requester waits no longer than its time limit, and computes."""
     rng = random.Random("stopped source")
     prompt = random_tokens(rng, 300)
     reply = await driver.ask(trio.decode, prompt)
@@ -203,7 +205,7 @@ async def test_pull_of_expired_export_is_refused_and_recomputed(trio, driver):
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
     await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
     reply = await driver.ask(trio.decode, prompts[0], 8, firsts[0].params)
-    assert reply.seconds < SHORT["lookup_timeout"] + SLACK, "P refused; D does not wait for what nobody serves"
+    assert reply.seconds < SHORT["lookup_timeout"] + SLACK, "the decode engine waits after the refusal"
     await driver.assert_right(reply, prompts[0])
     # Its blocks may still hold the very same tokens, and be read and verified; once they are overwritten they are not.
     for i in range(2):
@@ -214,8 +216,9 @@ async def test_pull_of_expired_export_is_refused_and_recomputed(trio, driver):
 
 
 async def test_lease_expired_during_read_fails_pull_and_recomputes(trio, driver):
-    """D's pings are lost and its read is slow: P hands the blocks out anew. D reads the wrong bytes and sees it, or
-    reads nothing because P no longer serves it; either way the pull fails and the answer is right."""
+    """The decode engine's pings are lost and its read is slow: the prefill engine hands the blocks out anew. The decode
+    engine reads the wrong bytes and sees it, or reads nothing because the prefill engine no longer serves it; either
+    way the pull fails and the answer is right."""
     rng = random.Random("lapsed")
     await assert_pulls_again(driver, trio, rng)
     failed = await driver.metric(trio.decode, PULLS, 'kind="failed"')
@@ -273,7 +276,8 @@ async def test_lost_messages_recompute_and_release(trio, driver, lost):
         trio.faults[name].set(drop=[lost, "release_export"])
 
     def met() -> bool:
-        """A ping is only sent while a lease gets old; whoever was set aside in a test before is not asked at once."""
+        """A ping is only sent while a lease gets old; an engine that was unavailable in a test before is not asked at
+        once."""
         return lost == "ping" or trio.faults["FD" if lost == "release" else "FP"].happened(f"drop {lost}") > 0
 
     for number in range(6):
@@ -281,7 +285,7 @@ async def test_lost_messages_recompute_and_release(trio, driver, lost):
             break
         prompt = random_tokens(rng, 300)
         first = await driver.prefill(trio.prefill, prompt)
-        if lost == "lease_refused":  # what there is to refuse: an export that P does not have
+        if lost == "lease_refused":  # what there is to refuse: an export that the prefill engine does not have
             first.params["kvtier"]["export"] = first.params["remote_request_id"] = "gone"
             first.params["remote_block_ids"] = []
         reply = await driver.ask(trio.decode, prompt, 8, first.params)
@@ -296,7 +300,7 @@ async def test_lost_messages_recompute_and_release(trio, driver, lost):
 
 
 async def test_abort_during_pull_releases_export_after_the_read(trio, driver):
-    """Not before: P may not reuse what is still being read."""
+    """Not before: the prefill engine may not reuse what is still being read."""
     rng = random.Random("abort in read")
     await assert_pulls_again(driver, trio, rng)
     trio.faults["FD"].set(hold_after=True)

@@ -90,9 +90,9 @@ async def test_any_kv_transfer_params_leave_engines_running_and_correct(fleet, d
     handmade = [
         {"do_remote_prefill": True, **address},  # no export
         {"do_remote_prefill": True, **address, "remote_request_id": "never was"},
-        {"do_remote_prefill": True, **closed, "remote_request_id": "nobody there"},
+        {"do_remote_prefill": True, **closed, "remote_request_id": "no such request"},
         {"do_remote_prefill": True, "do_remote_decode": True, **address, "remote_request_id": "both"},
-        {"do_remote_decode": True, **address},  # P is told to look at itself
+        {"do_remote_decode": True, **address},  # the prefill engine is named as its own peer
         {"do_remote_decode": True, "kvtier": {"sources": [{"host": "127.0.0.1", "port": free_port()}] * 50}},
         {"do_remote_decode": True, "kvtier": nested(60)},
         {"kvtier": nested(200)},

@@ -100,5 +100,6 @@ async def test_proxy_engines_killed_in_turn_under_load_bounds_lost_requests(make
     assert not [result for result in results if result is not None], results
     print(dict(load.outcomes))
     assert load.outcomes["whole"] >= 140
-    # Only what was under way on a D that died: a client's one request a kill, and what was sent before it was noticed.
+    # Only what was under way on a decode engine that died: a client's one request a kill, and what was sent before it
+    # was noticed.
     assert load.outcomes["cut"] + load.outcomes["nothing"] <= 3 * CLIENTS, load.outcomes

@@ -57,7 +57,7 @@ async def right_without(nodes: NodeDriver, engine: Engine, prompts: list[list[in
 
 
 async def test_engines_without_store_answer_correctly(node: Node, nodes):
-    """It is gone, and nobody starts one; then somebody does."""
+    """It is gone, and no engine starts one; then one does."""
     rng = seeded("no store")
     prompts = [random_tokens(rng, 300) for _ in range(3)]
     await asyncio.gather(*map(nodes.truth, prompts))
@@ -114,7 +114,7 @@ async def test_hung_store_costs_one_wait_and_is_used_again(node: Node, nodes):
     node.store.pause()
     for engine in node.engines:
         first, *others = await right_without(nodes, engine, prompts)
-        assert first < ASK_TIMEOUT + SLACK and max(others) < SLACK, "who does not answer is not asked again"
+        assert first < ASK_TIMEOUT + SLACK and max(others) < SLACK, "a store that does not answer is not asked again"
         await nodes.reset(engine)
     await right_without(nodes, node.first, prompts)
     instance = await asyncio.to_thread(_resumed_instance, node)
@@ -130,7 +130,7 @@ def _resumed_instance(node: Node) -> str:
 
 
 async def test_full_store_evicts_but_long_prompt_does_not_evict_itself(node: Node, nodes):
-    """Room for 60 blocks: less than one long prompt, of which it keeps the beginning. Then one with more room."""
+    """Room for 60 blocks: less than one long prompt, whose beginning it keeps. Then one with more room."""
     rng = seeded("full")
     prompts = [random_tokens(rng, length) for length in (900, 1300, 2600, 1000)]
     await asyncio.gather(*map(nodes.truth, prompts))
@@ -192,7 +192,7 @@ async def test_store_flipped_bits_are_each_counted_recomputed_and_stored_again(n
 
 
 class Storm:
-    """Clients that ask and check, and one who breaks things, for so many seconds and until enough has happened."""
+    """Clients that ask and check, and one that breaks things, for so many seconds and until enough has happened."""
 
     def __init__(self, nodes: NodeDriver, rng: random.Random, seconds: float):
         self.nodes, self.node, self.rng = nodes, nodes.node, rng
@@ -276,7 +276,7 @@ class Storm:
                 hit = [page for page in pages if memory.pages[page].any()][:3]
                 flipped = [memory.flip(rng, page) for page in hit]
                 if rng.random() < 0.4:
-                    # For a moment only: who copied what was wrong must not find, looking again, that it is right.
+                    # For a moment only: a reader that copied wrong bytes must not find right ones when it looks again.
                     time.sleep(rng.uniform(0, 0.02))
                     for one in flipped:
                         memory.flip_back(one)
@@ -312,7 +312,7 @@ async def test_random_kills_and_flipped_bits_keep_answers_correct(node: Node, no
 
 
 async def test_store_of_other_protocol_version_is_refused_and_not_replaced(node: Node, nodes):
-    """It refuses, which is said in words; the engines serve without, and do not start another."""
+    """It refuses, which is reported with the reason; the engines serve without, and do not start another."""
     rng = seeded("version")
     prompts = [random_tokens(rng, 300) for _ in range(2)]
     await asyncio.gather(*map(nodes.truth, prompts))

@@ -1,4 +1,5 @@
-"""A peer that hangs in the middle of a pull and comes back when its blocks are somebody else's, with NIXL over TCP."""
+"""A peer that hangs in the middle of a pull and comes back when its blocks are another request's, with NIXL over
+TCP."""
 
 import ctypes
 import json
@@ -149,7 +150,7 @@ def test_late_read_of_hung_peer_writes_no_block(start, monkeypatch, end):
     os.kill(process.pid, signal.SIGCONT)
     again = time.monotonic() + 0.5
     while time.monotonic() < again:
-        whole("second", [5, 6])  # with it comes whatever else is there for the one who reads
+        whole("second", [5, 6])  # with it comes whatever else is there for the reader
     others = [layer[[i for i in range(BLOCKS) if i not in (5, 6)]] for layer in mine]
     late = sum(int((layer != 3).sum()) for layer in others)
     assert not late, f"{late} bytes came late"

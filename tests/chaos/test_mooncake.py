@@ -7,17 +7,21 @@ for 60 s, objects that seem to exist for 10 s after their node's end, a restarte
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from contextlib import suppress
 
 import netns
 import pytest
-from mooncake_nodes import Master, MooncakeNode, why_not
+from mooncake_nodes import Master, MooncakeNode, free_port, why_not
 from object_nodes import BLOCKS, NAMESPACE_ID, block_hashes_of, blocks_of
 from support import eventually, stop
 
+from vllm_kvtier.remote_store.options import Address
 from vllm_kvtier.store.tiers.mooncake.client import key_of
+from vllm_kvtier.store.tiers.mooncake.options import reachable
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
@@ -171,6 +175,46 @@ def test_mooncake_full_cluster_pauses_writes(cluster):
     assert node.tier.usable and read_right(other, block_hashes_of("much 0")) in range(BLOCKS + 1)
     eventually(lambda: node.tier.writable, 10, "it tries again")
     node.stop(), other.stop(), small.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here (Debian: etcd-server)")
+@pytest.mark.parametrize("oplog", [True, False])
+def test_mooncake_leading_master_dies_and_its_log_keeps_the_blocks(oplog, tmp_path):
+    """Two masters on etcd. Without the log the new leader has forgotten everything."""
+    etcd, peers = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    urls = {"listen-client-urls": etcd, "advertise-client-urls": etcd, "listen-peer-urls": peers}
+    command = ["etcd", f"--data-dir={tmp_path}", *(f"--{name}=http://{url}" for name, url in urls.items())]
+    options = {"enable_ha": "true", "ha_backend_type": "etcd", "etcd_endpoints": etcd, "client_ttl": TTL}
+    masters, nodes = [Master(**options, enable_oplog=str(oplog).lower()) for _ in range(2)], []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            eventually(lambda: reachable(Address.parse(etcd), 1.0), 20, "etcd listens")
+            masters[0].start()
+            nodes = [MooncakeNode(f"etcd://{etcd}") for _ in range(2)]
+            for node in nodes:
+                node.ready()
+            masters[1].start()
+            one, other = nodes
+            shared = stored(one, "shared")
+            reads_all(other, shared)
+            time.sleep(3.0)  # the second master follows the log, and no interface of it shows how far
+            masters[0].kill()
+            assert other.find(shared).num_hash_blocks == 0 and not other.tier.usable
+            began = time.monotonic()
+            for node in nodes:
+                eventually(lambda node=node: node.tier.usable and node.tier.writable, 60, "the other master leads")
+            print(f"usable again after {time.monotonic() - began:.1f} s")
+            if oplog:
+                reads_all(other, shared)
+            else:
+                assert read_right(other, shared) == 0
+        finally:
+            for node in nodes:
+                node.stop()
+            for master in masters:
+                master.kill()
+            process.kill()
 
 
 @pytest.mark.slow

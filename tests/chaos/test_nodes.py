@@ -76,7 +76,7 @@ def ready(*nodes: NodeProcess) -> None:
 
 
 def finds(asker: NodeProcess, num_hash_blocks: int, name: str, of: int, seconds: float = 20) -> None:
-    """In the end: it may have been told to leave the server alone for a while."""
+    """In the end: it may wait for a while before it connects to the server again."""
     eventually(lambda: asker.ask("find", num_hash_blocks=of, name=name)["units"] == num_hash_blocks, seconds)
 
 
@@ -183,9 +183,9 @@ def test_silent_serving_node_fails_read_and_late_data_is_discarded(nodes, cable)
     assert answer["good"] < 120 and answer["wrong"] == 0
     assert time.monotonic() - began < 15
     if cable:
-        eventually(lambda: server.ask("stat")["leases"] == 0, 10)  # the server takes back what it lent
+        eventually(lambda: server.ask("stat")["leases"] == 0, 10)  # the server takes back what it leased
     silence(False)
-    # What arrives now must not be found in memory that is somebody else's by now.
+    # What arrives now must not be found in memory that is another request's by now.
     reads(asker, 4, "q")
     assert asker.ask("stat")["restarts"] == 0
     reads(asker, 120, "p")

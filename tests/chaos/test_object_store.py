@@ -1,4 +1,4 @@
-"""Two nodes' object tiers, each with its pool and its mover's process, and a real S3-speaking server between them."""
+"""Two nodes' object tiers, each with its pool and its tier process, and a real S3-speaking server between them."""
 
 import logging
 import os
@@ -80,7 +80,7 @@ def test_object_tier_nodes_share_blocks_and_rewrite_bad_objects(server, node_of)
     good, right = third.read(block_hashes)
     # The search may have come upon the one that was cut, or not.
     assert [*good, False][:21] == [True] * 20 + [False] and right[:20] == [i != 5 for i in range(20)]
-    assert third.find(block_hashes).num_hash_blocks == 20, "and nobody sets the tier aside for that"
+    assert third.find(block_hashes).num_hash_blocks == 20, "and the tier stays available"
     # Who loads the foreign one sees that its checksum is wrong.
     third.on(lambda: third.tier.discard(NAMESPACE_ID, 0, blocks_of(block_hashes)[5].hash))
     eventually(lambda: "Contents" not in s3.list_objects_v2(Bucket=BUCKET, Prefix=bad[5]))
@@ -109,7 +109,7 @@ def test_object_tier_unavailable_until_server_returns(node_of, monkeypatch):
             "its objects are still there, and what it knew of them"
         )
 
-        # Killed while both are at it: everybody is answered, and what is said to be there is.
+        # Killed while both are at it: every lookup is answered, and what is reported as stored is.
         find = other.find(block_hashes)
         blocks = blocks_of(block_hashes, half=1)
         new = blocks_of(block_hashes_of("new"))
@@ -127,7 +127,7 @@ def test_object_tier_unavailable_until_server_returns(node_of, monkeypatch):
             eventually(lambda node=node: not node.tier.usable)
         eventually(lambda: "cannot be reached" in one.tier.counts().reason, what="why")
 
-        # It comes back empty: first without the bucket, which is said, then with it.
+        # It restarts empty: first without the bucket, which is reported, then with it.
         own.start()
         eventually(lambda: "no such bucket" in one.tier.counts().reason, 20)
         own.client().create_bucket(Bucket=BUCKET)

@@ -22,7 +22,7 @@ async def within(seconds: float, awaitable):
     return await asyncio.wait_for(awaitable, seconds)
 
 
-# ---------------------------------------------------------------- P
+# ---------------------------------------------------------------- the prefill engine
 
 
 async def test_prefill_engine_dead_decode_engine_computes_until_it_is_back():
@@ -123,7 +123,7 @@ async def test_malformed_kv_transfer_params_of_engines_are_ignored():
         assert c.core.decode[0].source is None
 
 
-# ---------------------------------------------------------------- D
+# ---------------------------------------------------------------- the decode engine
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -323,7 +323,7 @@ async def test_client_that_never_sends_its_body_gets_408():
 
 async def test_failed_release_is_harmless_and_logged_once(caplog):
     async def unreachable(export):
-        raise ConnectionError("nobody there")
+        raise ConnectionError("not listening")
 
     releaser = export_release.ExportReleaser(unreachable)
     for _ in range(3):
@@ -331,7 +331,7 @@ async def test_failed_release_is_harmless_and_logged_once(caplog):
     await releaser.aclose()
     assert releaser.released == 0
     (record,) = [r for r in caplog.records if r.name == export_release.logger.name]
-    assert "nobody there" in record.getMessage() and "secret-export" not in record.getMessage()
+    assert "not listening" in record.getMessage() and "secret-export" not in record.getMessage()
 
 
 # ---------------------------------------------------------------- all at once

@@ -29,7 +29,7 @@ for _ in range(150):
     except EndpointConnectionError:
         time.sleep(0.2)
 else:
-    sys.exit("the server does not come up")
+    sys.exit("the server does not start")
 """
 
 

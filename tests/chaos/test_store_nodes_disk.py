@@ -1,4 +1,4 @@
-"""Two node stores, of which one has a disk: what lies there and not in its memory the other gets, right, and nothing
+"""Two node stores, one with a disk: what lies there and not in its memory the other gets, right, and nothing
 that happens to the one costs the other more than it."""
 
 import os
@@ -79,7 +79,7 @@ def test_blocks_on_disk_of_another_node_are_found(pair):
     mine, theirs = a.tier("nodes"), b.tier("nodes")
     assert a.disk().read_blocks == theirs.read_blocks == 32 * len(PREFIXES)
     assert mine.extra["lease_promotions"] == len(PREFIXES) + 1 and mine.extra["leased_blocks"] >= 32 * len(PREFIXES)
-    # A did not ask B, who was asking.
+    # A did not ask B, which had asked A.
     assert mine.lookups == 0 and theirs.extra["leases_granted"] == 0
     quiet(a, b)
 
@@ -102,7 +102,7 @@ def test_hung_disk_delays_lookup_by_promotion_timeout_only(pair):
         began = time.monotonic()
         assert far.find(PREFIXES[1], wait_seconds=1.0) == 0
         assert time.monotonic() - began < 3
-        # An engine that asks meanwhile is told how much is coming, and can tell whether that is worth a wait.
+        # An engine that asks meanwhile learns how much is being promoted, and can tell whether that is worth a wait.
         told = far.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[1], 0, EVERYTHING)).promotion
         assert told.num_hash_blocks == 32 and 0 < told.seconds < 5
         os.kill(tier_process, signal.SIGCONT)
@@ -135,7 +135,7 @@ def test_node_dying_during_promotion_fails_the_read(pair, victim):
 
 
 def _disk_mover(store: Store) -> int:
-    """Pid of its disk's mover: the one that has the disk's files open."""
+    """Pid of its disk's tier process: the one that has the disk's files open."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -147,4 +147,4 @@ def _disk_mover(store: Store) -> int:
                         return int(entry)
             except OSError:
                 continue  # it ended meanwhile
-    raise AssertionError("no mover has the disk open")
+    raise AssertionError("no tier process has the disk open")

@@ -1,4 +1,4 @@
-"""The node store as processes: who dies, hangs or comes back, and when, costs the others nothing and leaks nothing."""
+"""The node store as processes: a process that dies, hangs or restarts costs the others nothing and leaks nothing."""
 
 import os
 import random

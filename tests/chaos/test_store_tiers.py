@@ -107,7 +107,7 @@ def test_block_with_bad_checksum_is_removed_from_disk(store):
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(120, marks=pytest.mark.slow)])
 def test_repeated_kills_under_load_keep_blocks_correct(store, seconds):
-    """Two engines store, look up and check at random while the mover dies, and now and then the store."""
+    """Two engines store, look up and check at random while the tier process dies, and now and then the store."""
     store.start(*ALL)
     rng = random.Random(seconds)
     script = str(Path(__file__).parents[1] / "store_support.py")

@@ -1,5 +1,5 @@
 """A store whose disk's process hangs, whose directory is no use, that ends in the midst of things: it serves on, says
-so in words, and leaves nothing behind."""
+why, and leaves nothing behind."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_lookup_does_not_wait_for_hung_tier_process(store):
         hung = seconds_of_lookups(engine, 300)
         began = time.monotonic()
         engine.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[0], 0, EVERYTHING, 0.3))
-        assert time.monotonic() - began < 1.0  # its patience ends all the same
+        assert time.monotonic() - began < 1.0  # its time limit ends nevertheless
         print(f"p50 {statistics.median(hung) * 1e6:.0f} us, p99 {hung[297] * 1e6:.0f}, busy {busy[297] * 1e6:.0f}")
         assert hung[297] < 0.05
         eventually(lambda: not alive(pid), 30, "it is killed")
@@ -98,7 +98,7 @@ def test_hung_tier_process_ends_with_its_store(store):
 
 def test_store_stop_during_reads_and_writes_leaves_reusable_disk_data(store):
     """Reads, writes and lookups that wait are under way: it ends soon, with all its processes and with nothing but
-    the tier's data left, all of which the next one can use."""
+    the tier's data left, which the next one can use."""
     folder = store.folder / "disk"
     store.start(f"--disk-path={folder}", *ALL)
     with Engine(store) as engine:
@@ -190,7 +190,7 @@ def test_disk_resized_between_starts_keeps_within_size(store):
 
 @pytest.mark.parametrize("preallocate", [False, True])
 def test_full_file_system_keeps_what_fits_and_reports_cause(store, small, preallocate):
-    """It promises 64 MiB and has 4: what fits is kept, the rest is refused in words, and the store serves."""
+    """It promises 64 MiB and has 4: what fits is kept, the rest is refused with a reason, and the store serves."""
     store.start(f"--disk-path={small / 'disk'}", *ALL, f"--disk-preallocate={preallocate}")
     with Engine(store) as engine:
         for block_hashes in PREFIXES:

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 # Of each the first is the default of these tests. The CPU's attention kernel works on blocks of multiples of 32, so 16
 # is for GPUs. vLLM switches asynchronous scheduling off on CPUs: "ahead" is an engine in this process's child that is
-# told otherwise; on GPUs all servers schedule so. OffloadingConnector needs a GPU.
+# set otherwise; on GPUs all servers schedule so. OffloadingConnector needs a GPU.
 AXES: dict[str, tuple] = {
     "model": ("recall", "windows", "windows in one group"),
     "role": ("kv_both", "kv_producer", "kv_consumer"),
@@ -71,10 +71,10 @@ def covering(axes: Mapping[str, Sequence], excluded: Callable[[tuple, tuple], bo
     return rows
 
 
-def in_words(row: Row) -> str:
+def describe(row: Row) -> str:
     """What of it is not the default."""
-    said = {True: "on", False: "off"}
-    words = [f"{name}={said.get(v, v)}".replace(" ", "_") for name, v in row.items() if v != AXES[name][0]]
+    shown = {True: "on", False: "off"}
+    words = [f"{name}={shown.get(v, v)}".replace(" ", "_") for name, v in row.items() if v != AXES[name][0]]
     return ",".join(words) or "default"
 
 

@@ -35,7 +35,7 @@ class Layers(NamedTuple):
     chunk: int | None = None
 
     def blocks(self, tokens: int, block: int) -> int:
-        """Blocks that a reader of ``tokens`` tokens, who goes on with the next one, needs."""
+        """Blocks that a reader of ``tokens`` tokens, which goes on with the next one, needs."""
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
         if self.chunk is not None:
             first = tokens // self.chunk * self.chunk

@@ -28,7 +28,7 @@ print(ModelRegistry.models["Gemma3ForCausalLM"].inspect_model_cls().is_text_gene
 
 @pytest.fixture(scope="session", autouse=True)  # as S's, or it would be begun after that
 def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
-    """An engine with an option that does not exist. It is started beside S, on the other core; nobody waits for it."""
+    """An engine with an option that does not exist. It is started beside S, on the other core; no test waits for it."""
     engine = Engine(model_path, name="misspelt", kv=kvtier({"bidirectionl": True}), log_dir=log_dir)
     engine.start()
     start_missing([plain])

@@ -81,7 +81,7 @@ async def ask(drive, engine, prompt, model="model"):
 
 
 async def asked_and_stored(drive, pair, engine, prompt, model="model"):
-    """An answer whose whole blocks are in the store afterwards; the engine's own cache is empty again."""
+    """An answer whose whole blocks are in the store afterwards; the engine's prefix cache is empty again."""
     before = await entries(pair)
     reply = await ask(drive, engine, prompt, model)
     assert reply.pulled == 0, "this test's prompts are its own"

@@ -110,7 +110,7 @@ async def test_doctor_prompt_never_stored_then_evicted_is_explained(pair, driver
     assert found["stored_tokens"] == found["gpu_cache_tokens"] == whole
     assert found["block_tokens"] == BLOCK
     spans = [(each["start"], each["end"], each["tier"], each["removal_reason"]) for each in found["spans"]]
-    assert spans == [(0, whole, "memory", "")] and not found["load_decisions"], "its own cache has it: nothing to load"
+    assert spans == [(0, whole, "memory", "")] and not found["load_decisions"], "its prefix cache has it"
 
     code, checks = await doctor(*given(first, second), "--socket", store.path, "--prompt", file)
     missed = next(check for check in checks if check["name"] == f"prompt on {second.endpoint}")
@@ -131,10 +131,10 @@ async def test_doctor_prompt_never_stored_then_evicted_is_explained(pair, driver
     assert weighed["load_seconds"] > 0
 
     # An adapter that this engine does not know.
-    code, checks = await doctor(*asked, "--adapter", "nobody")
-    assert "no request to this engine has used an adapter 'nobody'" in checks[-1]["message"], checks[-1]
+    code, checks = await doctor(*asked, "--adapter", "unknown")
+    assert "no request to this engine has used an adapter 'unknown'" in checks[-1]["message"], checks[-1]
 
-    # More than the store holds, and the engine's own cache emptied.
+    # More than the store holds, and the engine's prefix cache emptied.
     for number in range(4):
         await driver.ask(first, random_tokens(seeded(f"doctor {number}"), 1000), 1)
     await driver.until_idle(first)

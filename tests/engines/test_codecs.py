@@ -1,7 +1,7 @@
 """Every lossy codec on real engines: what comes back from the store is near, in as few bytes as the codec promises.
 
 In bfloat16, as codecs want it. An engine's answers are compared with its own, computed: the demo model must recall the
-codes that it was told, and logprobs of Python source stay within what the codec was measured to do. Two codecs are
+codes in its prompt, and logprobs of Python source stay within what the codec was measured to do. Two codecs are
 part of a normal run; the others are ``slow``.
 """
 
@@ -98,7 +98,7 @@ class Engines:
         self.table: list[str] = []  # what was measured
 
     def have(self, *names: str) -> list[Engine]:
-        """Running; those that do not are started side by side, and whoever is not named ends."""
+        """Running; those that do not are started side by side, and engines that are not named end."""
         for name in names:
             if name not in self._made:
                 self._made[name] = self._make(name)
@@ -114,7 +114,7 @@ class Engines:
             "codec": codec,
             "wire_codec": codec,
             "load_policy": "always",
-            "store_write": "prompt",  # what D generates is only to be had from D
+            "store_write": "prompt",  # what the decode engine generates is only to be had from the decode engine
             "endpoint_port": free_port(),
         }
         if name != codec:
@@ -184,7 +184,7 @@ def source() -> str:
 
 
 class Talk:
-    """About so many tokens: codes told in five rounds, with a file to read after each."""
+    """About so many tokens: codes given in five rounds, with a file to read after each."""
 
     def __init__(self, rng: Random, tokens: int):
         nouns = rng.sample(NOUNS, 20)
@@ -286,7 +286,7 @@ async def test_codec_round_trip_is_near_and_smaller(kept: Kept, driver):
 
 @EACH
 async def test_codec_pool_holds_promised_number_of_blocks(kept: Kept, driver):
-    """More than fits into a small store, of which every page that can hold a block then does."""
+    """More than fits into a small store, whose pages are then all used, except those that hold no block."""
     store, rng = kept.store, seeded(f"room {kept.codec}")
     room = POOL_PAGES // kept.layout.pages
     with store.alone():
@@ -342,7 +342,7 @@ async def test_codec_flipped_bit_is_detected_and_block_stored_again(kept: Kept, 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param((Codec.RAW, FAST[0]), marks=pytest.mark.slow)])
 async def test_engines_with_different_codecs_share_no_blocks(engines, driver, names):
-    """Pulls between them are refused in words, nothing of the other is found in the store, and all is answered."""
+    """Pulls between them are refused with a reason, nothing of the other is found in the store, and all is answered."""
     both = engines.have(*names)
     rng, pages = seeded("other codecs"), sum(layout_of(name).pages for name in names)
     await asyncio.gather(*map(driver.reset, both))

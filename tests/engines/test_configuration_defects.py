@@ -67,7 +67,7 @@ def defects(plain, model_path, log_dir):
 @pytest.fixture
 async def driver(defects, plain):
     async with driving(plain, NodeDriver) as driver:
-        driver.node = Node(plain, plain, plain, defects.store, {})  # of which only the store is looked at here
+        driver.node = Node(plain, plain, plain, defects.store, {})  # only the store matters here
         yield driver
 
 
@@ -134,7 +134,7 @@ async def reset(engine: Engine) -> None:
 
 
 async def test_sliding_windows_kept_as_full_attention_are_loaded(defects, driver):
-    """vLLM has no hybrid groups beside such a connector; the model's windows are in the specs all the same."""
+    """vLLM has no hybrid groups beside such a connector; the model's windows are in the specs nevertheless."""
     rng, engine = seeded("windows"), defects.multi
     prompts = [random_tokens(rng, length) for length in (70, 200, 512)]
     cold = [await driver.ask(engine, prompt, 8, ASKED) for prompt in prompts]
@@ -168,7 +168,8 @@ async def test_failed_load_within_multi_connector_is_recomputed(defects, driver)
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reset", "pause"])
 async def test_reset_during_handoff_read_succeeds_and_recomputes(trio, driver_of_trio, pauses):
-    """P forgets what D is about to read, and fills its blocks anew; D finds that out by the checksums."""
+    """The prefill engine forgets what the decode engine is about to read, and fills its blocks anew; the decode engine
+    finds that out by the checksums."""
     driver, rng = driver_of_trio, random.Random(f"reset {pauses}")
     prompt, faults = random_tokens(rng, 400), trio.faults["FD"]
     held = faults.happened("hold_before")
@@ -187,7 +188,7 @@ async def test_reset_during_handoff_read_succeeds_and_recomputes(trio, driver_of
         await reset(trio.prefill)
     left = await driver.inspect(trio.prefill)
     assert (left.exports, left.free_blocks) == (0, left.blocks - 1)
-    for _ in range(2):  # more than all of P's blocks
+    for _ in range(2):  # more than all of the prefill engine's blocks
         await driver.ask(trio.prefill, random_tokens(rng, 2300), 1)
     faults.set()
     _, reply = await asked

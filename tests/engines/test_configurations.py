@@ -5,7 +5,7 @@ and resets in between. What they must be answered is what an engine without us a
 
     python -m pytest -m "slow or not slow" tests/engines/test_configurations.py
 
-The file is also a program: an engine in its own process, which is told by lines of JSON what to do.
+The file is also a program: an engine in its own process, which gets its commands as lines of JSON.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 import model_shapes
 import pytest
-from configurations import AXES, IN_PROCESS, Row, covering, excluded, in_words, write_adapter, write_eagle
+from configurations import AXES, IN_PROCESS, Row, covering, describe, excluded, write_adapter, write_eagle
 from engine_client import LOGPROB_TOLERANCE, random_tokens
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import NodeStore, runtime_dir, store_env, store_in
@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 class Answer(NamedTuple):
     choices: list[Choice]
     prompt_logprobs: list[float | None] | None
-    found: int  # tokens loaded or in vLLM's own cache, as our report says
+    found: int  # tokens loaded or in vLLM's prefix cache, as our report says
     pulled: int
 
 
@@ -172,8 +172,8 @@ class Child:
         watchdog.start()
         try:
             for line in self._process.stdout:
-                if line.startswith(b'{"told": '):
-                    return json.loads(line)["told"]
+                if line.startswith(b'{"answer": '):
+                    return json.loads(line)["answer"]
                 self._log.write(line)
         finally:
             watchdog.cancel()
@@ -319,7 +319,7 @@ class Running(NamedTuple):
         return got
 
     async def settled(self) -> None:
-        """vLLM's own cache is empty: no block is held. Without a loop, requests let time pass."""
+        """vLLM's prefix cache is empty: no block is held. Without a loop, requests let time pass."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not await self.engine.reset():
             assert time.monotonic() < deadline, "the prefix cache cannot be reset: blocks are held"
@@ -371,14 +371,14 @@ def running(request, makers: Makers, truths) -> Iterator[Running]:
             engine.kill()
 
 
-PARAMS = [pytest.param(row, id=in_words(row)) for row in QUICK]
-PARAMS += [pytest.param(row, id=in_words(row), marks=pytest.mark.slow) for row in ROWS if row not in QUICK]
+PARAMS = [pytest.param(row, id=describe(row)) for row in QUICK]
+PARAMS += [pytest.param(row, id=describe(row), marks=pytest.mark.slow) for row in ROWS if row not in QUICK]
 
 
 @pytest.mark.parametrize("running", PARAMS, indirect=True)
 async def test_configuration_answers_are_correct_and_hits_are_found(running: Running):
     row = running.row
-    asked = taken_by_vllm(row, requests(row, in_words(row)))
+    asked = taken_by_vllm(row, requests(row, describe(row)))
     first = await running.right(asked, "computed")
     for request, answer in zip(asked, first, strict=True):
         if request.name != "several":  # which share their prompt
@@ -449,7 +449,7 @@ async def reset_while_it_generates(running: Running) -> None:
 
 
 async def adapter_is_updated(running: Running, request: Request) -> None:
-    """Other weights under the same name and in the same place: KV of the earlier ones serves nobody."""
+    """Other weights under the same name and in the same place: KV of the earlier ones is not used."""
     [before] = await running.truth.ask([request])
     try:
         await load_adapter(running, 17)
@@ -462,7 +462,7 @@ async def adapter_is_updated(running: Running, request: Request) -> None:
 
 
 async def load_adapter(running: Running, seed: int) -> None:
-    """New weights in the adapter's own files, and both engines are told."""
+    """New weights in the adapter's own files, and both engines load them."""
     words = running.engine.engine.command
     folder = Path(next(word for word in words if word.startswith("one=")).partition("=")[2])
     write_adapter(folder, seed, Path(running.engine.engine.model))
@@ -473,7 +473,7 @@ async def load_adapter(running: Running, seed: int) -> None:
 
 
 async def nothing_left(running: Running) -> None:
-    """No block belongs to anything, and the store holds nothing for anybody."""
+    """No block belongs to anything, and the store holds nothing for any process."""
     await running.settled()
     with suppress(OSError, EOFError):  # no store was needed
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -627,7 +627,7 @@ def _program(how: str, argv: list[str]) -> None:
             answer = llm.reset_prefix_cache()
         else:
             answer = ask(order["bodies"])
-        print(json.dumps({"told": answer}), flush=True)
+        print(json.dumps({"answer": answer}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Greedy answers along P -> D -> P equal a single engine's, token for token, whatever happens in between."""
+"""Greedy answers along prefill, decode and prefill engine equal a single engine's, token for token, whatever happens in
+between."""
 
 import asyncio
 import random
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards")
 
 # Around one block, around several, tiny, and near the longest.
 LENGTHS = (1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 96, 200, 511, 512, 513, 1000, 2900)
-ANSWER = 70  # some answers fill blocks that only D has
+ANSWER = 70  # some answers fill blocks that only the decode engine has
 ROOM = MAX_LENGTH - ANSWER - 64
 
 
@@ -63,7 +64,7 @@ class TokenTalk:
 
 
 class Chat:
-    """A conversation as messages: codes are told, and asked for later."""
+    """A conversation as messages: codes are given, and asked for later."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.prompt, self.codes = rng, [SYSTEM], {}
@@ -98,7 +99,7 @@ class Chat:
 async def converse(driver: Driver, fleet: Fleet, rng: random.Random, tally: Tally) -> None:
     talk = rng.choice((TokenTalk, Chat))(rng)
     salt = {"cache_salt": f"tenant {rng.randrange(3)}"} if rng.random() < 0.3 else {}
-    known = None  # what D said last
+    known = None  # the decode engine's last params
     for _ in range(4):
         if not talk.say():
             return
@@ -106,7 +107,8 @@ async def converse(driver: Driver, fleet: Fleet, rng: random.Random, tally: Tall
             talk.edit()
             tally.edits += 1
         prompt = talk.prompt
-        # Routers differ in what they tell P: where to look, D's own params as they came, or nothing.
+        # Routers differ in what they tell the prefill engine: where to look, the decode engine's own params as they
+        # came, or nothing.
         told_p = rng.choice((with_sources(fleet.decode), known or PREFILL, PREFILL))
         if rng.random() < 0.25:
             await driver.disconnect(fleet.prefill, prompt, rng.uniform(0, 0.5), told_p)
@@ -149,10 +151,12 @@ def test_random_conversations_covered_aborts_edits_and_pulls(tally):
 
 
 async def test_preempted_pulled_requests_answer_correctly(fleet, driver):
-    """More long answers than D has blocks for: pulled requests lose their blocks and are computed again."""
+    """More long answers than the decode engine has blocks for: pulled requests lose their blocks and are computed
+    again."""
     rng = random.Random("preempted")
     before = await driver.metric(fleet.decode, "vllm:num_preemptions_total")
-    limit = asyncio.Semaphore(4)  # on the way through P, so that its hand-offs are not dropped for room
+    # On the way through the prefill engine, so that its hand-offs are not dropped for room
+    limit = asyncio.Semaphore(4)
 
     async def one(length: int):
         prompt = random_tokens(rng, length)
@@ -161,7 +165,8 @@ async def test_preempted_pulled_requests_answer_correctly(fleet, driver):
         return prompt, await driver.ask(fleet.decode, prompt, 150, first.params)
 
     lengths = [640, 641, 671, 672, 673, 700, 704, 640]
-    for _ in range(3):  # whether they meet in D, so that it runs out of blocks, is a matter of milliseconds
+    # Whether they meet in the decode engine, so that it runs out of blocks, is a matter of milliseconds
+    for _ in range(3):
         leaving = [driver.disconnect(fleet.decode, random_tokens(rng, 300), rng.uniform(0.5, 2.0)) for _ in range(2)]
         *answers, _, _ = await asyncio.gather(*map(one, lengths), *leaving)
         if await driver.metric(fleet.decode, "vllm:num_preemptions_total") > before:
@@ -187,7 +192,7 @@ async def test_prefill_engine_pulls_evicted_prefix_from_decode_engine(fleet, dri
 
 @pytest.mark.parametrize("change", ["edit", "strip", "reorder"])
 async def test_changed_history_pulls_only_common_prefix(fleet, driver, change):
-    """P takes from D what is still the same, and not one block more."""
+    """The prefill engine takes from the decode engine what is still the same, and not one block more."""
     rng = random.Random(f"history {change}")
     turns = [random_tokens(rng, 96) for _ in range(4)]
     await driver.ask(fleet.decode, sum(turns, []), 8)

@@ -1,8 +1,8 @@
 """The guides' commands, run on real engines: what can be copied from a page does what the page says.
 
-Five engine starts: one for host memory, disk and S3 together (each with a store of its own), P and D on one node, P and
-D in two network namespaces. Slow, one more: two data-parallel ranks behind one server. docs_running says what is
-changed in a command before it is run.
+Five engine starts: one for host memory, disk and S3 together (each with a store of its own), prefill and decode engines
+on one node, a prefill and a decode engine in two network namespaces. Slow, one more: two data-parallel ranks behind one
+server. docs_running says what is changed in a command before it is run.
 """
 
 import json
@@ -121,7 +121,7 @@ def test_docs_data_parallel_commands_run(model_path, log_dir, tmp_path):
 
 
 def test_docs_every_guide_with_commands_is_run(root):
-    """And none has commands that are run by nobody."""
+    """And each command is run by a test."""
     text = Path(__file__).read_text("utf-8")
     run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "objects", "mooncake"}
     assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run

@@ -1,5 +1,5 @@
-"""P and D of unequal tensor parallel size: hand-offs and conversations both ways, by each path, with deaths and flipped
-bits. Equal answers, and nothing leaks.
+"""Prefill and decode engines of unequal tensor parallel size: hand-offs and conversations both ways, by each path, with
+deaths and flipped bits. Equal answers, and nothing leaks.
 
 Not part of a normal run (``-m slow``): two ranks more than there are cores.
 """
@@ -93,7 +93,8 @@ async def test_handoff_and_next_turn_between_unequal_sizes(shapes):
         for length in LENGTHS:
             prompt = random_tokens(random.Random(f"{p.name} {length}"), length)
             answer = await handed_off(driver, p, d, prompt)
-            # The next turn: P pulls what D generated, and what it has of the prompt by then.
+            # The next turn: the prefill engine pulls what the decode engine generated, and what it has of the prompt by
+            # then.
             longer = prompt + answer + random_tokens(random.Random(length), 30)
             reply = await driver.prefill(p, longer, with_sources(d))
             held = (len(prompt) + len(answer) - 1) // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""What only an engine with a device does: it sleeps. And how it is preempted and told to forget, with the node store.
+"""What only an engine with a device does: it sleeps. And how it is preempted and asked to forget, with the node store.
 
     KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_gpu_node.py
 

@@ -75,12 +75,12 @@ class Load(NodeDriver):
         return reply
 
     def salt(self) -> str:
-        """Of which nobody has any KV."""
+        """No engine or store has KV of these."""
         self.salts += 1
         return f"salt {self.salts}"
 
     async def in_store(self, prompts) -> None:
-        """The store has these, the engine's own cache has not."""
+        """The store has these, the engine's prefix cache has not."""
         for prompt in prompts:
             if (await self.query(self.raising, prompt)).stored < len(prompt) // BLOCK * BLOCK:
                 await self.right(prompt, 1)
@@ -227,7 +227,7 @@ class Load(NodeDriver):
             return not any(c.leases + c.reservations for c in self.counts.clients)
 
         try:
-            await self.until(quiet, 3, "the store lends nothing")
+            await self.until(quiet, 3, "the store has no leases")
         except AssertionError:
             raise AssertionError(f"leases or reservations: {self.counts.clients}") from None
 

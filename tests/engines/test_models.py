@@ -1,16 +1,16 @@
-"""P and D pull from each other whatever the KV cache is made of: full attention, windows, MLA, fp8.
+"""Prefill and decode engines pull from each other, for each kind of KV cache: full attention, windows, MLA, fp8.
 
 Also for machines with GPUs, where more of it can start:
 
-    KVTIER_TEST_GPUS=0,1 python -m pytest tests/engines/test_models.py      (P on device 0, D on device 1)
+    KVTIER_TEST_GPUS=0,1 python -m pytest tests/engines/test_models.py      (prefill on device 0, decode on 1)
 
-The truth is one engine's own decoding. P answers x with tokens t1, t2, ...; then D is asked for x + [t1] with P's
-prefill of it, pulls x and computes t1 in a decode step, exactly as P did, so it must say t2, ... with the same
-logprobs.
+The truth is one engine's own decoding. The prefill engine answers x with tokens t1, t2, ...; then the decode engine is
+asked for x + [t1] with the prefill engine's prefill of it, pulls x and computes t1 in a decode step, exactly as the
+prefill engine did, so it must say t2, ... with the same logprobs.
 
 Except for MLA on CPUs. There vLLM 0.32 by itself gives the same token of the same prompt logprobs that differ by up to
 0.8, in float32, when the prompt is a few tokens longer. What stays the same is the same prompt's prefill, so there the
-truth is another pull of it, into other blocks, and that other KV makes D answer otherwise.
+truth is another pull of it, into other blocks, and that other KV makes the decode engine answer otherwise.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=PARAMS)
 def pair(request, model_path, log_dir):
-    """P and D of one kind; skipped where vLLM itself cannot start it, with its own words."""
+    """Prefill and decode engines of one kind; skipped where vLLM itself cannot start it, with its own words."""
     case = CASES[request.param]
     model = model_shapes.write(case.shape, log_dir / "models" / case.shape.name, model_path)
 
@@ -143,7 +143,8 @@ def _off(got: Reply, tokens: list[int], logprobs: list[float], tolerance: float)
 
 
 async def _hand_off(driver: Driver, pair: Pair, prompt: list[int]) -> tuple[Reply, float]:
-    """D's answer to ``prompt`` and P's first token on it, and how far its logprobs are from the truth."""
+    """The decode engine's answer to ``prompt`` and the prefill engine's first token on it, and how far its logprobs are
+    from the truth."""
     own = await driver.ask(pair.prefill, prompt, 1 + ANSWER)
     whole = prompt + own.tokens[:1]
     _, reply = await driver.hand_off(pair.prefill, pair.decode, whole, ANSWER)
@@ -177,7 +178,7 @@ async def test_prefill_of_any_length_is_pulled(pair, driver):
 
 @_with_driver
 async def test_different_kv_changes_the_answer(pair, driver):
-    """Or all the rest proves nothing: D computes the same last token both times, on other KV."""
+    """Or all the rest proves nothing: the decode engine computes the same last token both times, on other KV."""
     rng = random.Random(2)
     for at in (0, 150):
         off = 0.0
@@ -205,10 +206,12 @@ async def test_concurrent_prefills_are_pulled(pair, driver):
 
 @_with_driver
 async def test_next_turn_is_pulled_back_from_decode_engine(pair, driver):
-    """P lacks what D generated, and asks D for it by hash; D then needs only what is new."""
+    """The prefill engine lacks what the decode engine generated, and asks the decode engine for it by hash; the decode
+    engine then needs only what is new."""
     block = await _block(driver, pair.prefill)
     rng = random.Random(4)
-    # Answers that end a little behind a whole block; much further, and vLLM has given up what P's window reaches.
+    # Answers that end a little behind a whole block; much further, and vLLM has given up what the prefill engine's
+    # window reaches.
     for salt, length in (("a", 5 * block + 3), ("b", 5 * block + 10)):
         prompt = random_tokens(rng, length)
         first, answer = await driver.hand_off(pair.prefill, pair.decode, prompt, 3 * block, cache_salt=salt)
@@ -224,7 +227,8 @@ async def test_next_turn_is_pulled_back_from_decode_engine(pair, driver):
             assert second.pulled == 0, "P's model cannot go on from a prefix, and would answer without it"
         reply = await driver.ask(pair.decode, longer, ANSWER, second.params, cache_salt=salt)
         assert reply.pulled > 0
-        # Under another salt nothing is shared: computed from scratch, by a prefill where D made a decode step.
+        # Under another salt nothing is shared: computed from scratch, by a prefill where the decode engine made a
+        # decode step.
         own = await driver.ask(pair.prefill, longer, ANSWER, cache_salt=f"fresh {salt}")
         rounding = pair.case.tolerance if pair.case.itemsize == 4 else 1.0
         assert _off(second, own.tokens[:1], own.logprobs[:1], rounding) <= rounding

@@ -74,8 +74,8 @@ async def test_two_engines_share_one_store(node: Node, nodes):
 
 
 async def test_kv_events_of_each_engine_name_loadable_blocks(node: Node, nodes):
-    """Also what the other one stored: a router that asks who has a prompt finds both right, and right no longer when it
-    is gone."""
+    """Also what the other one stored: a router that asks which engine has a prompt finds both right, and right no
+    longer when it is gone."""
     prompt = random_tokens(seeded("events"), 500)
     tokens = expected(len(prompt))
     with Follower(events_of(node.store, "A")) as first, Follower(events_of(node.store, "B")) as second:
@@ -96,7 +96,8 @@ async def test_kv_events_of_each_engine_name_loadable_blocks(node: Node, nodes):
 
         await nodes.until(all_of_it, 20, "and nothing else than what is stored")
         assert not second.prefix(prompt).get("GPU"), "that would be the other's"
-        # vLLM forgets its own cache; what is in the store stays published, also to who takes that for the end of all.
+        # vLLM forgets its prefix cache; what is in the store stays published, also to readers that take the reset for
+        # the end of all.
         await nodes.reset(node.first)
         await nodes.until(lambda: both(tokens), 20, "still there")
         await asyncio.to_thread(node.store.clear)
@@ -129,7 +130,7 @@ async def test_working_set_of_three_times_gpu_cache_loads_from_store(node: Node,
         assert found == expected(len(prompt)) or (at_once > 1 and found >= len(prompt) / 2), reply.report
     assert loaded >= (0.9 if at_once == 1 else 0.7) * sum(map(len, prompts))
     print(f"\n{at_once} at once: {cold_seconds:.2f} s computed, {warm_seconds:.2f} s from the store ({loaded} tokens)")
-    # The other engine never saw them, and finds them all the same.
+    # The other engine never saw them, and finds them nevertheless.
     other, other_seconds = await several(nodes, node.second, prompts, at_once)
     assert sum(reply.pulled for reply in other) >= 0.3 * loaded, [reply.report for reply in other]
     print(f"{other_seconds:.2f} s on the other engine")
@@ -314,7 +315,7 @@ async def test_handoff_is_pulled_although_store_has_it(node: Node, nodes):
 
 
 async def test_external_reset_hides_own_blocks_until_restart(node: Node, nodes):
-    """A is told to forget: its old blocks are not its own any more, while B keeps them. A new A has them again."""
+    """A is asked to forget: its old blocks are not its own any more, while B keeps them. A new A has them again."""
     with Follower(events_of(node.store, "A")) as follower:
         await nodes.until_heard(node.first, follower)
         await reset_then_restart(node, nodes, follower)
@@ -355,7 +356,8 @@ async def reset_then_restart(node: Node, nodes: NodeDriver, follower: Follower) 
     await nodes.uses_store(node.first)
     assert (await nodes.inspect(node.first)).store == counts.instance
     await nodes.until_heard(node.first, follower)
-    await nodes.reset(node.first)  # says again what the store told it: that may have been published before it was heard
+    # Publishes again what the store has: that may have been published before it was received
+    await nodes.reset(node.first)
     await publishes(prompt, expected(500))
     assert (await nodes.asked(node.first, prompt)).pulled == expected(500), "a restarted engine's cache is warm"
 

@@ -72,7 +72,7 @@ class Pair(NamedTuple):
 class Pairs(NamedTuple):
     store: NodeStore
     by_name: dict[str, Pair]
-    failed: dict[Engine, str]  # engines that did not start, and what they said
+    failed: dict[Engine, str]  # engines that did not start, and their last output
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def pair(request, pairs: Pairs) -> Pair:
 @pytest.fixture
 async def kinds(plain, pairs: Pairs):
     async with driving(plain, NodeDriver) as driver:
-        driver.node = Node(plain, plain, plain, pairs.store, {})  # of which only the store is looked at here
+        driver.node = Node(plain, plain, plain, pairs.store, {})  # only the store matters here
         yield driver
 
 
@@ -236,7 +236,7 @@ async def test_stored_kv_answers_equal_computed(kinds, pair: Pair):
 
 
 async def test_different_kv_changes_the_answer(kinds, pair: Pair):
-    """Or the rest proves nothing: a rotten beginning that nobody checked would be seen in the answer."""
+    """Or the rest proves nothing: a corrupt beginning that was not verified would be seen in the answer."""
     rng = seeded(f"otherwise {pair.engine.name}")
     tail = random_tokens(rng, 12)
     differ = []

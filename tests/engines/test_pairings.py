@@ -1,4 +1,5 @@
-"""P and D that are not set up alike: what works together does, what does not is refused in words and computed.
+"""Prefill and decode engines that are not set up alike: what works together does, what does not is refused with a
+reason and computed.
 
 Not part of a normal run (``-m slow``): nine engines, the most that start in a few minutes on two cores.
 """
@@ -38,14 +39,14 @@ def make_engines(model_path, log_dir):
 
 @pytest.fixture(scope="module")
 def ranks(make_engines):
-    """P and D of two ranks each, and a P of one."""
+    """Prefill and decode engines of two ranks each, and a prefill engine of one."""
     two = {"tensor_parallel": 2}
     return make_engines(P2=dict(two), D2=dict(two), P1={})
 
 
 @pytest.fixture(scope="module")
 def buffers(make_engines):
-    """P and D with host buffers, D without."""
+    """Prefill and decode engines with host buffers, the decode engine without."""
     always = {"extra": {"host_buffer": "always"}}
     return make_engines(PH=dict(always), DH=dict(always), D={})
 
@@ -58,7 +59,7 @@ def sizes(make_engines, request):
 
 
 async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) -> tuple[list[int], Reply]:
-    """A hand-off that is pulled whole and answered as P itself answers."""
+    """A hand-off that is pulled whole and answered as the prefill engine itself answers."""
     prompt = random_tokens(random.Random(seed), length)
     _, reply = await driver.hand_off(p, d, prompt, 40)
     assert (reply.pulled, reply.report["pulled_from"]) == (length, p.kv_address), reply.report
@@ -69,7 +70,7 @@ async def _pulled(driver: Driver, p: Engine, d: Engine, length: int, seed: int) 
 async def _pulled_back(
     driver: Driver, p: Engine, d: Engine, prompt: list[int], answer: list[int], block: int = 32
 ) -> None:
-    """The next turn, of which P pulls what D generated: whole blocks of D."""
+    """In the next turn the prefill engine pulls what the decode engine generated: whole blocks of it."""
     longer = prompt + answer + random_tokens(random.Random(len(prompt)), 30)
     reply = await driver.prefill(p, longer, with_sources(d))
     held = (len(prompt) + len(answer) - 1) // block * block

@@ -59,7 +59,7 @@ class Ranks(NodeDriver):
         return reply
 
     async def acquainted(self) -> None:
-        """Every engine has fetched from another: mapped, and in company."""
+        """Every engine has fetched from another: mapped, with other engines present."""
         for n, engine in enumerate(self.engines):
             other = self.engines[n - 1]
 
@@ -141,11 +141,11 @@ async def test_peer_fetch_copies_prefix_without_recompute(ranks):
         reply = await ranks.from_gpu(reader, prompt)
         expected = length // BLOCK * BLOCK
         assert reply.pulled == expected and await ranks.fetched(reader) - before == expected
-        # And what the reader has it lends again.
+        # And what the reader has it leases again.
         longer = prompt + random_tokens(rng, 100)
         await ranks.asked(reader, longer)
         back = await ranks.from_gpu(source, longer)
-        assert back.report["local_tokens"] >= length // BLOCK * BLOCK, "its own cache comes first"
+        assert back.report["local_tokens"] >= length // BLOCK * BLOCK, "its prefix cache comes first"
 
 
 async def test_peer_fetch_common_prefix_is_computed_once_on_node(ranks):
@@ -165,7 +165,7 @@ async def test_peer_fetch_common_prefix_is_computed_once_on_node(ranks):
 
 
 async def test_peer_fetch_of_many_requests_while_sources_evict(ranks):
-    """More than the caches hold: whatever is lent is being pushed out all the time."""
+    """More than the caches hold: whatever is leased is being pushed out all the time."""
     rng = random.Random("pressure")
     beginnings = [random_tokens(rng, rng.randrange(10, 30) * BLOCK) for _ in range(8)]
     prompts = [rng.choice(beginnings) + random_tokens(rng, rng.randrange(1, 400)) for _ in range(32)]

@@ -10,7 +10,7 @@ from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, group_members
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
-SMALL = 24  # blocks of the engine's own cache: two of the prompts below
+SMALL = 24  # blocks of the engine's prefix cache: two of the prompts below
 PROMPTS = [[300 + (i * k) % 1500 for i in range(10 * BLOCK)] for k in (1, 7, 11)]
 
 
@@ -41,7 +41,7 @@ def test_missing_feature_is_disabled_and_missing_requirement_stops_start(lacking
     with pytest.raises(ServiceFailed, match="cannot work with vLLM .*block pool: a test took it away"):
         pool.wait_ready()
     assert not group_members(pool.pid)
-    for prompt in PROMPTS * 3:  # each is gone from the engine's own cache when it is asked for again
+    for prompt in PROMPTS * 3:  # each is gone from the engine's prefix cache when it is asked for again
         truth = complete(single.base_url, prompt, max_tokens=4)
         assert complete(idle.base_url, prompt, max_tokens=4).token_ids == truth.token_ids
     assert prompt_tokens(idle.base_url).pulled > 0, "nothing was loaded from the node store"

@@ -1,4 +1,4 @@
-"""What is pulled, what is not, and that the other side is told at once."""
+"""What is pulled, what is not, and that the other engine learns it at once."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothin
 
 @pytest.mark.parametrize("length", [17, 31, 32, 33, 63, 64, 65, 300, 1024, 1025, 3001])
 async def test_prefill_is_pulled_including_partial_last_block(fleet, driver, length):
-    """Partial last block included: all that is left to D is the last token, which samples."""
+    """Partial last block included: all that is left to the decode engine is the last token, which samples."""
     prompt = random_tokens(random.Random(f"whole {length}"), length)
     before = await driver.sources(fleet.decode)
     first, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt)
@@ -39,7 +39,8 @@ async def test_pulled_chat_recalls_fact(fleet, driver):
 
 @pytest.mark.parametrize("hint", ["sources", "params", "none"])
 async def test_prefill_engine_pulls_conversation_from_decode_engine(fleet, driver, hint):
-    """By what a router tells, by D's own params, or because D pulled this chain from P before."""
+    """By what a router tells, by the decode engine's own params, or because the decode engine pulled this chain from
+    the prefill engine before."""
     rng = random.Random(f"back {hint}")
     prompt = random_tokens(rng, 70)
     _, reply = await driver.hand_off(fleet.prefill, fleet.decode, prompt, 100)
@@ -90,7 +91,7 @@ async def test_other_cache_salt_pulls_nothing(fleet, driver):
     assert thief.report["local_tokens"] == unsalted.report["local_tokens"] == 0
     owner = await driver.ask(fleet.decode, prompt, params=first.params, cache_salt="a")
     assert owner.pulled == 200
-    # The other way, by hash. P has the first 192 tokens of tenant a itself.
+    # The other way, by hash. The prefill engine has the first 192 tokens of tenant a itself.
     longer = [*prompt, *random_tokens(rng, 100)]
     await driver.ask(fleet.decode, longer, cache_salt="a")
     for salt, local, pulled in (("c", 0, 0), ("a", 192, 96)):
@@ -138,7 +139,8 @@ async def test_prompt_logprobs_request_skips_the_pull(fleet, driver):
 
 @pytest.mark.parametrize("busy", [False, True])
 async def test_client_leaving_releases_export_at_once(fleet, driver, busy):
-    """Whether D was reading, was still asking, or had not even looked at the request behind a long prefill."""
+    """Whether the decode engine was reading, was still asking, or had not even looked at the request behind a long
+    prefill."""
     rng = random.Random(f"abort {busy}")
     for after in (0.1, 0.2, 0.35):
         prompt = random_tokens(rng, 400)

@@ -72,7 +72,7 @@ def new_key(file: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def node(model_path, log_dir, plain) -> Iterator[Nodes]:
-    """Tests leave it as they found it: engines running, and a store serving that lends."""
+    """Tests leave it as they found it: engines running, and a store serving that leases."""
     with runtime_dir() as folder:
         key, address, store = new_key(folder / "cluster.key"), f"127.0.0.1:{free_port()}", store_in(folder)
         serve = [f"--size={STORE_SIZE}", f"--node-listen={address}", f"--cluster-key-file={key}"]
@@ -102,7 +102,7 @@ def whole(prompt: list[int]) -> int:
 
 
 async def test_blocks_of_another_node_are_loaded_not_computed(node, nodes):
-    """Prompts around the ends of blocks; then two that begin alike, and one that nobody has."""
+    """Prompts around the ends of blocks; then two that begin alike, and one that no store has."""
     rng = seeded("far lengths")
     prompts = [random_tokens(rng, length) for length in (32, 33, 257, 1100, 2048)]
     await nodes.filled(*prompts)
@@ -176,7 +176,7 @@ async def test_remote_store_killed_during_load_recomputes_and_is_used_again(node
 
 
 async def test_remote_store_hung_during_load_recomputes_and_is_used_again(node, nodes):
-    """Nobody waits longer than a read may stand still; what arrives when it goes on harms nobody."""
+    """No request waits longer than a read may stand still; what arrives when it goes on does no harm."""
     rng = seeded("far hangs")
     prompts = [random_tokens(rng, 1100) for _ in range(4)]
     await nodes.filled(*prompts)

@@ -143,7 +143,8 @@ async def test_vllm_multi_turn_proxy_works_unchanged(fleet, driver, http):
 
 
 async def test_streamed_answers_carry_kv_transfer_params_where_vllm_supports_it(fleet, driver, http):
-    """vLLM 0.33 can. Before, P still finds D's part by hash: D told P where it is when it pulled."""
+    """vLLM 0.33 can. Before, the prefill engine still finds the decode engine's part by hash: the decode engine sent
+    its address when it pulled."""
     rng = random.Random("streamed")
     prompt = random_tokens(rng, 70)
     request_id, body = str(uuid.uuid4()), request_for(prompt, 80)

@@ -1,12 +1,13 @@
-"""P and D sleep and wake: what they had is forgotten, nothing reads memory that is gone, and then all goes on.
+"""Prefill and decode engines sleep and wake: what they had is forgotten, nothing reads memory that is gone, and then
+all goes on.
 
 On a GPU (vLLM 0.33 tells its connector; before, its workers' methods are followed), all three engines on one device,
 about a minute:
 
     KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_sleep.py
 
-On a CPU a worker of the tests' own stands for vLLM's. P is ``kv_producer`` and D ``kv_consumer``, each on a node of
-its own: what one has of the other comes through NIXL.
+On a CPU a worker of the tests' own stands for vLLM's. The prefill engine is ``kv_producer`` and the decode engine
+``kv_consumer``, each on a node of its own: what one has of the other comes through NIXL.
 """
 
 import asyncio
@@ -81,13 +82,13 @@ class PairDriver(NodeDriver):
         return await self.right(await self.ask(engine, prompt, count, ASKED), prompt)
 
     async def handed_off(self, prompt: list[int], count: int = 8) -> Reply:
-        """P computes it, D pulls all of it and answers right."""
+        """The prefill engine computes it, the decode engine pulls all of it and answers right."""
         first, reply = await self.hand_off(self.pair.prefill, self.pair.decode, prompt, count)
         assert reply.pulled == len(prompt), (first.report, reply.report)
         return await self.right(reply, prompt)
 
     async def given_back(self, prompt: list[int], answer: Reply, rng: random.Random) -> None:
-        """The conversation goes on: P pulls the answer from D."""
+        """The conversation goes on: the prefill engine pulls the answer from the decode engine."""
         longer = [*prompt, *answer.tokens, *random_tokens(rng, 40)]
         first = await self.prefill(self.pair.prefill, longer, with_sources(self.pair.decode))
         held = (len(prompt) + len(answer.tokens) - 1) // BLOCK * BLOCK
@@ -95,7 +96,7 @@ class PairDriver(NodeDriver):
         await self.right(first, longer)
 
     async def stored_and_loaded(self, engine: Engine, prompt: list[int]) -> None:
-        """From the node store, when vLLM's own cache has forgotten."""
+        """From the node store, when vLLM's prefix cache has forgotten."""
         self.node = self.pair.nodes[engine.name]
         whole = len(prompt) // BLOCK * BLOCK
         await self.asked_right(engine, prompt)
@@ -120,7 +121,7 @@ class PairDriver(NodeDriver):
             return await self.lives(engine) > before
 
         await self.until(back, 20, f"{engine.name} is set up again")
-        await asyncio.sleep(DOWN_PAUSE)  # for so long it is not asked by whoever found it asleep
+        await asyncio.sleep(DOWN_PAUSE)  # for so long it is not asked by engines that found it asleep
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ async def test_sleep_during_pull_and_load_answers_correctly_afterwards(both):
         await asyncio.wait(asked, timeout=rng.choice((0.0, 0.01, 0.03)))
         await both.post(sleeper, "sleep", level=1)
         await both.wake(sleeper)
-        replies = await asyncio.gather(*asked, return_exceptions=True)  # D's own are aborted
+        replies = await asyncio.gather(*asked, return_exceptions=True)  # the decode engine's own are aborted
         for prompt, reply in zip(prompts, replies, strict=True):
             if isinstance(reply, Reply) and len(reply.tokens) == 30:
                 await both.right(reply, prompt)
@@ -220,7 +221,7 @@ async def test_aborted_requests_on_producer_keep_other_answers_correct(both):
     await asyncio.gather(*leaving)
     for prompt, reply in zip(stay, replies, strict=True):
         await both.right(reply, prompt)
-    # What a request that left had brought is in P's own cache.
+    # What a request that left had brought is in the prefill engine's prefix cache.
     brought = [reply.pulled + reply.report["local_tokens"] for reply in replies]
     assert all(count > 0 for count in brought[:5]), [reply.report for reply in replies]
 
@@ -228,7 +229,7 @@ async def test_aborted_requests_on_producer_keep_other_answers_correct(both):
 @pytest.mark.skipif(bool(GPUS), reason="a GPU's weights are gone then, and a trainer's to bring back")
 async def test_prefill_engine_after_sleep_level_2_shares_nothing(both):
     """The last of this module: what they are afterwards has no name, unless the option ``model_fingerprint`` gives one.
-    The tests' worker keeps them, so that it can be told whether an answer is right."""
+    The tests' worker keeps them, so that it is known whether an answer is right."""
     p, d, rng = both.pair.prefill, both.pair.decode, seeded("level 2")
     prompt = random_tokens(rng, 300)
     answer = await both.handed_off(prompt, 70)

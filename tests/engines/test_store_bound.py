@@ -9,7 +9,7 @@ from node_fixtures import OPTIONS, NodeDriver, runtime_dir, seeded, store_env
 
 
 async def test_store_inflight_limit_stores_all_blocks_of_a_burst(make_engine, plain):
-    """Six of 16 blocks each in large steps, of which 14 may be pinned at a time. The engine idles when they have ended:
+    """Six of 16 blocks each in large steps; 14 may be pinned at a time. The engine idles when they have ended:
     what found no room goes from vLLM's prefix cache."""
     prompts = [random_tokens(seeded(f"bound {n}"), 16 * 32 + 5) for n in range(6)]
     flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--max-num-batched-tokens", "4096")}

@@ -37,7 +37,8 @@ async def kept(nodes: NodeDriver, memory: Memory, prompt: list[int]) -> list[lis
 
 
 def spoil(memory: Memory, slot: list[int]) -> None:
-    """Other numbers, that change every answer: one flipped bit is noticed too, but who computes on it may be lucky."""
+    """Other numbers, that change every answer: one flipped bit is noticed too, but an answer computed on it may still
+    be right."""
     numbers = np.random.default_rng(slot[0]).standard_normal((SLOT_PAGES - 1, PAGE // 4), np.float32)
     memory.pages[slot[:-1]] = 3 * numbers.view(np.uint8)
 

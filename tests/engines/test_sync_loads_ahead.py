@@ -1,7 +1,7 @@
 """Loads that a step waits for while the next step has been scheduled on top of it, as engines on GPUs do.
 
 vLLM schedules ahead on no CPU, although its CPU model runner can: so this file runs itself, in a process in which the
-platform is told otherwise, with the engine in that same process.
+platform is set otherwise, with the engine in that same process.
 """
 
 import json
@@ -71,7 +71,7 @@ class InProcess:
         return list(answer.outputs[0].token_ids)
 
     def settle(self, stored: float = 0) -> None:
-        """So many blocks in all have been stored, and nothing is in vLLM's own cache: resetting it cancels copies.
+        """So many blocks in all have been stored, and nothing is in vLLM's prefix cache: resetting it cancels copies.
 
         Without a loop, requests let time pass."""
         for i in range(600):
@@ -112,7 +112,7 @@ def main(model: str) -> None:
         numbers = np.random.default_rng(length).standard_normal((len(pages), memory.pages.shape[1] // 4), np.float32)
         memory.pages[pages] = 3 * numbers.view(np.uint8)
         told["bad"] = engine.verified(prompt, count, truth)
-        told["again"] = engine.verified(prompt, 24, truth)  # from vLLM's own cache
+        told["again"] = engine.verified(prompt, 24, truth)  # from vLLM's prefix cache
         print(json.dumps(told), flush=True)
     os._exit(0)
 

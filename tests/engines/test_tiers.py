@@ -1,5 +1,5 @@
 """Real engines over a store with a disk below its memory: what memory gave up comes back from there, and is right,
-whoever is killed meanwhile and whatever became of the disk."""
+also if a process is killed meanwhile or the disk fails."""
 
 import asyncio
 import os
@@ -110,13 +110,13 @@ async def test_kv_events_report_memory_and_disk_blocks(node, tiers):
             mine = counts.index.entries if memory else 0
             return follower.count("CPU") == mine and follower.count("STORAGE") == (await tiers.disk()).blocks
 
-        await tiers.until(same, 20, "what was published before is heard of no more: the store was emptied")
+        await tiers.until(same, 20, "what was published before is removed: the store was emptied")
         await tiers.kept(*prompts)
         await tiers.until(same, 20, "what is stored is published")
         for prompt in prompts:
             assert follower.prefix(prompt).items() >= {"CPU": whole(prompt), "STORAGE": whole(prompt)}.items()
             assert follower.prefix(prompt)["CPU"] == (await tiers.query(node.engine, prompt)).stored
-        await tiers.gone_from_memory(prompts[0])  # blocks of nobody's take its place
+        await tiers.gone_from_memory(prompts[0])  # blocks of other prompts take its place
         below = {"CPU": 0, "STORAGE": whole(prompts[0])}
         await tiers.until(lambda: tiers.says(follower, prompts[0], below), 20, "memory gave it up")
         by_source = "vllm:prompt_tokens_cached_by_source_total"
@@ -129,7 +129,8 @@ async def test_kv_events_report_memory_and_disk_blocks(node, tiers):
         await asyncio.to_thread(node.store.clear)
         await tiers.until(same, 20, "nothing is left")
         assert not follower.count("CPU") and not follower.count("STORAGE")
-        # A store that is killed takes its memory with it; the next one has the disk, of which it is told by and by.
+        # A store that is killed takes its memory with it; the next one has the disk, whose blocks are published one
+        # after the other.
         await tiers.kept(prompts[1])
         await tiers.until(lambda: tiers.says(follower, prompts[1], {"CPU": whole(prompts[1])}), 20, "stored again")
         await asyncio.to_thread(node.store.kill)
@@ -161,7 +162,7 @@ async def test_working_set_of_three_times_memory_loads_from_disk(node, tiers):
     for prompt, reply in zip(prompts, replies, strict=True):
         assert_same(reply, await tiers.truth(prompt), reply.report)
     found = sum(reply.pulled + reply.report["local_tokens"] for reply in replies)
-    assert found >= whole(prompts[0]), "some; the memory is too small for all at a time, and who has no room computes"
+    assert found >= whole(prompts[0]), "the memory is too small for all at a time, but not for some"
     print(f"\n{found} of {sum(map(len, prompts))} tokens found, nine at a time", end="")
 
 
@@ -172,7 +173,7 @@ async def test_tier_process_killed_while_reading_recomputes(node, tiers):
     await tiers.gone_from_memory(stopped, random)
     before = await tiers.disk()
     tier_process = await tiers.tier_process()
-    stop(tier_process)  # it has been told to read, and will not have
+    stop(tier_process)  # it has been asked to read, and will not
 
     async def kill() -> None:
         await tiers.in_flight(lambda counts: counts.index.reservations > 0)
@@ -201,9 +202,9 @@ async def test_tier_process_killed_while_writing_loses_only_these_blocks(node, t
     first = await tiers.disk()
     tier_process = await tiers.tier_process()
     stop(tier_process)
-    await tiers.asked(node.engine, before[1])  # is stored, and told to be written
+    await tiers.asked(node.engine, before[1])  # is stored, and asked to be written
     await tiers.stored(node.engine, before[1])
-    await asyncio.sleep(0.1)  # batches linger for 0.05 s
+    await asyncio.sleep(0.1)  # batches wait for 0.05 s
     os.kill(tier_process, signal.SIGKILL)
     second = await tiers.is_open_again(first)
 
@@ -223,10 +224,10 @@ async def test_tier_process_killed_while_writing_loses_only_these_blocks(node, t
         await tiers.asked(node.engine, prompt)
 
 
-@pytest.mark.parametrize("found_by", ["the engine", "the mover"])
+@pytest.mark.parametrize("found_by", ["the engine", "the tier process"])
 async def test_disk_damage_is_detected_and_block_not_read_again(node, tiers, found_by):
-    """One bit of one block: what precedes it is loaded, the rest computed, and the block never given again. The mover
-    looks at a sample of each block, the engine at every byte."""
+    """One bit of one block: what precedes it is loaded, the rest computed, and the block never given again. The tier
+    process looks at a sample of each block, the engine at every byte."""
     [prompt] = prompts_of(f"damage {found_by}", 1)
     rng, file = seeded(found_by), DataFile(node.disk)
     before = file.pages()
@@ -235,7 +236,7 @@ async def test_disk_damage_is_detected_and_block_not_read_again(node, tiers, fou
     # Nearly all: what was there before may have been the same, zeros above all.
     assert len(ours) > 0.9 * whole(prompt) // BLOCK * SLOT_PAGES, len(ours)
     # All of them are in the sample as well; of one it is not known, as it is not where a block begins.
-    damaged = ours if found_by == "the mover" else ours[len(ours) // 2 : len(ours) // 2 + 1]
+    damaged = ours if found_by == "the tier process" else ours[len(ours) // 2 : len(ours) // 2 + 1]
     file.flip(rng, damaged)
     await tiers.gone_from_memory(prompt)
     await tiers.flushed(node.engine)
@@ -293,7 +294,7 @@ def another_store(node: TieredNode, *options: str) -> Iterator[None]:
         finally:
             tier_process = tier_process_of(node.store.pid)
             node.store.kill()
-            eventually(lambda: not lives(tier_process), 10, "the mover ends with its store")
+            eventually(lambda: not lives(tier_process), 10, "the tier process ends with its store")
 
 
 async def test_disk_smaller_than_working_set_evicts_without_failure(node, tiers):
@@ -345,7 +346,7 @@ async def _opened(tiers: TierDriver) -> bool:
 
 
 async def test_queued_request_prefetches_its_blocks(node, tiers):
-    """Long answers fill the engine's cache; meanwhile the next request's blocks come up."""
+    """Long answers fill the engine's cache; meanwhile the next request's blocks are promoted."""
     [waiting], busy = prompts_of("queue", 1, 640), prompts_of("busy", 2, 1950)
     await tiers.kept(waiting)
     await tiers.gone_from_memory(waiting)

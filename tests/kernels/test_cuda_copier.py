@@ -95,7 +95,7 @@ def test_cuda_copier_round_trip_with_any_stream_order(store_choice, load_choice,
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("load", [False, True])
 def test_cuda_copier_failed_call_writes_nothing_after_it_raised(load, at):
-    """Its blocks are somebody else's then: a scatter that comes later would overwrite what is computed there."""
+    """Its blocks are another request's then: a scatter that comes later would overwrite what is computed there."""
     choice = Choice(way="staged", programs=2, warps=4, piece_bytes=1, ring=2, dma_streams=1)
     with faked(0) as world:
         view = make_view("cpu")

@@ -236,7 +236,7 @@ def test_peer_copy_of_more_rows_than_one_launch_runs_in_rounds(kernel_device):
 
 
 def test_peer_copy_without_checksums_marks_all_blocks_bad(kernel_device):
-    """For measurements: bytes come, nobody vouches for them."""
+    """For measurements: bytes arrive without verification."""
     source, target, parts = simple(kernel_device)
     pull = engines.pull([3, 4], [1, 2], [0, 0], [4, 4])
     expected, _ = engines.expect(target, {0: source[0]}, parts, [pull], target.data())

@@ -122,8 +122,8 @@ class Bench:
     def expected(self, jobs):
         data = self.target.data()
         for job in jobs:
-            ranks = {rank.number: rank for rank in self.sources[job.source]}
-            data, _ = engines.expect(self.target, ranks, self.parts(job.source), job.groups, data)
+            ranks = {rank.number: rank for rank in self.sources[job.instance]}
+            data, _ = engines.expect(self.target, ranks, self.parts(job.instance), job.groups, data)
         return data
 
 
@@ -158,7 +158,7 @@ def test_peer_cuda_copier_equals_reference_with_any_stream_order(seed, data):
         if everything and data.draw(st.booleans()):
             wrong = data.draw(st.sampled_from(everything))
             pull = jobs_of[wrong[0]][wrong[1]].groups[0]
-            bench.sources[jobs_of[wrong[0]][wrong[1]].source][1].poke(1, int(pull.remote[0]), 0, 0, 5)
+            bench.sources[jobs_of[wrong[0]][wrong[1]].instance][1].poke(1, int(pull.remote[0]), 0, 0, 5)
         expected = bench.expected([job for jobs in jobs_of for job in jobs])
         for name in bench.sources:
             bench.add(name)
@@ -285,7 +285,7 @@ def test_copy_of_no_blocks_ends_at_once_and_unread_group_is_bad():
 
 @pytest.mark.parametrize("at", ["launch", "record"])
 def test_peer_cuda_copier_failed_call_writes_nothing_after_it_raised(at):
-    """Its blocks are somebody else's then."""
+    """Its blocks are another request's then."""
     with faked() as world:
         bench = Bench(max_rows=8)  # two launches
         job = bench.job("a", [1, 2, 3], [3, 4, 5])

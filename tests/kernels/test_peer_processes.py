@@ -1,4 +1,4 @@
-"""Copies over CUDA IPC out of a process that serves, that overwrites what it lends, and that is killed.
+"""Copies over CUDA IPC out of a process that serves, that overwrites what it leases, and that is killed.
 
 On two GPUs where there are two, else both processes on one.
 """

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def halves(tmp_path):
-    """(who reads, who is read); a first pull has compiled, loaded and connected what is needed."""
+    """(reader, source); a first pull has compiled, loaded and connected what is needed."""
     pytest.importorskip("nixl")
     here, there = (Half(tmp_path, n, cache_of_numbers(16, n, "cuda")) for n in range(2))
     try:

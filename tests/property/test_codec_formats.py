@@ -1,4 +1,5 @@
-"""Codecs' references: how far numbers move, what a bad number does and to whom, sizes, and which codec a group gets."""
+"""Codecs' references: how far numbers move, what a bad number does and to which numbers, sizes, and which codec a group
+gets."""
 
 import msgspec
 import numpy as np

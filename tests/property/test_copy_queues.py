@@ -1,5 +1,5 @@
 """The offload engine with a copier that ends copies in any order, or fails: every order ends exactly once, nothing is
-in use after it ended, bounds hold, nobody starves, and nothing touches another store's memory."""
+in use after it ended, bounds hold, each order makes progress, and nothing touches another store's memory."""
 
 from collections import defaultdict
 
@@ -43,7 +43,7 @@ class FakeMemory:
         self.running, self.refuse, self.at_once, self.users, self.retired = [], False, False, 0, False
 
     def take(self):
-        if self.retired and not self.users:  # not asserted here: who takes it answers for what raises
+        if self.retired and not self.users:  # not asserted here: an exception would be the caller's
             self.wrong.append("taken after it was retired")
         self.users += 1
 
@@ -74,7 +74,7 @@ class FakeMemory:
 
 
 class Engine(RuleBasedStateMachine):
-    """Slots are numbered so that each names its order: a model of who is owed what needs nothing else."""
+    """Slots are numbered so that each names its order: the model needs nothing else."""
 
     @initialize()
     def start(self):

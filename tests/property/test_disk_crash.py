@@ -115,7 +115,7 @@ class Server:
         )
         self.asked: dict[int, tuple[list[m.Move], set[bytes], int]] = {}
         self.given_up: list[int] = []
-        self.given_names: set[bytes] = set()  # given up, and the mover does not know
+        self.given_names: set[bytes] = set()  # given up, and the tier process does not know
         self.told_names: set[bytes] = set()  # it does
         self.reads: dict[int, list[m.Move]] = {}
         self.last = 0
@@ -162,7 +162,7 @@ class Server:
             slot += pages
         self.given_up = []
         before = self.told_names | self.given_names
-        if self.rng.random() < 0.1:  # a server that forgets: the mover must not
+        if self.rng.random() < 0.1:  # a server that forgets: the tier process must not
             gone, before = [], set()
         else:
             self.told_names |= self.given_names
@@ -207,7 +207,7 @@ class Server:
     # -- what it hears ------------------------------------------------------------------------------------------
 
     def hear(self) -> bool:
-        """False: the mover wants to be opened again."""
+        """False: the tier process wants to be opened again."""
         said, self.loop.said = self.loop.said, []
         for message in said:
             assert isinstance(message, m.Moved)

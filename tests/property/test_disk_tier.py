@@ -1,9 +1,9 @@
 """The disk tier and what writes to it, against a plain model and a simulated disk that fails at any point.
 
-The disk does what its mover promises: step by step it journals what was given up, writes blocks, journals that they
-are there. Killed between any two steps it keeps what the journal says. What must hold: a journaled place holds the
-bytes of its name; what was said to be kept is found again, also by the next mover, unless it was given up; what was
-discarded or cleared is never found again; what is leased is not overwritten; answers come once.
+The disk does what its tier process promises: step by step it journals what was given up, writes blocks, journals that
+they are there. Killed between any two steps it keeps what the journal says. What must hold: a journaled place holds the
+bytes of its name; what was reported as kept is found again, also by the next tier process, unless it was given up; what
+was discarded or cleared is never found again; what is leased is not overwritten; answers come once.
 """
 
 import random
@@ -66,7 +66,7 @@ class Disk:
             self.bytes[page] = name_of(move)
 
     def put(self, move: m.Move) -> None:
-        assert move.namespace_id in self.namespaces, "the tier_process was not told of this space"
+        assert move.namespace_id in self.namespaces, "the tier process does not know this namespace"
         self.journal[move.position] = move
 
     def check(self) -> None:
@@ -99,10 +99,10 @@ class Tiers(RuleBasedStateMachine):
         self.tier.on_change = self.demotion.tiers_changed
         self.write_of_tier, self.tier.write = self.tier.write, self.write
         self.disk = Disk()
-        self.kept: dict[Name, int] = {}  # what the tier says it has, and where; of the mover's life
+        self.kept: dict[Name, int] = {}  # what the tier says it has, and where; of this tier process
         # Discarded or cleared, when so many messages had been sent; what is written later is another copy.
         self.forbidden: dict[Name, int] = {}
-        self.inbox = 0  # of what the mover was sent, so much was done
+        self.inbox = 0  # of what the tier process was sent, so much was done
         self.heard = 0  # and of so much the places given up were seen here
         self.finds: list = []  # (find, names)
         self.finds_of_old: list = []
@@ -134,7 +134,7 @@ class Tiers(RuleBasedStateMachine):
         self.write_of_tier(blocks, over)
 
     def given_up(self) -> None:
-        """What the mover was told is no longer there, is not said to be kept either; leased it was not."""
+        """What the tier process was asked to drop is not reported as kept either; it was not leased."""
         for message in self.tier_process.sent[self.heard :]:
             for position in getattr(message, "gone", []):
                 for name in [name for name, at in self.kept.items() if at == position]:
@@ -239,7 +239,7 @@ class Tiers(RuleBasedStateMachine):
             how()
         self.given_up()
 
-    # -- the mover's side ----------------------------------------------------------------------------------------
+    # -- the tier process's side -----------------------------------------------------------------------------------
 
     @precondition(lambda self: hasattr(self, "tier_process") and self.inbox < len(self.tier_process.sent))
     @rule(bad=st.sets(st.integers(0, 6)), fails=st.integers(0, 5), stays=st.integers(0, 3))
@@ -253,7 +253,7 @@ class Tiers(RuleBasedStateMachine):
         good = [fails > 0 or i not in bad for i in range(len(message.moves))]
         at = next(i for i, (asked, _) in enumerate(self.tier_process.asked) if asked is message)
         if isinstance(message, m.Write):
-            # Of blocks that failed some are there all the same: it was the journal's sync that failed.
+            # Of blocks that failed some are there nevertheless: it was the journal's sync that failed.
             there = [is_good or i % 2 for i, is_good in enumerate(good)]
             puts = [move for move, is_there in zip(message.moves, there, strict=True) if is_there]
             self.do_write(message, 3 if any(good) or stays != 1 else 0, puts)
@@ -336,7 +336,7 @@ class Tiers(RuleBasedStateMachine):
             busy = {name_of(b) for w in self.writes if not w["answers"] for b in w["blocks"]}
             lost = [name for name in self.kept if name not in here]
             evicted = {position for x in self.tier_process.sent[self.heard :] for position in getattr(x, "gone", [])}
-            assert all(self.kept[name] in evicted for name in lost), "said to be kept, and lost"
+            assert all(self.kept[name] in evicted for name in lost), "reported as kept, and lost"
             assert not (set(here) - busy) & set(self.forbidden), "discarded or cleared, and here again"
             self.kept = {name: position for name, position in here.items() if name not in busy}
         else:
@@ -384,7 +384,7 @@ TestTiers = Tiers.TestCase
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, phases=WITHOUT_SHRINKING, deadline=None)
 def test_disk_tier_random_operations_keep_invariants(seed):
-    """The machine's own rules in long walks; hypothesis alone seldom has the mover die at the right moment."""
+    """The machine's own rules in long walks; hypothesis alone seldom has the tier process die at the right moment."""
     rng = random.Random(seed)
     machine = Tiers()
     machine.start(shapes=rng.choice(SHAPES), how=rng.choice(["all", "all", "reuse"]))

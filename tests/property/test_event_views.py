@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         for wire in self.wires.values():
             wire.lose()
         self.start_store()
-        if keeps:  # the disk's content is found again, but nobody's labels
+        if keeps:  # the disk's content is found again, but without labels
             for old, new in zip(before, self.tiers, strict=True):
                 new.kept = old.kept
 
@@ -222,8 +222,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def settle(self):
-        """All that is under way arrives, and each engine publishes what it has to say. Nobody waits for a call that
-        does not come: who has something to say has woken the engine."""
+        """All that is under way arrives, and each engine publishes what it has to say. No engine waits for a call that
+        does not come: a store with something to publish has woken the engine."""
         busy = True
         while busy:
             self.run()
@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
                     self.publish_idle(number)
                     busy = True
         for number in ENGINES:
-            assert not self.events[number].take(1000), "nobody would have called for this"
+            assert not self.events[number].take(1000), "no call would have fetched this"
             self.check(number)
 
     def publish_idle(self, number):

@@ -1,4 +1,5 @@
-"""Exporter and ledger, following block tables that evolve like vLLM's: what is promised is in the checksum table.
+"""Exporter and checksum index, following block tables that evolve like vLLM's: what is promised is in the checksum
+table.
 
 The model keeps, a block and token slot, a *version*: every forward that writes a slot makes a new one, also when the
 same token is computed again, because another batch shape may give other bits. A worker's checksum is a snapshot of
@@ -114,7 +115,7 @@ class Engine:
         self.stretches = PrefillStretches(load.engine, lock, self.exporter, self.table)
         self.sent: dict[str, int] = {}  # of a prefill that is followed: tokens that its reader has
         self.stretched = 0
-        self.directory: set[int] = set()  # what the node store was told of us
+        self.directory: set[int] = set()  # what the node store knows of us
         self.loans: list[tuple[Lease, list[bytes]]] = []
         self.lent = 0
         if shared:
@@ -421,7 +422,7 @@ class Engine:
             for g, group in enumerate(lease.export.groups):
                 size = group.block_tokens
                 first = next(t for t in range(lease.start, lease.tokens) if needs(group.kind, lease.tokens, t))
-                assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not lent"
+                assert all(group.ids[first // size : lease.tokens // size]), "what a reader needs is not leased"
                 for place, block in enumerate(group.ids[lease.start // size :], lease.start // size):
                     if not block:
                         continue
@@ -517,7 +518,7 @@ def test_export_builder_random_operations_keep_invariants(groups, bidirectional,
 
 
 def test_export_builder_random_operations_grant_leases():
-    """The machine above does lend, from every kind of model."""
+    """The machine above does lease, from every kind of model."""
     for groups in GROUPS:
         lent = 0
         for seed in range(8):
@@ -564,7 +565,7 @@ class Alone:
         load = load_context(
             [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, config=config, keys=ContentKeys(5), pool=BlockPool(self.pool)
         )
-        self.exporter = ExportBuilder(load.engine, self.table, self.checksum_index)
+        self.engine, self.exporter = load.engine, ExportBuilder(load.engine, self.table, self.checksum_index)
         self.tables = BlockTables(
             cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE, self.checksum_index.forget, lambda t: True
         )
@@ -611,7 +612,22 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
     alone.table.clear()
     alone.exporter.drain()
     alone.add("other", [0] * HASH_BLOCK_SIZE)
-    assert alone.step(("other", [6])) == {5: HASH_BLOCK_SIZE}, "block 5 is nobody's yet, block 6 holds another content"
+    assert alone.step(("other", [6])) == {5: HASH_BLOCK_SIZE}, "block 5 is free, block 6 has other content"
+
+
+@pytest.mark.parametrize("name, exported", [("wanted", True), ("", True), ("x", False)])
+def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
+    """Its decode engine's client left before the first step."""
+    alone = Alone([1] * HASH_BLOCK_SIZE)
+    lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop(name)
+    own = {"kvtier": {"export_as": "x"}} if name else {}
+    alone.add("q", [2] * HASH_BLOCK_SIZE, {**PREFILL, **own})
+    alone.step(("q", [5]))
+    assert (alone.exporter.finished(alone.tracked["q"], ([5],)) is not None) == exported
+    alone.exporter.prefill_ended("x")
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop("x")
+    assert "x" not in alone.exporter.unwanted, "the name of an ended prefill is kept for nothing"
 
 
 def test_export_builder_resumed_prompt_has_one_checksum_per_block():

@@ -78,7 +78,7 @@ class Exports(RuleBasedStateMachine):
         self.ended: list[ModelExport] = []
         self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
         self.lent_at: dict[int, float] = {}
-        self.served: set[int] = set()  # lent blocks' leases that NIXL reads
+        self.served: set[int] = set()  # leased blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
         self.next_block = 1
         self.checksums_ready = -1
@@ -164,7 +164,7 @@ class Exports(RuleBasedStateMachine):
         kind=st.sampled_from(LEASED_ONCE),
     )
     def lend(self, who, blocks, served, kind):
-        """Of the prefix cache: one lease, with which it ends, and nobody else finds it."""
+        """Of the prefix cache: one lease, with which it ends, and no other finds it."""
         assert self.table.room(kind) == 20 - self.leased_blocks(kind)
         ids = list(range(self.next_block, self.next_block + blocks))
         self.next_block += blocks
@@ -291,7 +291,7 @@ class Exports(RuleBasedStateMachine):
             if expected < blocks:
                 expected += len(e.pinned)
                 self.end(e)
-        for lease_id, (e, *_) in list(self.model_leases.items()):  # what was lent long ago, oldest first
+        for lease_id, (e, *_) in list(self.model_leases.items()):  # what was leased long ago, oldest first
             late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - PEER_FETCH_SECONDS
             if e.export.kind in LEASED_ONCE and late and expected < blocks:
                 expected += len(e.pinned)
@@ -306,7 +306,7 @@ class Exports(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        """Nothing is held any more, whoever reads."""
+        """Nothing is held any more, by any reader."""
         self.clear()
         self.table.revoke(0.0)
         held = [e for e in self.ended if e.pinned]

@@ -309,6 +309,24 @@ def test_loads_that_follow_prefills_end_right(groups, seed):
     world.is_clean()
 
 
+def test_load_that_cannot_be_closed_is_closed_by_a_later_step(monkeypatch):
+    """Its next job raises, and so does the job that reports what is missing."""
+    world = World(GROUPS[0], 0)
+    while not world.source._following:
+        world.new_request()
+        for _ in range(4):
+            world.prefill_step()
+            world.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(world.source, "_next_job", lambda f: 1 / 0)
+        patched.setattr("vllm_kvtier.scheduler.sources.job_builder.failed_job", lambda *_: 1 / 0)
+        world.source.grown.append(next(iter(world.source._following)))
+        with pytest.raises(ZeroDivisionError):
+            world.matcher.collect_jobs()
+    world.run([world.step], [1], 1)
+    world.is_clean()
+
+
 def test_machine_above_reads_while_prefills_go_on():
     early = ended = 0
     for seed in range(6):

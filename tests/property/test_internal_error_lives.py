@@ -1,5 +1,5 @@
 """The random lives of ``test_store_lives``, while our functions raise at any place: all leases and loads balance, and
-whoever vLLM was told to wait for comes to an end."""
+each load that vLLM waits for comes to an end."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lives of an engine at random, each of which gives every block back; what is written, under what name, at what cost.
+"""Lives of an engine at random, where each gives every block back; what is written, under what name, at what cost.
 
 The engine, and what must hold of each copy, are in tests/offloader_harness.py.
 """

@@ -1,4 +1,4 @@
-"""What the store lost, never heard of or came too late for is offered again: what is of use, and not for ever."""
+"""What the store lost, or never got, or got too late, is offered again: what is of use, and not for ever."""
 
 from types import SimpleNamespace
 

@@ -269,7 +269,7 @@ def test_offloader_relieve_cancels_newest_copies_from_their_end():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_offloader_block_dropped_by_a_rank_is_stored_before_later_ones(first):
-    """It fails in the middle of the first of two orders, both of which the other rank copies whole; that is known
+    """It fails in the middle of the first of two orders, and the other rank copies both whole; that is known
     ``first``, or when the second has ended."""
     engine = Engine(GROUPS["full"], 5, 0)
     r = engine.new_request([i % 7 for i in range(60)], 60)

@@ -116,7 +116,7 @@ def test_offloader_reserve_error_is_retried():
 
 
 def test_offloader_copy_lost_during_reserve_stores_nothing_after_it():
-    """The store has heard of the reservation before it is told that the parent is given up."""
+    """The store gets the reservation before the message that its parent is aborted."""
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     r = engine.new_request([i % 7 for i in range(60)], 59)
     while r.request.num_computed_tokens < 20:
@@ -151,7 +151,7 @@ def test_offloader_copy_lost_during_reserve_stores_nothing_after_it():
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_offloader_reconnect_stores_all_blocks_again(answered):
-    """What was reserved on the old one is nobody's: copies of it are no stored blocks, whatever the workers say."""
+    """What was reserved on the old one is void: copies of it are no stored blocks, whatever the workers say."""
     engine = Engine(GROUPS["full"], 1, 0, share=1.0)
     r = engine.new_request([i % 7 for i in range(60)], 59)
     run(engine, r)

@@ -1,4 +1,5 @@
-"""The store's directory against a plain model: who is named for a chain, from any unit on, and in which order."""
+"""The store's directory against a plain model: which engines are named for a prefix, from any block on, and in which
+order."""
 
 import random
 
@@ -141,7 +142,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_of_nobody(self):
-        """Bits are those of who is there, and of who left and is not swept yet; they are given anew."""
+        """Bits belong to engines that are present, or that left and are not swept yet; they are reused."""
         inside = self.directory._groups
         for name, here in inside.items():
             mine = {c: e for c, e in self.engines.items() if e.family == name}
@@ -239,7 +240,7 @@ def walk(seed: int) -> int:
 
 
 def test_directory_query_keys_equal_engine_keys():
-    """As the scheduler's ledger does: one number of 64 bits a block, of the hash that ends it."""
+    """As the scheduler's ``ChecksumIndex`` does: one number of 64 bits a block, of the hash that ends it."""
     block_hashes = random.Random(7).randbytes(16 * 7)
     key_mask = bytes(range(8))
     for hash_blocks_per_block in (1, 2, 3):

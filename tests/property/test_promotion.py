@@ -1,4 +1,4 @@
-"""What comes up from below: in order, once, for everybody who waits, whatever tiers and requests do meanwhile."""
+"""Promotions: in order, once, for every waiting request, whatever tiers and requests do meanwhile."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +29,7 @@ def block_hashes_of(name: str, num_hash_blocks: int) -> bytes:
 
 
 class FakeTier(Tier):
-    """Has the first ``num_hash_blocks[name]`` of a chain; answers, and is through with reads, when it is told to."""
+    """Has the first ``num_hash_blocks[name]`` of a chain; answers, and is through with reads, when it is asked to."""
 
     def __init__(self, name: str, at_once: bool = True):
         self.name, self.at_once, self.up = name, at_once, True
@@ -285,7 +285,7 @@ def test_promotion_without_space_ends_and_keeps_promoted_blocks():
 
 
 def test_promotion_keeps_first_blocks_until_last_arrive():
-    """Others fill the pool while it comes up: leases keep the beginning."""
+    """Others fill the pool during the promotion: leases keep the beginning."""
     disk = FakeTier("disk")
     world, block_hashes, heard = World(disk, pages=16), block_hashes_of("a", 12), []
     disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
@@ -325,7 +325,7 @@ def test_promotion_after_client_left_answers_nothing():
 
 
 class Machine(RuleBasedStateMachine):
-    """Random requests over a few chains and two tiers, one of which answers late; reads end in any order, or fail."""
+    """Random requests over a few chains and two tiers, where one answers late; reads end in any order, or fail."""
 
     NAMES = "abc"
 

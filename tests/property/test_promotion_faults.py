@@ -1,4 +1,4 @@
-"""What comes up from below, while blocks are cleared, tiers go, spaces change hands, and reads take for ever."""
+"""Promotions while blocks are cleared, tiers end, slots are reused, and reads hang."""
 
 import pytest
 from test_promotion import EVERYTHING, HASH_BLOCK_SIZE, NAMESPACE_ID, FakeTier, World, block_hashes_of, small_chunks  # noqa: F401
@@ -21,7 +21,7 @@ def store(world: World, block_hashes: bytes, client: int = 1) -> list[int]:
 
 
 def test_promotion_hung_read_keeps_its_slots_reserved():
-    """Until it is over it may write to them: nobody else may get them, whatever the deadline of an engine's stores."""
+    """Until it is over it may write to them: no other may get them, whatever the deadline of an engine's stores."""
     disk = FakeTier("disk")
     world, block_hashes = World(disk, pages=4), block_hashes_of("a", 4)
     disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
@@ -35,7 +35,7 @@ def test_promotion_hung_read_keeps_its_slots_reserved():
 
 
 def test_promotion_cleared_during_read_discards_old_read_and_reads_again():
-    """The first read's blocks are nobody's when they arrive; the second's are its own."""
+    """The first read's blocks are void when they arrive; the second's are its own."""
     far = FakeTier("far")
     world, block_hashes, heard = World(far), block_hashes_of("a", 4), []
     far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
@@ -88,6 +88,19 @@ def test_promotion_namespace_change_discards_blocks_and_answers(when):
     world.index.clear(None)
     store(world, block_hashes_of("b", 2), OTHER)
     far.answer()
+    while far.reads:
+        far.finish()
+    assert ahead.over and heard == [1] and world.quiet()
+
+
+def test_promotion_ends_although_an_answer_raises():
+    """Its leases have no deadline: a job that did not end would keep its blocks for ever."""
+    far = FakeTier("far")
+    world, block_hashes, heard = World(far), block_hashes_of("a", 4), []
+    far.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
+    ahead = world.ahead(block_hashes)
+    world.promotion.wait(ahead, 9.0, lambda: 1 // 0)
+    world.promotion.wait(ahead, 9.0, lambda: heard.append(1))
     while far.reads:
         far.finish()
     assert ahead.over and heard == [1] and world.quiet()
@@ -156,7 +169,7 @@ def test_client_leaving_during_promotion_leaks_nothing():
 
 
 def test_promotion_with_all_memory_leased_backs_off():
-    """To find that out takes the store's time, in which it answers nobody."""
+    """To find that out takes the store's time, in which it answers no message."""
     disk = FakeTier("disk")
     world = World(disk, pages=4)
     busy, other = block_hashes_of("a", 4), block_hashes_of("b", 4)

@@ -1,4 +1,5 @@
-"""What another node asks for comes up from this node's own tiers: within its patience, never by way of other nodes."""
+"""What another node asks for is promoted from this node's own tiers: within its time limit, never by way of other
+nodes."""
 
 import pytest
 from hypothesis import settings
@@ -26,7 +27,7 @@ ASKER = 7
 
 
 class Lender:
-    """A store with these tiers, one of which stands for other nodes, and what it answers to those."""
+    """A store with these tiers (one stands for other nodes), and what it answers to those."""
 
     def __init__(self, *tiers: FakeTier, objects: str = "", pages: int = 64):
         self.nodes = FakeTier("nodes", at_once=False)
@@ -114,14 +115,14 @@ def test_promotion_timeout_leases_blocks_promoted_so_far():
     assert lender.lent() == [(1, 4, 0)]
     while disk.reads:
         disk.finish()
-    lender.lend(block_hashes)  # the rest came all the same
+    lender.lend(block_hashes)  # the rest came nevertheless
     assert lender.lent()[-1] == (2, 10, 0)
     lender.give_back()
     assert lender.world.quiet()
 
 
 def test_promotion_slower_than_timeout_waits_whole_timeout():
-    """What is there by then is of use; it is not told at once that it is not all."""
+    """What is there by then is of use; the answer does not say at once that it is not all."""
     disk = FakeTier("disk")
     disk.seconds = lambda nbytes: 100.0
     lender, block_hashes = Lender(disk), block_hashes_of("a", 8)
@@ -225,7 +226,7 @@ def test_lookup_waiting_during_namespace_change_gets_empty_answer():
     assert lender.lent() == [(1, 0, 0)]
 
 
-# -- what the asking side is told before it has an answer --------------------------------------------------------------
+# -- status messages before the answer --------------------------------------------------------------
 
 
 def test_lookup_reports_promotion_on_another_node():
@@ -248,7 +249,7 @@ def test_lookup_reports_promotion_on_another_node():
     while nodes.reads:
         nodes.finish()
     assert heard == [0.3, 5.0] and world.quiet()
-    nodes.on_promotion_status(want, 10, 1.0)  # late: nobody asks any more
+    nodes.on_promotion_status(want, 10, 1.0)  # late: no lookup waits any more
     assert len(heard) == 2
 
 
@@ -326,7 +327,7 @@ class Machine(RuleBasedStateMachine):
         self.lender.lending.handle(m.Left(asker), None)
         for id in [id for id, (_, of) in self.until.items() if of == asker and id not in self.answers()]:
             del self.until[id]
-            self.answered.add(id)  # nobody may answer it any more
+            self.answered.add(id)  # no tier may answer it any more
 
     @rule(name=st.sampled_from("xyz"), num_hash_blocks=st.integers(1, 8))
     def others_store(self, name, num_hash_blocks):

@@ -47,8 +47,8 @@ SHAPE = [GroupShape(hash_blocks_per_block=1, slot_pages=4)]
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, deadline=None, phases=WITHOUT_SHRINKING, suppress_health_check=[HealthCheck.too_slow])
 def test_index_every_removed_block_has_a_reason(seed):
-    """Prompts come and go in a small memory: whatever was ever asked to be kept, and is not there, has a fate, and the
-    right one; and what nobody ever asked for has none."""
+    """Prompts come and go in a small memory: whatever was ever asked to be kept, and is not there, has a removal
+    reason, and the right one; and a block that was never stored has none."""
     dice, clock = random.Random(seed), Clock()
     pool = SlotPool(4 * 24 + 8, 4 * 24 + 8)
     index = Index(pool, None, clock, IndexLimits(reserve_seconds=50))

@@ -2,7 +2,7 @@
 
 from vllm_kvtier.scheduler.matching.request_lifecycle import TRANSITIONS, Action, Event, RequestLifecycle, State
 
-# What happened outside before an event: who owns an ask that is out, or a lease.
+# What happened outside before an event: the owner of a pending lookup, or of a lease.
 ASKED, LEASED = "asked", "leased"
 
 

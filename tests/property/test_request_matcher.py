@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
             r.status = "running"
             return
         r.status, r.order = "loading", orders[0]
-        assert set(introductions) <= {orders[0].source}
+        assert set(introductions) <= {orders[0].instance}
         path = self.matcher.get(name).hit.path
         assert isinstance(orders[0], PeerFetchJob if path is ReadPath.MAPPED else PullJob)
         assert getattr(orders[0], "staged", False) is (path is ReadPath.STAGED)
@@ -355,7 +355,7 @@ def test_matcher_handoff_is_looked_up_loaded_and_released():
     made.allocated(request, ([11, 12, 13, 14, 15],), 18)
     [order], introduced = made.take_jobs()
     assert order.groups[0].local.tolist() == [11, 12, 13, 14, 15] and order.groups[0].valid.tolist() == [4, 4, 4, 4, 2]
-    assert list(introduced) == [order.source] and made.take_jobs() == ([], {})
+    assert list(introduced) == [order.instance] and made.take_jobs() == ([], {})
     assert len(set(order.groups[0].keys.tolist())) == 5
     made.on_load_ended("r", False)
     assert not peers.held and made.match(request, 0) == (0, False)

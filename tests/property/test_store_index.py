@@ -1,4 +1,5 @@
-"""The store's index against a plain model: what is found, what gets a slot, what is evicted, and who still holds it."""
+"""The store's index against a plain model: what is found, what gets a slot, what is evicted, and which client still
+holds it."""
 
 import math
 import random
@@ -64,7 +65,7 @@ class Block:
 
 
 class Witness:
-    """The index's watch: names of blocks that can be found, by what it is told."""
+    """The index's watch: names of blocks that can be found, by the calls that it gets."""
 
     def __init__(self, names=()):
         self.names = set(names)
@@ -106,7 +107,7 @@ class Store(RuleBasedStateMachine):
         self.make()
         self.index.grow(ready)
         self.listed: dict[tuple, Block] = {}
-        self.limbo: set[Block] = set()  # forgotten, but somebody still reads or writes the slot
+        self.limbo: set[Block] = set()  # forgotten, but another process still reads or writes the slot
         self.leases: dict[int, tuple[int, float, list[Block]]] = {}
         self.evicted = 0
 
@@ -290,7 +291,7 @@ class Store(RuleBasedStateMachine):
         assert granted + len(busy) == slots and self.evictable(limit, parents) == 0
 
     def find_evicted(self, before) -> None:
-        """What the index no longer lists, and nobody took away by force: all of it may go, and no prefix broke."""
+        """What the index no longer lists, and no discard removed: all of it may go, and no prefix broke."""
         now = {
             (namespace_id.name, g, h)
             for namespace_id in self.index._namespaces.values()

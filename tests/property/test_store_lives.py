@@ -45,7 +45,7 @@ class Life(World):
         self.among_others = 0
 
     def engine_of_one_group(self):
-        """vLLM's scheduler, as far as it is asked whether somebody else is there, and takes requests back."""
+        """vLLM's scheduler, as far as it is asked whether other requests run, and for preemptions."""
 
         def count():
             waiting = sum(r.status == "waiting" for r in self.live.values())
@@ -119,7 +119,7 @@ class Life(World):
             assert not asynchronous
             self.waited += 1
             return
-        assert not self.unverified, "nobody is matched before the verdict"
+        assert not self.unverified, "no request is matched before the verification"
         assert 0 <= external <= request.num_tokens - computed
         assert asynchronous is (external > 0 and not t.synchronous)
         if external and t.synchronous:
@@ -161,7 +161,7 @@ class Life(World):
             self.check_fetch(orders[0], t, request, tables, computed, total)
 
     def check_fetch(self, order, t, request, tables, computed, total):
-        assert isinstance(order, PeerFetchJob if t.hit.mapped else PullJob) and order.source == t.hit.instance
+        assert isinstance(order, PeerFetchJob if t.hit.mapped else PullJob) and order.instance == t.hit.instance
         for row in order.groups:
             size = self.groups[row.group][0]
             places = [i for i in range(computed // size, -(-total // size)) if tables[row.group][i]]

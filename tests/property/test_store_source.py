@@ -155,7 +155,7 @@ def test_store_without_candidates_is_not_queried(policy):
         return [told for told in world.client.told if told[0] == "touch"]
 
     alone, beside = (make_request(name, list(range(33)), HASH_BLOCK_SIZE) for name in ("alone", "beside"))
-    assert world.matcher.match(alone, 0) == (None, False), "nobody else is there whom it would cost anything"
+    assert world.matcher.match(alone, 0) == (None, False), "no other request would be delayed"
     asked = world.matcher.match(beside, 0)
     if policy == "always":
         assert asked == (None, False) and not touched()

@@ -1,6 +1,6 @@
 """Loads that a step waits for, among others, under vLLM's own schedulers: random lives of an engine.
 
-The real KVTierConnectorScheduler, Matcher and SyncLoad; a store that answers when told to, some of whose blocks are
+The real KVTierConnectorScheduler, Matcher and SyncLoad; a store that answers on command, some of whose blocks are
 bad; a small pool, so that requests are preempted; and a model runner whose "KV" of a token is a hash of all that it
 reads from the blocks before it. So whatever is computed on a block that holds anything else changes all that is
 generated.
@@ -132,7 +132,7 @@ class Runner:
         end = state.computed + count
         if end < len(state.tokens):
             return []
-        assert end == len(state.tokens), f"{name} computes tokens that nobody has made"
+        assert end == len(state.tokens), f"{name} computes unknown tokens"
         state.tokens.append(self.cells[state.blocks[(end - 1) // HASH_BLOCK_SIZE]][(end - 1) % HASH_BLOCK_SIZE] % WORDS)
         return [state.tokens[-1]]
 
@@ -205,7 +205,7 @@ class Life:
         self._watch_the_others()
 
     def _watch_the_others(self):
-        """vLLM takes tokens from nobody but those whose loads failed."""
+        """vLLM takes tokens only from requests whose loads failed."""
         update, scheduler = self.scheduler._update_requests_with_invalid_blocks, self.scheduler
 
         def updated(requests, invalid, *args, **kwargs):
@@ -264,7 +264,7 @@ class Life:
                 self.world.answer(pending)
 
     def squeeze(self):
-        """Others take all that is free, or give it back: whoever needs a block has somebody preempted."""
+        """Others take all that is free, or give it back: a request that needs a block has another one preempted."""
         pool = self.scheduler.kv_cache_manager.block_pool
         if self.taken:
             taken, self.taken = self.taken, []
@@ -309,7 +309,7 @@ class Life:
                     assert self.got[one.request_id] == self.expected[one.request_id]
                     self.live.pop(one.request_id)
         for name, tokens in self.got.items():
-            assert tokens == self.expected[name][: len(tokens)], f"{name} was told wrong tokens"
+            assert tokens == self.expected[name][: len(tokens)], f"{name} got wrong tokens"
 
     def abort(self):
         if self.live:
@@ -318,7 +318,7 @@ class Life:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def reset(self):
-        """With those that run, unless somebody else holds blocks: then vLLM raises."""
+        """With those that run, unless another request holds blocks: then vLLM raises."""
         scheduler = self.scheduler
         held = self.taken or self.runner.loading or (getattr(scheduler, "defer_block_free", False) and self.flying)
         held = held or any(

@@ -48,7 +48,7 @@ from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
 
 
 class World:
-    """The real RequestMatcher and LoadResults, with one request of 100 tokens and nobody to ask."""
+    """The real RequestMatcher and LoadResults, with one request of 100 tokens and no source."""
 
     def __init__(self, life: State, **state):
         RequestLifecycle.violations = 0
@@ -189,7 +189,7 @@ def test_partial_block_beyond_limit_is_not_read_again(monkeypatch):
     order = pair.order(pull_of([5, 6], [3, 4]), timeout=0.5)
     order.promised = True
     result = pair.run(order, 9)
-    assert pair.pulls.active and pair.pulls.all_waiting, "nobody need look at it all the time"
+    assert pair.pulls.active and pair.pulls.all_waiting, "no polling is needed"
     now.now += pulls_module.REREAD_SECONDS[0]
     assert not pair.pulls.all_waiting
     for _ in range(20):
@@ -300,8 +300,8 @@ def test_doctor_older_engine_is_not_reported_as_hung(monkeypatch):
     assert "same vllm-kvtier" in check.fix
 
 
-@pytest.mark.parametrize("among, synchronous, heard", [(True, False, 1), (False, False, 0), (True, True, 0)])
-def test_planner_learns_delay_by_other_steps_from_waiting_loads(among, synchronous, heard):
+@pytest.mark.parametrize("among, synchronous, counted", [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_planner_learns_delay_by_other_steps_from_waiting_loads(among, synchronous, counted):
     now, told = time.monotonic(), []
     world = World(
         State.LOADING, plan=LoadDecision(True, 0.01, 0.1, "faster"), others_running=among,
@@ -311,5 +311,5 @@ def test_planner_learns_delay_by_other_steps_from_waiting_loads(among, synchrono
     world.t.hit = LookupHit(source_of(world.matcher, "peer_gpu"), "b/1", 5, 0, 96, [[1]], nbytes=10, same_layout=False)
     world.outcomes._planner = SimpleNamespace(observe_load=lambda *_: None, observe_handover=told.append)
     world.outcomes.arrived([FetchResult("r", set(), False, "", 10, 0.02)], {"r"})
-    assert world.t.life.state is State.LOADED and len(told) == heard
+    assert world.t.life.state is State.LOADED and len(told) == counted
     assert all(0.03 <= seconds < 1 for seconds in told), "from the end of the load"

@@ -1,4 +1,5 @@
-"""LoRA adapters are told apart by what the engine has loaded of them; what is not known to be equal is not shared."""
+"""LoRA adapters are distinguished by what the engine has loaded of them; what is not known to be equal is not
+shared."""
 
 import json
 import os
@@ -128,7 +129,7 @@ def test_admit_changed_files_are_unknown_until_cache_is_empty(tmp_path, caplog):
 
 
 def test_admit_replaced_adapter_is_known_after_every_cache_was_empty(tmp_path):
-    """That of another engine said nothing about this one's, which still has KV of the old one."""
+    """Another engine's says nothing about this one's, which still has KV of the old one."""
     folder, (adapters, cache) = files(tmp_path / "a"), with_cache()
     other, gone = Cache(), Cache()
     adapters.caches.update((other, gone))

@@ -1,4 +1,4 @@
-"""Keys and who gets in."""
+"""Keys, and which connections are accepted."""
 
 import stat
 import threading

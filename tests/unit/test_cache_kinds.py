@@ -25,14 +25,14 @@ WINDOWS = (1, 5, 8, 16)
 ALL = [kind(window) for kind in KINDS.values() for window in (WINDOWS if kind.window_field else (None,))]
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.in_words())
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.describe())
 def test_cache_kind_skips_what_vllm_skips(kind):
     theirs = MANAGERS[kind.stored_as].get_num_skipped_tokens
     manager = SimpleNamespace(extra_retained_tokens=0, **({kind.window_field: kind.window} if kind.window else {}))
     assert [kind.num_skipped_tokens(n) for n in range(70)] == [max(0, theirs(manager, n)) for n in range(70)]
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.in_words())
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.describe())
 def test_cache_kind_needs_what_attention_reads(kind):
     for tokens in range(1, 70):
         read = [token for token in range(tokens) if needs(kind, tokens, token)]
@@ -41,7 +41,7 @@ def test_cache_kind_needs_what_attention_reads(kind):
         assert kind.whole_prefix <= (kind.first_needed(tokens) == 0)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.whole_prefix], ids=lambda kind: kind.in_words())
+@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.whole_prefix], ids=lambda kind: kind.describe())
 def test_cache_group_own_blocks_are_those_vllm_did_not_free(kind):
     group = CacheGroup(4, kind)
     for computed in range(70):

@@ -1,4 +1,4 @@
-"""Content keys, the ledger of checksums, and the batches made from its entries."""
+"""Content keys, the checksum index, and the batches made from its entries."""
 
 import numpy as np
 from hypothesis import given

@@ -49,7 +49,7 @@ def test_stats_to_full_disk_exits_with_error(store):
 
 
 def test_top_to_closed_pipe_exits_without_traceback(store):
-    """It prints as it goes, and ends when nobody reads."""
+    """It prints as it goes, and ends when its output is closed."""
     top = subprocess.Popen(
         [*COMMAND, "top", "--socket", store.path, "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

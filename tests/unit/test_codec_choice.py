@@ -15,7 +15,7 @@ from vllm_kvtier.wire.geometry import Field
 
 
 def numbers(view):
-    """The group with pages of which a codec knows what they are."""
+    """The group with pages that a codec can encode."""
     regions = []
     for region in view.regions:
         half = region.inner // 4
@@ -76,13 +76,13 @@ def test_codec_choice_auto_takes_admitted_codec_else_raw(monkeypatch, caplog):
 
 
 def test_codec_choice_mismatch_keeps_namespaces_apart():
-    assert choice.in_words("raw", "raw") == choice.in_words({"full": "raw"}, {}) == ""
+    assert choice.format_codecs("raw", "raw") == choice.format_codecs({"full": "raw"}, {}) == ""
     kinds = {
-        choice.in_words(*each)
+        choice.format_codecs(*each)
         for each in [("raw", "raw"), ("int8", "raw"), ("raw", "int8"), ({"full": "int8"}, "raw"), ("fp8", "int8")]
     }
     assert len(kinds) == 5
     exact = NAMESPACE
-    lossy = msgspec.structs.replace(NAMESPACE, codecs=choice.in_words("int8", "raw"))
+    lossy = msgspec.structs.replace(NAMESPACE, codecs=choice.format_codecs("int8", "raw"))
     assert "nothing here, store int8 there" in exact.mismatch(lossy)
     assert lossy.mismatch(lossy) is None and set(codecs.names()) > {"raw", "int8"}

@@ -130,7 +130,7 @@ def test_pulls_are_refused_if_ranks_have_different_codecs(late, theirs):
 
 @pytest.mark.parametrize("shared", [(True, True), (True, False)])
 def test_peer_directory_lists_only_engines_with_shared_memory(shared):
-    """With host buffers or a wire codec nobody can; then they hold nothing that others would ask for."""
+    """With host buffers or a wire codec no peer can; then the engines hold nothing that others would ask for."""
     known = []
     sharing, server = SimpleNamespace(opened=known.append), SimpleNamespace(open=lambda *_: None)
     identity = bare_identity("engine/1", SimpleNamespace(hash_block_size=16))

@@ -257,6 +257,6 @@ def test_share_interpreter_lowers_switch_interval_only():
         share_interpreter(0.0005)
         assert sys.getswitchinterval() == pytest.approx(0.0005)
         share_interpreter(0.002)
-        assert sys.getswitchinterval() == pytest.approx(0.0005), "whoever wants less has it"
+        assert sys.getswitchinterval() == pytest.approx(0.0005), "a smaller value stays"
     finally:
         sys.setswitchinterval(before)

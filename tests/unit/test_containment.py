@@ -416,7 +416,7 @@ def pull(name):
 
 @pytest.mark.parametrize("kind", ["load", "fetch", "pull", "collected"])
 def test_worker_error_in_submit_reports_job_failure_once(rank, kind):
-    """Whatever it had done with it: what is heard of it later is nobody's."""
+    """Later results of it have no owner, whatever it had done."""
     rank._store = SimpleNamespace(
         load=fail, step=lambda *_: None, under_way=set, cancel_loads=fail, collect=lambda idle: None
     )

@@ -28,11 +28,11 @@ def link(clock):
     return Link(clock)
 
 
-# -- loads that somebody waits for -----------------------------------------------------------------------------------
+# -- loads that a request waits for ----------------------------------------------------------------------------------
 
 
 def test_copy_engine_load_now_issues_whole_load(link, clock):
-    """Behind what is under way; and when nobody looked in time, its duration says nothing about the link."""
+    """Behind what is under way; and if it was not polled in time, its duration says nothing about the link."""
     offload = engine(link, clock)
     offload.submit_load(load("before", 2000), None)
     offload.poll()
@@ -458,7 +458,7 @@ def test_copy_engine_keeps_link_busy_with_few_polls(clock, kind, rate):
     began = clock.now
     drives = run(offload, clock, 10).drives
     seconds = clock.now - began
-    assert seconds < 0.51 + 0.02  # of which it takes a moment to learn the rate
+    assert seconds < 0.51 + 0.02  # whose rate takes a moment to learn
     assert drives < seconds / (0.25e-3 if kind == "load" else 1e-3)
 
 

@@ -34,7 +34,7 @@ def test_stay_on_one_core_affects_its_thread_only(two):
     def alone():
         stay_on_one_core()
         large = torch.rand(1 << 20)
-        (large + large).sum()  # what torch sets up at a thread's first work does not undo it
+        (large + large).sum()  # what torch sets up at a thread's first work does not change it
         with one_core():
             pass
         return torch.get_num_threads()

@@ -148,7 +148,7 @@ def test_alerts_query_existing_series(prometheus, world):
         selectors = set(SELECTOR.findall(rule["expr"]))
         assert selectors, name
         for selector in selectors:
-            if "too_busy" in selector:  # only where somebody was sent away
+            if "too_busy" in selector:  # only where a request was refused
                 selector = selector.partition("{")[0]
             eventually(lambda s=selector: prometheus.query(s), 30, f"{name}: {selector}")
     rules = prometheus.ask("rules")["groups"][0]["rules"]

@@ -22,7 +22,8 @@ ARGS = SimpleNamespace(recalls=True, pull_threshold=1, fit=SimpleNamespace(block
 
 @pytest.fixture
 def good(demo):
-    """Rounds as they should be: 100 tokens more each turn, D computes one token, P pulls what it lost."""
+    """Rounds as they should be: 100 tokens more each turn, the decode engine computes one token, the prefill engine
+    pulls what it lacks."""
 
     def played(bidirectional: bool):
         rounds = []

@@ -1,4 +1,5 @@
-"""The disk tier's journal and table by themselves, and a mover opened on what was damaged, exchanged or in use."""
+"""The disk tier's journal and table by themselves, and a tier process opened on what was damaged, exchanged or in
+use."""
 
 import os
 import random
@@ -171,7 +172,7 @@ def test_journal_of_a_million_blocks_restores_within_10_s(tmp_path):
     assert time.process_time() - begun < 10
 
 
-# -- a directory, through a mover ------------------------------------------------------------------------------------
+# -- a directory, through a tier process ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def test_messages_quoted_in_guides_exist_in_code():
                 parts = [part.strip(" ():;") for part in re.split(r"\.\.\.", span) if part.strip(" ():;")]
                 checked += 1
                 for part in parts:
-                    assert part in source, f"{page.name}: nobody says {part!r}"
+                    assert part in source, f"{page.name}: not in the source: {part!r}"
     assert checked >= 10
 
 

@@ -109,7 +109,7 @@ def test_doctor_reports_unset_hash_seed(make):
 
 
 def test_doctor_older_engine_is_reported(make, monkeypatch):
-    """An older one drops who asks, with a word."""
+    """An older one disconnects, with a reason."""
     old = m.Hello | m.Welcome | m.LeaseRefused | m.Query | m.PrefixLengths | m.Inspect | m.Inspection
     with monkeypatch.context() as patch:
         patch.setattr(m, "decode_engine", msgspec.msgpack.Decoder(old).decode)

@@ -157,7 +157,7 @@ def test_doctor_small_memlock_with_rdma_fails(tmp_path):
     assert limits.memlock("8GiB", root, 16 * GIB).state == "ok"
     assert limits.memlock("8GiB", root, -1).state == "ok"
     (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000004000\n")
-    assert limits.memlock("8GiB", root, 8 << 20).state == "ok", "who has CAP_IPC_LOCK is not bound"
+    assert limits.memlock("8GiB", root, 8 << 20).state == "ok", "CAP_IPC_LOCK lifts the limit"
 
 
 def test_doctor_small_memlock_without_rdma_is_ok(tmp_path):
@@ -188,7 +188,7 @@ def test_doctor_low_open_file_limit_warns():
 
 
 class Driver:
-    """libcuda with ``count`` GPUs of which some pairs cannot read each other."""
+    """libcuda with ``count`` GPUs, where some pairs cannot read each other."""
 
     def __init__(self, count: int, apart: set[tuple[int, int]] = frozenset(), broken: int = 0):
         self._count, self._apart, self._broken = count, apart, broken
@@ -247,7 +247,7 @@ def test_doctor_port_in_use_names_its_process():
         check = ports.port(address, has_key=False)
         assert check.state == "fail" and f"(pid {os.getpid()})" in check.message
         with socket.create_connection(taken.getsockname()) as client:
-            assert ports.listener(client.getsockname()[1]) == "", "who only talks through a port does not listen there"
+            assert ports.listener(client.getsockname()[1]) == "", "a client's own port is no listener"
     assert ports.port(address, has_key=False).state == "ok"
 
 
@@ -361,7 +361,7 @@ def test_doctor_store_of_other_user_is_found(running, monkeypatch):
     running.start()
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     running_user = os.stat(running.path).st_uid
-    if running_user == 0:  # root's stores are the one exception: they may be anybody's
+    if running_user == 0:  # root's stores are the one exception: they may be any user's
         os.chown(running.path, 12345, -1)
     check = store.socket_file(running.path)
     assert check.state == "fail" and "belongs to user" in check.message and "54321" in check.message
@@ -374,7 +374,7 @@ def test_doctor_store_of_other_version_is_found(tmp_path):
         listener.listen()
 
         def refuse():
-            listener.accept()[0].close()  # who only looks whether somebody listens
+            listener.accept()[0].close()  # the probe only connects
             client, _ = listener.accept()
             read_frame(client, time.monotonic() + 10, [], m.MAX_FRAME)
             write_frame(client, m.encode(m.Refused("the running store is vllm-kvtier 9.9 and speaks protocol 99")))

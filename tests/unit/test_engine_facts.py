@@ -68,7 +68,7 @@ def configure(root):
         ({"pooling": "LAST", "caching": False}, False),
         ({"pooling": "MEAN", "caching": False, "chunked": False}, False),
         ({"pooling": "CLS", "caching": False, "chunked": False}, False),
-        ({"pooling": "MEAN", "caching": True}, False),  # by a user who insists
+        ({"pooling": "MEAN", "caching": True}, False),  # if the user sets it
         ({"caching": False, "chunked": False}, False),  # as vLLM sets it for attention that is not causal
     ],
 )

@@ -72,7 +72,7 @@ def test_undeclared_counter_raises():
     assert counters.take() == {}
     names = [*MEANINGS, *HISTOGRAMS, *GAUGES]
     assert len(set(names)) == len(names) and KINDS.keys() | BEFOREHAND <= set(names)
-    assert not BEFOREHAND & GAUGES.keys(), "a gauge that nobody has looked at is not 0"
+    assert not BEFOREHAND & GAUGES.keys(), "a gauge without a value is not 0"
 
 
 def test_metrics_of_several_steps_are_merged():
@@ -255,7 +255,8 @@ def test_load_with_one_failed_rank_counts_as_failed():
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_load_time_for_planner_excludes_wait_for_steps(prompts):
-    """0.3 of its 0.4 s the blocks were another request's. And whoever computes waits for a step with prompts too."""
+    """0.3 of its 0.4 s the blocks were another request's. And a request that computes waits for a step with prompts
+    too."""
     plan = SimpleNamespace(load_seconds=0.05, queued_bytes=7)
     source = SimpleNamespace(
         cost_key="host", stage_metric="host_hit_seconds", on_loaded=lambda t: None, on_result=lambda t, r: None
@@ -305,7 +306,7 @@ def test_late_load_result_of_gone_request_leaves_no_state(matcher, life):
 
 @pytest.fixture
 def matcher():
-    """The real RequestMatcher, without anybody to ask."""
+    """The real RequestMatcher, without sources."""
     peers = SimpleNamespace(release=lambda *_: None, cancel=lambda *_: None, drop=lambda *_: None)
     counters = Counters()
     made = make_matcher(load_context([(16, None)], 16, peers, counters=counters))

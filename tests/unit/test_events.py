@@ -1,4 +1,5 @@
-"""KV events of tiers: what is said of blocks, in vLLM's words, and by whom; small cases, each of one promise."""
+"""KV events of tiers: what is published of blocks, in vLLM's format, and by which engine; small cases, one promise
+each."""
 
 import hashlib
 import random
@@ -89,7 +90,7 @@ def hashes_in(said):
 
 
 def test_events_keep_block_metadata_once():
-    """An engine knows of each block in the store: some hundred thousand, of which each byte counts."""
+    """An engine knows of each block in the store: some hundred thousand, where each byte counts."""
     world = World()
     world.store(3)
     world.said()
@@ -99,7 +100,7 @@ def test_events_keep_block_metadata_once():
     assert all(told[ONE, key] is known for key, known in view.items())
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- what is published ---------------------------------------------------------------------------------------------
 
 
 def test_consecutive_stored_blocks_are_one_event():
@@ -136,7 +137,7 @@ def test_events_name_each_tier_of_a_block():
         assert (type(stored), stored.place) == (Stored, place)
     world.index.clear(None)  # of the memory
     assert world.said() == [Removed(0, CPU, [HASHES[0]])]
-    # It is in storage still, which who knows no localities must hear again.
+    # It is in storage still, which a reader that ignores localities must get again.
     world.tiers["disk"].lose(name)
     removed, stored = world.said()
     assert removed == Removed(0, DISK, [HASHES[0]]) and (stored.place, hashes_in(stored)) == (BUCKET, HASHES[:1])
@@ -233,7 +234,7 @@ def test_events_after_leaving_namespaces_remove_their_blocks():
     [removed] = world.said()
     assert sorted(removed.hashes) == sorted(HASHES[:4])
     world.store(5)
-    assert not world.said(), "nobody here can load it"
+    assert not world.said(), "no engine here can load it"
     world.events.leave()
     world.events.join(ONE)
     world.deliver()
@@ -260,7 +261,7 @@ def test_blocks_cleared_by_vllm_are_reported_again():
 
 
 def test_blocks_cleared_while_the_store_connects_again_are_reported_again():
-    """The view is gone, and back before anybody compared it with what was published: nothing has changed."""
+    """The view is gone, and back before any process compared it with what was published: nothing has changed."""
     world, router = World(), Router()
     world.store(3)
     router.said(world.said())
@@ -327,7 +328,7 @@ def test_event_labels_of_long_prompt_are_sent_in_parts(monkeypatch):
 
 
 def test_event_labels_of_aborted_blocks_are_dropped(monkeypatch):
-    """Their reservations were given up, of which nobody is told."""
+    """Their reservations were aborted, which is not published."""
     monkeypatch.setattr(event_feed_module, "MAX_AWAITED_LABELS", 2)
     world = World()
     for count in range(1, 7):
@@ -484,12 +485,12 @@ def test_node_store_source_reports_namespaces_and_connection_to_events():
 
 
 def test_events_without_subscriber_are_not_built():
-    """No message, no label, nobody who watches the index."""
+    """No message, no label, no reader of the index."""
     made = make_tier([(16, None)], hash_block_size=16)
     assert made.tier.events is None
     made.tier.ask(0, [bytes(32)], b"")
     made.tier.renew()
     assert not made.client.told
     index = Index(SlotPool(100, 100), None, Clock())
-    changes = EventFeed(index, [FakeTier("disk")], lambda *_: pytest.fail("nobody follows"), lambda call: call())
+    changes = EventFeed(index, [FakeTier("disk")], lambda *_: pytest.fail("there is no reader"), lambda call: call())
     assert index.watches == [] and changes.labelled == (0, 0)

@@ -1,4 +1,5 @@
-"""KV events where much waits, somebody lies, or another takes all: nothing gets slow, lost or stuck by it."""
+"""KV events where much waits, one engine sends wrong events, or one takes all: nothing gets slow, lost or stuck by
+it."""
 
 import time
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def name_of(number: int) -> bytes:
 
 
 class Shelf:
-    """A store's ``EventFeed`` over blocks of a tier; what is sent is kept in ``sent``, and nobody answers."""
+    """A store's ``EventFeed`` over blocks of a tier; what is sent is kept in ``sent``, without answers."""
 
     def __init__(self, label_bytes: int, namespaces=(ONE, OTHER)):
         self.loop, self.sent, self.tier = Loop(), [], FakeTier("disk")
@@ -151,7 +152,7 @@ def test_busy_namespace_does_not_starve_others(monkeypatch):
     assert told[OTHER] == 40 and told[ONE] >= 28
 
 
-# -- who gets room -----------------------------------------------------------------------------------------------------
+# -- the order of publication ------------------------------------------------------------------------------------------
 
 
 def test_event_labels_of_new_namespace_get_their_share():
@@ -164,7 +165,7 @@ def test_event_labels_of_new_namespace_get_their_share():
     assert shelf.changes.labelled[1] == sum(shelf.changes._sizes.values())
     shelf.changes.follow(1, [OTHER])
     shelf.label(2000, 30, OTHER)
-    assert len(shelf.changes._labels[ONE]) < held[ONE], "of what nobody follows, the first"
+    assert len(shelf.changes._labels[ONE]) < held[ONE], "the oldest without readers"
 
 
 def test_event_label_of_aborted_rewrite_is_dropped(monkeypatch):
@@ -183,7 +184,7 @@ def test_event_label_of_aborted_rewrite_is_dropped(monkeypatch):
     assert world.changes.labelled[0] <= 4
 
 
-# -- who lies ----------------------------------------------------------------------------------------------------------
+# -- wrong events ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -258,7 +259,7 @@ def test_event_labels_are_split_to_fit_frames():
     assert sum(counts) == 3200 and counts[-3:] == [1024, 1024, 452]
 
 
-# -- what nobody would hear --------------------------------------------------------------------------------------------
+# -- events without readers ----------------------------------------------------------------------------------------
 
 
 def test_events_after_reconnect_report_removed_blocks_when_idle():
@@ -307,7 +308,7 @@ def test_events_report_blocks_stored_without_lookup():
 
 
 def test_event_label_is_sent_again_for_block_stored_again():
-    """The engine has not heard that it went, and would think that the store has the label."""
+    """The engine does not know yet that the block is gone, and would think that the store has the label."""
     world = World()
     world.store(2)
     world.said()
@@ -328,7 +329,7 @@ def test_event_label_is_sent_again_for_block_stored_again():
     world.deliver()
     world.index.commit(1, slots)
     [removed] = world.said()
-    assert removed == Removed(0, CPU, [HASHES[1]]), "the other is there again before that was said"
+    assert removed == Removed(0, CPU, [HASHES[1]]), "the other is there again before that was published"
     assert world.events.label_of(ONE, 0, HASHES[0]) is not None
 
 

@@ -1,4 +1,4 @@
-"""What an engine says when it is asked about a prompt: what it would find, what it would do, who it is."""
+"""What an engine says when it is asked about a prompt: what it would find, what it would do, its identity."""
 
 from types import SimpleNamespace
 
@@ -126,7 +126,7 @@ def test_explain_reports_peer_gpu():
     assert not weighed.load and weighed.reason == "below_threshold"
     world = World()
     world.cache(10)
-    assert not world.explain(holding(10, holders=[holder])).weighed, "its own cache has it all"
+    assert not world.explain(holding(10, holders=[holder])).weighed, "its prefix cache has it all"
 
 
 def test_explain_reports_obstacles():
@@ -219,7 +219,7 @@ def test_identity_text_names_all_parts(monkeypatch, tmp_path):
         )
         options = KVTierConfig(**options)
         info = SimpleNamespace(
-            engine_id="e", in_words=lambda namespace, print: ns.in_words(config, namespace, print)
+            engine_id="e", namespace_parts=lambda namespace, print: ns.namespace_parts(config, namespace, print)
         )
         name = ns.namespace(config, 16, ns.ModelFingerprint(config, options.model_fingerprint).get(60.0))
         engine = EngineIdentity(options, info, 16, True, None)

@@ -32,7 +32,7 @@ BLOCKS = 12
 
 
 class Copies:
-    """A copier that says what it was told; copies end when they are let."""
+    """A copier that logs its calls; copies end when they are let."""
 
     def __init__(self):
         self.log, self.copies, self.mapped, self.refuse = [], [], set(), None
@@ -49,7 +49,7 @@ class Copies:
     def start(self, jobs, after=None):
         if isinstance(self.refuse, RuntimeError):
             raise self.refuse
-        self.log.append(("start", [job.source for job in jobs], after))
+        self.log.append(("start", [job.instance for job in jobs], after))
         copy = SimpleNamespace(jobs=jobs, over=False, wrong=[set() for _ in jobs], reasons=["" for _ in jobs])
         copy.polls = 0
         copy.done = lambda: self._done(copy)
@@ -132,7 +132,7 @@ def test_fetch_on_host_is_time_sliced(there):
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda o: setattr(o, "source", "nobody/1"), "is unknown"),
+        (lambda o: setattr(o, "instance", "unknown/1"), "is unknown"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, BLOCKS])), "outside 1..11"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),
@@ -150,7 +150,7 @@ def test_fetch_job_malformed_fails_at_once(there, spoil, words):
     [result] = fetches.start([order, good])
     assert result.failed and words in result.reason and result.bad_blocks == order.all_blocks
     assert not result.unmappable and not result.checksum_mismatch
-    assert [len(copy.jobs) for copy in copier.copies] == [1], "others are not in its company"
+    assert [len(copy.jobs) for copy in copier.copies] == [1], "others are not in its copy"
 
 
 def test_fetch_job_without_blocks_ends_at_once(there):
@@ -262,7 +262,7 @@ def test_fetch_poll_does_not_wait_for_another_thread(there):
     assert len(fetches.poll()) == 1
 
 
-# -- hurried -----------------------------------------------------------------------------------------------------------
+# -- synchronous ---------------------------------------------------------------------------------------------------
 
 
 def test_sync_fetch_on_device_holds_stream_and_ends(there, monkeypatch):
@@ -275,7 +275,7 @@ def test_sync_fetch_on_device_holds_stream_and_ends(there, monkeypatch):
     copier.copies[1].over = True
     results = {r.request_id: r.failed for r in fetches.wait_until_done(3.0)}
     assert results == {"bad": True, "r": False} and copier.log[-1][0] == "wait" and 2 < copier.log[-1][1] <= 3
-    assert fetches.active, "of others nobody waits"
+    assert fetches.active, "no step waits for others"
     copier.copies[0].over = True
     assert [r.request_id for r in fetches.poll()] == ["other"]
 
@@ -411,7 +411,7 @@ def test_peer_fetch_works_without_nixl(tmp_path, no_nixl, caplog):
         assert there.said(m.ChecksumsReady) == m.ChecksumsReady(0, 3)
         here.step(order_of(pull_of([1, 2, 5], [3, 4, 6], 4)), sources={"s/1": [info]})
         [result] = here.results()
-        assert result.bad_blocks == {5} and result.checksum_mismatch, "of block 6 nobody made a checksum"
+        assert result.bad_blocks == {5} and result.checksum_mismatch, "block 6 has no checksum"
         for region, local, remote in ((0, 1, 3), (2, 2, 4)):
             pages = here.rank.view.pages(here.rank.view.groups[0].regions[region])
             assert np.array_equal(pages[local].numpy(), kept[0][region, 0][remote])

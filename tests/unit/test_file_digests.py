@@ -79,7 +79,7 @@ def write(path: Path, at: int, data: bytes) -> None:
 
 
 def age(*files: Path) -> None:
-    """They were written long ago, as far as can be told: a change time cannot be set."""
+    """They were written long ago, as far as their times show: a change time cannot be set."""
     file_digests.SETTLED_NS, settled = -(1 << 62), file_digests.SETTLED_NS
     try:
         digests_of(files)

@@ -108,7 +108,7 @@ def test_failures_before_and_after_restart_count(demo, judge, good):
 
 def test_host_cache_demo_store_too_small_is_reported(demo, judge, good):
     counts = {"pid": 1, "index": {"evictions": 7}}
-    assert judge(good, counts=counts) == [], "what was asked for was there all the same"
+    assert judge(good, counts=counts) == [], "what was asked for was there nevertheless"
     computed = PromptTokens(computed=1500, cached=0, pulled=0)
     [problem] = judge(changed(good, demo.STORED, 1, tokens=computed), counts=counts)
     assert "evicted 7 blocks" in problem and "--store-size" in problem

@@ -95,7 +95,7 @@ def test_host_copier_equals_reference_and_round_trips(view, tile, data):
         for i, (source, target) in enumerate(zip(blocks, targets, strict=True)):
             if i != flipped:
                 assert all((a == b).all() for a, b in zip(before[source], pages_of(view, target), strict=True))
-            else:  # what came in its place may be NaN, and nobody is to trip over it
+            else:  # what came in its place may be NaN, which the comparison must accept
                 assert not any(page.any() for page in pages_of(view, target))
         for block in set(range(BLOCKS)) - set(targets.tolist()):
             assert all((a == b).all() for a, b in zip(before[block], pages_of(view, block), strict=True))

@@ -185,7 +185,7 @@ def test_host_encoded_copier_equals_reference_and_round_trips(view, name, tile, 
         targets = np.array(data.draw(st.permutations(range(BLOCKS)))[:n])
         assert np.flatnonzero(copier.load(0, targets, keys, slots).bad).tolist() == [flipped]
         for i, (source, target) in enumerate(zip(blocks, targets, strict=True)):
-            if i == flipped:  # what came in its place may be NaN, and nobody is to trip over it
+            if i == flipped:  # what came in its place may be NaN, which the comparison must accept
                 assert not any(part.any() for part in numbers(view, target))
             else:
                 assert same(numbers(view, target), after[source])
@@ -235,7 +235,7 @@ def test_host_encoded_copier_raw_fields_and_groups_are_exact():
 
 
 class Meddling(Int8):
-    """Whenever something is decoded, somebody writes over the pool."""
+    """Whenever something is decoded, another client writes over the pool."""
 
     pool: np.ndarray
 

@@ -244,7 +244,7 @@ def test_kv_layout_of_old_cpu_mla_and_joint_caches():
     assert torch.equal(view.pages(r), bytes_of(joint.transpose(1, 2)))
 
 
-# -- what belongs to whom -------------------------------------------------------------------------------
+# -- layers and groups -------------------------------------------------------------------------------------
 
 
 def test_kv_layout_shared_cache_of_layers_is_one_region():

@@ -19,7 +19,7 @@ ALLOWED = {
     "file_digests": set(),
     "fingerprint": set(),
     "containment": {"telemetry"},
-    "config": set(),
+    "config": {"store"},  # its options are those of a store that an engine starts
     "wire": set(),
     "shapes": {"wire"},
     "jobs": {"wire"},

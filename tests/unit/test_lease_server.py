@@ -138,7 +138,7 @@ def test_lease_request_waits_for_checksums(make):
     assert source.on_reactor(lambda: len(source.endpoint._parked)) == 1 and pending.outcome is None
     source.reactor.call_soon(lambda: source.endpoint.checksums_ready(3))
     assert isinstance(eventually(lambda: pending.outcome), LeasedBlocks)
-    # The workers must be told at once, or an emulated read would wait for the next message.
+    # The workers must learn it at once, or an emulated read would wait for the next message.
     eventually(lambda: source.serving == [True], 0.15)
 
 
@@ -180,7 +180,7 @@ def test_lease_of_silent_peer_expires(make):
         assert source.leases() == 1
         eventually(lambda: source.leases() == 0, 3)
     eventually(lambda: source.serving == [True, False])
-    assert source.table.counts()["exports"] == 1, "the hand-off stays for whoever asks again"
+    assert source.table.counts()["exports"] == 1, "the hand-off stays for a second request"
 
 
 def test_lease_of_killed_peer_expires_and_frees_blocks(make):
@@ -308,7 +308,7 @@ def test_namespace_mismatch_is_refused_with_cause_and_remembered(make, field, wo
     begin = time.monotonic()
     assert asker.answer(source.address) == first
     assert time.monotonic() - begin < 0.5
-    assert caplog.text.count(words) == 1, "said once"
+    assert caplog.text.count(words) == 1, "logged once"
 
 
 def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
@@ -452,7 +452,7 @@ def test_lease_server_restarted_at_same_address_is_used(make):
 
 
 def test_lease_server_reopened_is_another_instance(make, way):
-    """As an engine does that sleeps: who knows its old memory is introduced to the new one."""
+    """As an engine does that sleeps: peers that know its old memory get the new one."""
     source, asker = make(Source, lease_seconds=60), make(Asker)
     source.table.add(export("late", ready=5))
     parked = asker.ask(source.address, export="late", digest=b"digest")
@@ -533,7 +533,7 @@ frames = st.one_of(
             msgspec.msgpack.encode({"type": "ask", "ask": 1}),
             msgspec.msgpack.encode({"type": "ask", "ask": -1, "instance": "i", "start": 0, "chain": []}),
             msgspec.msgpack.encode({"type": "ping", "x": [[[[[1]]]]]}),
-            b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 5000 + b"\xc0",  # nested deep in a field nobody knows
+            b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 5000 + b"\xc0",  # nested deep in an unknown field
             b"\xdd\xff\xff\xff\xff",  # an array of four billion elements, it says
             b"\x81\xa4type\xdb\xff\xff\xff\xff",
             b"\x82\xa4type\xa4drop\xa6export\xa2\xff\xff",  # not UTF-8
@@ -665,7 +665,7 @@ def test_lease_client_oversized_answer_ends_request(make, monkeypatch):
 
 
 def test_lease_server_with_cluster_key_answers_key_holders_only(make, monkeypatch):
-    monkeypatch.setattr(Asker, "near", "")  # who reaches the socket of this node needs none (test_local.py)
+    monkeypatch.setattr(Asker, "near", "")  # an engine of this node needs none (test_local.py)
     key, other = (ClusterKey(zmq.curve_keypair()[1]) for _ in range(2))
     source = make(Source, key=key)
     source.table.add(export(kind=LeaseKind.RETAINED))

@@ -61,7 +61,7 @@ def test_planner_loads_unmeasured_sources():
     decision = decide(planner, 32768)
     assert decision.should_load and decision.reason == p.UNMEASURED and decision.compute_seconds is None
     assert decision.load_seconds == pytest.approx(32768 * KV / (50 * GB) + 0.002)
-    assert decide(planner, 16, source="never heard of").should_load
+    assert decide(planner, 16, source="unknown").should_load
 
 
 def test_planner_skips_empty_load():
@@ -413,7 +413,7 @@ def test_planner_backlog_returns_to_zero():
 
 
 def test_planner_backlog_excludes_small_remainders():
-    """Requests generate for long after a step has computed it, which is too small to be told of."""
+    """Requests generate for long after a step has computed it, which is too small to count."""
     planner = taught()
     for number in range(256):
         planner.will_compute(str(number), 2032, 2048)

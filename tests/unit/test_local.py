@@ -1,4 +1,4 @@
-"""Engines of one node find each other by sockets in their user's runtime directory; whoever cannot, over TCP.
+"""Engines of one node find each other by sockets in their user's runtime directory, and otherwise over TCP.
 
 That asks, leases and their ends are the same either way is in ``test_endpoint_peers.py``.
 """
@@ -93,7 +93,7 @@ def test_local_unsafe_directory_falls_back_to_tcp(make, run_dir, caplog):
 
 
 def test_local_socket_path_in_use_falls_back_to_tcp(make, caplog):
-    """By a file that nobody removes: another instance's name cannot be ours."""
+    """By a file that stays: another instance's name cannot be ours."""
     Path(local_path("source/1")).write_text("")
     source, asker = lending(make), make(Asker)
     assert "over TCP" in caplog.text
@@ -124,7 +124,7 @@ def test_local_killed_source_ends_lookups_at_once(make):
         source.kill()
         assert eventually(lambda: pending.outcome, SOON).code == "unreachable"
     eventually(lambda: not asker.peers._connections, SOON)
-    asker.peers.release(kept, done=True)  # a release of what is void says nothing to anybody
+    asker.peers.release(kept, done=True)  # a release of what is void sends nothing
     assert asker.held() == 0 and asker.reactor._fds.keys() <= {asker.reactor._wake, asker.reactor._alarm}
 
 
@@ -166,7 +166,7 @@ def test_local_files_of_killed_engines_are_removed(make):
     other = make(Source, "source/2")
     assert not path.exists() and Path(local_path("source/2")).exists()
     sweep(path.parent)
-    assert Path(local_path("source/2")).exists(), "somebody listens there"
+    assert Path(local_path("source/2")).exists(), "an engine listens there"
     other.stop()
     assert not Path(local_path("source/2")).exists()
 
@@ -237,7 +237,7 @@ def test_local_connections_are_bounded(make, monkeypatch):
 
 
 def test_local_without_file_descriptors_accepts_later(make, monkeypatch, caplog):
-    """Whoever comes while there are none is heard when there are; and when it ends meanwhile, it ends."""
+    """A connection that comes while there are none is accepted when there are; if it ends meanwhile, it ends."""
     source, asker = lending(make), make(Asker)
     full = threading.Event()
     listener = source.endpoint._local._listener
@@ -279,7 +279,7 @@ def test_local_last_message_before_close_is_received(make):
         source.reactor.call_soon(lambda: held.wait(SOON))
         short_load_seconds.sendall(b"".join(frame(m.encode(word)) for word in words + drops))
     held.set()
-    eventually(lambda: not source.table.counts()["exports"], SOON, "the last thing it said")
+    eventually(lambda: not source.table.counts()["exports"], SOON, "its last message")
     eventually(lambda: source.leases() == 0 and not streams(source))
 
 

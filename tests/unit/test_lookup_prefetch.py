@@ -76,7 +76,7 @@ def test_lookup_prefetch_is_bounded_in_number_and_time(world, monkeypatch):
     assert not len(world.tier.prefetcher) and len(world.client.held) == held - ready
     arrive(world, requests(61)[60:])
     for request in made[20:]:
-        assert not len(world.tier.prefetcher), "the queue hardly moves: nobody else is asked for in vain"
+        assert not len(world.tier.prefetcher), "the queue hardly moves: no other lookup is sent in vain"
         assert world.matcher.match(request, 0) == (None, False), "asked for anew"
         answer_all(world)
         assert world.matcher.match(request, 0) == (5 * HASH_BLOCK_SIZE, True)
@@ -109,7 +109,7 @@ def test_lookup_prefetch_of_other_hashes_is_released(world, change):
 
 
 def test_prefetched_lookup_serves_longer_local_prefix(world):
-    """vLLM's own cache got more of the prompt meanwhile: what it has is not loaded."""
+    """vLLM's prefix cache got more of the prompt meanwhile: what it has is not loaded."""
     [request] = requests(1)
     world.store(request)
     arrive(world, [request])

@@ -224,7 +224,7 @@ def test_options_quantizing_environment_variable_counts(monkeypatch):
 
 def test_option_text_is_short_and_names_values():
     many = {f"option_{i}": "x" * i for i in range(60)}
-    words = {options.in_words(many | {"option_59": last}) for last in ("a", "b")}
+    words = {options.format_options(many | {"option_59": last}) for last in ("a", "b")}
     assert len(words) == 2 and all(len(each) <= options.MAX_LETTERS and "option_0, " in each for each in words)
 
 

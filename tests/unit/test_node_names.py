@@ -46,7 +46,7 @@ def test_names_follow_the_addresses_of_a_name():
     names, seen = names_of(dns)
     names.refresh()
     names.refresh()
-    assert seen == [{"10.0.0.1", "10.0.0.2"}], "told once"
+    assert seen == [{"10.0.0.1", "10.0.0.2"}], "one call"
     dns.answers["store"] = ["10.0.0.2", "10.0.0.3"]
     names.refresh()
     assert seen[1:] == [{"10.0.0.2", "10.0.0.3"}], "10.0.0.1 is dropped"

@@ -1,4 +1,4 @@
-"""NodeStoreSource over a fake client: whose blocks are interchangeable, who writes what, and what is made of
+"""NodeStoreSource over a fake client: whose blocks are interchangeable, which engine stores what, and the use of
 answers."""
 
 import logging
@@ -185,7 +185,7 @@ def test_store_source_uses_tokens_that_all_ranks_reach():
     client.connect("life 1")
     assert tier.limit() == 0
     tier.reached(m.PoolReady(0, "life 1", 100 * PAGE))
-    assert tier.limit() == 0, "rank 1 has not said anything"
+    assert tier.limit() == 0, "rank 1 has not reported yet"
     tier.reached(m.PoolReady(1, "life 1", 40 * PAGE + 7))
     assert tier.limit() == 40 and tier.instance == "life 1"
     tier.ask(0, BLOCK_HASHES, b"")
@@ -331,12 +331,12 @@ def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):
 
 
 def test_store_source_started_store_has_default_pin_share():
-    """What an engine holds of its own cache while that is copied is another option."""
+    """What an engine holds of its prefix cache while that is copied is another option."""
     assert _store_options(KVTierConfig(store_inflight_share=0.9)).pin_share == StoreOptions().pin_share == 0.5
 
 
 def test_store_source_connection_id_is_zero_while_disconnected():
-    """What was reserved on another one is nobody's."""
+    """What was reserved on another one is void."""
     engine = make_tier([(4, None)])
     assert engine.tier.session == 1
     engine.client.lose()

@@ -14,8 +14,9 @@ from vllm.v1.request import Request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
-from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
+from vllm_kvtier.scheduler.leases.lease_client import LeaseClient, LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
+from vllm_kvtier.scheduler.sources import peer_lease
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
@@ -166,3 +167,21 @@ def test_content_keys_of_other_block_size_are_that_engines():
     a, b = identity(16), identity(64)
     assert a.content_keys_of(64).compat_id == b.content_keys().compat_id != a.content_keys().compat_id
     assert a.content_keys_of(0) is a.content_keys_of(16) is a.content_keys()
+
+
+def test_prompt_of_too_many_blocks_of_other_engine_is_not_hashed(monkeypatch):
+    """An engine with blocks of a token: the hashes exceed a message, and the reactor would hash for seconds."""
+    monkeypatch.setattr(peer_lease, "MAX_OTHER_HASHES", 64)
+    for length, refused in (64, False), (65, True):
+        matcher, peers = made(4, 1)
+        asked = []
+        peers.ask = lambda *_, rehash, **fields: asked.append(rehash) or PendingLease(  # noqa: B023
+            ("a", 1), m.LeaseRequest(1, "", **fields), time.monotonic() + 60)  # fmt: skip
+        matcher.match(make_request("r", list(range(length)), 4, HANDOFF), 0)
+        connection = SimpleNamespace(welcome=SimpleNamespace(hash_block_size=1), hash_block_size=4)
+        pending = PendingLease(("a", 1), m.LeaseRequest(1, "", 0, []), 0.0, rehash=asked[0])
+        miss = LeaseClient._rehash(connection, pending)
+        assert (miss is not None) == refused
+        if miss is not None:
+            assert miss.code == "layout" and "more than 64 blocks of 1 tokens" in miss.reason
+    assert peer_lease.MAX_OTHER_HASHES <= 1 << 17

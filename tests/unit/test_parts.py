@@ -25,7 +25,7 @@ def group(*regions: Region, kind="full") -> GroupView:
 
 
 class Lines(Format):
-    """Lines of ``line`` numbers, of which only the sizes matter here."""
+    """Lines of ``line`` numbers; only the sizes matter here."""
 
     def __init__(self, line: int, data: int, scale: int, name="lines"):
         self._sizes, self.name = (line, data, scale), name

@@ -1,4 +1,4 @@
-"""What the node store is told of this engine's resident blocks, and when: only in company."""
+"""What the node store learns of this engine's cached blocks, and when: only while other engines are present."""
 
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def in_company(world):
 
 def test_directory_client_alone_sends_and_keeps_nothing(world):
     world.sharing.store_changed(world.client)
-    assert not world.client.presented, "nobody could reach us yet"
+    assert not world.client.presented, "no engine could reach us yet"
     world.sharing.opened(("10.0.0.1", 77))
     assert world.client.presented == [(KEYS.compat_id, "10.0.0.1", 77, "me/1")]
     world.checksum_index.mark(ChecksumEntry(1, 3, 333, 16), 1)
@@ -78,7 +78,7 @@ def test_directory_client_sends_snapshot_then_changes(world):
     assert world.client.said[1] == ([666], [333])
     world.checksum_index.forget([6])
     world.sharing.publish_changes(idle=True)
-    assert world.client.said[2] == ([], [666]), "nobody would tell them while the engine sleeps"
+    assert world.client.said[2] == ([], [666]), "no later message would say so while the engine sleeps"
     world.sharing.publish_changes(idle=True)
     assert len(world.client.said) == 3
 

@@ -1,4 +1,5 @@
-"""Blocks out of other processes' caches by plain copies: what lands, what is found to be wrong, and who dies when."""
+"""Blocks out of other processes' caches by plain copies: what arrives, what is found to be wrong, and processes that
+die."""
 
 import time
 
@@ -80,7 +81,7 @@ def test_peer_host_copier_reads_process_of_any_size_and_layout(source, theirs, m
         whole = min(theirs, 4) == min(mine, 4)
         assert [bool(s) for s in reader.table[local]] == [whole] * 4
         assert all(reader.table[[7, 2]]), "latents are whole everywhere"
-        if whole:  # what others are told is what we would have made of it
+        if whole:  # what peers read is what we would have computed
             ours = reader.table[local].clone()
             reader.rank.memory.compute_checksums([_batch(local, remote)], None)
             assert torch.equal(reader.table[local], ours)
@@ -103,7 +104,7 @@ def test_peer_copy_detects_bad_bytes_checksums_and_keys_per_block(source):
     keys[4] ^= np.uint64(1)
     local = list(range(1, 9))
     copy = reader.copy(pull_of(local, remote, 4, keys=keys))
-    # Block 10 is asked for by another key, and of 11 nobody ever made a checksum.
+    # Block 10 is asked for by another key, and block 11 never had a checksum.
     assert copy.bad(0) == {1, 2, 3, 5, 6} and not copy.why(0)
     assert all(reader.landed(i, r) for i, r in zip(local, remote, strict=True) if i not in copy.bad(0))
     assert reader.untouched(5) and reader.untouched(6), "what was not checked never comes into the cache"
@@ -139,7 +140,7 @@ class PeerOfUs:
 
 
 def test_peer_host_copier_copies_one_piece_per_call(source):
-    """One piece a call, so that whoever drives is never held up for long."""
+    """One piece a call, so that the caller is never blocked for long."""
     there = PeerOfUs(MODEL, [4] * 15)
     block = sum(r.block_bytes for r in there.ranks[0].view.groups[0].regions)
     reader = Reader(there, piece_bytes=2 * block)
@@ -178,7 +179,7 @@ def test_peer_host_copier_source_killed_marks_rest_bad(source):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_peer_host_copier_detects_overwritten_blocks(source, tp):
-    """A source that breaks its word: whatever is said to be right is what was asked for."""
+    """A source that breaks its word: whatever is reported as right is what was asked for."""
     model = (Group(layers=4, heads=2, cells=16, inner=512),)
     there = source(model=model, tp=tp)
     reader, right, wrong = Reader(there, model=model), 0, 0

@@ -32,7 +32,7 @@ def make():
 
 @pytest.fixture
 def nobody():
-    """A port that is ours and on which nobody listens."""
+    """A port that is ours and on which nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()
@@ -51,7 +51,7 @@ def assert_nothing_left(asker):
     assert not [timer for _, _, timer in reactor._timers if timer.callback is not None]
 
 
-# -- nobody there ----------------------------------------------------------------------------------------------------
+# -- unreachable ------------------------------------------------------------------------------------------------------
 
 
 def test_refused_port_is_unreachable_and_remembered(make, nobody):
@@ -98,7 +98,7 @@ def test_connections_exceed_zmq_default_limit(make):
         asker = make(Asker)
         with socket.socket() as listener:
             listener.bind(("", 0))
-            listener.listen(1024)  # nobody accepts: no handshake ends
+            listener.listen(1024)  # no accept: no handshake ends
             port = listener.getsockname()[1]
             asks = [asker.ask((f"127.0.{i // 250}.{i % 250 + 1}", port)) for i in range(400)]
             assert on_reactor(asker, lambda: len(asker.peers._connections)) == 400
@@ -181,8 +181,8 @@ def test_death_of_hung_peer_ends_backoff(make, way):
 
 
 def test_peer_killed_with_leases_ends_them_and_is_not_queried(make):
-    """What it lent is void when the lease would be, or given back, whichever is first; nobody is asked meanwhile. (On
-    its own node its end is known for certain: ``test_local.py``.)"""
+    """What it leased is void when the lease would be, or given back, whichever is first; nothing is asked meanwhile.
+    (On its own node its end is known for certain: ``test_local.py``.)"""
     asker = make(Asker, lease_seconds=3.0)
     with SourceProcess() as source:
         kept, returned = (asker.answer(source.address, SOON) for _ in range(2))
@@ -370,7 +370,7 @@ def test_unsent_lookup_is_not_sent_after_reconnect(make, cables):
 
     def ask_over_a_broken_connection():
         cable.cut()
-        assert asker.reactor._monitors[connection.dealer._socket].poll(SOON * 1000), "it ended, and nobody heard yet"
+        assert asker.reactor._monitors[connection.dealer._socket].poll(SOON * 1000), "the event of its end"
         return asker.ask(cable.address, from_prefix_cache=True)
 
     second = on_reactor(asker, ask_over_a_broken_connection)

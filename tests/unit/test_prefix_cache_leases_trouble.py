@@ -1,4 +1,4 @@
-"""What an engine that lends, or one that asks it, could do to the other or to itself."""
+"""What an engine that grants leases, or one that asks for them, could do to the other or to itself."""
 
 import time
 import tracemalloc
@@ -40,7 +40,7 @@ class Peers:
 
 
 def offered(tokens_of_prompt, groups, tokens, blocks, sync_load=None):
-    """A matcher whose request asked an engine of this node, which answers with a loan of ``tokens``."""
+    """A matcher whose request asked an engine of this node, which answers with a lease of ``tokens``."""
     RequestLifecycle.violations = 0
     checksum_index = ChecksumIndex([size for size, _ in groups])
     load = load_context(
@@ -58,14 +58,14 @@ def offered(tokens_of_prompt, groups, tokens, blocks, sync_load=None):
 
 
 def test_block_not_leased_is_not_taken_as_received():
-    """An id of 0 in a group that keeps whole prefixes: nothing would be copied there, and nobody would say so."""
+    """An id of 0 in a group that keeps whole prefixes: nothing would be copied there, without an error."""
     matcher, request, t, _ = offered(13, [(HASH_BLOCK_SIZE, None)], 12, [[5, 0, 7]])
     external, _ = matcher.match(request, 0)
     if not external:
         return  # it was not taken
     matcher.allocated(request, ([11, 12, 13, 14],), external)
     (order,), _ = matcher.take_jobs()
-    assert order.groups[0].local.tolist() == [11, 12, 13], "vLLM computes on block 12, which nobody reads into"
+    assert order.groups[0].local.tolist() == [11, 12, 13], "vLLM computes on block 12, which no job fills"
 
 
 @pytest.mark.parametrize("groups, tokens, blocks", [
@@ -80,8 +80,8 @@ def test_lease_ending_within_a_block_is_harmless(groups, tokens, blocks):
 
 
 def test_sync_load_recomputed_last_block_has_no_checksum():
-    """A hurried copy of a whole prompt: the step computes the last token again, into the last block. What the source
-    had summed there is not what is there now."""
+    """A synchronous copy of a whole prompt: the step computes the last token again, into the last block. What the
+    source had summed there is not what is there now."""
     sync_load = SimpleNamespace(
         verification_pending=False, possible=True, is_eligible=lambda t, computed, tracked: True,
         begin=lambda t, order: setattr(order, "synchronous", True),
@@ -200,7 +200,7 @@ def test_checksum_index_finds_content_while_any_block_has_it():
     checksum_index.take_changes()
     checksum_index.forget([6])
     assert checksum_index.find(77) == (5, 1)
-    assert checksum_index.take_changes() == ([], []), "the directory is told that it is gone"
+    assert checksum_index.take_changes() == ([], []), "the directory would drop it"
 
 
 # -- the reader -----------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_late_peer_leaves_checksums_valid():
     table = Table([list(range(1, 11)), list(range(21, 31))])
     request.num_computed_tokens = 36
     exporter.begin_step([Growth(t, table, 36)])
-    # vLLM gave block 22 to somebody else meanwhile, whose export is out
+    # vLLM gave block 22 to another request meanwhile, whose export is out
     others = ChecksumEntry(1, 22, 999, HASH_BLOCK_SIZE)
     checksum_index.mark(others, exporter.step)
     shared[0] = True
@@ -270,7 +270,7 @@ def test_late_peer_leaves_checksums_valid():
 
 
 def test_unreleased_lease_does_not_block_own_requests(monkeypatch):
-    """It may ping for minutes, its engine standing still; one loan alone may be nearly all of the cache."""
+    """It may ping for minutes, its engine standing still; one lease alone may be nearly all of the cache."""
     now = [100.0]
     table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 64), clock=lambda: now[0])
     blocks = list(range(1, 51))

@@ -1,4 +1,4 @@
-"""Services as real processes: readiness, death noticed at once, and nothing left behind, whoever dies."""
+"""Services as real processes: readiness, death noticed at once, and nothing left behind, whichever process dies."""
 
 import os
 import signal

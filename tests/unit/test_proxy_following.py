@@ -169,6 +169,18 @@ async def test_next_decode_engine_gets_export_of_finished_prefill(how):
         assert other.seen[0].body["kv_transfer_params"]["kvtier"]["export"].startswith("secret-export-P0")
 
 
+async def test_decode_request_beside_prefill_counts_as_an_attempt():
+    """A request that crashes engines must not crash one more because it was followed."""
+    async with following(d=3, max_decode_attempts=2) as c:
+        for engine in c.d:
+            engine.hold, engine.status = None, 500
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.until(lambda: any(engine.seen for engine in c.d))
+        c.p[0].hold.set()
+        assert (await asked).status_code == 500
+        assert sum(len(engine.seen) for engine in c.d) == 2
+
+
 async def test_client_that_leaves_ends_both_requests():
     async with following() as c:
         asked = asyncio.create_task(c.chat("hello"))

@@ -222,6 +222,26 @@ async def test_subscriber_replays_what_was_published_before_it():
             assert follower.counts["lost"] == 0
 
 
+async def test_subscriber_goes_on_after_events_that_cannot_be_applied(monkeypatch):
+    """Such as extra keys that are nested 600 deep, which decode."""
+    apply = BlockIndex.apply
+
+    def fail(index, events):
+        monkeypatch.setattr(BlockIndex, "apply", apply)
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with publishing() as publisher:
+        async with following(publisher) as follower:
+            publisher.publish(stored(A))
+            await until(lambda: held(follower.index, A)[0] == 5)
+            monkeypatch.setattr(BlockIndex, "apply", fail)
+            publisher.publish(removed(A, 3))
+            await until(lambda: follower.counts["malformed"])
+            assert held(follower.index, A)[0] == 0, "what it has done is not known"
+            publisher.publish(stored(A))
+            await until(lambda: held(follower.index, A)[0] == 5)
+
+
 async def test_subscriber_fills_gap_from_replay():
     with publishing() as publisher:
         async with following(publisher) as follower:
@@ -316,7 +336,7 @@ async def test_subscriber_survives_malformed_messages():
 
 
 async def test_subscriber_waits_for_hanging_replay_once(monkeypatch):
-    """Live events are applied all the same; the replay is not asked for each gap."""
+    """Live events are applied nevertheless; the replay is not asked for each gap."""
     monkeypatch.setattr(subscriber, "_REPLAY_SECONDS", 0.05)
     context = zmq.asyncio.Context()
     with publishing(replay=False) as publisher, context.socket(zmq.ROUTER) as silent:

@@ -89,7 +89,7 @@ async def test_all_decode_engines_drained_returns_503():
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [(b'{"engine": "http://nobody:1"}', 404), (b'{"engin": 1}', 400), (b"[", 400), (b'{"role": "x"}', 400)],
+    [(b'{"engine": "http://unknown:1"}', 404), (b'{"engin": 1}', 400), (b"[", 400), (b'{"role": "x"}', 400)],
 )
 async def test_drain_of_unknown_engine_or_malformed_body_is_refused(body, status):
     async with Cluster() as c:

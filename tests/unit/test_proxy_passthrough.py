@@ -114,15 +114,38 @@ async def test_pooling_goes_to_pooling_engines_or_decode_engines():
 async def test_passthrough_salts_requests_by_tenant():
     aim = {"remote_host": "victim"}
     async with Cluster() as c:
-        for who in ("ann", "bob"):
+        for client in ("ann", "bob"):
             body = {"input": "x", "kv_transfer_params": aim, "cache_salt": "s"}
             body["vllm_xargs"] = {"kv_transfer_params": aim}
-            await c.client.post("/v1/responses", json=body, headers={"Authorization": f"Bearer {who}"})
+            await c.client.post("/v1/responses", json=body, headers={"Authorization": f"Bearer {client}"})
         one, two = (seen.body for seen in c.d[0].passed)
         assert one["cache_salt"] != two["cache_salt"] and "victim" not in json.dumps(one)
         # The same tenant's salt is the same on every route, so that its KV is.
         await c.chat("u", headers={"Authorization": "Bearer bob"}, cache_salt="s")
         assert c.d[0].seen[0].body["cache_salt"] == two["cache_salt"]
+
+
+@pytest.mark.parametrize("given", ["Application/JSON", "application/json ; charset=utf-8", "text/plain", None])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/custom"])
+async def test_passthrough_salts_whatever_the_content_type_says(path, given):
+    """vLLM compares it without regard to case, and FastAPI takes a body without one for JSON."""
+    aim = {"do_remote_prefill": True, "remote_host": "victim"}
+    async with Cluster(extra_routes=("/custom",)) as c:
+        body = json.dumps({"input": "x", "messages": [], "kv_transfer_params": aim}).encode()
+        headers = {"content-type": given} if given else {}
+        assert (await c.client.post(path, content=body, headers=headers)).status_code == 200
+        (seen,) = c.d[0].passed
+        sent = seen.body if isinstance(seen.body, bytes) else json.dumps(seen.body).encode()
+        assert b"victim" not in sent and b"cache_salt" in sent
+
+
+async def test_passthrough_extra_route_may_take_other_bodies():
+    async with Cluster(extra_routes=("/custom",)) as c:
+        for path, status in (("/custom", 200), ("/v1/embeddings", 400)):
+            reply = await c.client.post(path, content=b"\x00\xff", headers={"content-type": "application/octet-stream"})
+            assert reply.status_code == status
+        (seen,) = c.d[0].passed
+        assert seen.body == b"\x00\xff"
 
 
 async def test_passthrough_non_json_body_is_unchanged():

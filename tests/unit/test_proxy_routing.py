@@ -53,7 +53,7 @@ def prompt(*parts: str, tokens: int = 1000) -> Name:
     return Name((), None, False, tuple(Piece(text, tokens * (i + 1)) for i, text in enumerate(texts)))
 
 
-# ---------------------------------------------------------------- P
+# ---------------------------------------------------------------- the prefill engine
 
 
 def test_choose_prefill_engine_with_prefix_unless_busy():
@@ -132,7 +132,7 @@ def test_returning_engine_is_not_chosen_more_often():
     assert abs(picked[0] - picked[1]) <= 1
 
 
-# ---------------------------------------------------------------- D
+# ---------------------------------------------------------------- the decode engine
 
 
 def test_rank_decode_conversation_engine_then_load_then_unavailable():

@@ -106,6 +106,7 @@ D = "engines: [{role: decode, url: 'http://d:1'}]\n"
         ("engines: [{role: decode, url: 'http://d:1', kv: x}]", "kv=HOST:PORT"),
         ("engines: [{role: decode, url: 'http://d:1', ca_file: x}]", "begins with http:"),
         ("engines: [{role: decode, url: 'https://d:1', cert_file: x}]", "only one of cert_file and key_file"),
+        (D + "queue_timeout: .nan", "queue_timeout is nan"),
         (D + "extra_routes: [custom]", "a path must begin with /"),
         (D + "extra_routes: [/kvtier/drain]", "not with /kvtier/"),
     ],
@@ -296,7 +297,7 @@ async def test_proxy_with_unreadable_secret_exits_before_listening(tmp_path, eng
 
 
 async def test_proxy_example_script_runs(engines):
-    """``examples/disagg_proxy.py P D``."""
+    """``examples/disagg_proxy.py PREFILL DECODE``."""
     script = Path(__file__).parents[2] / "examples/disagg_proxy.py"
     command = [sys.executable, str(script), *(engine.url for engine in engines), "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)

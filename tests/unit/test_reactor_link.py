@@ -165,7 +165,7 @@ def test_link_sends_both_ways_in_either_start_order(runtime):
     clients = [LinkClient(r, path, down[i].append) for i, r in enumerate(worker_reactors)]
     for i, r in enumerate(worker_reactors):
         r.start()
-        r.call_soon(lambda i=i: clients[i].send(m.ChecksumsReady(i, 7)))  # nobody listens yet
+        r.call_soon(lambda i=i: clients[i].send(m.ChecksumsReady(i, 7)))  # no listener yet
     scheduler = Reactor("s")
     server = LinkServer(scheduler, path, up.append)
     scheduler.start()
@@ -173,7 +173,7 @@ def test_link_sends_both_ways_in_either_start_order(runtime):
     assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
     scheduler.call_soon(lambda: server.send(m.Serve(True)))
     eventually(lambda: all(d == [m.Serve(True)] for d in down))
-    # A worker that is gone, and garbage on the link, disturb nobody.
+    # A worker that is gone, and garbage on the link, do no harm.
     worker_reactors[0].stop()
     worker_reactors[1].call_soon(lambda: clients[1]._socket.send(b"\xc1garbage"))
     worker_reactors[1].call_soon(lambda: clients[1].send(m.ChecksumsReady(1, 8)))
@@ -192,7 +192,7 @@ def test_link_path_in_shared_directory_raises(runtime):
 
 
 def test_link_path_without_runtime_directory_uses_temp(run_dir, monkeypatch):
-    """Containers often name an XDG_RUNTIME_DIR that nobody made."""
+    """Containers often name an XDG_RUNTIME_DIR that does not exist."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir / "nowhere"))
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
     assert link_path("e", "i").startswith(str(run_dir))

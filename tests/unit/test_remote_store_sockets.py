@@ -41,9 +41,9 @@ class FakeAgent:
 
 
 class Store:
-    """One that is asked: a NodeLeaseServer, and a server that lends ``num_hash_blocks`` of any chain at once; None:
-    never answers.
-    ``below``: so many might be had; asked with patience, it says that they come, and lends them when told to."""
+    """One that is asked: a NodeLeaseServer, and a server that leases ``num_hash_blocks`` of any prefix at once; None:
+    never answers. ``below``: so many might be had; asked with ``wait_seconds``, it says that they are promoted, and
+    leases them on command."""
 
     def __init__(self, num_hash_blocks: int | None = 6, key=None, instance="server", slot=4, port=0, below: int = 0):
         self.num_hash_blocks, self.slot, self.heard, self.agent = num_hash_blocks, slot, [], FakeAgent()
@@ -315,7 +315,8 @@ def test_remote_store_failed_promotion_uses_other_offer(made):
 
 
 def test_remote_store_waiting_for_disk_is_not_disconnected(made, monkeypatch):
-    """Longer than any answer may take without patience; others' questions to it are asked and answered meanwhile."""
+    """Longer than any answer may take without ``wait_seconds``; others' lookups of it are asked and answered
+    meanwhile."""
     monkeypatch.setattr(node_peers, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(node_peers, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(w, "PING_SECONDS", 0.05)

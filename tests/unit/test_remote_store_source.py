@@ -190,7 +190,7 @@ def test_remote_store_bad_block_is_not_loaded_again(made):
     engine.tier.release(first, True)
     eventually(lambda: first.lease not in engine.tier._leases)
     engine.tier.discard(b"", 0, BLOCK_HASHES[1], 8, first.session)
-    assert engine.ask().tokens == 64, "what was not lent any more says nothing"
+    assert engine.ask().tokens == 64, "what was not leased any more says nothing"
     engine.tier.discard(b"", 0, BLOCK_HASHES[0], 4, offer.session)
     assert not engine.ask().found
     eventually(lambda: len(store.of(moving.Return)) == 2)

@@ -105,7 +105,7 @@ def test_remote_transfers_failed_read_is_answered_after_agent_closed():
     r.reads.poll()
     r.states["bad"] = (True, "it died")
     r.reads.poll()
-    assert not r.answers() and ("failed", 1) in r.log  # somebody else is reading: for a while
+    assert not r.answers() and ("failed", 1) in r.log  # another read is under way: for a while
     r.states["slow"] = (True, "")
     r.reads.poll()
     assert r.answers()[2] == ([True], "")

@@ -211,7 +211,7 @@ def test_remote_worker_unclosable_agent_disables_loads(caplog):
     world.load(world.order("r"))
     world.until("r")
     world.turn(3)
-    assert world.told[-1] == m.PoolReady(0, "far", 0), "nobody is asked any more"
+    assert world.told[-1] == m.PoolReady(0, "far", 0), "no store is asked any more"
     assert "restart" in caplog.text
     kept = world.ring.count - len(world.ring.free)
     assert kept

@@ -49,7 +49,7 @@ def test_remote_worker_random_operations_keep_invariants(seed):
                 assert all(world.right(0, good)), "what is called right is right"
                 assert not wrong[name] & set(good)
                 free.extend(blocks)
-                for block in blocks:  # they are somebody else's
+                for block in blocks:  # they are another request's
                     world.bytes[:3, block] = rng.randrange(256)
                     settled[block] = world.bytes[:3, block].clone()
 
@@ -106,7 +106,7 @@ def _one_poll(drive) -> None:
 
 
 def test_remote_worker_loads_with_real_nixl(monkeypatch):
-    """The real agents over UCX's loopback: the store's server is asked for progress, as its mover would be."""
+    """The real agents over UCX's loopback: the store's server is asked for progress, as its tier process would be."""
     try:
         truth, truth_bytes = cache(BLOCKS, seed=1)
         node = FarNode(truth, ranks=2)

@@ -252,7 +252,8 @@ def test_rollback_does_not_affect_other_requests(engine, asynchronous):
 
 
 def test_rollback_of_preempted_request_delivers_no_bad_token(engine):
-    """The others were given room: what was computed on bad blocks is not delivered, and nobody else is hurt."""
+    """The others were given room: what was computed on bad blocks is not delivered, and other requests are not
+    affected."""
     scheduler = engine(True)
     other = request("s", 24, first=500)
     scheduler.add_request(other)

@@ -1,4 +1,4 @@
-"""Turns of vLLM's scheduler: what other threads want done happens between them, once, and nobody waits."""
+"""The scheduler lock: jobs of other threads run between vLLM's calls, once, and no thread waits."""
 
 import threading
 import time
@@ -71,7 +71,7 @@ def test_scheduler_lock_runs_job_at_once_or_when_freed(lock):
         seen.append(list(ran))
 
     another_thread()
-    assert len(seen[0]) == 1, "nobody had a turn"
+    assert len(seen[0]) == 1, "no job ran"
     lock.scheduler.during = another_thread
     lock.scheduler.update_from_output("o")
     assert seen[1] == seen[0], "in the middle of a turn it is left"

@@ -211,7 +211,7 @@ async def test_serve_active_conversations_alternate():
     async with FakeServer() as server:
         await play([server], [talk(n, 2) for n in range(5)], Limits(concurrency=1, active=3))
     begun = [body["prompt"][3] // 1000 for body in server.bodies]
-    assert begun == [0, 1, 2, 0, 3, 1, 4, 2, 3, 4], "always three, and the turn is that of who waited longest"
+    assert begun == [0, 1, 2, 0, 3, 1, 4, 2, 3, 4], "always three, and the longest waiting is next"
 
 
 async def test_serve_single_client_finishes_its_conversation_first():
@@ -229,7 +229,7 @@ async def test_serve_rate_is_independent_of_answer_times():
         expected.append(due)
     starts = sorted(r.start - r.late for r in load.records)
     assert starts == pytest.approx(expected, abs=0.002), "a Poisson process, whose times do not drift"
-    assert server.most_in_flight > 10, "nobody waited for an answer"
+    assert server.most_in_flight > 10, "no request waited for an answer"
 
 
 async def test_serve_rate_with_concurrency_limit_reports_lateness():

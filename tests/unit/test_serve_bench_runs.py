@@ -245,7 +245,7 @@ async def test_serve_command_compares_two_variants(tmp_path, capsys):
     by = {(v["variant"], v["pass"]): v for v in data["variants"]}
     assert by["on", "warm"]["requests"] == 36 and by["on", "warm"]["rounds"] == 3
     assert by["on", "warm"]["tokens"]["hit_rate"] > by["on", "cold"]["tokens"]["hit_rate"] > 0.3
-    assert by["on", "cold"]["tokens"]["fetched"] > 0, "hop: the other engine had what was said before"
+    assert by["on", "cold"]["tokens"]["fetched"] > 0, "hop: the other engine had the turns before"
     assert by["on", "cold"]["ttft_moved_ms"] and by["off", "cold"]["ttft_stayed_ms"]
     (cold, warm) = data["compared"]
     assert (cold["variant"], cold["against"], cold["pass"], warm["pass"]) == ("on", "off", "cold", "warm")

@@ -1,4 +1,4 @@
-"""Sleep mode: who is told that the cache's memory goes, in releases that tell their connector and in others."""
+"""Sleep mode: which side learns that the cache's memory goes, in releases that tell their connector and in others."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -208,7 +208,7 @@ def test_connector_scheduler_reopens_as_new_instance_after_all_ranks_wake():
     assert log == [("e/0", ["a", "b"])]
     log.clear()
     access.on_message(m.Asleep(0))
-    register(0, "a.2")  # the other rank has not said yet that it slept
+    register(0, "a.2")  # the other rank has not reported its sleep yet
     access.on_message(m.Asleep(1))
     assert log.count("close") == 2 and not any(isinstance(entry, tuple) for entry in log), "one rank's memory is gone"
     register(1, "b.2")

@@ -181,7 +181,7 @@ LABELS = {label for source in SOURCES for label in (source.name, source.cost_key
 
 
 def kind_checks(tree: ast.AST) -> list[str]:
-    """What asks of which class or kind something is."""
+    """Code that asks for the class or kind of a thing."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type"):

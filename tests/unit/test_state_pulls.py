@@ -1,4 +1,4 @@
-"""Hand-offs and pulls that end with recurrent states: where they end, and who compares the partial block."""
+"""Hand-offs and pulls that end with recurrent states: where they end, and which engine compares the partial block."""
 
 import numpy as np
 import pytest

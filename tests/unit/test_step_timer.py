@@ -18,7 +18,7 @@ from vllm_kvtier.scheduler.planner.step_timer import (
 
 
 class Engine:
-    """Steps that are scheduled and read; ``seen`` is what the planner was told."""
+    """Steps that are scheduled and read; ``seen``: calls of the planner."""
 
     def __init__(self):
         self.clock, self.seen = Clock(), []

@@ -255,7 +255,7 @@ def test_store_client_hung_store_is_disconnected_once(path, connect):
         pending = [client.stat(), client.stat()]
         assert "has not answered for 0.3 s" in outcome(pending[0]).reason
         assert 0.2 < time.monotonic() - started < 2 and outcome(pending[1])
-        assert sock.recv(1 << 16) and sock.recv(1) == b"", "the connection ended, and with it what the store lent"
+        assert sock.recv(1 << 16) and sock.recv(1) == b"", "the connection ended, and with it what the store leased"
         assert isinstance(client.stat().outcome, Failed), "the next question does not wait again"
         sock.close()
         # It tries again, and again gives up on a greeting that is not answered.
@@ -362,7 +362,7 @@ def test_store_launch_failure_is_reported_with_backoff(path, connect, monkeypatc
     client._starter._backoff = 60.0
     eventually(lambda: client._starter._after > time.monotonic() + 30)
     server = make(path)
-    eventually(lambda: client.connected, what="another store is found all the same")
+    eventually(lambda: client.connected, what="another store is found nevertheless")
     server.stop()
 
 

@@ -1,4 +1,4 @@
-"""A store's process tells who follows a space what becomes of its labelled blocks, and nobody else anything."""
+"""A store's process sends events of labelled blocks to the readers of a namespace, and to no other client."""
 
 import os
 
@@ -34,7 +34,7 @@ def client(server):
 
 
 class Listener:
-    """What a RawClient was told: by block, (places, label)."""
+    """The events that a RawClient got: by block, (places, label)."""
 
     def __init__(self, client: RawClient, *namespaces: bytes):
         self.client, self.view, self.namespaces = client, {}, set()
@@ -103,7 +103,7 @@ def label_after(client: RawClient, namespace_id: bytes = NAMESPACE_ID) -> None:
 
 
 def test_event_feed_sends_only_joined_namespaces(server, client):
-    """Nor can anybody label blocks there."""
+    """Nor can any process label blocks there."""
     with RawClient(server.path, engine_hello("stranger")) as stranger:
         listener = Listener(stranger, OTHER)
         listener.hear()

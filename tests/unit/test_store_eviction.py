@@ -189,7 +189,7 @@ def test_eviction_takes_prefixes_from_the_tail(name):
 
 @every_policy
 def test_eviction_skips_leased_prefix_in_bounded_time(name):
-    """All of it is the coldest there is, and nothing of it may go: the block behind it is found all the same."""
+    """All of it is the coldest there is, and nothing of it may go: the block behind it is found nevertheless."""
     index = make(pages=3001, policy=name)
     store(index, block_hashes("a", 2900))
     store(index, block_hashes("b", 100))
@@ -198,7 +198,7 @@ def test_eviction_skips_leased_prefix_in_bounded_time(name):
     for i in range(3):
         store(index, block_hashes("c", 40 * (i + 1)))
     assert there(index, block_hashes("c", 120)) == 100 and there(index, block_hashes("a", 2900)) == 2900
-    assert store(index, block_hashes("d", 3)).count(NO_ROOM) == 0  # of c, which nobody holds
+    assert store(index, block_hashes("d", 3)).count(NO_ROOM) == 0  # of c, which no client holds
     index.release(1, found.lease)
     assert all(slot > 0 for slot in store(index, block_hashes("e", 500)))
     assert there(index, block_hashes("a", 2900)) < 2900

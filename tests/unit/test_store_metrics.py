@@ -219,7 +219,7 @@ def test_store_metrics_durations_have_buckets():
     assert sum(copy.counts) == 5 and copy.seconds == pytest.approx(60.0021)
 
 
-# -- who scrapes ------------------------------------------------------------------------------------------------------
+# -- scrapes -------------------------------------------------------------------------------------------------------
 
 
 def test_store_metrics_port_in_use_is_logged_and_store_runs(start, caplog):

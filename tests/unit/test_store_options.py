@@ -1,4 +1,4 @@
-"""Options of the store that cannot be meant are refused in words, before anything is started."""
+"""Options of the store that cannot be meant are refused with a reason, before anything is started."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Engines tell the store which blocks lie in their own caches, and a lookup names those who have the chain."""
+"""Engines tell the store which blocks lie in their own caches, and a lookup names those that have the prefix."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def keys_of(block_hashes: bytes, hash_blocks_per_block: int = 1) -> list[bytes]:
 
 
 class Engine(RawClient):
-    """An engine that is present; ``peer_count`` collects what it is told of the others."""
+    """An engine that is present; ``peer_count`` collects the counts of other engines that it gets."""
 
     def __init__(self, path: str, name: str, family: bytes = FAMILY, *keys: bytes):
         super().__init__(path, engine_hello(name))
@@ -57,7 +57,7 @@ class Engine(RawClient):
         return reply
 
     def told(self) -> list[int]:
-        self.stat()  # answered behind what it was told before
+        self.stat()  # answered behind earlier messages
         return self.peer_count
 
     def find(
@@ -102,7 +102,7 @@ def enter(server):
         engine.close()
 
 
-# -- company ----------------------------------------------------------------------------------------------------
+# -- other engines-------------------------------------------------------------------------------------------------
 
 
 def test_directory_engines_know_number_of_peers(enter):
@@ -142,7 +142,7 @@ def test_directory_lists_only_sharing_engines(server, enter):
         one = enter("one", FAMILY, *keys_of(BLOCK_HASHES))
         assert one.told() == [0]
         answer = silent.ask(m.Lookup(1, NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING, key_mask=MIX))
-        assert isinstance(answer, m.Found) and answer.holders == [], "of which family should they be?"
+        assert isinstance(answer, m.Found) and answer.holders == [], "engines of no kind"
         assert silent.stat().directory == m.DirectoryCounts(1, 12)
 
 
@@ -212,7 +212,7 @@ def test_directory_snapshot_replaces_older_blocks(server, enter):
     rival = enter("rival", FAMILY, *keys[:8])
     assert reader.holders() == [("holder", 12), ("rival", 8)]
     holder.send(m.Cached(b"".join(keys[:5]), keys[4], anew=True))
-    assert holder.told() == [1, 2], "company it was all the time"
+    assert holder.told() == [1, 2], "the others were there all the time"
     assert reader.holders() == [("rival", 8), ("holder", 4)]
     assert reader.stat().directory == m.DirectoryCounts(3, 12)
     eventually(lambda: not server._peer_directory._sweeping, what="all is forgotten")
@@ -414,7 +414,7 @@ def test_directory_clients_find_each_other(connect):
     one = connect("one", on_change=lambda: seen.append(one.peer_count))
     two = connect("two")
     keys = b"".join(keys_of(BLOCK_HASHES, 2))
-    assert one.peer_count == 0 and not two.send_cached(keys, b""), "nobody would know has not sent Present"
+    assert one.peer_count == 0 and not two.send_cached(keys, b""), "no engine could find it before Present"
     one.present(FAMILY, "127.0.0.1", 7001, "one")
     two.present(FAMILY, "127.0.0.1", 7002, "two")
     eventually(lambda: one.peer_count == two.peer_count == 1)

@@ -14,7 +14,7 @@ from support import eventually
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store.memory import pool_memory
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
-from vllm_kvtier.store.memory.memory_limits import MIN_POOL, MemoryLimits, in_words, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import MIN_POOL, MemoryLimits, format_bytes, memory_limits, pool_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory, next_step
 from vllm_kvtier.store.options import StoreOptions, parse
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
@@ -70,9 +70,9 @@ def test_pool_size_auto_depends_on_free_memory():
 
 
 def test_pool_memory_messages_do_not_overstate():
-    assert in_words(GIB) == "1 GiB"
-    assert in_words(2 * GIB - 1) == "1.99 GiB"
-    assert in_words(5) == "5 bytes"
+    assert format_bytes(GIB) == "1 GiB"
+    assert format_bytes(2 * GIB - 1) == "1.99 GiB"
+    assert format_bytes(5) == "5 bytes"
 
 
 # -- what the machine and the container allow ------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_pool_mapping_shares_memory_and_outlives_pool():
     for mapping in (one, two, one):
         mapping.close()
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before - 2)
-    assert kept[5 * PAGE] == 77, "a view that somebody still has stays good"
+    assert kept[5 * PAGE] == 77, "a view that is still in use stays good"
 
 
 def test_pool_mapping_smaller_than_promised_raises():

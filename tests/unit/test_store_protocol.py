@@ -28,7 +28,7 @@ def reactor():
 
 
 class End:
-    """One end of a connection on a reactor, and what it heard."""
+    """One end of a connection on a reactor, and its messages."""
 
     def __init__(self, reactor: Reactor, sock: socket.socket, **limits):
         self.frames, self.reasons = [], []
@@ -334,7 +334,7 @@ def test_connection_passes_descriptors_only_where_expected(reactor):
     os.write(write_end, b"!")
     assert os.read(fd, 1) == b"!"
     os.close(fd)
-    # The other way round nobody expects one: it is not even received.
+    # The other way round none is expected: it is not even received.
     assert taker.stream.send(b"unasked", [read_end])
     eventually(lambda: giver.frames)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -76,7 +76,7 @@ def test_explain_reports_state_and_removal_reason_of_blocks(store):
         )
         engine.fill(BLOCK_HASHES)
     with RawClient(store.path, tool_hello()) as tool:
-        assert told(inspect(store)) == [(32, "memory", 0)]  # stored again: it has no fate
+        assert told(inspect(store)) == [(32, "memory", 0)]  # stored again: it has no removal reason
         tool.ask(m.Clear(1))
     holding = inspect(store)
     assert told(holding) == [(32, "", RemovalReason.CLEARED)]
@@ -205,7 +205,7 @@ def test_explain_tier_without_answer_times_out(reach):
     assert not said
     reactor.run(0.2)
     assert said == [[m.TierReach("nodes", "ready", "", None)]]
-    slow.answer(20)  # late: let go all the same
+    slow.answer(20)  # late: let go nevertheless
     assert len(slow.released) == 1 and len(said) == 1
 
 
@@ -225,7 +225,8 @@ def spans(index: Index, want: Want) -> list[list[m.Span]]:
 
 
 def test_explain_spans_are_bounded():
-    """However long the chain and however wild its fates: so many spans, so many blocks that are looked for."""
+    """However long the prefix and however mixed its removal reasons: so many spans, so many blocks that are looked
+    for."""
     index = Index(SlotPool(64, 64), None, Clock())
     removal_history = index.removal_history = RemovalHistory(Clock())
     long = block_hashes_of((MAX_MISSING + 500, "long"))

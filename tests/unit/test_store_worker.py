@@ -95,7 +95,7 @@ def store(worker, order, step):
 
 
 class Before(str):
-    """An event that has passed when somebody looks."""
+    """An event that has passed when it is polled."""
 
     def query(self):
         return True
@@ -155,7 +155,7 @@ def test_store_job_of_part_written_by_other_rank_is_skipped(worker):
 
 
 def test_stores_wait_while_a_forward_is_launched(worker):
-    """But loads do; and a launch that nobody ends holds stores up for a moment only."""
+    """But loads do; and a launch that is not ended blocks stores for a moment only."""
     worker.tier.on_device = True
     worker.tier.step(1, "fence 1")
     worker.tier.launching = began = time.monotonic()
@@ -245,7 +245,7 @@ def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch)
 
 
 def test_waiting_stores_are_polled_in_next_step(worker):
-    """Their order came while the step before theirs was launched; and little waits for company then."""
+    """Their order came while the step before theirs was launched; small lots do not wait then."""
     worker.tier.on_device = True
     worker.tier.step(1, "fence 1")
     store(worker, 1, step=2)
@@ -265,7 +265,7 @@ def test_idle_collect_polls_loads(worker, on_device):
     """The reactor's thread may not get the interpreter, and is not needed: here it sleeps all the time."""
     worker.tier.on_device = on_device
     worker.tier.step(1, "fence 1")
-    worker.copier.polls = 1 << 30  # longer than anybody looks
+    worker.copier.polls = 1 << 30  # longer than any poll
     worker.tier.load([load("r")], None)
     eventually(lambda: worker.copier.calls, 5.0, "begun")
     asleep, wake = threading.Event(), threading.Event()
@@ -404,7 +404,7 @@ def test_cancelled_load_ends_after_its_started_copies(worker, on_device):
     offload = worker.tier._engine
     worker.tier.load([long], None)
     eventually(lambda: worker.copier.calls)
-    worker.tier.cancel_loads(["gone", "nobody"])
+    worker.tier.cancel_loads(["gone", "unknown"])
     eventually(lambda: not offload.loads.nbytes, 5.0, "nothing waits")
     begun = [block for _, blocks, _ in worker.copier.calls for block in blocks]
     assert 0 < len(begun) < 100 and offload.loads and not worker.finished, "copies write into its blocks"
@@ -453,7 +453,7 @@ def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
     store(worker, 7, step=1)
     # It was on its way to the reactor.
     worker.reactor.call_soon(lambda: worker.tier._load([load("late")], Before("fence 1")))
-    eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "told")
+    eventually(lambda: worker.told and len(worker.finished) == 2, 5.0, "a message")
     assert worker.told[0].cut == [(7, 0)] and worker.finished[1].failed
     assert len(worker.copier.calls) == 1
     worker.tier.load([load("awake")], None)
@@ -469,7 +469,7 @@ def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog
     def failing(stores=True):
         left[0] -= 1
         if left[0] >= 0:
-            raise KeyError("nobody thought of this")
+            raise KeyError("an unexpected error")
         return drive(stores)
 
     monkeypatch.setattr(worker.tier._engine, "poll", failing)
@@ -505,7 +505,7 @@ def test_store_job_that_cannot_be_queued_is_reported_not_stored(worker, monkeypa
     monkeypatch.setattr(worker.tier._engine, "submit_store", fails)
     worker.tier.step(5, None)
     store(worker, 1, step=5)
-    eventually(lambda: worker.told, 5.0, "told")
+    eventually(lambda: worker.told, 5.0, "a message")
     assert [(message.done, message.cut) for message in worker.told] == [([], [(1, 0)])] and not worker.copier.calls
 
 
@@ -520,6 +520,6 @@ def test_finished_stores_are_reported_again_after_error(worker, monkeypatch):
     monkeypatch.setattr(worker.tier, "_send", fails)
     worker.tier.step(5, None)
     store(worker, 1, step=5)
-    eventually(lambda: worker.told, 5.0, "told")
+    eventually(lambda: worker.told, 5.0, "a message")
     assert [(message.done, message.cut) for message in worker.told] == [([1], [])] and not left
     assert worker.told[0].nbytes > 0, "and what was copied counts"

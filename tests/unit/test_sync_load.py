@@ -1,4 +1,5 @@
-"""Loads that a step waits for, on the scheduler's side: for whom, and what is kept back until the verdict."""
+"""Loads that a step waits for, on the scheduler's side: for which requests, and what is kept back until the
+verification."""
 
 from types import SimpleNamespace
 
@@ -129,7 +130,7 @@ def test_sync_load_beside_others_maps_no_new_memory(engine):
     others = SimpleNamespace(**{**vars(engine), "get_request_counts": lambda: (3, 2)})
     sync_load = make(others, seconds=0.001)
     assert not sync_load.is_eligible(tracked(lender="P/1"), 0, 4)
-    assert make(engine, seconds=0.001).is_eligible(tracked(lender="P/1"), 0, 1), "alone it holds nobody up"
+    assert make(engine, seconds=0.001).is_eligible(tracked(lender="P/1"), 0, 1), "alone it delays no request"
     sync_load.mapped("P/1")
     assert sync_load.is_eligible(tracked(lender="P/1"), 0, 4) and not sync_load.is_eligible(tracked(lender="P/2"), 0, 4)
 
@@ -297,7 +298,7 @@ def test_sync_load_of_whole_blocks_counts_last_token(engine):
     sync_load, t = make(engine), tracked(tokens=16)
     ordered(sync_load, t)
     assert t.num_external_tokens == 16
-    t.num_external_tokens = 15  # what vLLM could be told
+    t.num_external_tokens = 15  # what vLLM could take
     sync_load.begin(t, t.job)
     assert t.num_external_tokens == 16
 
@@ -309,7 +310,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._provenance = SimpleNamespace(may_share=lambda tracked: True)
     half._info = SimpleNamespace(unsupported=None, groups=[(16, None)])
     growth = [
-        SimpleNamespace(tracked=SimpleNamespace(life=SimpleNamespace(state=state)))
+        SimpleNamespace(state=SimpleNamespace(life=SimpleNamespace(state=state)))
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)
     ]
     half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)

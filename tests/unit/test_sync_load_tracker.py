@@ -93,7 +93,7 @@ def test_sync_load_tracker_late_load_fails(worker, how, monkeypatch, caplog):
     out = worker.collect()
     [verified] = out.results
     assert (verified.request_id, verified.bad_blocks, out.finished) == ("r", {3, 4, 5}, set()) and verified.reason
-    if how == "late":  # its end is nobody's business any more; a later load of the same request is
+    if how == "late":  # its end has no owner any more; a later load of the same request is
         tier.end()
     worker._jobs.outstanding["r"] = order("r", False)
     worker._jobs.finish(result("r"))
@@ -178,7 +178,7 @@ class Fetching:
         self.known.update(sources)
 
     def begin_now(self, orders, after):
-        assert all(order.source in self.known for order in orders)
+        assert all(order.instance in self.known for order in orders)
         self.log.append(("now", [o.request_id for o in orders]))
         self.begun += orders
 

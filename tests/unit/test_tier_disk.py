@@ -1,4 +1,5 @@
-"""The disk tier's server side: what is found, read, written, given up and told its mover, and what failures cost."""
+"""The disk tier's server side: what is found, read, written, evicted and sent to its tier process, and what failures
+cost."""
 
 import msgspec
 import pytest
@@ -132,7 +133,7 @@ def test_disk_tier_unrestorable_blocks_are_dropped():
         m.Move(NAMESPACE_ID, 0, hash_of(7), ZERO, b"", 0, 2, 2),  # overlaps the first
         m.Move(NAMESPACE_ID, 0, hash_of(8), ZERO, b"", 0, 3, 20),  # not this space's size
         m.Move(NAMESPACE_ID, 4, hash_of(8), ZERO, b"", 0, 2, 24),  # no such group
-        m.Move(OTHER, 0, hash_of(8), ZERO, b"", 0, 2, 26),  # nobody knows the space
+        m.Move(OTHER, 0, hash_of(8), ZERO, b"", 0, 2, 26),  # an unknown namespace
         m.Move(NAMESPACE_ID, 0, hash_of(8), ZERO, b"", 0, 2, 40),  # beyond the end
         m.Move(NAMESPACE_ID, 0, hash_of(1), ZERO, b"", 0, 2, 30),  # twice
     ]
@@ -245,7 +246,7 @@ def test_disk_tier_process_death_drops_index_and_restart_restores_it():
     find, other = b.find(1, 2, 3), b.find(1)
     reading = b.read(find, blocks_of(1, 2))
     writing = b.write(blocks_of(4, after=3), answer=False)
-    b.tier.discard(NAMESPACE_ID, 0, hash_of(3))  # its Drop may not have been heard
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(3))  # its Drop may not have been received
     b.tier_process.back_off("hung")
     assert not b.tier.usable and b.tier.counts().state == "unavailable" and b.tier.counts().reason == "hung"
     # it may still write to the slots
@@ -330,7 +331,7 @@ def test_disk_tier_read_time_is_learned(actual):
     assert rate.busy_seconds(now + 9) == pytest.approx(now + 1 - 5.0)
 
 
-# -- who publishes what it has ---------------------------------------------------------------------------------------
+# -- a tier that publishes its blocks ------------------------------------------------------------------------------
 
 
 def test_disk_tier_keeps_written_blocks_until_eviction():

@@ -185,6 +185,11 @@ def test_mooncake_tier_never_finds_a_corrupt_block_again(up):
     up.segment.start()
     up.segment.on_message(UP)
     assert up.segment.sent[-1].moves[0].hash == hash_of(4), "it is dropped when that is possible"
+    up.segment.on_message(DOWN)
+    up.discard(NAMESPACE_ID, 0, hash_of(5))
+    assert up.segment.sent[-1].moves[0].hash == hash_of(4), "the process could not reach the master"
+    up.segment.on_message(UP)
+    assert up.segment.sent[-1].moves[0].hash == hash_of(5)
 
 
 def test_mooncake_tier_replaces_a_process_that_talks_nonsense(up):

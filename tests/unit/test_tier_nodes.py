@@ -1,4 +1,5 @@
-"""Between stores of different nodes: the wire, who may speak, what is lent, and the tier as the server has it."""
+"""Between stores of different nodes: the messages, authentication, what is leased, and the tier as the server has
+it."""
 
 import msgspec
 import pytest
@@ -168,7 +169,7 @@ def test_node_tier_beyond_loopback_needs_cluster_key(tmp_path):
         NodeOptions.parse({"cluster_key_file": str(tmp_path / "none")})
 
 
-# -- lending ----------------------------------------------------------------------------------------------------------
+# -- leasing ----------------------------------------------------------------------------------------------------------
 
 
 class Lender:
@@ -200,7 +201,7 @@ def test_node_tier_lease_is_granted_and_released():
     lender = Lender()
     lent = lender.lend()
     assert (lent.num_hash_blocks, len(lent.slots[0])) == (6, 6) and lender.leases == 1
-    lender.handle(m.Return(8, lent.lease))  # somebody else's
+    lender.handle(m.Return(8, lent.lease))  # another request's
     assert lender.leases == 1
     lender.handle(m.Return(7, lent.lease))
     lender.handle(m.Return(7, lent.lease))
@@ -231,7 +232,7 @@ def test_node_tier_lease_of_mismatched_groups_or_hashes_is_refused():
     assert len(lender.lending._clients[7]) <= 16
 
 
-# -- the tier, with a mover that is none ------------------------------------------------------------------------------
+# -- the tier, without a tier process ------------------------------------------------------------------------------
 
 
 class FakeMover:
@@ -323,7 +324,7 @@ def test_node_tier_reports_promotion_on_another_node_first():
     t.tier_process.on_message(m.PromotionStatus(t.tier_process.requests[0][0].id, 8, 0.5))
     t.clock.now += 1.0
     t.tier_process.answer(token=5, num_hash_blocks=8)
-    # What somebody's disk took does not make a question to other nodes a matter of seconds.
+    # The time of another node's disk does not make a question to other nodes a matter of seconds.
     assert t.tier.latency() == learned and t.found[0].num_hash_blocks == 8
     t.tier_process.on_message(m.PromotionStatus(1, 8, 0.5))  # it has been answered
     assert len(told) == 2 and t.tier_process.state == READY

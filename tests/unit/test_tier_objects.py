@@ -1,4 +1,4 @@
-"""The object tier, without a mover: what it asks of one, and what it makes of the answers."""
+"""The object tier, without a tier process: what it asks of one, and what it makes of the answers."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The object tier's mover on a bucket that is a dict."""
+"""The object tier's tier process on a bucket that is a dict."""
 
 import math
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ PLACE = ObjectLocation("bucket", "x")
 
 
 class FakeBucket:
-    """``listable``: absent objects are said to be absent. ``fails``: what any request raises. ``asked``: by kind."""
+    """``listable``: absent objects are reported as absent. ``fails``: what any request raises. ``asked``: by kind."""
 
     def __init__(self, *arguments, **options):
         self.place, self.endpoint = PLACE, "http://nowhere"
@@ -262,7 +262,7 @@ def test_object_tier_process_slow_lookup_times_out(bench):
     (answer,) = bench.sent
     assert (answer.id, answer.num_hash_blocks) == (7, 0) and "no answer within 4 s" in answer.error
     for call, done in held:
-        with pytest.raises(Trouble):  # nobody wants to know: the server is not asked
+        with pytest.raises(Trouble):  # no lookup waits: the server is not asked
             call()
         done(Trouble("late"))
     assert len(bench.sent) == 1 and not bench.bucket.asked

@@ -1,4 +1,4 @@
-"""The server's end of a mover: what it answers, when, and what becomes of one that fails."""
+"""The server's end of a tier process: what it answers, when, and what becomes of one that fails."""
 
 import os
 import select
@@ -33,7 +33,7 @@ class FakeChild:
         self._status: int | None = None
         self.lines: list[str] = []
 
-    # what the mover calls
+    # what the tier process calls
 
     def kill(self) -> None:
         self.killed += 1
@@ -75,7 +75,7 @@ class FakeChild:
 
 
 class Bench:
-    """A TierProcess on a real reactor, with children of the test's own making. ``told``: what it called back."""
+    """A TierProcess on a real reactor, with children of the test's own making, and a list of its callbacks."""
 
     def __init__(self, dies=True, open_seconds=30.0, failures=0):
         self.children: list[FakeChild] = []
@@ -249,6 +249,25 @@ def test_tier_process_failed_start_is_retried(caplog):
         assert b.told[-1] == m.Opened(False, "read only")
     messages = [record.message for record in caplog.records]
     assert "kvtier: disk tier: available again" in messages and "kvtier: disk tier: read only" in messages
+
+
+def test_tier_process_start_without_descriptors_is_retried(monkeypatch):
+    """A store whose descriptors are all in use for a moment must not lose its tiers for good."""
+    make, left = socket.socketpair, [2]
+
+    def socketpair(*args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(24, "Too many open files")
+        return make(*args)
+
+    with bench() as b:
+        monkeypatch.setattr("vllm_kvtier.store.tiers.process.tier_process.socket.socketpair", socketpair)
+        b.on(b.tier_process.start)
+        child = eventually(lambda: b.children and b.children[-1])
+        child.say(m.Opened(True))
+        eventually(lambda: b.tier_process.state == READY)
+        assert b.reactor.errors == 0 and b.tier_process.restarts == 2
 
 
 def test_tier_process_open_timeout_is_extended_by_each_message():

@@ -46,7 +46,7 @@ class Backend:
 
 @pytest.fixture
 def peer(monkeypatch):
-    """(socket, wait): a mover's other end; ``wait()`` returns why it ended."""
+    """(socket, wait): a tier process's other end; ``wait()`` returns why it ended."""
     Backend.closed = 0
     monkeypatch.setattr(main, "backend_class", lambda kind: Backend)
     pool, result = make_pool(POOL), []
@@ -103,11 +103,11 @@ def test_tier_process_exits_on_backend_error(peer, do, words):
 
 
 @pytest.mark.parametrize(
-    "said, words", [(m.Drop([1]), "before Open"), (m.Open({}, 2 * POOL), "as in Open"), (m.Opened(True), "Invalid")]
+    "message, words", [(m.Drop([1]), "before Open"), (m.Open({}, 2 * POOL), "as in Open"), (m.Opened(True), "Invalid")]
 )
-def test_tier_process_exits_on_malformed_message(peer, said, words):
+def test_tier_process_exits_on_malformed_message(peer, message, words):
     sock, wait = peer
-    send(sock, said)
+    send(sock, message)
     assert words in wait() and Backend.closed == 0
 
 

@@ -74,7 +74,7 @@ def test_tp_mapping_covers_all_regions_and_marks_identical_layouts():
     assert same.source.rank == 1 and same.groups[0].identical_layout
     other = infos(model, 2, layout=Layout(token=True, blocks=True, gap=(4, 8, 12)))
     [same] = map_source_ranks(two[1].view.groups, two[1].heads, 1, other)
-    assert same.groups[0].identical_layout, "strides and the order of dimensions are nobody's business"
+    assert same.groups[0].identical_layout, "strides and the order of dimensions do not matter"
     assert [r.source for r in same.groups[0].regions] == list(other[1].groups[0].regions)
 
 

@@ -11,7 +11,7 @@ from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, TransferS
 
 
 class Inner:
-    """Gone when nobody holds it."""
+    """Gone when no reference is left."""
 
     def __init__(self, name, alive):
         self.name, self._alive = name, alive

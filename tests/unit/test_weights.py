@@ -1,4 +1,5 @@
-"""Weights that are changed while the engine runs: who is told, and which requests' KV goes nowhere from then on."""
+"""Weights that are changed while the engine runs: which parts learn it, and which requests' KV is not shared from then
+on."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -68,7 +68,7 @@ def test_pulls_report_exactly_the_bad_blocks(seed):
         elif what == 1:
             keys[i] ^= np.uint64(1 << int(rng.integers(64)))
             bad.add(i)
-        elif what == 2 and valid[i] < TOKENS:  # beyond the tokens that count: nobody's business
+        elif what == 2 and valid[i] < TOKENS:  # beyond the tokens that count: ignored
             pages = pair.there.view.pages(pair.there.view.groups[0].regions[0])
             pages[remote[i], 0, valid[i], 0] ^= 1
     result = pair.run(pair.order(pull_of(local.tolist(), remote.tolist(), valid.tolist(), keys=keys)))
@@ -80,7 +80,7 @@ def test_pulls_report_exactly_the_bad_blocks(seed):
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda o: setattr(o, "source", "nobody/1"), "is unknown"),
+        (lambda o: setattr(o, "instance", "unknown/1"), "is unknown"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 16])), "outside 1..15"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 0])), "outside"),
         (lambda o: setattr(o.groups[0], "remote", np.array([3, 1 << 40])), "outside"),
@@ -182,7 +182,7 @@ def test_pulls_stuck_read_is_reported_after_agent_ended(clock, fault, words, cap
 
 
 def test_pulls_timed_out_read_may_end_later(clock):
-    """Then it is right, and nobody loses the agent."""
+    """Then it is right, and the agent stays."""
     pair = Pair()
     pair.there.compute_checksums([batch_of([3])], None)
     pair.transport.polls = 3
@@ -350,7 +350,8 @@ def test_pulls_with_nixl_between_two_agents():
 
 
 def test_pulls_between_two_workers_end_to_end(tmp_path):
-    """Two worker halves with real NIXL and links: set up, sums, a pull, no polling afterwards; a bad cache is said."""
+    """Two worker halves with real NIXL and links: set up, checksums, a pull, no polling afterwards; a bad cache is
+    reported."""
     pytest.importorskip("nixl")
     halves, servers, heard, reactors = [], [], [], []
     views = [cache(12, 1), cache(16, 2)]

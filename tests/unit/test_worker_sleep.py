@@ -23,7 +23,7 @@ from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 
 @pytest.fixture
 def halves(tmp_path):
-    """(who reads, who is read); they have shaken hands."""
+    """(reader, source); they have shaken hands."""
     pytest.importorskip("nixl")
     here, there = Half(tmp_path, 0, cache(12, 0)), Half(tmp_path, 1, cache(16, 1))
     try:
@@ -213,7 +213,7 @@ def test_pulls_stop_reports_jobs_without_pending_data(pair):
 
 
 def test_pulls_after_failed_stop_start_no_read(pair):
-    """The memory is taken away all the same."""
+    """The memory is taken away nevertheless."""
     pair.pulls._begin_retiring(1e18)
     assert pair.pulls.start(pair.order(pull_of([6], [4]), name="waits")) is None
     pair.transport.close = lambda: 1 / 0

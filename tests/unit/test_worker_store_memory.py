@@ -32,7 +32,7 @@ def clock():
 
 
 class Turns:
-    """A reactor that runs when told to."""
+    """A reactor that runs when asked to."""
 
     def __init__(self, clock):
         self.clock, self.soon, self.timers, self.order = clock, [], [], itertools.count()
@@ -146,7 +146,7 @@ def test_store_memory_is_registered_in_pieces(world):
     world.turns.all()
     assert not world.changes  # a slot may end in the last page of the piece
     world.client.send("a", size - MIB, size)
-    assert pool.registered_pages == 0  # nothing on the turn that heard of it
+    assert pool.registered_pages == 0  # nothing in the call that reported it
     world.turns.turn()
     assert world.changes == [("a", PIECE_BYTES // PAGE)]  # and one piece a turn
     world.turns.all()

@@ -16,7 +16,7 @@ from zygote import Forked, Zygote, _serve
 
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members
 
-# What it is told to do, it does before it would serve.
+# What it is asked to do, it does before it would serve.
 CODE = """
     import json, multiprocessing, os, sys, threading
 

@@ -13,7 +13,7 @@ asks it; nothing compares names of kinds or looks for a window.
 * Layout: ``vllm_compat.layout`` finds the kind of a specification by ``specs``, which also say what a cell holds:
   codecs encode cells whose contents are known. ``vllm_compat.worker_info`` asks how a block is divided over ranks
   (``split``).
-* Reports: ``kvtier plan`` reads a model's configuration by ``layer_types``; reports and refusals have ``in_words()``.
+* Reports: ``kvtier plan`` reads a model's configuration by ``layer_types``; reports and refusals have ``describe()``.
 
 A specification that no kind names is refused for that engine. Groups that vLLM keeps no prefixes for are left out
 (``vllm_compat.layout.groups``).
@@ -21,13 +21,13 @@ A specification that no kind names is refused for that engine. Groups that vLLM 
 
 from functools import cache
 
-from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, Split, in_words
+from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, Split, describe_kind
 from vllm_kvtier.cache_kinds.chunked_local_attention import ChunkedLocalAttention
 from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
 from vllm_kvtier.cache_kinds.mamba import Mamba
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow, SlidingWindowMLA
 
-__all__ = ["KINDS", "CacheGroup", "CacheKind", "Contents", "Split", "get", "in_words", "of_layer_type", "of_spec"]
+__all__ = ["KINDS", "CacheGroup", "CacheKind", "Contents", "Split", "get", "describe_kind", "of_layer_type", "of_spec"]
 
 KINDS: dict[str, type[CacheKind]] = {
     kind.name: kind

@@ -84,11 +84,11 @@ class CacheKind(ABC):
         """How many tokens of a prompt are worth looking up."""
         return prompt
 
-    def in_words(self) -> str:
-        return in_words(self.name, self.window)
+    def describe(self) -> str:
+        return describe_kind(self.name, self.window)
 
 
-def in_words(kind: str, window: int | None) -> str:
+def describe_kind(kind: str, window: int | None) -> str:
     """Of any name and window: another process may have sent them."""
     return f"{kind} attention" + ("" if window is None else f" over {window}")
 

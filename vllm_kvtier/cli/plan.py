@@ -13,7 +13,7 @@ from vllm_kvtier.doctor.engines import server as vllm_server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan import pays
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits, parse_bytes, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits, parse_bytes, pool_bytes
 
 ModelName = Annotated[str, typer.Option("--model", help="config.json, its directory, or a name in the hub's cache.")]
 Parallel = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks of one engine.")]
@@ -133,7 +133,7 @@ def _sizes(
         )
     return {
         "model": read.name,
-        "layers": models.groups_in_words(read),
+        "layers": models.describe_groups(read),
         "kv_cache_dtype": read.dtype,
         "tensor_parallel_size": tensor_parallel,
         "block_tokens": block,
@@ -240,14 +240,14 @@ def _show(found: dict[str, Any], console: Console) -> None:
     ranks = found["tensor_parallel_size"]
     _print(
         console,
-        f"{in_words(round(found['bytes_per_token_and_gpu']))} a token in {'the' if ranks == 1 else 'each'} GPU's cache "
-        f"({found['kv_cache_dtype']}, {ranks} rank{'s' * (ranks > 1)}, blocks of {found['block_tokens']} tokens)",
+        f"{format_bytes(round(found['bytes_per_token_and_gpu']))} a token in {'the' if ranks == 1 else 'each'} GPU's "
+        f"cache ({found['kv_cache_dtype']}, {ranks} rank{'s' * (ranks > 1)}, blocks of {found['block_tokens']} tokens)",
     )
     for remark in found["remarks"]:
         console.print(remark, style="yellow", markup=False)
     names = {"cache": "GPU cache", "memory": "memory", "disk": "disk"}
     _print(console, "\nTokens that fit")
-    sizes = [f"{names[tier]} ({in_words(nbytes)})" for tier, nbytes in found["tiers"].items()]
+    sizes = [f"{names[tier]} ({format_bytes(nbytes)})" for tier, nbytes in found["tiers"].items()]
     rows = [
         (
             row["codec"],

@@ -16,7 +16,7 @@ from vllm_kvtier.doctor.store import request, request_counts
 from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.options import UNUSED_BACKEND, StoreOptions, help_of
 
 ANSWER_SECONDS = 10.0
@@ -88,7 +88,7 @@ def stats(
 
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
     for key, value in numbers.items():
-        shown = f"{value} ({in_words(value)})" if key.endswith("_bytes") else str(value)
+        shown = f"{value} ({format_bytes(value)})" if key.endswith("_bytes") else str(value)
         fraction = isinstance(value, float) and not value.is_integer()
         table.add_row(of + key.replace("_", " "), f"{value:.1f}" if fraction else shown.removesuffix(".0"))
 

@@ -57,7 +57,7 @@ def _resolved(name: str, model: Callable[[], str | None]) -> str:
     return admitted[0] if admitted else Codec.RAW
 
 
-def in_words(store: str | Mapping[str, str], wire: str | Mapping[str, str]) -> str:
+def format_codecs(store: str | Mapping[str, str], wire: str | Mapping[str, str]) -> str:
     """The lossy codecs of (resolved) options, as text that two engines compare.
 
     A block does not record its source: loaded blocks are exported like computed ones, and pulled blocks are stored. So

@@ -14,7 +14,7 @@ from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
@@ -123,9 +123,9 @@ def _whole(path: str, counts: m.Counts) -> Iterator[Check]:
         message = f"it is too small: {index.refused_room} blocks were refused because all of it was in use, pinned or "
         yield warn(name, message + "being written", "a larger store_size, or unpin something")
     engines = sum(client.kind == "engine" for client in counts.clients)
-    used = f"{in_words(index.used_pages * m.PAGE)} of {in_words(counts.pool_bytes)} used"
+    used = f"{format_bytes(index.used_pages * m.PAGE)} of {format_bytes(counts.pool_bytes)} used"
     if counts.ready_bytes != counts.pool_bytes:
-        used += f", {in_words(counts.ready_bytes)} usable so far"
+        used += f", {format_bytes(counts.ready_bytes)} usable so far"
     if index.prefix_queries:
         used += f", {index.prefix_hits / index.prefix_queries:.0%} hit rate"
     yield ok(name, f"at {path} (pid {counts.pid}): {used}, {engines} engine{'s' * (engines != 1)}")
@@ -142,5 +142,5 @@ def _tier(tier) -> Check:
     if tier.read_failures + tier.write_failures + tier.timeouts:
         message = f"{tier.read_failures} reads and {tier.write_failures} writes failed, {tier.timeouts} timed out"
         return warn(name, message, "see dmesg, the network, and the store's log beside its socket")
-    of = f" of {in_words(tier.capacity_bytes)}" if tier.capacity_bytes else ""
-    return ok(name, f"ready, {in_words(tier.used_bytes)}{of} used")
+    of = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+    return ok(name, f"ready, {format_bytes(tier.used_bytes)}{of} used")

@@ -100,7 +100,7 @@ class PullJob(FillingJob):
     step_list: ClassVar[str] = "pulls"  # of ``StepWork``
 
     request_id: str
-    source: str  # instance of the engine that is read
+    instance: str  # of the engine that is read
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
     promised: bool = False  # read before the lease is granted: the source may still lack checksums
@@ -115,7 +115,7 @@ class PeerFetchJob(FillingJob):
     step_list: ClassVar[str] = "fetches"
 
     request_id: str
-    source: str  # instance of the engine that is read
+    instance: str  # of the engine that is read
     groups: list[GroupPull]
     timeout: float  # seconds from when the worker gets it
     synchronous: bool = False

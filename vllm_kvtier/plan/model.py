@@ -192,9 +192,9 @@ def _group(layers: Layers, heads: int, block_tokens: int, dtype: str) -> GroupVi
     return GroupView(0, block_tokens, layers.kind.name, layers.kind.window, regions)
 
 
-def groups_in_words(model: Model) -> str:
+def describe_groups(model: Model) -> str:
     return ", ".join(
-        f"{layers.count} layers of {layers.kind.in_words()}"
+        f"{layers.count} layers of {layers.kind.describe()}"
         + (" tokens" if layers.kind.window else "")
         + f" ({layers.heads} head{'s' * (layers.heads != 1)} of {'+'.join(str(f.count) for f in layers.fields)})"
         for layers in model.layers

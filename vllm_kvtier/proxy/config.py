@@ -227,10 +227,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 if urls.count(address.url) > 1:
                     raise ConfigError(f"The {role} engine {address.url} is named twice; name it once.")
         for name in _POSITIVE:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # nor NaN
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than zero.")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
         if self.backoff_initial > self.backoff_max:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """The proxy's process: uvicorn with TLS, reloading, and a shutdown that completes requests under way."""
 
 import asyncio
+import math
 import signal
 import ssl
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         proxy_headers=False,
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=int(options.drain_timeout),
+        timeout_graceful_shutdown=math.ceil(options.drain_timeout),
         ssl_certfile=options.tls_cert_file,
         ssl_keyfile=options.tls_key_file,
         ssl_ca_certs=options.tls_client_ca_file,

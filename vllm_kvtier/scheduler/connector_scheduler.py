@@ -164,7 +164,7 @@ class KVTierConnectorScheduler:
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
             info.groups, geometry.hash_block_size, self._checksum_index.forget,
-            lambda t: self._provenance.is_admitted(t) and (offload or self._exporter.checksums(t)),
+            lambda state: self._provenance.is_admitted(state) and (offload or self._exporter.checksums(state)),
             None if info.group_ids is None else self._followed,
         )  # fmt: skip
         self._tables.rewritten = max(0, info.draft_lookahead - 1)
@@ -272,9 +272,9 @@ class KVTierConnectorScheduler:
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         if not self._info.unsupported:
             self._matcher.allocated(request, block_ids, external)
-            t = self._matcher.get(request.request_id)
-            if external and t is not None and t.hit is not None:
-                t.hit.source.on_allocated(t, external)
+            state = self._matcher.get(request.request_id)
+            if external and state is not None and state.hit is not None:
+                state.hit.source.on_allocated(state, external)
 
     def fail_load(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """``allocated`` failed. If vLLM counts on a load, the workers report that it failed."""
@@ -285,8 +285,10 @@ class KVTierConnectorScheduler:
 
     def hit_sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """As ``KVSource.hit_sources``, for ``tokens`` tokens that this request loads."""
-        t = self._matcher.get(request_id)
-        return t.hit.source.hit_sources(t, tokens) if t is not None and t.hit is not None else {"peer": tokens}
+        state = self._matcher.get(request_id)
+        if state is None or state.hit is None:
+            return {"peer": tokens}
+        return state.hit.source.hit_sources(state, tokens)
 
     def begin_step(self, output: Any) -> StepWork:
         """The work of a step. vLLM counts on the loads, whatever else raises.
@@ -324,9 +326,9 @@ class KVTierConnectorScheduler:
         # the request grows further, or at its end.
         self._step_timer.begin_step(output, self._matcher.get, not synchronous)
         if synchronous:
-            growth = [each for each in growth if each.tracked.life.state is not State.VERIFYING]
+            growth = [each for each in growth if each.state.life.state is not State.VERIFYING]
         if growth:
-            growth = [each for each in growth if self._provenance.may_share(each.tracked)]
+            growth = [each for each in growth if self._provenance.may_share(each.state)]
         checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
             self._offloader.begin_step(self._exporter.step, growth)
@@ -390,25 +392,25 @@ class KVTierConnectorScheduler:
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. vLLM may free its blocks at once: exports pin them."""
-        tracked = self._matcher.finished(request)
+        state = self._matcher.finished(request)
         table = self._tables.forget(request.request_id)
         shared = self._provenance.forget(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
             last = not len(self._matcher)
-            self._contain.attempt("offloading", self._offloader.finished, tracked, table, block_ids, last)
+            self._contain.attempt("offloading", self._offloader.finished, state, table, block_ids, last)
         if self._info.unsupported or self._access.closed or not shared:
             export = None  # no engine could ask for it: pin nothing
         else:
-            export = self._exporter.finished(tracked, block_ids)
-        if tracked.hints.export_as:
-            self._exporter.prefill_ended(tracked.hints.export_as)
-        if export is not None or tracked.hints.export_as:
+            export = self._exporter.finished(state, block_ids)
+        if state.hints.export_as:
+            self._exporter.prefill_ended(state.hints.export_as)
+        if export is not None or state.hints.export_as:
             self._endpoint.changed()
         self._exporter.drain()
-        if not tracked.hints.asked:
+        if not state.hints.asked:
             return None
-        report = tracked.report()
+        report = state.report()
         if export is None:
             return write_report(report)
         handoff = export.kind is LeaseKind.HANDOFF

@@ -58,6 +58,11 @@ class BlockGeometry:
     def by_position(self) -> bool:
         return all(group.kind.by_position for group in self.groups)
 
+    @cached_property
+    def has_stretches(self) -> bool:
+        """Whether a running prefill can be read in stretches: behind a window blocks are freed while it goes on."""
+        return self.by_position and not self.whole_blocks and all(g.kind.whole_prefix for g in self.groups)
+
 
 @dataclass(frozen=True)
 class EngineContext:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from vllm_kvtier.cache_kinds import in_words
+from vllm_kvtier.cache_kinds import describe_kind
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.integrity.checksum_index import ContentKeys
@@ -76,7 +76,7 @@ class EngineIdentity:
         if model is None:
             return
         bare = self._info.namespace(self._hash_block_size, model)
-        self.namespace = msgspec.structs.replace(bare, codecs=choice.in_words(self.codec, self.wire_codec))
+        self.namespace = msgspec.structs.replace(bare, codecs=choice.format_codecs(self.codec, self.wire_codec))
         self._keys = self._keys_of(self.namespace)
         self._on_named()
 
@@ -109,7 +109,7 @@ class EngineIdentity:
         """What its KV depends on, for people; [] while the engine starts."""
         if self.namespace is None:
             return []
-        parts = self._info.in_words(self.namespace, self._config.model_fingerprint)
+        parts = self._info.namespace_parts(self.namespace, self._config.model_fingerprint)
         codecs = _codec_words(self.codec), _codec_words(self.wire_codec)
         parts += [("codec of the store", codecs[0]), ("codec between engines", codecs[1])]
         layouts = dict.fromkeys(_layout_words(info) for info in self.ranks.values())
@@ -140,6 +140,6 @@ def _layout_words(info: m.RankInfo) -> str:
             order = {"outer": ", heads before tokens", "token": ", tokens before heads"}.get(first.order, "")
             shape = f" of {first.outer} heads, {first.inner} bytes a token, {first.dtype or 'bytes'}{order}"
         layers = len({region.layer for region in group.regions})
-        kind = in_words(group.kind, group.window)
+        kind = describe_kind(group.kind, group.window)
         words.append(f"{layers} layers of {kind}{shape}, blocks of {group.block_tokens} tokens")
     return "; ".join(words)

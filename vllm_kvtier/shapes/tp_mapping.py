@@ -215,7 +215,7 @@ def _same_group(mine: GroupView, info: RankInfo) -> tuple[GroupView, HeadRange]:
         if number >= len(info.heads):
             raise KVTierError(f"rank {info.rank} does not name the heads that it holds of {where}")
         if (group.kind, group.window) != (mine.kind, mine.window):
-            raise KVTierError(f"{mine.in_words()} here, {group.in_words()} there in {where}")
+            raise KVTierError(f"{mine.describe()} here, {group.describe()} there in {where}")
         if group.block_tokens != mine.block_tokens:
             large, small = max(group.block_tokens, mine.block_tokens), min(group.block_tokens, mine.block_tokens)
             sizes = f"block size {mine.block_tokens} here, {group.block_tokens} there in {where}"

@@ -41,12 +41,12 @@ class StoreOptions:
     )
     numa: str = _option(
         "local",
-        "NUMA placement of the memory: local (the kernel decides) or interleave.",
+        "NUMA nodes of the memory. local: the node that first touches a page; interleave: all nodes in turn.",
         ("local", "interleave"),
     )
     idle_seconds: float = _option(600.0, "End after this time without an engine; 0: never.")
     policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
-    tenant_share: float = _option(1.0, "Maximum share of the memory, 0 to 1, of one named tenant.")
+    tenant_share: float = _option(1.0, "Maximum share of the memory, 0 to 1, of one tenant (cache salt).")
     state_share: float = _option(
         0.5,
         "Share of the memory, 0 to 1, beyond which recurrent states evict older states only, once it is full.",
@@ -54,9 +54,13 @@ class StoreOptions:
     pin_share: float = _option(0.5, "Maximum share of the memory, 0 to 1, for pinned blocks.")
     lease_seconds: float = _option(60.0, "Duration of a lease: a longer load is no longer protected from eviction.")
     reserve_seconds: float = _option(120.0, "Duration of a reservation: a longer write loses its slots.")
-    disk_path: str = _option("", "Directory of the disk tier; empty: no disk tier.")
+    disk_path: str = _option(
+        "",
+        "Directory of the disk tier; empty: no disk tier. One store a directory. The blocks in it are found again "
+        "after a restart or a crash.",
+    )
     disk_size: str = _option("64GiB", "Maximum size of the disk tier: bytes, 500GiB, or the like.")
-    disk_preallocate: bool = _option(False, "Allocate all of the disk tier at the start.")
+    disk_preallocate: bool = _option(False, "Allocate all of the disk tier at the start, instead of as it fills.")
     disk_backend: str = _option(
         "auto", "NIXL backend of the disk tier: POSIX (auto), GDS or GDS_MT.", ("auto", "POSIX", "GDS", "GDS_MT")
     )

@@ -86,9 +86,9 @@ class EngineInfo:
     def namespace(self, hash_block_size: int, fingerprint: str) -> Namespace:
         return ns.namespace(self.config, hash_block_size, fingerprint)
 
-    def in_words(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
-        """See ``namespace.in_words``."""
-        return ns.in_words(self.config, namespace, fingerprint)
+    def namespace_parts(self, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
+        """See ``namespace.namespace_parts``."""
+        return ns.namespace_parts(self.config, namespace, fingerprint)
 
     def record_key(self) -> str | None:
         """The name of this model's record of `kvtier quality`; None without local files."""

@@ -15,8 +15,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_folder, of_files, process_start, weight_files
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.vllm_compat.options import changed, engine_options
-from vllm_kvtier.vllm_compat.options import in_words as options_in_words
+from vllm_kvtier.vllm_compat.options import changed, engine_options, format_options
 from vllm_kvtier.vllm_compat.probe.features import granted, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.messages import Namespace
@@ -82,10 +81,10 @@ def adapters(vllm_config: Any) -> str:
         del found["lora_dtype"]
     if found.get("target_modules"):
         found["target_modules"] = sorted(found["target_modules"])
-    return options_in_words(found)
+    return format_options(found)
 
 
-def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
+def namespace_parts(vllm_config: Any, namespace: Namespace, fingerprint: str | None) -> list[tuple[str, str]]:
     """(part, text) of a namespace that ``namespace`` returned, to compare two engines by eye."""
     model = vllm_config.model_config
     revision = f" at revision {model.revision}" if getattr(model, "revision", None) else ""
@@ -101,14 +100,14 @@ def in_words(vllm_config: Any, namespace: Namespace, fingerprint: str | None) ->
         ("LoRA options", namespace.adapters or "the defaults"),
         ("block size", f"{namespace.hash_block_size} tokens a hash"),
         ("hash algorithm", namespace.hash_algorithm),
-        ("hash seed", f"{namespace.hash_seed}, {_seed_in_words(namespace.hash_algorithm)}"),
+        ("hash seed", f"{namespace.hash_seed}, {_describe_seed(namespace.hash_algorithm)}"),
         ("tensor parallel size", str(namespace.tensor_parallel)),
         ("pipeline parallel size", str(namespace.pipeline_parallel)),
     ]
     return [(name, words[:512]) for name, words in parts]
 
 
-def _seed_in_words(algorithm: str) -> str:
+def _describe_seed(algorithm: str) -> str:
     if "PYTHONHASHSEED" in os.environ:
         return "fixed by PYTHONHASHSEED"
     # vLLM 0.29 fixed it for hashes that need no secret.

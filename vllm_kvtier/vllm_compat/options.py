@@ -137,7 +137,7 @@ def engine_options(vllm_config: Any) -> str:
     """All options that count, as text; "" if all are at their defaults."""
     found = dict(changed(vllm_config)) | dict(by_length(vllm_config))
     found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return in_words(found)
+    return format_options(found)
 
 
 def changed(part: Any) -> Iterator[tuple[str, Any]]:
@@ -206,7 +206,7 @@ def _dictionaries(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _dictionaries(each)
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def format_options(found: Mapping[str, Any]) -> str:
     """Text that is equal for equal options, of at most ``MAX_LETTERS``; with all names, if they fit."""
     words = []
     for name, option in sorted(found.items()):

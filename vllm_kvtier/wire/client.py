@@ -5,7 +5,10 @@
 """
 
 import asyncio
+import contextlib
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -16,18 +19,35 @@ from vllm_kvtier.errors import PeerRefused
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
+MAX_CONNECTIONS = 256  # engines come and go, each at another address; of more, those that are unused for longest end
+
 Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
 Answer = TypeVar("Answer", m.PrefixLengths, m.Inspection, m.PinResult, m.Explanation, m.Identity)
 
 
+@dataclass(eq=False)
+class _Connection:
+    """``socket``: None until it is needed. ``users``: exchanges and releases under way."""
+
+    address: tuple[str, int]
+    socket: zmq.asyncio.Socket | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+
+
 class AsyncEndpointClient:
-    """Connections are made when first used and kept; safe for concurrent use on one event loop."""
+    """Connections are made when first used and kept, up to ``MAX_CONNECTIONS``; safe for concurrent use on one event
+    loop."""
 
     def __init__(self, key: ClusterKey | None = None, timeout: float = 2.0):
         self._key, self._timeout = key, timeout
         self._context = zmq.asyncio.Context()
-        self._sockets: dict[tuple[str, int], zmq.asyncio.Socket] = {}
-        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+        self._connections: dict[tuple[str, int], _Connection] = {}  # the one used last is last
         self._ids = itertools.count(1)
 
     async def __aenter__(self) -> "AsyncEndpointClient":
@@ -37,17 +57,19 @@ class AsyncEndpointClient:
         self.close()
 
     def close(self) -> None:
-        for address in list(self._sockets):
-            self._drop(address)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
         self._context.term()
 
     async def release(self, host: str, port: int, export: str) -> None:
         """Tell an engine that no decode engine will pull this export. Best effort: the export expires anyway.
 
-        Raises TimeoutError if no connection accepts the message in time.
+        Raises PeerRefused if the address is invalid, TimeoutError if no connection accepts the message in time.
         """
-        socket = self._socket((host, port))
-        await asyncio.wait_for(socket.send(m.encode(m.ReleaseExport(export))), self._timeout)
+        with self._using((host, port)) as connection:
+            message = m.encode(m.ReleaseExport(export))
+            await asyncio.wait_for(self._opened(connection).send(message), self._timeout)
 
     async def query(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.PrefixLengths:
         """The prefix lengths that the engine holds for a prompt of these token ids. The engine computes nothing.
@@ -73,37 +95,59 @@ class AsyncEndpointClient:
         return await self._exchange((host, port), m.Warm(next(self._ids), tokens, cache_salt), m.PinResult)
 
     async def _exchange(self, address: tuple[str, int], question: Question, kind: type[Answer]) -> Answer:
-        async with self._locks.setdefault(address, asyncio.Lock()):
-            try:
-                return await asyncio.wait_for(self._ask(address, question, kind), self._timeout)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                self._drop(address)
-                raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
+        with self._using(address) as connection:
+            async with connection.lock:
+                try:
+                    return await asyncio.wait_for(self._ask(connection, question, kind), self._timeout)
+                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                    connection.close()
+                    raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
 
-    async def _ask(self, address: tuple[str, int], question: Question, kind: type[Answer]) -> Answer:
-        socket = self._socket(address)
+    async def _ask(self, connection: _Connection, question: Question, kind: type[Answer]) -> Answer:
+        socket = self._opened(connection)
         await socket.send(m.encode(question))
         while True:
             answer = m.decode_engine(await socket.recv())
             if isinstance(answer, kind) and answer.question == question.question:
                 return answer  # others are late answers to questions that timed out
             if isinstance(answer, m.LeaseRefused):
-                raise PeerRefused(f"{address[0]}:{address[1]} refused: {answer.reason}")
+                host, port = connection.address
+                raise PeerRefused(f"{host}:{port} refused: {answer.reason}")
 
-    def _socket(self, address: tuple[str, int]) -> zmq.asyncio.Socket:
-        socket = self._sockets.get(address)
-        if socket is None:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 200)
-            socket.setsockopt(zmq.SNDHWM, 100)
-            socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
-            if self._key is not None:
-                self._key.secure_client(socket)
-            socket.connect(f"tcp://{address[0]}:{address[1]}")
-            self._sockets[address] = socket
-        return socket
+    @contextlib.contextmanager
+    def _using(self, address: tuple[str, int]) -> Iterator[_Connection]:
+        connection = self._connections.pop(address, None)
+        if connection is None:
+            connection = _Connection(address)
+            for other in [other for other in self._connections.values() if not other.users]:
+                if len(self._connections) < MAX_CONNECTIONS:
+                    break
+                other.close()
+                del self._connections[other.address]
+        self._connections[address] = connection
+        connection.users += 1
+        try:
+            yield connection
+        finally:
+            connection.users -= 1
 
-    def _drop(self, address: tuple[str, int]) -> None:
-        socket = self._sockets.pop(address, None)
-        if socket is not None:
-            socket.close()
+    def _opened(self, connection: _Connection) -> zmq.asyncio.Socket:
+        """Raises PeerRefused."""
+        if connection.socket is None:
+            host, port = connection.address
+            with contextlib.ExitStack() as cleanup:
+                try:
+                    socket = self._context.socket(zmq.DEALER)
+                    cleanup.callback(socket.close)
+                    socket.setsockopt(zmq.LINGER, 200)
+                    socket.setsockopt(zmq.SNDHWM, 100)
+                    socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+                    socket.setsockopt(zmq.IPV6, ":" in host)
+                    if self._key is not None:
+                        self._key.secure_client(socket)
+                    socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+                except zmq.ZMQError as error:
+                    raise PeerRefused(f"no connection to {host}:{port} can be made: {error}") from error
+                cleanup.pop_all()
+            connection.socket = socket
+        return connection.socket

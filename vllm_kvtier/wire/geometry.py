@@ -7,7 +7,7 @@ the handshake; ``worker.cache_view`` makes both from the engine's tensors.
 import msgspec
 
 from vllm_kvtier import cache_kinds
-from vllm_kvtier.cache_kinds import CacheKind, in_words
+from vllm_kvtier.cache_kinds import CacheKind, describe_kind
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -102,9 +102,9 @@ class GroupView(msgspec.Struct, frozen=True):
         """Raises ValueError for an unknown one: another process may have sent this."""
         return cache_kinds.get(self.kind, self.window)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Of any kind and window, as another process may have sent them."""
-        return in_words(self.kind, self.window)
+        return describe_kind(self.kind, self.window)
 
 
 class RegionGeometry(msgspec.Struct, frozen=True):
@@ -156,7 +156,7 @@ def geometry_mismatch(here: CacheGeometry, there: CacheGeometry) -> str | None:
         if a.block_tokens != b.block_tokens:
             return f"block size {a.block_tokens} here, {b.block_tokens} there{where}"
         if (a.kind, a.window) != (b.kind, b.window):
-            return f"{in_words(a.kind, a.window)} here, {in_words(b.kind, b.window)} there{where}"
+            return f"{describe_kind(a.kind, a.window)} here, {describe_kind(b.kind, b.window)} there{where}"
         layers_a, layers_b = (list(dict.fromkeys(r.layer for r in g.regions)) for g in (a, b))
         if layers_a != layers_b:
             if len(layers_a) != len(layers_b):

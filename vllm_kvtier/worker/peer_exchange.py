@@ -248,7 +248,7 @@ class PeerExchange:
         for instance, ranks in work.new_peers.items():
             self.pulls.add_engine(instance, ranks)
         work.new_peers = {}
-        jobs: list[PullJob] = [job for job in work.pulls if connect or self.pulls.connected(job.source)]
+        jobs: list[PullJob] = [job for job in work.pulls if connect or self.pulls.connected(job.instance)]
         for job in jobs:
             work.pulls.remove(job)
             result = self.pulls.start(job, before)

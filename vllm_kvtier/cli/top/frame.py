@@ -13,7 +13,7 @@ from vllm_kvtier.cli.inputs import make_table
 from vllm_kvtier.cli.top.readings import Rates, Reading
 from vllm_kvtier.doctor.engines.server import PREFIX, Scrape
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 
 _BAR_CHARS = 20  # characters
 _ALL_COLUMNS_CHARS = 140  # all columns fit
@@ -173,7 +173,7 @@ def _filled(used: int, capacity: int, bars: bool) -> tuple[Text | str, ...]:
 
 
 def _size(nbytes: int) -> str:
-    return in_words(nbytes) if nbytes else "0"
+    return format_bytes(nbytes) if nbytes else "0"
 
 
 def _share(part: float | None, whole: float | None) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
 
 _TEST_BYTES = 64 << 10
@@ -60,9 +60,10 @@ def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
     if folder.is_dir():  # files of an earlier store are reused
         free += sum(each.stat().st_blocks * 512 for each in folder.iterdir() if each.is_file())
     if free < size:
-        message = f"{in_words(free)} are free, {in_words(size)} are configured: the tier stops when the disk is full"
+        message = f"{format_bytes(free)} are free, {format_bytes(size)} are configured"
+        message += ": the tier stops when the disk is full"
         return warn(name, message, "a smaller store_disk_size, or more free space on that disk")
-    return ok(name, f"{in_words(free)} free for {in_words(size)}")
+    return ok(name, f"{format_bytes(free)} free for {format_bytes(size)}")
 
 
 def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits, pool_bytes
 
 _IPC_LOCK = 14  # linux/capability.h
 _MIN_SHM_BYTES = 1 << 30  # docker's default is 64 MiB
@@ -25,20 +25,20 @@ def memory(size: str, root: str = "/") -> Check:
         fix = "a smaller store_size, or more memory for the container (docker run --memory, the pod's limits)"
         return fail("memory", f"the node store does not fit: {error}", fix)
     if wanted > limits.fits * 0.9:
-        message = f"a store of {in_words(wanted)} takes nearly all free memory: {_free(limits)}"
+        message = f"a store of {format_bytes(wanted)} takes nearly all free memory: {_free(limits)}"
         return warn("memory", message, "a smaller store_size: engines need host memory too")
-    return ok("memory", f"a store of {in_words(wanted)} fits: {_free(limits)}")
+    return ok("memory", f"a store of {format_bytes(wanted)} fits: {_free(limits)}")
 
 
 def _free(limits: MemoryLimits) -> str:
-    return f"{in_words(limits.free)} free of {in_words(limits.limit)} ({limits.source})"
+    return f"{format_bytes(limits.free)} free of {format_bytes(limits.limit)} ({limits.source})"
 
 
 def memlock(size: str, root: str = "/", limit: int | None = None) -> Check:
     """Locked memory: memory registered with RDMA devices counts, memory pinned by CUDA does not."""
     devices = sorted(device.name for device in Path(root).glob("sys/class/infiniband/*"))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else in_words(limit)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
     if not devices:
         return ok("locked memory", f"limit {shown}; without an RDMA device nothing counts against it")
     if limit == resource.RLIM_INFINITY or _may_lock(Path(root)):
@@ -50,7 +50,7 @@ def memlock(size: str, root: str = "/", limit: int | None = None) -> Check:
     if limit >= needed:
         return ok("locked memory", f"limit {shown}, enough for the store's memory")
     message = f"the limit on locked memory (memlock) is {shown}: {', '.join(devices)} cannot register the "
-    message += f"{in_words(needed)} of the node store, and transfers between nodes fail"
+    message += f"{format_bytes(needed)} of the node store, and transfers between nodes fail"
     fix = "ulimit -l unlimited; in containers docker run --ulimit memlock=-1; in systemd units LimitMEMLOCK=infinity"
     return fail("locked memory", message, fix)
 
@@ -73,11 +73,12 @@ def shared_memory(path: str = "/dev/shm", statvfs=os.statvfs) -> Check:
         return fail(name, f"{path} cannot be used: {error.strerror}; vLLM's workers and UCX need it", fix)
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     if free < 64 << 20:
-        message = f"{path} has {in_words(free)} left of {in_words(size)}: vLLM's workers and UCX end with SIGBUS there"
+        message = f"{path} has {format_bytes(free)} left of {format_bytes(size)}"
+        message += ": vLLM's workers and UCX end with SIGBUS there"
         return fail(name, message, fix + "; or remove files of dead processes")
     if size < _MIN_SHM_BYTES:
-        return warn(name, f"{path} is only {in_words(size)}: enough for one GPU, not for tensor parallelism", fix)
-    return ok(name, f"{path} has {in_words(free)} of {in_words(size)}")
+        return warn(name, f"{path} is only {format_bytes(size)}: enough for one GPU, not for tensor parallelism", fix)
+    return ok(name, f"{path} has {format_bytes(free)} of {format_bytes(size)}")
 
 
 def asynchronous_io(root: str = "/") -> Check:

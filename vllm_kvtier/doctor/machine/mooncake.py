@@ -1,5 +1,6 @@
 """A Mooncake cluster: its master, the library here, and an object that is written, read and removed."""
 
+import http.client
 import importlib.metadata
 import json
 import subprocess
@@ -83,7 +84,7 @@ def _segments(name: str, url: str) -> Check:
     try:
         with urllib.request.urlopen(f"{url}/get_all_segments", timeout=3.0) as answer:
             segments = answer.read(1 << 20).decode("utf-8", "replace").split()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         fix = "mooncake_master --metrics_host and --metrics_port, and --mooncake-metrics-port here"
         return unknown(name, f"its metrics at {url} cannot be read ({error})", fix)
     if not segments:

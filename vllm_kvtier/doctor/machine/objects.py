@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_kvtier.doctor.machine.disk import REMOTE, file_system
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.errors import ConfigError
-from vllm_kvtier.store.memory.memory_limits import in_words
+from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.objects.object_names import CREDENTIALS, FORMAT, ObjectLocation, check_endpoint, parse_url
 
 _TEST_BYTES = 1 << 20
@@ -81,6 +81,6 @@ def _directory(name: str, location: ObjectLocation, size: int, mounts: Path) -> 
         message = "other users of the nodes may read or write it"
         checks.append(warn(name, message, f"chmod o-rwx {root}: KV tells what prompts were, and data may be planted"))
     if free < size:  # it may be full of blocks already
-        message = f"{in_words(free)} are free, {in_words(size)} are configured"
+        message = f"{format_bytes(free)} are free, {format_bytes(size)} are configured"
         checks.append(warn(name, message, "a smaller store_object_size, unless blocks of other stores take the rest"))
     return checks

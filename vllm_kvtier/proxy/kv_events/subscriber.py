@@ -121,7 +121,12 @@ class EventSubscriber:
         self.counts[outcome] += 1
         self.counts["malformed_events"] += batch.malformed
         self._time = batch.time
-        self.index.apply(batch.events)
+        try:
+            self.index.apply(batch.events)
+        except Exception:  # events such as no engine sends must not end this task, and leave the index as it is
+            logger.exception("kvtier: proxy: a batch of KV events of %s is left out; its index is empty", self.address)
+            self.counts["malformed"] += 1
+            self.index.clear()
 
     def _lose(self, number: int) -> None:
         """The batches before ``number`` cannot be had."""

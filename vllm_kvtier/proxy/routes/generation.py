@@ -189,7 +189,8 @@ class Generation(EngineRequest):
 
     async def _decode(self, slot: EngineSlot) -> Answer:
         last_error: Answer | None = None
-        for engine in self._decode_order(slot.engine)[: self._config.max_decode_attempts]:
+        left = self._config.max_decode_attempts - self._attempts  # one may have been sent beside the prefill
+        for engine in self._decode_order(slot.engine)[: max(0, left)]:
             if self._attempts:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")

@@ -116,8 +116,12 @@ class Passthrough(EngineRequest):
                 slot.release()
 
     def _prepared(self, body: bytes) -> bytes:
-        """The body for the engine. JSON that computes KV gets a salt, and its transfer params are removed."""
-        if not self._rule.salted or not self._headers.get("content-type", "json").partition(";")[0].endswith("json"):
+        """The body for the engine. What computes KV gets a salt, and its transfer params are removed.
+
+        Whatever its content type says: engines compare it without regard to case, others may ignore it. Only
+        ``extra_routes`` may take bodies that are no JSON objects.
+        """
+        if not self._rule.salted or (self._incoming.path not in _ROUTES and not self._is_json(body)):
             return body
         try:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -131,6 +135,10 @@ class Passthrough(EngineRequest):
             raise BadRequest("cache_salt must be a non-empty string if given.", param="cache_salt")
         self._idempotent |= self._incoming.path == "/v1/responses" and fields.get("store") == msgspec.Raw(b"false")
         return msgspec.json.encode(fields | {"cache_salt": self._core.tenants.salt(self._tenant, salt)})
+
+    def _is_json(self, body: bytes) -> bool:
+        content_type = self._headers.get("content-type", "json").partition(";")[0].strip().lower()
+        return content_type.endswith("json") or body.lstrip().startswith(b"{")
 
     # -- which engine ----------------------------------------------------------------------------------------------
 

@@ -80,13 +80,13 @@ class LoadResults:
                 self._ended.pop(result.request_id, None)
 
     def _end(self, request_id: str, ended: EndedLoad | None, failed: bool) -> None:
-        tracked = self._matcher.get(request_id)
+        state = self._matcher.get(request_id)
         if ended is not None:
             self._contain.attempt("counting", self._count, ended)
-        elif not failed and tracked is not None and tracked.life.state not in _LOADING:
+        elif not failed and state is not None and state.life.state not in _LOADING:
             return  # another connector's load (MultiConnector tells each of all)
-        if tracked is not None and tracked.hit is not None and not failed:
-            self._contain.attempt("counting", self._succeeded, tracked, ended)
+        if state is not None and state.hit is not None and not failed:
+            self._contain.attempt("counting", self._succeeded, state, ended)
         self._matcher.on_load_ended(request_id, failed)
 
     def _release_all(self, request_id: str) -> None:
@@ -94,28 +94,28 @@ class LoadResults:
             self._contain.attempt("release", step)
 
     def _under_way(self, request_id: str) -> bool:
-        tracked = self._matcher.get(request_id)
-        return tracked is not None and tracked.life.state in _LOADING
+        state = self._matcher.get(request_id)
+        return state is not None and state.life.state in _LOADING
 
     def _on_result(self, result: Result, verified: bool) -> None:
         kind, count = result.kind, self._counters.count
-        tracked = self._matcher.get(result.request_id)
+        state = self._matcher.get(result.request_id)
         ended = self._ended.setdefault(result.request_id, EndedLoad(kind))
-        ended.outcome = max(ended.outcome, self._outcome(result, tracked), key=_WORSE.index)
+        ended.outcome = max(ended.outcome, self._outcome(result, state), key=_WORSE.index)
         ended.verified |= verified
         ended.seconds = max(ended.seconds, result.seconds)
         ended.fenced = max(ended.fenced, getattr(result, "fenced", 0.0))
         ended.exact &= getattr(result, "timed", True)
         count(_BYTES[kind], self._codec(kind), result.bytes)
-        if tracked is not None and tracked.hit is not None:
-            tracked.hit.source.on_result(tracked, result)
+        if state is not None and state.hit is not None:
+            state.hit.source.on_result(state, result)
         if not result.failed:
             return
         ended.failed = True
         if result.checksum_mismatch:
             count("integrity_failures", _CORRUPT[kind], result.num_corrupt)
-        if tracked is not None and tracked.hit is not None:
-            tracked.hit.source.on_load_failed(tracked, result)
+        if state is not None and state.hit is not None:
+            state.hit.source.on_load_failed(state, result)
 
     def _count(self, ended: EndedLoad) -> None:
         self._counters.count(_ENDED[ended.kind], ended.outcome)
@@ -123,35 +123,35 @@ class LoadResults:
             self._counters.count("synchronous_loads", ended.outcome)
         self._counters.observe(f"{ended.kind}_seconds", ended.outcome, ended.seconds)
 
-    def _succeeded(self, t: RequestState, ended: EndedLoad | None) -> None:
-        hit = t.taken_hit
-        hit.source.on_loaded(t)
-        if ended is None or t.plan is None or not hit.source.cost_key:
+    def _succeeded(self, state: RequestState, ended: EndedLoad | None) -> None:
+        hit = state.taken_hit
+        hit.source.on_loaded(state)
+        if ended is None or state.plan is None or not hit.source.cost_key:
             return
         # Without the time that it waited for other requests' steps.
-        seconds, expected = ended.seconds - ended.fenced, t.plan.load_seconds
+        seconds, expected = ended.seconds - ended.fenced, state.plan.load_seconds
         # An upper bound is of use only if more was expected.
         if ended.exact or seconds < expected:
-            self._planner.observe_load(hit.source.cost_key, hit.nbytes, t.plan.queued_bytes, seconds)
+            self._planner.observe_load(hit.source.cost_key, hit.nbytes, state.plan.queued_bytes, seconds)
             if expected > 0:
                 self._counters.observe("load_time_ratio", hit.source.cost_key, seconds / expected)
-        if t.others_running and not t.synchronous and ended.exact:
-            end = t.allocated_at + ended.seconds
+        if state.others_running and not state.synchronous and ended.exact:
+            end = state.allocated_at + ended.seconds
             if not self._step_timer.prompts_since(end):  # a request that computes waits for such a step as well
                 self._planner.observe_handover(max(0.0, time.monotonic() - end))
         self._counters.count("load_decision_seconds", "expected", expected)
         self._counters.count("load_decision_seconds", "actual", seconds)
-        self._count_stages(t, ended.seconds)
+        self._count_stages(state, ended.seconds)
 
-    def _count_stages(self, t: RequestState, seconds: float) -> None:
+    def _count_stages(self, state: RequestState, seconds: float) -> None:
         """Count a hit's stages, until its request could be scheduled or, with a synchronous load, was verified."""
-        end = t.allocated_at + seconds if t.synchronous else time.monotonic()
-        moments = t.begun_at, t.hit_at, t.allocated_at, end
+        end = state.allocated_at + seconds if state.synchronous else time.monotonic()
+        moments = state.begun_at, state.hit_at, state.allocated_at, end
         for stage, begin, stop in zip(("lookup", "allocate", "transfer"), moments, moments[1:], strict=False):
-            self._counters.observe(t.taken_hit.source.stage_metric, stage, max(0.0, stop - begin))
+            self._counters.observe(state.taken_hit.source.stage_metric, stage, max(0.0, stop - begin))
 
-    def _outcome(self, result: Result, tracked: RequestState | None) -> str:
+    def _outcome(self, result: Result, state: RequestState | None) -> str:
         """For the metrics. A load that was stopped because its request was aborted is no failure."""
-        abandoned = tracked is not None and tracked.life.state is State.ABANDONED
+        abandoned = state is not None and state.life.state is State.ABANDONED
         aborted = abandoned and result.reason == ABORTED
         return "ok" if not result.failed else "aborted" if aborted and not result.checksum_mismatch else "failed"

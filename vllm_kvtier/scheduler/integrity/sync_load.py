@@ -85,15 +85,15 @@ class SyncLoad:
         """The workers have mapped this peer's memory: the next peer fetch begins at once."""
         self._mapped.add(instance)
 
-    def is_eligible(self, t: RequestState, computed: int, tracked: int) -> bool:
-        """Whether ``t.hit`` may be loaded synchronously. ``tracked``: number of requests that the matcher knows."""
-        hit = t.hit
+    def is_eligible(self, state: RequestState, computed: int, tracked: int) -> bool:
+        """Whether ``state.hit`` may be loaded synchronously. ``tracked``: number of requests that the matcher knows."""
+        hit = state.hit
         if not self.possible or hit is None or not hit.source.cost_key:
             return False
-        if not hit.source.supports_sync_load(hit) or t.request.num_tokens - 1 <= computed:
+        if not hit.source.supports_sync_load(hit) or state.request.num_tokens - 1 <= computed:
             return False
         # vLLM itself rolls back tokens of a session that goes on with more input.
-        if getattr(t.request, "resumable", False) or not rollback.serves(self._scheduler(), self._connector):
+        if getattr(state.request, "resumable", False) or not rollback.serves(self._scheduler(), self._connector):
             return False
         if self._is_backing_off(hit.source.cost_key):
             return False
@@ -102,7 +102,7 @@ class SyncLoad:
         instance = hit.instance if hit.mapped else ""
         if self.short_load_seconds(hit.source.cost_key, hit.nbytes, instance) is None:
             return False
-        return not rollback.others_wait(self._scheduler(), t.request)
+        return not rollback.others_wait(self._scheduler(), state.request)
 
     def _is_backing_off(self, cost_key: str) -> bool:
         return self._backoff_until.get(cost_key, 0.0) > time.monotonic()
@@ -123,13 +123,14 @@ class SyncLoad:
         most = min(self._seconds, max(SHORT_LOAD_SECONDS, MAX_STEP_SHARE * self._planner.step_seconds()))
         return seconds if seconds <= most else None
 
-    def begin(self, t: RequestState, job: SyncJob) -> None:
+    def begin(self, state: RequestState, job: SyncJob) -> None:
         """Blocks are allocated; the step that is being scheduled has the load's job."""
         self._free_pins()  # of the same request, if this raised before
         job.synchronous, job.timeout = True, min(job.timeout, MAX_SYNC_LOAD_SECONDS)
-        if t.num_computed_tokens + t.num_external_tokens == t.request.num_tokens - 1 < t.taken_hit.tokens:
-            t.num_external_tokens += 1  # loaded with its block, which vLLM is not aware of
-        self._unverified, self._job, self._until = t, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
+        end = state.num_computed_tokens + state.num_external_tokens
+        if end == state.request.num_tokens - 1 < state.taken_hit.tokens:
+            state.num_external_tokens += 1  # loaded with its block, which vLLM is not aware of
+        self._unverified, self._job, self._until = state, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
         # vLLM goes by their ids when some are reported bad, and the request may lose them before: it may be aborted,
         # and others may get its blocks.
         self._pinned = self._pool.pin(job.block_list)
@@ -171,17 +172,17 @@ class SyncLoad:
         Roll the request back if blocks are bad, unpin its blocks, and permit matching again. The matcher handles the
         end of the load afterwards.
         """
-        t = self._unverified
-        if t is None or self._job is None or t.request.request_id != request_id:
+        state = self._unverified
+        if state is None or self._job is None or state.request.request_id != request_id:
             return
         mine, job = [result for result in results if result.request_id == request_id], self._job
         if bad := {block for result in mine for block in result.bad_blocks}:
-            self._evict_unverified(t, job, bad)
+            self._evict_unverified(state, job, bad)
         # Last: if a line before raises, the result is still pending and ``apply_results`` runs again.
         self._free_pins()
         self._unverified = self._job = None
         if any(result.failed and not result.checksum_mismatch for result in mine):
-            self._back_off(t.taken_hit, job, max(result.seconds for result in mine))
+            self._back_off(state.taken_hit, job, max(result.seconds for result in mine))
 
     def _free_pins(self) -> None:
         if self._pinned:
@@ -199,15 +200,15 @@ class SyncLoad:
                 job.timeout, BACKOFF_SECONDS, hit.source.cost_key,
             )  # fmt: skip
 
-    def _evict_unverified(self, t: RequestState, job: SyncJob, bad: set[int]) -> None:
+    def _evict_unverified(self, state: RequestState, job: SyncJob, bad: set[int]) -> None:
         """Remove the request's blocks from the first bad one on from the prefix cache, and have vLLM recompute them."""
         (load,) = job.groups
-        positions, wrong = t.positions[load.group], np.isin(load.blocks, list(bad))
+        positions, wrong = state.positions[load.group], np.isin(load.blocks, list(bad))
         first = int((positions[wrong] if wrong.any() else positions).min())
         # By content, because the request may have lost its blocks meanwhile.
-        self._pool.evict((bytes(h) for h in t.request.block_hashes[first:]), load.group)
+        self._pool.evict((bytes(h) for h in state.request.block_hashes[first:]), load.group)
         scheduler = self._scheduler()
         if scheduler is not None:
-            rollback.preempt_and_recompute(scheduler, t.request)
+            rollback.preempt_and_recompute(scheduler, state.request)
         # This preemption must not cause a new lookup: the store's blocks were just tried.
-        t.preemptions = getattr(t.request, "num_preemptions", 0)
+        state.preemptions = getattr(state.request, "num_preemptions", 0)

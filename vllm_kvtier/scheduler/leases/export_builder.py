@@ -35,7 +35,7 @@ MIN_PROMPT_BLOCKS = 4  # as many of one request in a step are a prompt's: at onc
 # Blocks of each group that are kept free for a running request, which vLLM would preempt otherwise: it may take so many
 # in the steps before we look again.
 RESERVE_PER_REQUEST = 2
-MAX_ENDED = 1 << 12  # names of ended prefills that are remembered
+MAX_NAMES = 1 << 12  # of ended and of unwanted prefills that are remembered
 
 
 class ExportBuilder:
@@ -65,7 +65,7 @@ class ExportBuilder:
         # Prefills that other engines know by name before they end (``Hints.export_as``), and names of those that ended.
         self.running: dict[str, tuple[RequestState, Table]] = {}
         self.ended: OrderedDict[str, None] = OrderedDict()
-        self.unwanted: set[str] = set()  # of ``running``: not to be exported
+        self.unwanted: OrderedDict[str, None] = OrderedDict()  # not to be exported: they run, or wait for that
 
     # -- as blocks fill ---------------------------------------------------------------------------------------------
 
@@ -74,15 +74,15 @@ class ExportBuilder:
         if self._states and self._partial and read(request.kv_transfer_params).export_prefill:
             vr.leave_last_token(request, self._hash_block_size)
 
-    def kind(self, tracked: RequestState) -> LeaseKind | None:
+    def kind(self, state: RequestState) -> LeaseKind | None:
         """How this request will be exported when it ends well; None if not at all."""
-        if tracked.hints.export_prefill:
+        if state.hints.export_prefill:
             return LeaseKind.HANDOFF
         return LeaseKind.RETAINED if self._config.bidirectional else None
 
-    def checksums(self, tracked: RequestState) -> bool:
+    def checksums(self, state: RequestState) -> bool:
         """Whether others may read this request's blocks."""
-        return self._shared() or self.kind(tracked) is not None
+        return self._shared() or self.kind(state) is not None
 
     def begin_step(self, growth: list[Growth]) -> list[ChecksumJob]:
         """The checksums to compute after the forward of a step, for the blocks that its requests fill."""
@@ -102,17 +102,17 @@ class ExportBuilder:
                 entries += self._filled(tracked, table, computed)
         return batches(entries + self._due())
 
-    def _filled(self, t: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
+    def _filled(self, state: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
         """As ``_completed``, for a request that is not exported: at once for a prompt, else deferred."""
-        hashes = t.request.block_hashes
+        hashes = state.request.block_hashes
         hashed = min(computed, len(hashes) * self._hash_block_size)
         filled: list[tuple[ChecksumEntry, bytes]] = []
         for g, (size, _) in enumerate(self._groups):
-            first, last, per = self._known(t, table, g), hashed // size, size // self._hash_block_size
-            first = max(first, self._own(t, g))
+            first, last, per = self._known(state, table, g), hashed // size, size // self._hash_block_size
+            first = max(first, self._own(state, g))
             table.checksums_ready[g] = max(first, last)
-            ids = self._ids(t.request, g, table.groups[g], first, last)
-            new = self._entries(t, g, ids, first, last)
+            ids = self._ids(state.request, g, table.groups[g], first, last)
+            new = self._entries(state, g, ids, first, last)
             positions = [i for i in range(first, min(last, len(ids))) if ids[i]]
             filled += [(entry, bytes(hashes[(i + 1) * per - 1])) for entry, i in zip(new, positions, strict=True)]
         if len(filled) >= MIN_PROMPT_BLOCKS:
@@ -122,22 +122,22 @@ class ExportBuilder:
         self._deferred += filled
         return []
 
-    def _known(self, t: RequestState, table: Table, g: int) -> int:
+    def _known(self, state: RequestState, table: Table, g: int) -> int:
         """Blocks of group ``g`` that need no check: if the last block of a prefix hit has its checksum, so do those
         before it."""
         hit = min(table.offered[g], len(table.groups[g]))
         if not table.checksums_ready[g] and hit:
-            last = self._entries(t, g, table.groups[g], hit - 1, hit)
+            last = self._entries(state, g, table.groups[g], hit - 1, hit)
             if last and self._checksum_index.has(last[0]):
                 table.checksums_ready[g] = hit
         return table.checksums_ready[g]
 
-    def _own(self, t: RequestState, g: int) -> int:
+    def _own(self, state: RequestState, g: int) -> int:
         """Number of blocks of group ``g`` that vLLM has freed and may have given to other requests."""
         group = self._groups[g]
         if group.kind.whole_prefix or not group.kind.by_position:
             return 0
-        return group.num_skipped_blocks(t.request.num_computed_tokens)
+        return group.num_skipped_blocks(state.request.num_computed_tokens)
 
     def _ids(self, request: Any, g: int, ids: list[int], first: int, last: int) -> list[int]:
         """By place, the blocks of group ``g`` that are to be read, of places [first, last). ``ids``: the request's."""
@@ -160,13 +160,13 @@ class ExportBuilder:
         here = [entry for entry, block_hash in new.values() if self._pool.holds(entry.block, block_hash, entry.group)]
         return self._checksum_index.take_missing(here, self.step)
 
-    def _completed(self, t: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
+    def _completed(self, state: RequestState, table: Table, computed: int) -> list[ChecksumEntry]:
         """Entries of blocks complete once this step ran (and of the prompt's partial tail, for a hand-off)."""
-        request = t.request
+        request = state.request
         hashed = min(computed, len(request.block_hashes) * self._hash_block_size)
-        if self.kind(t) is LeaseKind.HANDOFF:  # without the tokens that a prefill engine generates
+        if self.kind(state) is LeaseKind.HANDOFF:  # without the tokens that a prefill engine generates
             hashed = min(hashed, request.num_prompt_tokens // self._hash_block_size * self._hash_block_size)
-        tail = None if table.tailed else self._tail_tokens(t, computed)
+        tail = None if table.tailed else self._tail_tokens(state, computed)
         table.tailed |= tail is not None
         if tail is None and all(
             hashed // size <= done for (size, _), done in zip(self._groups, table.checksums_ready, strict=True)
@@ -174,29 +174,29 @@ class ExportBuilder:
             return []
         entries = []
         for g, (size, kind) in enumerate(self._groups):
-            last, first = hashed // size, max(table.checksums_ready[g], self._own(t, g))
+            last, first = hashed // size, max(table.checksums_ready[g], self._own(state, g))
             ids = self._ids(request, g, table.groups[g], first, last)
-            entries += self._entries(t, g, ids, first, last)
+            entries += self._entries(state, g, ids, first, last)
             table.checksums_ready[g] = max(table.checksums_ready[g], last)
             if tail is None or not (kind.by_position or vr.ends_with_prompt(request)):
                 continue
             if tail % size == 0 and not kind.by_position and not any(ids[-1:]):
-                entries += self._entries(t, g, table.groups[g], tail // size - 1, tail // size)
+                entries += self._entries(state, g, table.groups[g], tail // size - 1, tail // size)
             if tail % size and tail // size >= last:  # a block has one checksum at a time
-                entries += self._tail_entry(t, g, table.groups[g], tail)
+                entries += self._tail_entry(state, g, table.groups[g], tail)
         return self._checksum_index.take_missing(entries, self.step)
 
-    def _tail_tokens(self, t: RequestState, computed: int) -> int | None:
-        prompt: int = t.request.num_prompt_tokens
-        if self.kind(t) is LeaseKind.HANDOFF and not self._lookahead and computed >= prompt:
+    def _tail_tokens(self, state: RequestState, computed: int) -> int | None:
+        prompt: int = state.request.num_prompt_tokens
+        if self.kind(state) is LeaseKind.HANDOFF and not self._lookahead and computed >= prompt:
             return prompt
         return None
 
-    def _entries(self, t: RequestState, g: int, ids: list[int], first: int, last: int) -> list[ChecksumEntry]:
+    def _entries(self, state: RequestState, g: int, ids: list[int], first: int, last: int) -> list[ChecksumEntry]:
         if first >= last:
             return []
-        size, hashes, keys = self._groups[g][0], t.request.block_hashes, self._keys()
-        lora_fingerprint = lora_fingerprint_of(t.request)
+        size, hashes, keys = self._groups[g][0], state.request.block_hashes, self._keys()
+        lora_fingerprint = lora_fingerprint_of(state.request)
         return [
             ChecksumEntry(
                 g,
@@ -208,29 +208,29 @@ class ExportBuilder:
             if ids[i]
         ]
 
-    def _tail_entry(self, t: RequestState, g: int, ids: list[int], tokens: int) -> list[ChecksumEntry]:
+    def _tail_entry(self, state: RequestState, g: int, ids: list[int], tokens: int) -> list[ChecksumEntry]:
         size = self._groups[g][0]
         position = tokens // size
         if position >= len(ids) or not ids[position]:
             return []
         if tokens % self._hash_block_size:
-            block_hash = vr.tail_hash(t.request, tokens, self._hash_block_size)
+            block_hash = vr.tail_hash(state.request, tokens, self._hash_block_size)
         else:
-            block_hash = bytes(t.request.block_hashes[tokens // self._hash_block_size - 1])
-        key = self._keys().key(block_hash, g, lora_fingerprint_of(t.request))
+            block_hash = bytes(state.request.block_hashes[tokens // self._hash_block_size - 1])
+        key = self._keys().key(block_hash, g, lora_fingerprint_of(state.request))
         return [ChecksumEntry(g, ids[position], key, tokens - position * size)]
 
     # -- while a prefill runs ----------------------------------------------------------------------------------------
 
-    def ready_blocks(self, t: RequestState, table: Table, g: int, first: int) -> list[int]:
+    def ready_blocks(self, state: RequestState, table: Table, g: int, first: int) -> list[int]:
         """Block ids of group ``g`` from position ``first`` on that hold the prompt and have their checksums by now.
 
         A block that vLLM took from a preempted request is in the index no more, once it has other content.
         """
         ids, ready = table.groups[g], self._table.checksums_ready_step
-        last = min(table.checksums_ready[g], len(ids), t.request.num_prompt_tokens // self._groups[g][0])
+        last = min(table.checksums_ready[g], len(ids), state.request.num_prompt_tokens // self._groups[g][0])
         found: list[int] = []
-        for position, entry in enumerate(self._entries(t, g, ids, first, last), first):
+        for position, entry in enumerate(self._entries(state, g, ids, first, last), first):
             made = self._checksum_index.has(entry) and self._checksum_index.ready_step([entry]) <= ready
             if not made or entry.block != ids[position]:  # a group that lacks a block
                 break
@@ -241,20 +241,23 @@ class ExportBuilder:
         """Call after ``finished``, or in place of it: a prefill that was named ahead has ended, with an export or
         not."""
         self.running.pop(name, None)
-        self.unwanted.discard(name)
-        self.ended[name] = None
-        while len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+        self.unwanted.pop(name, None)
+        _remember(self.ended, name)
+
+    def drop(self, name: str) -> None:
+        """No engine will pull the prefill of this name: when it ends it is not exported. It may not run yet."""
+        if name and name not in self.ended:
+            _remember(self.unwanted, name)
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
-    def finished(self, t: RequestState, block_ids: tuple[list[int], ...]) -> Export | None:
+    def finished(self, state: RequestState, block_ids: tuple[list[int], ...]) -> Export | None:
         """Export a request that ended well; None if it is not to be exported or does not fit."""
         self._hasten |= bool(self._deferred)
-        kind = self.kind(t)
-        if kind is None or not vr.ended_well(t.request) or t.hints.export_as in self.unwanted:
+        kind = self.kind(state)
+        if kind is None or not vr.ended_well(state.request) or state.hints.export_as in self.unwanted:
             return None
-        export = self._make(t, kind, block_ids)
+        export = self._make(state, kind, block_ids)
         if export is None:
             return None
         try:
@@ -268,8 +271,8 @@ class ExportBuilder:
         self._counters.count("exports", kind.value)
         return export
 
-    def _make(self, t: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...]) -> Export | None:
-        request, hash_block_size, handoff = t.request, self._hash_block_size, kind is LeaseKind.HANDOFF
+    def _make(self, state: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...]) -> Export | None:
+        request, hash_block_size, handoff = state.request, self._hash_block_size, kind is LeaseKind.HANDOFF
         tokens, ends_with_state = self._exported_tokens(request, handoff, block_ids)
         if not tokens:
             self._counters.count("export_refused", "nothing_computed")
@@ -285,9 +288,9 @@ class ExportBuilder:
                 ids[-1] = last or ids[-1]
             elif not cache_kind.whole_prefix:
                 self._keep_freed(request, g, ids, tokens)
-            entries += self._entries(t, g, ids, 0, tokens // size)
+            entries += self._entries(state, g, ids, 0, tokens // size)
             if tokens % size:
-                entries += self._tail_entry(t, g, ids, tokens)
+                entries += self._tail_entry(state, g, ids, tokens)
             groups.append(GroupBlocks(size, ids, cache_kind))
             held += ids
         # The next step computes the checksums that are missing.
@@ -297,7 +300,7 @@ class ExportBuilder:
         tail = vr.tail_hash(request, tokens, hash_block_size) if tokens % hash_block_size else b""
         seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
         return Export(
-            id=t.hints.export_as or request.request_id,
+            id=state.hints.export_as or request.request_id,
             kind=kind,
             tokens=tokens,
             block_hashes=hashes,
@@ -367,3 +370,10 @@ class ExportBuilder:
         short = needed - self._pool.free_count()
         if short > 0 and self._table.release_for_requests(short):
             self.drain()
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    names[name] = None
+    names.move_to_end(name)
+    while len(names) > MAX_NAMES:
+        names.popitem(last=False)

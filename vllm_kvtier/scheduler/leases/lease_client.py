@@ -337,14 +337,16 @@ class LeaseClient(LeaseConnections[_Connection]):
         theirs, ours = connection.welcome.hash_block_size if connection.welcome else 0, connection.hash_block_size
         if theirs in (0, ours):
             return None
-        words = f"the block size differs: {ours} here, {theirs} there"
+        reason = f"the block size differs: {ours} here, {theirs} there"
         if pending.rehash is None or max(theirs, ours) > MAX_HASH_SIZE_RATIO * min(theirs, ours):
-            return LookupMiss("layout", f"{words}, and this prompt cannot be hashed in blocks of {theirs}")
+            return LookupMiss("layout", f"{reason}, and this prompt cannot be hashed in blocks of {theirs}")
         try:
             pending.request = msgspec.structs.replace(pending.request, **pending.rehash(theirs))
+        except KVTierError as error:
+            return LookupMiss("layout", f"{reason}, and {error}")
         except Exception as error:
             logger.exception("kvtier: lease client: hashing a prompt in blocks of %d tokens failed", theirs)
-            return LookupMiss("layout", f"{words}, and hashing the prompt failed: {error}")
+            return LookupMiss("layout", f"{reason}, and hashing the prompt failed: {error}")
         return None
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:

@@ -7,19 +7,16 @@ goes on in other blocks. What the last step computes, and the partial last block
 What only a preempted prefill had is not leased, so that vLLM may reuse it.
 """
 
-import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.leases.block_leases import BlockLeases
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
-from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
+from vllm_kvtier.scheduler.leases.exports import ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
 from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.wire import messages as m
-
-logger = get_logger(__name__)
 
 # A stretch has so many tokens, or half of those that the reader still lacks: with small steps neither engine has a
 # message and a read for each step, and little is left for the last one.
@@ -31,50 +28,27 @@ def is_worth_a_stretch(ready: int, sent: int, prompt: int) -> bool:
     return ready - sent >= max(1, min(MIN_STRETCH_TOKENS, (prompt - sent) // 2))
 
 
-class PrefillStretches:
+class PrefillStretches(BlockLeases):
+    """Refusals: NOT_READY: nothing now, perhaps later; UNKNOWN: the prefill has ended."""
+
+    kind = LeaseKind.STRETCH
+    unavailable = Refusal.NOT_READY
+
     def __init__(
         self, engine: EngineContext, scheduler_lock: SchedulerLock, exporter: ExportBuilder, exports: ExportTable
     ):
-        self._engine, self._scheduler_lock = engine, scheduler_lock
-        self._exporter, self._exports, self._pool = exporter, exports, engine.pool
-        geometry = engine.geometry
-        self._groups, self._alignment, self._hash_block_size = (
-            geometry.groups, geometry.alignment, geometry.hash_block_size,
-        )  # fmt: skip
-        # Behind a window blocks are freed while the prefill goes on; with lookahead there is no partial last block.
-        possible = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
-        possible &= not (geometry.whole_blocks or engine.info.hash_lookahead)
-        self.possible: bool = possible and engine.config.follow_share > 0
-
-    def lease(
-        self, request: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
-    ) -> None:
-        """Lease tokens from ``request.start`` on. Any thread that does not hold the lock; ``answer`` is called once, by
-        the thread that holds it then. NOT_READY: nothing now, perhaps later; UNKNOWN: the prefill has ended."""
-        if not self._scheduler_lock.known:
-            answer(Refusal.NOT_READY)
-            return
-
-        def lease() -> None:
-            try:
-                found = self._lease(request, connection, seconds)
-            except Exception:
-                logger.exception("kvtier: prefill stretches: a lease failed; it is refused")
-                found = Refusal.NOT_READY
-            answer(found)
-
-        self._scheduler_lock.run_when_free(lease)
+        super().__init__(engine, scheduler_lock, exports)
+        self._exporter = exporter
+        # With lookahead there is no partial last block.
+        self.possible = engine.geometry.has_stretches and not engine.info.hash_lookahead
+        self.possible &= engine.config.follow_share > 0
 
     def drop(self, name: str) -> None:
-        """No engine will pull this prefill, should it still run. Any thread."""
+        """No engine will pull this prefill, should it still run or wait. Any thread."""
         if self._scheduler_lock.known:
-            self._scheduler_lock.run_when_free(lambda: self._drop(name))
+            self._scheduler_lock.run_when_free(lambda: self._exporter.drop(name))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
-
-    def _drop(self, name: str) -> None:
-        if name in self._exporter.running:
-            self._exporter.unwanted.add(name)
 
     def _lease(self, request: m.LeaseRequest, connection: Hashable, seconds: float) -> Lease | Refusal:
         if request.export in self._exporter.ended:
@@ -82,46 +56,32 @@ class PrefillStretches:
         running = self._exporter.running.get(request.export)
         if running is None or not (self.possible and request.stretches):
             return Refusal.NOT_READY
-        t, table = running
-        prompt: int = t.request.num_prompt_tokens
+        state, table = running
+        prompt: int = state.request.num_prompt_tokens
         if not table.stretches_for:
-            table.stretches_for = self._digest(t)
-        if table.stretches_for != request.digest or lora_fingerprint_of(t.request) != request.lora_fingerprint:
+            table.stretches_for = self._digest(state)
+        if table.stretches_for != request.digest or lora_fingerprint_of(state.request) != request.lora_fingerprint:
             return Refusal.DIGEST
         if not is_worth_a_stretch(min(table.checksums_ready[g] * size for g, (size, _) in enumerate(self._groups)),
                                   request.start, prompt):  # fmt: skip
             return Refusal.NOT_READY
-        found = [self._exporter.ready_blocks(t, table, g, request.start // s) for g, (s, _) in enumerate(self._groups)]
+        firsts = [request.start // size for size, _ in self._groups]
+        found = [self._exporter.ready_blocks(state, table, g, first) for g, first in enumerate(firsts)]
         ends = [(request.start // size + len(ids)) * size for ids, (size, _) in zip(found, self._groups, strict=True)]
-        tokens = min(ends) // self._alignment * self._alignment
+        alignment = self._engine.geometry.alignment
+        tokens = min(ends) // alignment * alignment
         if tokens <= request.start or not is_worth_a_stretch(tokens, request.start, prompt):
             return Refusal.NOT_READY
         groups = []
         for ids, (size, kind) in zip(found, self._groups, strict=True):
             before = request.start // size
             groups.append(GroupBlocks(size, [0] * before + ids[: tokens // size - before], kind))
-        wanted = [i for group in groups for i in group.ids if i]
-        if len(wanted) > self._exports.room(LeaseKind.STRETCH) or self._pool.unheld(wanted):
+        wanted = self._wanted(request, groups)
+        if len(wanted) > self._exports.room(self.kind) or self._pool.unheld(wanted):
             return Refusal.NOT_READY  # readers are behind, or the prefill was preempted
-        export = Export(
-            id="",
-            kind=LeaseKind.STRETCH,
-            tokens=tokens,
-            block_hashes=(),
-            digest=b"",
-            lora_fingerprint=request.lora_fingerprint,
-            groups=groups,
-            pinned=self._pool.pin(wanted),
-            ready_step=-1,
-            deadline=time.monotonic(),
-        )
-        try:
-            return self._exports.lease_cached(export, request.start, connection, seconds, served=not request.mapped)
-        except Exception:
-            self._pool.free(export.pinned)
-            raise
+        return self._grant(request, connection, seconds, groups, tokens)
 
-    def _digest(self, t: RequestState) -> bytes:
-        prompt, size = t.request.num_prompt_tokens, self._hash_block_size
-        tail = vr.tail_hash(t.request, prompt, size) if prompt % size else b""
-        return vr.prefix_digest(vr.block_hashes(t.request, prompt, size), tail)
+    def _digest(self, state: RequestState) -> bytes:
+        prompt, size = state.request.num_prompt_tokens, self._hash_block_size
+        tail = vr.tail_hash(state.request, prompt, size) if prompt % size else b""
+        return vr.prefix_digest(vr.block_hashes(state.request, prompt, size), tail)

@@ -1,54 +1,34 @@
 """Leases on blocks of this engine's prefix cache, for another engine of the node that copies them from our memory.
 
-The blocks are pinned between two calls of vLLM's scheduler (``vllm_compat.hooks.scheduler_lock``) until the copy ended,
-the reader's connection ends or the lease expires. Only blocks with a checksum are leased. A reader waits for checksums
-that a step still has to compute, rather than compute the blocks itself.
+Only blocks with a checksum are leased. A reader waits for checksums that a step still has to compute, rather than
+compute the blocks itself.
 """
 
 import math
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
-from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
+from vllm_kvtier.scheduler.leases.block_leases import BlockLeases
+from vllm_kvtier.scheduler.leases.exports import ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.wire import messages as m
-
-logger = get_logger(__name__)
 
 MIN_READY_SHARE = 0.9  # of the wanted tokens: with so many the reader does not wait for more checksums
 FREE_BLOCK_SHARE = 0.02  # of all blocks: they stay free for our own requests
 
 
-class PrefixCacheLeases:
+class PrefixCacheLeases(BlockLeases):
+    kind = LeaseKind.PEER_FETCH
+    unavailable = Refusal.NOTHING
+
     def __init__(
         self, engine: EngineContext, scheduler_lock: SchedulerLock, checksum_index: ChecksumIndex, exports: ExportTable
     ):
-        self._scheduler_lock, self._pool = scheduler_lock, engine.pool
-        self._checksum_index, self._exports = checksum_index, exports
+        super().__init__(engine, scheduler_lock, exports)
+        self._checksum_index = checksum_index
         self._keys, self._counters = engine.identity.content_keys, engine.counters
-        self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
         self._align = engine.geometry.alignment // self._hash_block_size  # in hash blocks
-
-    def lease(
-        self, request: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
-    ) -> None:
-        """Any thread that does not hold the lock; ``answer`` is called once, by the thread that holds it then."""
-        if not self._scheduler_lock.known:
-            answer(Refusal.NOTHING)
-            return
-
-        def lease() -> None:
-            try:
-                found = self._lease(request, connection, seconds)
-            except Exception:
-                logger.exception("kvtier: prefix cache leases: a lease failed; it is refused")
-                found = Refusal.NOTHING
-            answer(found)
-
-        self._scheduler_lock.run_when_free(lease)
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
@@ -66,33 +46,14 @@ class PrefixCacheLeases:
             )
             if tokens - request.start < MIN_READY_SHARE * most:
                 return Refusal.NOT_READY
-        first = [request.start // group.block_tokens for group in groups]
-        wanted = [i for group, at in zip(groups, first, strict=True) for i in group.ids[at:] if i]
+        wanted = self._wanted(request, groups)
         free = self._pool.free_count() - self._pool.unheld(wanted)
         # A lease that is the only one may exceed the limit: it ends in milliseconds.
-        crowded = (
-            len(wanted) > self._exports.room(LeaseKind.PEER_FETCH) and self._exports.counts()["peer_fetch_blocks"] > 0
-        )
+        crowded = len(wanted) > self._exports.room(self.kind) and self._exports.counts()["peer_fetch_blocks"] > 0
         if crowded or free < FREE_BLOCK_SHARE * self._pool.num_blocks:
             self._counters.count("peer_leases_refused", "too_many_blocks")
             return Refusal.BUSY
-        export = Export(
-            id="",
-            kind=LeaseKind.PEER_FETCH,
-            tokens=tokens,
-            block_hashes=(),
-            digest=b"",
-            lora_fingerprint=request.lora_fingerprint,
-            groups=groups,
-            pinned=self._pool.pin(wanted),
-            ready_step=ready,
-            deadline=time.monotonic(),
-        )
-        try:
-            lease = self._exports.lease_cached(export, request.start, connection, seconds, served=not request.mapped)
-        except Exception:
-            self._pool.free(export.pinned)
-            raise
+        lease = self._grant(request, connection, seconds, groups, tokens, ready)
         self._counters.count("peer_leased_blocks", amount=len(wanted))
         return lease
 

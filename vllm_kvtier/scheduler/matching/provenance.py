@@ -63,12 +63,12 @@ class Provenance:
         """Whether this request, which waits to be matched, would be admitted now."""
         return not self._stale and vr.lora_fingerprint(request) is not None
 
-    def is_admitted(self, t: RequestState) -> bool:
-        return self._admitted.get(t.request.request_id) is not None
+    def is_admitted(self, state: RequestState) -> bool:
+        return self._admitted.get(state.request.request_id) is not None
 
-    def may_share(self, t: RequestState) -> bool:
+    def may_share(self, state: RequestState) -> bool:
         """Whether the KV of this request, which runs, may be shared now."""
-        return self.is_admitted(t) and t.request.lora_request is None
+        return self.is_admitted(state) and state.request.lora_request is None
 
     def forget(self, request: Any) -> bool:
         """The request ended. Returns whether its KV may be shared."""

@@ -59,28 +59,28 @@ class RequestMatcher:
         return len(self._tracked)
 
     def states(self) -> Iterator[State]:
-        return (t.life.state for t in self._tracked.values())
+        return (state.life.state for state in self._tracked.values())
 
     def release_all(self, request: Any) -> None:
         """The request is computed here: cancel its lookups and release its hits."""
-        t = self.track(request)
-        self._release_unused(t)
-        if t.life.state in (State.NEW, State.LOOKUP, State.HIT):
-            self._source_selector.advance(t, Event.DECLINE)
+        state = self.track(request)
+        self._release_unused(state)
+        if state.life.state in (State.NEW, State.LOOKUP, State.HIT):
+            self._source_selector.advance(state, Event.DECLINE)
 
     def track(self, request: Any) -> RequestState:
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
-            tracked = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(request.request_id))
-            self._tracked[request.request_id] = tracked
-        return tracked
+        state = self._tracked.get(request.request_id)
+        if state is None:
+            state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(request.request_id))
+            self._tracked[request.request_id] = state
+        return state
 
-    def _release_unused(self, t: RequestState) -> None:
+    def _release_unused(self, state: RequestState) -> None:
         """The request ended, or is computed here."""
-        if t.life.state is State.NEW and t.candidates is None:  # else its sources were asked, and release the export
-            self._source_selector.release_export(t)
-        self._source_selector.release_held(t)
-        self._source_selector.cancel_prefetch(t)
+        if state.life.state is State.NEW and state.candidates is None:  # else its sources release the export
+            self._source_selector.release_export(state)
+        self._source_selector.release_held(state)
+        self._source_selector.cancel_prefetch(state)
 
     def prefetch_promotion(self, request: Any) -> None:
         """Have sources promote what a queued request will look up."""
@@ -116,96 +116,97 @@ class RequestMatcher:
         return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
 
     def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        t = self.track(request)
+        state = self.track(request)
         if self._sync_load.verification_pending:
             return None, False
-        self._notice_preemption(t)
-        self._notice_eviction(t, computed)
-        t.num_computed_tokens = computed
+        self._notice_preemption(state)
+        self._notice_eviction(state, computed)
+        state.num_computed_tokens = computed
         while True:
-            match t.life.state:
+            match state.life.state:
                 case State.NEW:
-                    if t.candidates is None:
+                    if state.candidates is None:
                         for source in self._looking_ahead:
                             source.on_matched(request.request_id)
-                    if self._waits_for_load(t, computed):
+                    if self._waits_for_load(state, computed):
                         return None, False
-                    if not self._source_selector.ask_next(t, computed, len(self._tracked) == 1):
-                        t.life.fire(Event.DECLINE)
+                    if not self._source_selector.ask_next(state, computed, len(self._tracked) == 1):
+                        state.life.fire(Event.DECLINE)
                         return 0, False
                 case State.LOOKUP:
-                    if t.waits_since:
-                        self._source_selector.wait_briefly(t, len(self._tracked) == 1)
-                    if not self._source_selector.answered(t):
+                    if state.waits_since:
+                        self._source_selector.wait_briefly(state, len(self._tracked) == 1)
+                    if not self._source_selector.answered(state):
                         return None, False
                 case State.HIT:
-                    if t.taken_hit.source.cost_key and self._waits_for_load(t, computed):
+                    if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
                         return None, False
                     alone = len(self._tracked) == 1
-                    synchronous = self._sync_load.is_eligible(t, computed, len(self._tracked))
-                    gain = self._load_or_recompute.usable_tokens(t, computed, time.monotonic(), alone or synchronous)
-                    t.synchronous, t.others_running = bool(gain and synchronous), not alone
-                    if t.synchronous:  # of the whole prompt, vLLM computes the last token in the same step
+                    synchronous = self._sync_load.is_eligible(state, computed, len(self._tracked))
+                    alone_or_sync, now = alone or synchronous, time.monotonic()
+                    gain = self._load_or_recompute.usable_tokens(state, computed, now, alone_or_sync)
+                    state.synchronous, state.others_running = bool(gain and synchronous), not alone
+                    if state.synchronous:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False
                     if gain:
                         return gain, True
-                    self._source_selector.decline(t)
+                    self._source_selector.decline(state)
                     return 0, False
                 case _:
                     return 0, False
 
-    def _notice_preemption(self, t: RequestState) -> None:
+    def _notice_preemption(self, state: RequestState) -> None:
         """Match a request that lost its blocks like a new one: a store may have them."""
-        preemptions = getattr(t.request, "num_preemptions", 0)
-        if t.life.state is State.LOADED or (t.life.state is State.LOCAL and preemptions > t.preemptions):
-            t.life.fire(Event.PREEMPT)
-            t.num_external_tokens, t.hit, t.plan = 0, None, None
-            t.candidates = self._source_selector.candidates_after_loss()
-            t.begun_at, t.promoted_tokens = time.monotonic(), 0
-        t.preemptions = preemptions
+        preemptions = getattr(state.request, "num_preemptions", 0)
+        if state.life.state is State.LOADED or (state.life.state is State.LOCAL and preemptions > state.preemptions):
+            state.life.fire(Event.PREEMPT)
+            state.num_external_tokens, state.hit, state.plan = 0, None, None
+            state.candidates = self._source_selector.candidates_after_loss()
+            state.begun_at, state.promoted_tokens = time.monotonic(), 0
+        state.preemptions = preemptions
 
-    def _notice_eviction(self, t: RequestState, computed: int) -> None:
+    def _notice_eviction(self, state: RequestState, computed: int) -> None:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
         held for longer than ``max_hold_seconds``.
         """
-        if t.life.state is not State.HIT and t.life.state is not State.LOCAL:
+        if state.life.state is not State.HIT and state.life.state is not State.LOCAL:
             return
         candidates = self._source_selector.candidates_after_loss()
-        if not candidates or self._source_selector.is_excluded(t):
+        if not candidates or self._source_selector.is_excluded(state):
             return
-        hit = t.hit
-        old = hit is not None and time.monotonic() - t.hit_at > hit.source.max_hold_seconds
-        if t.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
-            t.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
-            self._source_selector.advance(t, Event.DECLINE)
-        elif t.life.state is not State.LOCAL or t.asked_from - computed < max(1, self._config.pull_threshold):
+        hit = state.hit
+        old = hit is not None and time.monotonic() - state.hit_at > hit.source.max_hold_seconds
+        if state.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
+            state.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
+            self._source_selector.advance(state, Event.DECLINE)
+        elif state.life.state is not State.LOCAL or state.asked_from - computed < max(1, self._config.pull_threshold):
             return
-        t.life.fire(Event.PREEMPT)
-        t.hit, t.plan, t.candidates = None, None, candidates
+        state.life.fire(Event.PREEMPT)
+        state.hit, state.plan, state.candidates = None, None, candidates
 
-    def _waits_for_load(self, t: RequestState, computed: int) -> bool:
+    def _waits_for_load(self, state: RequestState, computed: int) -> bool:
         """Whether another request loads the block that this one needs next, and half of that load is of use here.
 
         vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
         it shares only the beginning of.
         """
-        if not self._loading_hashes or t.request.skip_reading_prefix_cache:
+        if not self._loading_hashes or state.request.skip_reading_prefix_cache:
             return False
-        block_hashes, first = t.request.block_hashes, computed // self._geometry.hash_block_size
+        block_hashes, first = state.request.block_hashes, computed // self._geometry.hash_block_size
         other = self._loading_hashes.get(bytes(block_hashes[first])) if first < len(block_hashes) else None
         loading = self._tracked.get(other) if other else None
-        if loading is None or loading.life.state is not State.LOADING or other == t.request.request_id:
+        if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
         if time.monotonic() > loading.allocated_at + self._config.transfer_timeout:
             return False  # it hangs: its time limit is over
-        if t.waits_for != other:
+        if state.waits_for != other:
             mine = {bytes(h) for h in block_hashes[first:]}
             shared = sum(h in mine for h in loading.loading_hashes)
             if 2 * shared < len(loading.loading_hashes):
                 return False
-            t.waits_for = loading.request.request_id
+            state.waits_for = loading.request.request_id
             self._counters.count("inflight_load_waits", loading.source_name)
         return True
 
@@ -213,40 +214,41 @@ class RequestMatcher:
 
     def allocated(self, request: Any, block_ids: BlockIds, external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
-        t = self.track(request)
-        self._source_selector.cancel_prefetch(t)
-        if t.life.state in (State.NEW, State.LOOKUP):
-            self._source_selector.release_held(t)
-        if t.life.state is State.LOOKUP:  # vLLM went on without an answer (a request that reads no prefix cache)
-            t.miss_reason = t.miss_reason or "scheduled_before_answer"
-            self._source_selector.advance(t, Event.DECLINE)
-        elif t.life.state is State.HIT and external <= 0:
-            self._source_selector.decline(t)
-        if t.life.state is not State.HIT:
-            self._account(t)
+        state = self.track(request)
+        self._source_selector.cancel_prefetch(state)
+        if state.life.state in (State.NEW, State.LOOKUP):
+            self._source_selector.release_held(state)
+        if state.life.state is State.LOOKUP:  # vLLM went on without an answer (a request that reads no prefix cache)
+            state.miss_reason = state.miss_reason or "scheduled_before_answer"
+            self._source_selector.advance(state, Event.DECLINE)
+        elif state.life.state is State.HIT and external <= 0:
+            self._source_selector.decline(state)
+        if state.life.state is not State.HIT:
+            self._account(state)
             return
-        t.life.fire(Event.ALLOCATE_SYNC if t.synchronous else Event.ALLOCATE)
-        t.allocated_at, hit = time.monotonic(), t.taken_hit
-        tokens = t.num_computed_tokens + external
-        job = self._build_job(t, block_ids, tokens)
+        state.life.fire(Event.ALLOCATE_SYNC if state.synchronous else Event.ALLOCATE)
+        state.allocated_at, hit = time.monotonic(), state.taken_hit
+        tokens = state.num_computed_tokens + external
+        job = self._build_job(state, block_ids, tokens)
         if hit.source.cost_key:
             self._planner.started(hit.source.cost_key, hit.nbytes)
-            t.planned_for = hit
-        t.num_external_tokens = external
+            state.planned_for = hit
+        state.num_external_tokens = external
         self._jobs.append(job)
-        t.entries = job_builder.unchanged(t, t.entries, self._geometry, block_ids, tokens)
-        if t.synchronous:
-            self._sync_load.begin(t, cast(SyncJob, job))  # as ``supports_sync_load`` says
+        state.entries = job_builder.unchanged(state, state.entries, self._geometry, block_ids, tokens)
+        if state.synchronous:
+            self._sync_load.begin(state, cast(SyncJob, job))  # as ``supports_sync_load`` says
             return
         hash_block_size = self._geometry.hash_block_size
-        t.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[t.num_computed_tokens // hash_block_size :]
-        self._loading_hashes.update(dict.fromkeys(t.loading_hashes, request.request_id))
+        first = state.num_computed_tokens // hash_block_size
+        state.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[first:]
+        self._loading_hashes.update(dict.fromkeys(state.loading_hashes, request.request_id))
 
-    def _build_job(self, t: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        """The job for ``t.hit``; its blocks get new content."""
-        hit = t.taken_hit
-        job = t.job = hit.source.build_job(t, block_ids, tokens)
-        t.can_cancel_load = hit.source.can_cancel_load
+    def _build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        """The job for ``state.hit``; its blocks get new content."""
+        hit = state.taken_hit
+        job = state.job = hit.source.build_job(state, block_ids, tokens)
+        state.can_cancel_load = hit.source.can_cancel_load
         for group in job.groups:
             self._checksum_index.forget(group.blocks.tolist())
         if hit.ranks is not None and hit.instance not in self._known_peers:
@@ -257,18 +259,18 @@ class RequestMatcher:
     def fail_load(self, request: Any, block_ids: BlockIds, external: int) -> None:
         """``allocated`` raised at any point. In place of its job the workers report a failed load of these blocks,
         which ends like any load that fails."""
-        t = self._tracked[request.request_id]
+        state = self._tracked[request.request_id]
         self._jobs = [job for job in self._jobs if job.request_id != request.request_id]
-        if t.life.state is State.HIT:
-            t.life.fire(Event.ALLOCATE_SYNC if t.synchronous else Event.ALLOCATE)
-        t.allocated_at, t.num_external_tokens, t.entries = time.monotonic(), external, []
-        job = t.job = job_builder.failed_job(t, self._geometry, block_ids, t.num_computed_tokens + external)
-        t.can_cancel_load = False
-        if t.hit is not None:
-            t.hit.source.forget_load(t)
+        if state.life.state is State.HIT:
+            state.life.fire(Event.ALLOCATE_SYNC if state.synchronous else Event.ALLOCATE)
+        state.allocated_at, state.num_external_tokens, state.entries = time.monotonic(), external, []
+        job = state.job = job_builder.failed_job(state, self._geometry, block_ids, state.num_computed_tokens + external)
+        state.can_cancel_load = False
+        if state.hit is not None:
+            state.hit.source.forget_load(state)
         self._jobs.append(job)
-        if t.synchronous:
-            self._sync_load.begin(t, job)
+        if state.synchronous:
+            self._sync_load.begin(state, job)
 
     def release_steps(self, request_id: str, gone: bool = False, ended: bool = False) -> list[Callable[[], object]]:
         """Our code raised while it dealt with the request, which is computed now. Returns a step for each thing to
@@ -279,24 +281,25 @@ class RequestMatcher:
         """
         if gone:
             self._planner.forget(request_id)
-        t = self._tracked.get(request_id)
-        if t is None:
+        state = self._tracked.get(request_id)
+        if state is None:
             return self._source_selector.release_steps(request_id, None)
-        state = t.life.state
-        if state in (State.LOADING, State.VERIFYING, State.ABANDONED) and not ended:
-            t.life.state = State.ABANDONED if gone else state
+        before = state.life.state
+        if before in (State.LOADING, State.VERIFYING, State.ABANDONED) and not ended:
+            state.life.state = State.ABANDONED if gone else before
             return []
         steps: list[Callable[[], object]] = []
-        if ended or state in (State.NEW, State.LOOKUP, State.HIT):
-            steps = self._source_selector.release_steps(request_id, t)
-            if t.planned_for is not None:
-                steps.append(partial(self._planner.ended, t.planned_for.source.cost_key, t.planned_for.nbytes))
+        if ended or before in (State.NEW, State.LOOKUP, State.HIT):
+            steps = self._source_selector.release_steps(request_id, state)
+            if state.planned_for is not None:
+                steps.append(partial(self._planner.ended, state.planned_for.source.cost_key, state.planned_for.nbytes))
             self._loading_hashes = {h: loading for h, loading in self._loading_hashes.items() if loading != request_id}
-            t.num_external_tokens, t.plan, t.planned_for, t.job, t.synchronous = 0, None, None, None, False
-            t.candidates, t.loading_hashes, t.entries, t.positions = deque(), [], [], {}
-            t.life.state = State.LOCAL
-        if gone or state in (State.ABANDONED, State.GONE):
-            t.life.state = State.GONE
+            state.num_external_tokens, state.synchronous = 0, False
+            state.plan, state.planned_for, state.job = None, None, None
+            state.candidates, state.loading_hashes, state.entries, state.positions = deque(), [], [], {}
+            state.life.state = State.LOCAL
+        if gone or before in (State.ABANDONED, State.GONE):
+            state.life.state = State.GONE
             self._tracked.pop(request_id, None)
         return steps
 
@@ -335,69 +338,69 @@ class RequestMatcher:
         ``failed``: at least one rank failed. The request is then computed, or matched again if other peers may have its
         blocks.
         """
-        t = self._tracked.get(request_id)
-        if t is None:
+        state = self._tracked.get(request_id)
+        if state is None:
             return
-        abandoned = t.life.state is State.ABANDONED
-        for block_hash in t.loading_hashes:
+        abandoned = state.life.state is State.ABANDONED
+        for block_hash in state.loading_hashes:
             if self._loading_hashes.get(block_hash) == request_id:
                 del self._loading_hashes[block_hash]
-        t.loading_hashes = []
-        if t.planned_for is not None:
-            self._planner.ended(t.planned_for.source.cost_key, t.planned_for.nbytes)
-            t.planned_for = None
-        self._source_selector.advance(t, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
+        state.loading_hashes = []
+        if state.planned_for is not None:
+            self._planner.ended(state.planned_for.source.cost_key, state.planned_for.nbytes)
+            state.planned_for = None
+        self._source_selector.advance(state, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
         if failed:
-            t.num_external_tokens, t.miss_reason = 0, f"load_failed_{t.source_name}"
-            self._try_other_peers(t)
-            if t.synchronous:  # else vLLM gives it blocks anew
-                self._account(t)
-        elif t.hit is not None and t.hit.same_layout and not abandoned:
-            for entry in t.entries:  # in the workers' tables
+            state.num_external_tokens, state.miss_reason = 0, f"load_failed_{state.source_name}"
+            self._try_other_peers(state)
+            if state.synchronous:  # else vLLM gives it blocks anew
+                self._account(state)
+        elif state.hit is not None and state.hit.same_layout and not abandoned:
+            for entry in state.entries:  # in the workers' tables
                 self._checksum_index.mark(entry)
-        if not failed and (not abandoned or vr.ended_well(t.request)):  # it may end in the step that loads it
-            self._account(t)
-        t.entries, t.job, t.positions = [], None, {}
+        if not failed and (not abandoned or vr.ended_well(state.request)):  # it may end in the step that loads it
+            self._account(state)
+        state.entries, state.job, state.positions = [], None, {}
         if abandoned:
             self._tracked.pop(request_id, None)
 
-    def _account(self, t: RequestState) -> None:
+    def _account(self, state: RequestState) -> None:
         """Count, once a request, the sources of its prompt's KV."""
-        if t.counted:
+        if state.counted:
             return
-        t.counted, count, prompt = True, self._counters.count, t.request.num_prompt_tokens
-        local = min(t.num_computed_tokens, prompt)
-        brought = min(t.num_external_tokens, prompt - local)
+        state.counted, count, prompt = True, self._counters.count, state.request.num_prompt_tokens
+        local = min(state.num_computed_tokens, prompt)
+        brought = min(state.num_external_tokens, prompt - local)
         parts = {"local_cache_hit": local, "local_compute": prompt - local - brought}
         if brought:
-            count("hits", t.source_name)
-            parts |= t.taken_hit.source.tokens_by_source(t, brought)
+            count("hits", state.source_name)
+            parts |= state.taken_hit.source.tokens_by_source(state, brought)
         elif local:
             count("hits", "local_cache_hit")
         else:
-            count("misses", t.miss_reason or "no_source")
+            count("misses", state.miss_reason or "no_source")
         for kind, tokens in parts.items():
             if tokens:
                 count("prompt_tokens", kind, tokens)
 
-    def _try_other_peers(self, t: RequestState) -> None:
+    def _try_other_peers(self, state: RequestState) -> None:
         """A peer fetch failed: other peers may have the blocks, if vLLM asks again."""
-        if t.hit is None or not t.hit.source.others_may_have_it or t.life.state is not State.LOCAL:
+        if state.hit is None or not state.hit.source.others_may_have_it or state.life.state is not State.LOCAL:
             return
-        t.failed.add(t.hit.instance)
-        if t.candidate is not None and t.candidate.instance:
-            t.failed.add(t.candidate.instance)  # the store may know the peer at this address by another name
-        if len(t.failed) > MAX_FAILED_PEERS:
+        state.failed.add(state.hit.instance)
+        if state.candidate is not None and state.candidate.instance:
+            state.failed.add(state.candidate.instance)  # the store may know the peer at this address by another name
+        if len(state.failed) > MAX_FAILED_PEERS:
             return
-        t.life.fire(Event.PREEMPT)
-        t.hit, t.plan, t.synchronous, t.candidates = None, None, False, None
+        state.life.fire(Event.PREEMPT)
+        state.hit, state.plan, state.synchronous, state.candidates = None, None, False, None
 
     def finished(self, request: Any) -> RequestState:
         """The request ended: release what it holds, unless the workers still read."""
-        t = self.track(request)
-        self._release_unused(t)
+        state = self.track(request)
+        self._release_unused(state)
         self._planner.forget(request.request_id)
-        self._source_selector.advance(t, Event.FINISH)
-        if t.life.state is State.GONE:
+        self._source_selector.advance(state, Event.FINISH)
+        if state.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)
-        return t
+        return state

@@ -38,9 +38,9 @@ class SourceSelector:
         self._wait_budget, self._budget_at = MAX_WAIT_BUDGET, time.monotonic()  # waiting among others, and as of when
         self.aborted: list[str] = []  # requests whose loads the workers need not continue
 
-    def is_excluded(self, t: RequestState) -> bool:
+    def is_excluded(self, state: RequestState) -> bool:
         """Whether no source is of use to this request."""
-        return not self._resumes or t.request.skip_reading_prefix_cache
+        return not self._resumes or state.request.skip_reading_prefix_cache
 
     def awaits_states(self, t: RequestState) -> bool:
         """Whether a source with the states behind the whole prompt is still to be asked, or was asked last."""
@@ -54,160 +54,160 @@ class SourceSelector:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def ask_next(self, t: RequestState, computed: int, alone: bool) -> bool:
+    def ask_next(self, state: RequestState, computed: int, alone: bool) -> bool:
         """Ask the next candidate that is worth it; False if none is left. ``alone``: no other request is here."""
-        request = t.request
-        if t.candidates is None:
-            candidates = [candidate for source in self.sources for candidate in source.candidates(t)]
-            t.candidates, t.begun_at = deque(candidates), time.monotonic()
+        request = state.request
+        if state.candidates is None:
+            candidates = [candidate for source in self.sources for candidate in source.candidates(state)]
+            state.candidates, state.begun_at = deque(candidates), time.monotonic()
         lacking = request.num_tokens - 1 - computed  # at least the last token is computed here
         if request.skip_reading_prefix_cache:
             lacking = 0  # prompt log-probabilities need every token computed; vLLM asks anyway
-        left = lacking if t.held is None else request.num_tokens - 1 - t.held.tokens
+        left = lacking if state.held is None else request.num_tokens - 1 - state.held.tokens
         need = Need(computed, lacking, left, alone)
-        while t.candidates:
-            candidate = t.candidates.popleft()
-            t.pending = candidate.source.lookup(t, candidate, need)
-            if t.pending is None:
+        while state.candidates:
+            candidate = state.candidates.popleft()
+            state.pending = candidate.source.lookup(state, candidate, need)
+            if state.pending is None:
                 continue
-            t.candidate, t.waits_since, t.asked_at = candidate, 0.0, time.monotonic()
-            t.life.fire(Event.LOOKUP)
-            self.wait_briefly(t, alone)
-            early = candidate.source.early_hit(t)
+            state.candidate, state.waits_since, state.asked_at = candidate, 0.0, time.monotonic()
+            state.life.fire(Event.LOOKUP)
+            self.wait_briefly(state, alone)
+            early = candidate.source.early_hit(state)
             if early is not None:  # the lookup stays under way
-                self._take(t, early)
+                self._take(state, early)
             return True
-        if t.held is not None:
-            t.hit, t.hit_at, t.held = t.held, time.monotonic(), None
-            t.life.fire(Event.TAKE_HELD_HIT)
+        if state.held is not None:
+            state.hit, state.hit_at, state.held = state.held, time.monotonic(), None
+            state.life.fire(Event.TAKE_HELD_HIT)
             return True
         return False
 
-    def _take(self, t: RequestState, hit: LookupHit) -> None:
-        t.hit, t.hit_at = hit, time.monotonic()
-        t.life.fire(Event.HIT)
+    def _take(self, state: RequestState, hit: LookupHit) -> None:
+        state.hit, state.hit_at = hit, time.monotonic()
+        state.life.fire(Event.HIT)
 
-    def wait_briefly(self, t: RequestState, alone: bool) -> None:
+    def wait_briefly(self, state: RequestState, alone: bool) -> None:
         """Wait for an answer, if one is expected soon."""
-        if t.pending is None or not t.pending.source.answers_soon:
+        if state.pending is None or not state.pending.source.answers_soon:
             return
         if alone:
-            t.pending.wait(SHORT_WAIT)
+            state.pending.wait(SHORT_WAIT)
             return
         now = time.monotonic()
         self._wait_budget = min(MAX_WAIT_BUDGET, self._wait_budget + BUSY_SHARE * (now - self._budget_at))
         self._budget_at = now
-        if self._wait_budget >= BUSY_WAIT and t.num_waits < MAX_WAITS:
-            t.num_waits += 1
-            t.pending.wait(BUSY_WAIT)
+        if self._wait_budget >= BUSY_WAIT and state.num_waits < MAX_WAITS:
+            state.num_waits += 1
+            state.pending.wait(BUSY_WAIT)
             self._wait_budget -= time.monotonic() - now
 
-    def answered(self, t: RequestState) -> bool:
-        """Apply the answer to ``t.pending``; False while there is none."""
-        pending, candidate = t.pending, t.candidate
+    def answered(self, state: RequestState) -> bool:
+        """Apply the answer to ``state.pending``; False while there is none."""
+        pending, candidate = state.pending, state.candidate
         assert pending is not None and candidate is not None
         result, source = pending.poll(), pending.source
         if result is None:
             # Every lookup ends by its deadline, unless the thread died that ends it.
             if time.monotonic() < pending.deadline + 1.0:
                 return False
-            t.decline_lookup(self._counters, "timeout")
-            self.advance(t, Event.TIMEOUT)
-        elif again := source.retry_lookup(t, result):
-            self.release_held(t)
-            t.pending = again
+            state.decline_lookup(self._counters, "timeout")
+            self.advance(state, Event.TIMEOUT)
+        elif again := source.retry_lookup(state, result):
+            self.release_held(state)
+            state.pending = again
             if result.found:
-                t.held = result  # leased meanwhile
+                state.held = result  # leased meanwhile
             return False
         elif not result.found:
-            self._add_candidates(t, result)
-            logger.debug("kvtier: %s: %s", t.request.request_id, result.reason)
-            self._miss(t, result.code)
+            self._add_candidates(state, result)
+            logger.debug("kvtier: %s: %s", state.request.request_id, result.reason)
+            self._miss(state, result.code)
             if result.code in ("timeout", "checksums_not_ready", "unreachable"):
-                candidate.source.release_export(t)  # the prompt is computed here
+                candidate.source.release_export(state)  # the prompt is computed here
         elif source.holds_hit:
-            source.on_held(t, result)
-            self.release_held(t)
-            t.pending, t.held = None, result
-            self._add_candidates(t, result)
-            t.life.fire(Event.HOLD_HIT)
-        elif not source.fits(t, result):
+            source.on_held(state, result)
+            self.release_held(state)
+            state.pending, state.held = None, result
+            self._add_candidates(state, result)
+            state.life.fire(Event.HOLD_HIT)
+        elif not source.fits(state, result):
             source.release(result, True)
-            self._miss(t, "malformed")
-        elif t.held is not None and not source.beats(t, result, t.held):
+            self._miss(state, "malformed")
+        elif state.held is not None and not source.beats(state, result, state.held):
             source.release(result, False)
-            self._miss(t, "store_has_as_much")
+            self._miss(state, "store_has_as_much")
         else:
-            self.release_held(t)
-            self._take(t, result)
-        if not t.waits_since:  # else the wait for a promotion took most of the time
-            self._counters.observe("lookup_seconds", candidate.source.name, time.monotonic() - t.asked_at)
+            self.release_held(state)
+            self._take(state, result)
+        if not state.waits_since:  # else the wait for a promotion took most of the time
+            self._counters.observe("lookup_seconds", candidate.source.name, time.monotonic() - state.asked_at)
         elif result is None or not result.found:  # ``on_held`` counts other waits
-            self._counters.observe("promotion_wait_seconds", "", time.monotonic() - t.waits_since)
+            self._counters.observe("promotion_wait_seconds", "", time.monotonic() - state.waits_since)
         return True
 
     @staticmethod
-    def _add_candidates(t: RequestState, result: LookupHit | LookupMiss) -> None:
-        assert t.candidates is not None
-        t.candidates.extendleft(reversed(result.candidates))
+    def _add_candidates(state: RequestState, result: LookupHit | LookupMiss) -> None:
+        assert state.candidates is not None
+        state.candidates.extendleft(reversed(result.candidates))
 
-    def _miss(self, t: RequestState, reason: str) -> None:
-        t.decline_lookup(self._counters, reason)
-        t.life.fire(Event.MISS)
-        t.pending = None
+    def _miss(self, state: RequestState, reason: str) -> None:
+        state.decline_lookup(self._counters, reason)
+        state.life.fire(Event.MISS)
+        state.pending = None
 
-    def decline(self, t: RequestState) -> None:
-        hit = t.taken_hit
-        if hit.source.cost_key and hit.tokens > t.num_computed_tokens:
+    def decline(self, state: RequestState) -> None:
+        hit = state.taken_hit
+        if hit.source.cost_key and hit.tokens > state.num_computed_tokens:
             reason = "load_slower_than_compute"
         else:
-            reason = "local_cache_hit" if hit.tokens <= t.num_computed_tokens else "below_threshold"
-        t.decline_lookup(self._counters, reason)
-        self.advance(t, Event.DECLINE)
+            reason = "local_cache_hit" if hit.tokens <= state.num_computed_tokens else "below_threshold"
+        state.decline_lookup(self._counters, reason)
+        self.advance(state, Event.DECLINE)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
-    def advance(self, t: RequestState, event: Event) -> None:
+    def advance(self, state: RequestState, event: Event) -> None:
         """Fire ``event``, after its action: if that raises, the state is unchanged."""
-        action = t.life.action(event)
-        if action is Action.CANCEL_LOOKUP and t.pending is not None:
-            source = t.pending.source
-            source.cancel(t.pending)
-            t.pending = None
-            source.release_export(t)
-        elif action is Action.RELEASE and t.hit is not None:
-            t.hit.source.release_hit(t)
+        action = state.life.action(event)
+        if action is Action.CANCEL_LOOKUP and state.pending is not None:
+            source = state.pending.source
+            source.cancel(state.pending)
+            state.pending = None
+            source.release_export(state)
+        elif action is Action.RELEASE and state.hit is not None:
+            state.hit.source.release_hit(state)
         elif action is Action.CANCEL_LOAD:
-            if t.can_cancel_load:
-                self.aborted.append(t.request.request_id)
-            if t.hit is not None:
-                t.hit.source.cancel_load(t)
-        t.life.fire(event)
+            if state.can_cancel_load:
+                self.aborted.append(state.request.request_id)
+            if state.hit is not None:
+                state.hit.source.cancel_load(state)
+        state.life.fire(event)
 
-    def release_held(self, t: RequestState) -> None:
-        if t.held is not None:
-            t.held.source.release(t.held, False)
-            t.held = None
+    def release_held(self, state: RequestState) -> None:
+        if state.held is not None:
+            state.held.source.release(state.held, False)
+            state.held = None
 
-    def cancel_prefetch(self, t: RequestState) -> None:
+    def cancel_prefetch(self, state: RequestState) -> None:
         for source in self.looking_ahead:
-            source.cancel_prefetch(t.request.request_id)
+            source.cancel_prefetch(state.request.request_id)
 
-    def release_export(self, t: RequestState) -> None:
+    def release_export(self, state: RequestState) -> None:
         for source in self.sources:
-            source.release_export(t)
+            source.release_export(state)
 
-    def release_steps(self, request_id: str, t: RequestState | None) -> list[Callable[[], object]]:
+    def release_steps(self, request_id: str, state: RequestState | None) -> list[Callable[[], object]]:
         """As ``RequestMatcher.release_steps``."""
         ahead = self.looking_ahead
         steps: list[Callable[[], object]] = [partial(source.cancel_prefetch, request_id) for source in ahead]
-        if t is None:
+        if state is None:
             return steps
-        held, hit, pending = t.held, t.hit, t.pending
-        t.held = t.hit = t.pending = None
+        held, hit, pending = state.held, state.hit, state.pending
+        state.held = state.hit = state.pending = None
         if pending is not None:  # also releases its hit, if that was taken
             steps.append(partial(pending.source.cancel, pending))
         for each in (held, hit):
             if each is not None and each.lease and (pending is None or pending.outcome is not each):
                 steps.append(partial(each.source.release, each, False))
-        return steps + [partial(source.release_export, t) for source in self.sources]
+        return steps + [partial(source.release_export, state) for source in self.sources]

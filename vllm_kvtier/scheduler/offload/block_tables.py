@@ -48,7 +48,7 @@ class Table:
 class Growth(NamedTuple):
     """One request in one step: its first ``computed`` tokens are in the cache for good once the step ran."""
 
-    tracked: RequestState
+    state: RequestState
     table: Table
     computed: int
 
@@ -113,14 +113,14 @@ class BlockTables:
         out, scheduled = [], output.num_scheduled_tokens
         for request_id in self._prompts | (look or set()):
             table = self._tables.get(request_id)
-            t = tracked(request_id) if table is not None else None
-            if table is None or t is None:
+            state = tracked(request_id) if table is not None else None
+            if table is None or state is None:
                 self._prompts.discard(request_id)
                 continue
-            request, tokens = t.request, scheduled.get(request_id, 0)
+            request, tokens = state.request, scheduled.get(request_id, 0)
             computed = request.num_computed_tokens + tokens - self.rewritten
             if computed >= table.due and tokens:
-                out.append(Growth(t, table, computed))
+                out.append(Growth(state, table, computed))
                 table.due = self._next(request_id, request, computed)
             if request_id not in self._prompts:
                 self._calendar[self._step + max(1, (table.due - computed) // max(1, tokens))].add(request_id)
@@ -151,16 +151,16 @@ class BlockTables:
         self._prompts.clear()
         self._calendar.clear()
 
-    def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, t: RequestState | None) -> None:
+    def _admit(self, request_id: str, blocks: tuple[list[int], ...], computed: int, state: RequestState | None) -> None:
         if self._followed is not None and blocks:
             blocks = self._followed(blocks)
         for g, ids in enumerate(blocks):
             # From the block on that the next token goes to: after a pull of the whole prompt its last token is
             # computed again, into a full block whose checksum was right until then.
             self._handed_out(ids[computed // self._groups[g][0] :])
-        if t is not None and blocks and self._wanted(t):
+        if state is not None and blocks and self._wanted(state):
             offered = [computed // size for size, _ in self._groups]  # the request that computed these offered them
-            table = Table([list(ids) for ids in blocks], t.request, offered=offered)
+            table = Table([list(ids) for ids in blocks], state.request, offered=offered)
             preempted = self._tables.get(request_id)
             if preempted is not None:
                 # The store may lack what it had not offered, and may have lost what it computes again.
@@ -170,12 +170,12 @@ class BlockTables:
             self._tables[request_id] = table
             self._prompts.add(request_id)
 
-    def _extend(self, cached: Any, tracked: Callable[[str], RequestState | None]) -> None:
+    def _extend(self, cached: Any, state: Callable[[str], RequestState | None]) -> None:
         """New blocks of requests that go on, or that were preempted and begin again."""
         handed_out: list[int] = []
         for i, (request_id, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=False)):
             if request_id in cached.resumed_req_ids:
-                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], tracked(request_id))
+                self._admit(request_id, blocks or (), cached.num_computed_tokens[i], state(request_id))
             elif blocks:
                 table = self._tables.get(request_id)
                 if self._followed is not None:

@@ -125,7 +125,7 @@ class Offloader:
 
     def _leave_room(self, growth: list[Growth]) -> None:
         """Free blocks for the next part of prompts: vLLM preempts a request that gets none."""
-        left = sum([max(0, t.request.num_prompt_tokens - computed) for t, _, computed in growth])
+        left = sum([max(0, state.request.num_prompt_tokens - computed) for state, _, computed in growth])
         if not left:
             return
         left = min(self._step_tokens, left)
@@ -133,10 +133,10 @@ class Offloader:
         if short > 0:
             self.cancel_for_requests(short)
 
-    def finished(self, t: RequestState, table: Table | None, block_ids: tuple[list[int], ...], last: bool) -> None:
+    def finished(self, state: RequestState, table: Table | None, block_ids: tuple[list[int], ...], last: bool) -> None:
         """The request ended: collect its last blocks, if it ended well, and reserve them soon. ``last``: the engine has
         no other request, so that maybe no step follows."""
-        request = t.request
+        request = state.request
         self._recount_at = 0  # no other request may hold its blocks now
         if table is not None:
             table.running, table.groups = False, block_ids

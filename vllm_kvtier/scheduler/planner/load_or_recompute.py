@@ -12,42 +12,42 @@ class LoadOrRecompute:
         self._config, self._counters, self._planner = context.engine.config, context.engine.counters, context.planner
         self._geometry, self._resumes = context.engine.geometry, context.engine.info.supports_partial_prefix
 
-    def usable_tokens(self, t: RequestState, computed: int, now: float, alone: bool = True) -> int:
-        """Tokens of ``t.hit`` to load beyond ``computed``; 0: recompute, or the hit is too old. ``alone``: no other
+    def usable_tokens(self, state: RequestState, computed: int, now: float, alone: bool = True) -> int:
+        """Tokens of ``state.hit`` to load beyond ``computed``; 0: recompute, or the hit is too old. ``alone``: no other
         request is in the engine, or the step itself waits for the load."""
-        hit = t.taken_hit
-        if not hit.source.is_current(t, hit):
+        hit = state.taken_hit
+        if not hit.source.is_current(state, hit):
             return 0
-        if hit.start > computed or now - t.hit_at > self._config.transfer_timeout:
+        if hit.start > computed or now - state.hit_at > self._config.transfer_timeout:
             return 0
-        prompt = t.request.num_tokens
+        prompt = state.request.num_tokens
         tokens = self._geometry.usable_tokens(hit.tokens, prompt)
-        if (tokens < prompt - 1 and not self._resumes) or not self._has_needed(t, tokens):
+        if (tokens < prompt - 1 and not self._resumes) or not self._has_needed(state, tokens):
             return 0
         gain = tokens - computed
         if hit.source.cost_key:
-            return gain if gain > 0 and self._faster_than_compute(t, computed, tokens, alone) else 0
+            return gain if gain > 0 and self._faster_than_compute(state, computed, tokens, alone) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
-    def _faster_than_compute(self, t: RequestState, computed: int, tokens: int, alone: bool) -> bool:
-        if t.plan is not None and t.planned == (computed, tokens):
+    def _faster_than_compute(self, state: RequestState, computed: int, tokens: int, alone: bool) -> bool:
+        if state.plan is not None and state.planned == (computed, tokens):
             return True  # vLLM had no room for it then
         # A load among others is of use when their steps are over; what is computed is computed in such a step.
         least = 0.0 if alone else self._planner.handover_seconds()
-        hit = t.taken_hit
-        t.plan = self._planner.decide(hit.source.cost_key, computed, tokens, hit.nbytes, t.request.num_tokens, least)
-        t.planned = (computed, tokens)
-        load = t.plan.should_load or self._config.load_policy == "always"
-        self._counters.count("load_decisions", t.plan.reason if load == t.plan.should_load else "policy_always")
-        if t.plan.compute_seconds is not None:
-            self._counters.count("estimated_seconds", "load", t.plan.load_seconds)
-            self._counters.count("estimated_seconds", "compute", t.plan.compute_seconds)
+        hit, prompt = state.taken_hit, state.request.num_tokens
+        state.plan = self._planner.decide(hit.source.cost_key, computed, tokens, hit.nbytes, prompt, least)
+        state.planned = (computed, tokens)
+        load = state.plan.should_load or self._config.load_policy == "always"
+        self._counters.count("load_decisions", state.plan.reason if load == state.plan.should_load else "policy_always")
+        if state.plan.compute_seconds is not None:
+            self._counters.count("estimated_seconds", "load", state.plan.load_seconds)
+            self._counters.count("estimated_seconds", "compute", state.plan.compute_seconds)
         return load
 
-    def _has_needed(self, t: RequestState, tokens: int) -> bool:
+    def _has_needed(self, state: RequestState, tokens: int) -> bool:
         """Whether the hit has all blocks that the token after ``tokens`` tokens reads. Where a prefix needs all blocks,
         ``KVSource.fits`` has seen to it."""
-        hit = t.taken_hit
+        hit = state.taken_hit
         groups = self._geometry.groups
         for ids, size, group in zip(hit.blocks, hit.block_sizes(groups), groups, strict=True):
             if not group.kind.whole_prefix:

@@ -38,9 +38,9 @@ class StepTimer:
         scheduled, total, sampled = output.num_scheduled_tokens, output.total_num_scheduled_tokens, False
         if total >= len(scheduled) + MIN_PREFILL_TOKENS:
             for request_id, tokens in scheduled.items():
-                t = tracked(request_id) if tokens >= MIN_PREFILL_TOKENS else None
-                if t is not None:
-                    before = t.request.num_computed_tokens
+                state = tracked(request_id) if tokens >= MIN_PREFILL_TOKENS else None
+                if state is not None:
+                    before = state.request.num_computed_tokens
                     work.append((tokens, before))
                     self._planner.computes(request_id, before + tokens)
         if not counts:

@@ -152,17 +152,17 @@ class PendingLookup:
 
     ``answer``: the client's; its ``outcome`` is set once, on the client's thread, by its ``deadline``. Tokens [start,
     max_tokens) were asked for. ``epoch``: of the engine's namespaces at that time; ``instance``: the store's.
-    ``request``: the one that it is for, if the source compares the answer with it.
+    ``state``: of the request that it is for, if the source compares the answer with it.
     """
 
-    __slots__ = ("answer", "epoch", "instance", "max_tokens", "outcome", "request", "source", "start")
+    __slots__ = ("answer", "epoch", "instance", "max_tokens", "outcome", "source", "start", "state")
 
     def __init__(
         self, source: "KVSource", answer: Any, start: int, max_tokens: int, epoch: int = 0, instance: str = ""
     ):
         self.source, self.answer, self.start, self.max_tokens = source, answer, start, max_tokens
         self.epoch, self.instance = epoch, instance
-        self.request: RequestState | None = None
+        self.state: RequestState | None = None
         self.outcome: LookupHit | LookupMiss | None = None  # what ``poll`` returned
 
     @property
@@ -223,7 +223,7 @@ class KVSource(ABC):
     # -- lookup ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
         """What can be asked for the request, in order; empty if the source does not apply to it."""
 
     def candidates_after_loss(self) -> Iterable[Candidate]:
@@ -231,33 +231,33 @@ class KVSource(ABC):
         return ()
 
     @abstractmethod
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
-        """Ask. None: not worth asking, or not possible; ``request.miss_reason`` says why, if a reason is known."""
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        """Ask. None: not worth asking, or not possible; ``state.miss_reason`` says why, if a reason is known."""
 
     @abstractmethod
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
         """The client's answer as a result. What the answer leased and the result does not hold is released here."""
 
-    def early_hit(self, request: RequestState) -> LookupHit | None:
-        """A hit that can be read while ``request.pending`` has no answer yet."""
+    def early_hit(self, state: RequestState) -> LookupHit | None:
+        """A hit that can be read while ``state.pending`` has no answer yet."""
         return None
 
-    def retry_lookup(self, request: RequestState, result: LookupHit | LookupMiss) -> PendingLookup | None:
+    def retry_lookup(self, state: RequestState, result: LookupHit | LookupMiss) -> PendingLookup | None:
         """Ask again and wait, if more is being promoted and waiting is expected to be faster than computing."""
         return None
 
-    def fits(self, request: RequestState, hit: LookupHit) -> bool:
-        """Whether a hit, in answer to ``request.pending``, has what was asked for. False: malformed."""
+    def fits(self, state: RequestState, hit: LookupHit) -> bool:
+        """Whether a hit, in answer to ``state.pending``, has what was asked for. False: malformed."""
         return True
 
-    def beats(self, request: RequestState, hit: LookupHit, held: LookupHit) -> bool:
+    def beats(self, state: RequestState, hit: LookupHit, held: LookupHit) -> bool:
         """Whether a hit is to be taken in place of the one that is held."""
         return False
 
-    def on_held(self, request: RequestState, hit: LookupHit) -> None:
-        """A hit is about to become ``request.held``."""
+    def on_held(self, state: RequestState, hit: LookupHit) -> None:
+        """A hit is about to become ``state.held``."""
 
-    def is_current(self, request: RequestState, hit: LookupHit) -> bool:
+    def is_current(self, state: RequestState, hit: LookupHit) -> bool:
         """False: the engine's cache was reset since the lookup, and the blocks are of no use to it any more."""
         return True
 
@@ -268,33 +268,33 @@ class KVSource(ABC):
         return False
 
     @abstractmethod
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        """The workers' job for ``request.hit``: tokens [num_computed_tokens, tokens) into the blocks that vLLM
-        allocated. Sets ``request.positions``, and ``request.entries`` if what comes has its checksum in the workers'
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        """The workers' job for ``state.hit``: tokens [num_computed_tokens, tokens) into the blocks that vLLM
+        allocated. Sets ``state.positions``, and ``state.entries`` if what comes has its checksum in the workers'
         tables."""
 
-    def on_allocated(self, request: RequestState, num_tokens: int) -> None:
+    def on_allocated(self, state: RequestState, num_tokens: int) -> None:
         """``num_tokens`` tokens are being loaded."""
 
     def more_jobs(self) -> Iterable[Any]:
         """Jobs of loads that go on, whose earlier jobs had ``more``. Called if ``loads_in_parts``."""
         return ()
 
-    def cancel_load(self, request: RequestState) -> None:
+    def cancel_load(self, state: RequestState) -> None:
         """The request of a load under way ended: begin no more of it than has to be."""
 
-    def forget_load(self, request: RequestState) -> None:
+    def forget_load(self, state: RequestState) -> None:
         """What ``build_job`` returned does not get to the workers; a failed job takes its place."""
 
-    def on_result(self, request: RequestState, result: Result) -> None:
-        """A rank's job for ``request.hit`` ended, well or not."""
+    def on_result(self, state: RequestState, result: Result) -> None:
+        """A rank's job for ``state.hit`` ended, well or not."""
 
     @abstractmethod
-    def on_loaded(self, request: RequestState) -> None:
-        """All ranks loaded ``request.hit``: count its tokens."""
+    def on_loaded(self, state: RequestState) -> None:
+        """All ranks loaded ``state.hit``: count its tokens."""
 
-    def on_load_failed(self, request: RequestState, result: Result) -> None:
-        """A rank's load of ``request.hit`` failed: discard what is corrupt, back off from a bad peer."""
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
+        """A rank's load of ``state.hit`` failed: discard what is corrupt, back off from a bad peer."""
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -306,11 +306,11 @@ class KVSource(ABC):
     def release(self, hit: LookupHit, consumed: bool) -> None:
         """End a hit's lease. ``consumed``: a prefill engine may free what it exported."""
 
-    def release_hit(self, request: RequestState) -> None:
-        """End the lease of ``request.hit``, whose load ended or does not happen."""
-        self.release(request.hit, True)
+    def release_hit(self, state: RequestState) -> None:
+        """End the lease of ``state.hit``, whose load ended or does not happen."""
+        self.release(state.hit, True)
 
-    def release_export(self, request: RequestState) -> None:
+    def release_export(self, state: RequestState) -> None:
         """Tell a peer that keeps blocks for this request that it will not read them."""
 
     # -- reports -----------------------------------------------------------------------------------------------------
@@ -319,10 +319,10 @@ class KVSource(ABC):
         """Where a hit is, for the request's params."""
         return self.name
 
-    def tokens_by_source(self, request: RequestState, tokens: int) -> dict[str, int]:
+    def tokens_by_source(self, state: RequestState, tokens: int) -> dict[str, int]:
         """``tokens`` tokens that were loaded from here, by the labels of ``prompt_tokens``."""
         return {self.name: tokens}
 
-    def hit_sources(self, request: RequestState, tokens: int) -> dict[str, int]:
+    def hit_sources(self, state: RequestState, tokens: int) -> dict[str, int]:
         """The same for vLLM's ``get_external_cache_hit_sources``: "host", "disk", "secondary" or "peer"."""
         return {"peer": tokens}

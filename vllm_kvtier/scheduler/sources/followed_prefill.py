@@ -47,10 +47,10 @@ _GONE = ("unreachable", "timeout", "peer_restarted", "malformed")
 
 @dataclass(eq=False)
 class _Following:
-    """A load that follows a prefill. Tokens [request.num_computed_tokens, ``given``) are in jobs; ``used``: so many of
+    """A load that follows a prefill. Tokens [state.num_computed_tokens, ``given``) are in jobs; ``used``: so many of
     the answer's grants. ``results``: of all ranks, that are awaited. ``closed``: the last job was made."""
 
-    request: RequestState
+    state: RequestState
     answer: FollowedLease
     block_ids: BlockIds
     tokens: int
@@ -90,31 +90,29 @@ class FollowedPrefillSource(PrefillHandoffSource):
         super().__init__(context)
         self.grown: deque[str] = deque()  # requests; the reactor appends too
         self._following: dict[str, _Following] = {}
-        geometry, info = self._geometry, self._engine.info
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
-        self._stretches = geometry.by_position and all(group.kind.whole_prefix for group in geometry.groups)
-        self._stretches &= not geometry.whole_blocks
-        self._stretches &= self._config.follow_share > 0 and info.supports_partial_prefix
+        self._stretches = self._geometry.has_stretches
+        self._stretches &= self._config.follow_share > 0 and self._engine.info.supports_partial_prefix
         # A prefill that dies half way must not end its request here.
         self._stretches &= self._config.kv_load_failure_policy != "fail"
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
-        handoff = request.hints.handoff
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+        handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and handoff.follow else []
 
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
-        if self._too_little(request, need):
-            self.release_export(request)
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(state, need):
+            self.release_export(state)
             return None
-        tokens, handoff = self._exported_tokens(request), request.hints.handoff
-        hashes = self._block_hashes(request, tokens)
-        digest = self._digest(request, hashes, tokens, self._geometry.hash_block_size)
+        tokens, handoff = self._exported_tokens(state), state.hints.handoff
+        hashes = self._block_hashes(state, tokens)
+        digest = self._digest(state, hashes, tokens, self._geometry.hash_block_size)
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
-            partial(self.grown.append, request.request.request_id), start=need.start, block_hashes=hashes[-1:],
-            lora_fingerprint=lora_fingerprint_of(request.request), export=handoff.export,
+            partial(self.grown.append, state.request.request_id), start=need.start, block_hashes=hashes[-1:],
+            lora_fingerprint=lora_fingerprint_of(state.request), export=handoff.export,
             digest=digest, stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
         return _FollowedLookup(self, answer, need.start, tokens)
@@ -151,10 +149,10 @@ class FollowedPrefillSource(PrefillHandoffSource):
             same_layout=leased.same_layout,
         )  # fmt: skip
 
-    def early_hit(self, request: RequestState) -> LookupHit | None:
+    def early_hit(self, state: RequestState) -> LookupHit | None:
         return None
 
-    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+    def fits(self, state: RequestState, hit: LookupHit) -> bool:
         return True  # ``read_answer`` checked what it was made of
 
     def _is_sound(self, pending: PendingLookup, leased: LeasedBlocks) -> bool:
@@ -165,29 +163,31 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        start = request.num_computed_tokens
-        f = _Following(request, request.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        start = state.num_computed_tokens
+        f = _Following(state, state.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
         self._context.checksum_index.forget(
             block
             for ids, (size, _) in zip(block_ids, self._geometry.groups, strict=True)
             for block in ids[start // size :]
         )
-        request.entries, request.positions = [], {}
+        state.entries, state.positions = [], {}
         job = self._next_job(f)
         assert isinstance(job, PullJob | PeerFetchJob), "there is a grant"
-        self._following[request.request.request_id] = f
+        self._following[state.request.request_id] = f
         return job
 
     def more_jobs(self) -> Iterable[Job | FailedJob]:
         while self.grown:
-            f = self._following.get(self.grown.popleft())
+            request_id = self.grown.popleft()
+            f = self._following.get(request_id)
             if f is None:
                 continue
             try:
                 job = self._next_job(f)
             except Exception:
                 logger.exception("kvtier: followed prefill: an internal error; what is missing is computed")
+                self.grown.append(request_id)  # if this fails too, a later step closes the load
                 job = self._close(f, "an internal error; see this engine's log")
             if job is not None:
                 yield job
@@ -201,7 +201,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return self._close(f, "")
         ended = answer.ended  # before ``grants``, which do not change after it
         grants = answer.grants[f.used :]
-        bad = next((each for each in grants if not self._is_sound(f.request.pending, each)), None)
+        bad = next((each for each in grants if not self._is_sound(f.state.pending, each)), None)
         if f.failed or bad is not None or (ended is not None and ended.code in _GONE):
             why = (
                 "a stretch was not read" if f.failed else "a malformed grant" if bad else ended.reason if ended else ""
@@ -217,7 +217,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def _read(self, f: _Following, grants: list[LeasedBlocks], used: int, more: bool) -> Job:
         """Tokens from ``f.given`` to the end of ``grants``."""
-        keys, t = self._engine.identity.content_keys(), f.request
+        keys, state = self._engine.identity.content_keys(), f.state
         parts: list[list[GroupPull]] = []
         entries: list[ChecksumEntry] = []
         tokens = f.given
@@ -226,41 +226,44 @@ class FollowedPrefillSource(PrefillHandoffSource):
             if leased.start > tokens:
                 raise ValueError(f"a grant from token {leased.start} on, after token {tokens}")
             if end > tokens:
-                rows, new = job_builder.pull_rows(t, leased, self._geometry, keys, f.block_ids, tokens, end)
+                rows, new = job_builder.pull_rows(state, leased, self._geometry, keys, f.block_ids, tokens, end)
                 parts.append(rows)
                 entries += new
                 tokens = end
         groups = [GroupPull.join(g, [rows[g] for rows in parts]) for g in range(len(self._geometry.groups))]
-        t.entries += job_builder.unchanged(t, entries, self._geometry, f.block_ids, f.tokens)
+        state.entries += job_builder.unchanged(state, entries, self._geometry, f.block_ids, f.tokens)
         self._counters.count("followed_tokens", "while_prefilling" if more else "after_prefill", tokens - f.given)
         f.reading += f.answer.grants[f.used : f.used + used]
         f.given, f.used, f.closed = tokens, f.used + used, not more
         f.results += self._engine.info.world_size
-        request_id, timeout, path = t.request.request_id, self._config.transfer_timeout, grants[0].path
+        request_id, timeout, path = state.request.request_id, self._config.transfer_timeout, grants[0].path
         if path is ReadPath.MAPPED:
             return PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
         return PullJob(request_id, grants[0].instance, groups, timeout, staged=path is ReadPath.STAGED, more=more)
 
     def _close(self, f: _Following, reason: str) -> Job | FailedJob:
         """The last job: what is missing failed, except of a request that has ended."""
-        f.closed = True
-        f.results += self._engine.info.world_size
+        job: Job | FailedJob
         if f.aborted:
             groups = [GroupPull.join(g, []) for g in range(len(self._geometry.groups))]
-            return PullJob(f.request.request.request_id, f.request.taken_hit.instance, groups, 0.0)
-        return job_builder.failed_job(f.request, self._geometry, f.block_ids, f.tokens, f.given, reason)
+            job = PullJob(f.state.request.request_id, f.state.taken_hit.instance, groups, 0.0)
+        else:
+            job = job_builder.failed_job(f.state, self._geometry, f.block_ids, f.tokens, f.given, reason)
+        f.closed = True
+        f.results += self._engine.info.world_size
+        return job
 
-    def cancel_load(self, request: RequestState) -> None:
-        f = self._following.get(request.request.request_id)
+    def cancel_load(self, state: RequestState) -> None:
+        f = self._following.get(state.request.request_id)
         if f is not None and not f.closed:
             f.aborted = True
-            self.grown.append(request.request.request_id)
+            self.grown.append(state.request.request_id)
 
-    def forget_load(self, request: RequestState) -> None:
-        self._following.pop(request.request.request_id, None)
+    def forget_load(self, state: RequestState) -> None:
+        self._following.pop(state.request.request_id, None)
 
-    def on_result(self, request: RequestState, result: Result) -> None:
-        f = self._following.get(request.request.request_id)
+    def on_result(self, state: RequestState, result: Result) -> None:
+        f = self._following.get(state.request.request_id)
         if f is None:
             return
         f.results -= 1
@@ -269,11 +272,11 @@ class FollowedPrefillSource(PrefillHandoffSource):
             for leased in f.reading:
                 self._lease_client.release(leased, False)
             f.reading = []
-        self.grown.append(request.request.request_id)
+        self.grown.append(state.request.request_id)
 
-    def on_loaded(self, request: RequestState) -> None:
-        if request.life.state is not State.ABANDONED:
-            super().on_loaded(request)
+    def on_loaded(self, state: RequestState) -> None:
+        if state.life.state is not State.ABANDONED:
+            super().on_loaded(state)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -283,15 +286,15 @@ class FollowedPrefillSource(PrefillHandoffSource):
     def release(self, hit: LookupHit, consumed: bool) -> None:
         """Nothing: ``release_hit`` and ``cancel`` release all that was granted."""
 
-    def release_hit(self, request: RequestState) -> None:
-        self._following.pop(request.request.request_id, None)
-        answer = request.pending.answer if request.pending is not None else None
+    def release_hit(self, state: RequestState) -> None:
+        self._following.pop(state.request.request_id, None)
+        answer = state.pending.answer if state.pending is not None else None
         if answer is not None:
             self._lease_client.stop_following(answer, done=True)
         if answer is None or not answer.complete:
-            self.release_export(request)
+            self.release_export(state)
 
-    def release_export(self, request: RequestState) -> None:
-        handoff = request.hints.handoff
+    def release_export(self, state: RequestState) -> None:
+        handoff = state.hints.handoff
         if handoff is not None and handoff.follow:
             self._lease_client.release_export(handoff.address, handoff.export)

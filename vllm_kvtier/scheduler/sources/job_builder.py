@@ -18,27 +18,28 @@ from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 
 
-def tail_hash(t: RequestState, tokens: int, hash_block_size: int, hashes: Sequence[bytes] | None = None) -> bytes:
+def tail_hash(state: RequestState, tokens: int, hash_block_size: int, hashes: Sequence[bytes] | None = None) -> bytes:
     """Hash of the partial block that ends at ``tokens``; empty without one, or while it is not hashed so far.
     ``hashes``: if the request's own are those of another block size."""
-    before = t.request.block_hashes if hashes is None else hashes
+    before = state.request.block_hashes if hashes is None else hashes
     if tokens % hash_block_size == 0 or len(before) < tokens // hash_block_size:
         return b""
-    return vr.tail_hash(t.request, tokens, hash_block_size, before)
+    return vr.tail_hash(state.request, tokens, hash_block_size, before)
 
 
 def pull_job(
-    t: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
+    state: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
 ) -> PullJob:
-    """The blocks of tokens [t.num_computed_tokens, tokens) that vLLM gave the request; in ``t.entries`` too. ``keys``:
-    of the hit's engine, whose blocks may be of other sizes."""
-    pulls, t.entries = pull_rows(t, t.hit, geometry, keys, block_ids, t.num_computed_tokens, tokens)
-    staged = t.hit.path is ReadPath.STAGED
-    return PullJob(t.request.request_id, t.hit.instance, pulls, timeout, promised=not t.hit.lease, staged=staged)
+    """The blocks of tokens [state.num_computed_tokens, tokens) that vLLM gave the request; in ``state.entries`` too.
+    ``keys``: of the hit's engine, whose blocks may be of other sizes."""
+    pulls, state.entries = pull_rows(state, state.hit, geometry, keys, block_ids, state.num_computed_tokens, tokens)
+    hit, request_id = state.hit, state.request.request_id
+    staged = hit.path is ReadPath.STAGED
+    return PullJob(request_id, hit.instance, pulls, timeout, promised=not hit.lease, staged=staged)
 
 
 def pull_rows(
-    t: RequestState,
+    state: RequestState,
     hit: LookupHit | LeasedBlocks,
     geometry: BlockGeometry,
     keys: ContentKeys,
@@ -51,8 +52,8 @@ def pull_rows(
     hash_block_size = geometry.hash_block_size if own else hit.hash_block_size
     # Up to the hit's end, even if the last token is not taken: the peer's checksums cover its blocks so far.
     most = hit.tokens
-    hashes = vr.block_hashes(t.request, most, hash_block_size) if own else t.other_hashes[hash_block_size]
-    lora_fingerprint = lora_fingerprint_of(t.request)
+    hashes = vr.block_hashes(state.request, most, hash_block_size) if own else state.other_hashes[hash_block_size]
+    lora_fingerprint = lora_fingerprint_of(state.request)
     pulls, entries = [], []
     their_sizes = hit.block_tokens or [size for size, _ in geometry.groups]
     for g, ((size, _), their_size) in enumerate(zip(geometry.groups, their_sizes, strict=True)):
@@ -66,7 +67,7 @@ def pull_rows(
                 block_hash = (
                     hashes[end // hash_block_size - 1]
                     if end % hash_block_size == 0
-                    else tail_hash(t, end, hash_block_size, hashes)
+                    else tail_hash(state, end, hash_block_size, hashes)
                 )
                 entry = ChecksumEntry(g, local, keys.key(block_hash, g, lora_fingerprint), end - place * their_size)
                 rows.append((entry, hit.blocks[g][place - before] if 0 <= place - before < len(hit.blocks[g]) else 0))
@@ -87,85 +88,88 @@ def pull_rows(
 
 
 def unchanged(
-    t: RequestState, entries: list[ChecksumEntry], geometry: BlockGeometry, block_ids: BlockIds, tokens: int
+    state: RequestState, entries: list[ChecksumEntry], geometry: BlockGeometry, block_ids: BlockIds, tokens: int
 ) -> list[ChecksumEntry]:
     """Those of ``entries`` that hold after a load of ``tokens`` tokens. vLLM goes on computing in the block of the next
     one, or computes a prompt's last token in it again: the source's checksum is not that of its content then."""
-    first = min(tokens, t.request.num_tokens - 1)
+    first = min(tokens, state.request.num_tokens - 1)
     pairs = zip(block_ids, geometry.groups, strict=True)
     again = {ids[first // size] for ids, (size, _) in pairs if first // size < len(ids)}
     return [entry for entry in entries if entry.block not in again]
 
 
 def load_job(
-    t: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
+    state: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
 ) -> LoadJob:
-    """The same from a store; ``t.positions`` says which block of the prompt each row is."""
-    loads = [GroupLoad(*row) for row in _whole_blocks(t, geometry, keys, block_ids, tokens)]
-    return LoadJob(t.request.request_id, loads, timeout, t.hit.instance)
+    """The same from a store; ``state.positions`` says which block of the prompt each row is."""
+    loads = [GroupLoad(*row) for row in _whole_blocks(state, geometry, keys, block_ids, tokens)]
+    return LoadJob(state.request.request_id, loads, timeout, state.hit.instance)
 
 
 def peer_fetch_job(
-    t: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
+    state: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int, timeout: float
 ) -> PeerFetchJob:
-    """The same from another engine of this node; in ``t.entries`` and ``t.positions`` too."""
-    fetches, t.entries = [], []
-    for g, blocks, keyed, remote in _whole_blocks(t, geometry, keys, block_ids, tokens):
+    """The same from another engine of this node; in ``state.entries`` and ``state.positions`` too."""
+    fetches, state.entries = [], []
+    for g, blocks, keyed, remote in _whole_blocks(state, geometry, keys, block_ids, tokens):
         # A block for which the peer leased none (0) stays in, and the workers refuse the job: vLLM would have it in its
         # prefix cache, whatever its content.
         size = geometry.groups[g][0]
         fetches.append(GroupPull(g, blocks, remote, keyed, np.full(len(blocks), size, np.int32)))
         pairs = zip(blocks.tolist(), keyed.tolist(), strict=True)
-        t.entries += [ChecksumEntry(g, block, key, size) for block, key in pairs]
-    return PeerFetchJob(t.request.request_id, t.hit.instance, fetches, timeout)
+        state.entries += [ChecksumEntry(g, block, key, size) for block, key in pairs]
+    return PeerFetchJob(state.request.request_id, state.hit.instance, fetches, timeout)
 
 
 def failed_job(
-    t: RequestState, geometry: BlockGeometry, block_ids: BlockIds, tokens: int, start: int = -1, reason: str = ""
+    state: RequestState, geometry: BlockGeometry, block_ids: BlockIds, tokens: int, start: int = -1, reason: str = ""
 ) -> FailedJob:
     """For a load whose job could not be built, or whose rest does not come: vLLM's blocks of tokens [start, tokens);
-    -1: from t.num_computed_tokens on."""
-    t.positions, failed = {}, []
-    start = t.num_computed_tokens if start < 0 else start
+    -1: from state.num_computed_tokens on."""
+    state.positions, failed = {}, []
+    start = state.num_computed_tokens if start < 0 else start
     for g, (size, _) in enumerate(geometry.groups):
         blocks = np.array(block_ids[g][start // size : -(-tokens // size)], np.int64)
         rows = np.flatnonzero(blocks)
-        t.positions[g] = start // size + rows
+        state.positions[g] = start // size + rows
         failed.append(GroupLoad(g, blocks[rows], np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)))
-    return FailedJob(t.request.request_id, failed, t.synchronous, reason=reason)
+    return FailedJob(state.request.request_id, failed, state.synchronous, reason=reason)
 
 
 def _whole_blocks(
-    t: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int
+    state: RequestState, geometry: BlockGeometry, keys: ContentKeys, block_ids: BlockIds, tokens: int
 ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
     """By group: (group, our block ids, keys, the hit's slots or block ids for them)."""
     hash_block_size = geometry.hash_block_size
-    hashes = t.request.block_hashes[: t.hit.tokens // hash_block_size]  # all of one length
+    hashes = state.request.block_hashes[: state.hit.tokens // hash_block_size]  # all of one length
     whole = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)
     hash_prefixes = np.ascontiguousarray(whole[:, :8]).view("<u8")[:, 0]
-    lora_fingerprint, found = lora_fingerprint_of(t.request), []
-    t.positions = {}
+    lora_fingerprint, found = lora_fingerprint_of(state.request), []
+    state.positions = {}
     for g, (size, _) in enumerate(geometry.groups):
-        first, last, per = t.num_computed_tokens // size, -(-tokens // size), size // hash_block_size
+        first, last, per = state.num_computed_tokens // size, -(-tokens // size), size // hash_block_size
         blocks = np.array(block_ids[g][first:last], np.int64)
-        skipped = first - t.hit.start // size
-        theirs = np.array(t.hit.blocks[g][skipped : skipped + len(blocks)], np.int64)
+        skipped = first - state.hit.start // size
+        theirs = np.array(state.hit.blocks[g][skipped : skipped + len(blocks)], np.int64)
         rows = np.flatnonzero(blocks)  # vLLM gave no block for what is not needed
         if len(rows):
             positions = first + rows
-            t.positions[g] = positions
+            state.positions[g] = positions
             keyed = keys.keys(hash_prefixes[(positions + 1) * per - 1], g, lora_fingerprint)
             found.append((g, blocks[rows], keyed, theirs[rows]))
     return found
 
 
-def hashes_of(t: RequestState, geometry: BlockGeometry, corrupt: list[tuple[int, int]]) -> list[tuple[int, int, bytes]]:
-    """(group, slot, block hash) of those of ``corrupt`` (group, slot) that ``t.job`` asked for."""
+def hashes_of(
+    state: RequestState, geometry: BlockGeometry, corrupt: list[tuple[int, int]]
+) -> list[tuple[int, int, bytes]]:
+    """(group, slot, block hash) of those of ``corrupt`` (group, slot) that ``state.job`` asked for."""
     found = []
-    for load in t.job.groups if t.job is not None else ():
+    for load in state.job.groups if state.job is not None else ():
         per = geometry.groups[load.group][0] // geometry.hash_block_size
         slots = {slot for group, slot in corrupt if group == load.group}
         for row in np.flatnonzero(np.isin(load.slots, list(slots))).tolist():
-            position = int(t.positions[load.group][row])
-            found.append((load.group, int(load.slots[row]), bytes(t.request.block_hashes[(position + 1) * per - 1])))
+            position = int(state.positions[load.group][row])
+            block_hash = bytes(state.request.block_hashes[(position + 1) * per - 1])
+            found.append((load.group, int(load.slots[row]), block_hash))
     return found

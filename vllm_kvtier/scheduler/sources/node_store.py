@@ -330,16 +330,16 @@ class NodeStoreSource(StoreSource):
     def supports_sync_load(self, hit: LookupHit) -> bool:
         return True
 
-    def on_allocated(self, request: RequestState, num_tokens: int) -> None:
+    def on_allocated(self, state: RequestState, num_tokens: int) -> None:
         """Publish that these blocks are in this engine's cache too."""
-        if self.events is not None and self.is_current(request, request.hit):
-            start = request.num_computed_tokens
-            namespace_id = self.namespace_id(lora_fingerprint_of(request.request))
-            self.events.loaded(namespace_id, request.request, start, start + num_tokens)
+        if self.events is not None and self.is_current(state, state.hit):
+            start = state.num_computed_tokens
+            namespace_id = self.namespace_id(lora_fingerprint_of(state.request))
+            self.events.loaded(namespace_id, state.request, start, start + num_tokens)
 
-    def hit_sources(self, request: RequestState, tokens: int) -> dict[str, int]:
+    def hit_sources(self, state: RequestState, tokens: int) -> dict[str, int]:
         """Label "host": they were in memory; "disk", "peer": the tier that they were promoted from; "secondary": one of
         several tiers."""
-        promoted, tiers = min(request.promoted_tokens, tokens), self.client.tiers if self.client is not None else ()
+        promoted, tiers = min(state.promoted_tokens, tokens), self.client.tiers if self.client is not None else ()
         kind = "disk" if tiers == ("disk",) else "peer" if tiers in (("nodes",), ("mooncake",)) else "secondary"
         return {"host": tokens - promoted, kind: promoted}

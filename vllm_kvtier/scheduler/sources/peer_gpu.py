@@ -46,21 +46,21 @@ class PeerGpuSource(PeerLeaseSource):
         self._backoff_until: dict[str, float] = {}  # instance -> until when it is not asked
         self._unreadable: set[str] = set()  # instances; the lease client has logged the reason
 
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
         return ()
 
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if need.tokens <= 0:
             return None
-        if not self.is_eligible(request, candidate, need.start, need.alone):
+        if not self.is_eligible(state, candidate, need.start, need.alone):
             return None
-        if request.epoch != self._context.namespace_ids.epoch:
+        if state.epoch != self._context.namespace_ids.epoch:
             return None
-        wait_seconds = self.wait_seconds(request, candidate, need.start)
-        most = self._geometry.lookup_tokens(request.request.num_tokens)
-        hashes = self._block_hashes(request, min(candidate.tokens, most))
+        wait_seconds = self.wait_seconds(state, candidate, need.start)
+        most = self._geometry.lookup_tokens(state.request.num_tokens)
+        hashes = self._block_hashes(state, min(candidate.tokens, most))
         return self._ask(
-            request, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
+            state, candidate.address, need.start, hashes, LOOKUP_TIMEOUT + wait_seconds,
             same_node_instance=candidate.instance, prefer_mapped=True, from_prefix_cache=True,
             wait_seconds=wait_seconds,
         )  # fmt: skip
@@ -71,12 +71,12 @@ class PeerGpuSource(PeerLeaseSource):
             self._unreadable.add(pending.answer.same_node_instance)
         return result
 
-    def is_eligible(self, request: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool:
+    def is_eligible(self, state: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool:
         """Whether the candidate is worth asking. ``alone``: no other request is in the engine."""
-        instance, prompt = candidate.instance, request.request.num_tokens
+        instance, prompt = candidate.instance, state.request.num_tokens
         tokens = min(candidate.tokens, prompt)
         reason = None
-        if instance == self._engine.identity.instance or instance in request.failed or start % self._geometry.alignment:
+        if instance == self._engine.identity.instance or instance in state.failed or start % self._geometry.alignment:
             return False
         if instance in self._unreadable or self._backoff_until.get(instance, 0.0) > time.monotonic():
             return False
@@ -87,7 +87,7 @@ class PeerGpuSource(PeerLeaseSource):
             reason = "no_free_blocks"
         elif not alone and self._computed_meanwhile(instance, nbytes, start, tokens, prompt):
             reason = "compute_within_step"
-        elif request.held is not None and not self._is_faster(request, tokens, nbytes, request.held):
+        elif state.held is not None and not self._is_faster(state, tokens, nbytes, state.held):
             reason = "store_faster"
         if reason is not None:
             self._counters.count("peer_fetches_skipped", reason)
@@ -107,26 +107,26 @@ class PeerGpuSource(PeerLeaseSource):
         )
         return seconds is not None and seconds < least
 
-    def wait_seconds(self, request: RequestState, candidate: Candidate, start: int) -> float:
+    def wait_seconds(self, state: RequestState, candidate: Candidate, start: int) -> float:
         """Seconds that the request may wait for blocks that the peer is computing: no longer than computing them."""
-        prompt, known = request.request.num_tokens, None
-        have = max(start, request.held.tokens if request.held is not None else 0)
+        prompt, known = state.request.num_tokens, None
+        have = max(start, state.held.tokens if state.held is not None else 0)
         tokens = min(candidate.tokens, prompt)
         if tokens > have:
             known = self._context.planner.compute_seconds(have, tokens, prompt)
         return UNKNOWN_COST_WAIT if known is None else known
 
-    def fits(self, request: RequestState, hit: LookupHit) -> bool:
+    def fits(self, state: RequestState, hit: LookupHit) -> bool:
         whole = not any(hit.start % size or hit.tokens % size for size, _ in self._geometry.groups)
-        return whole and super().fits(request, hit)  # a prefix cache has whole blocks only
+        return whole and super().fits(state, hit)  # a prefix cache has whole blocks only
 
-    def beats(self, request: RequestState, hit: LookupHit, held: LookupHit) -> bool:
-        return self._is_faster(request, min(hit.tokens, request.request.num_tokens), hit.nbytes, held)
+    def beats(self, state: RequestState, hit: LookupHit, held: LookupHit) -> bool:
+        return self._is_faster(state, min(hit.tokens, state.request.num_tokens), hit.nbytes, held)
 
-    def _is_faster(self, request: RequestState, tokens: int, nbytes: int, held: LookupHit) -> bool:
+    def _is_faster(self, state: RequestState, tokens: int, nbytes: int, held: LookupHit) -> bool:
         """Whether a copy of ``nbytes`` for ``tokens`` tokens is expected to bring the first token sooner than
         ``held``."""
-        planner, prompt = self._context.planner, request.request.num_tokens
+        planner, prompt = self._context.planner, state.request.num_tokens
         here = planner.load_seconds(self.cost_key, nbytes)
         there = planner.load_seconds(held.source.cost_key, held.nbytes)
         few, many = sorted((tokens, min(held.tokens, prompt)))
@@ -139,27 +139,27 @@ class PeerGpuSource(PeerLeaseSource):
             there += rest
         return here <= there
 
-    def is_current(self, request: RequestState, hit: LookupHit) -> bool:
+    def is_current(self, state: RequestState, hit: LookupHit) -> bool:
         """False after a reset of this engine's cache: peers have blocks of the namespace before."""
-        return bool(request.epoch == self._context.namespace_ids.epoch)
+        return bool(state.epoch == self._context.namespace_ids.epoch)
 
     def supports_sync_load(self, hit: LookupHit) -> bool:
         return hit.mapped
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        if not request.hit.mapped:
-            return super().build_job(request, block_ids, tokens)
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        if not state.hit.mapped:
+            return super().build_job(state, block_ids, tokens)
         keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
-        return job_builder.peer_fetch_job(request, self._geometry, keys, block_ids, tokens, timeout)
+        return job_builder.peer_fetch_job(state, self._geometry, keys, block_ids, tokens, timeout)
 
-    def on_loaded(self, request: RequestState) -> None:
-        self._counters.count("fetched_tokens", "", request.num_external_tokens)
-        if request.hit.mapped:
-            self._context.sync_load.mapped(request.hit.instance)
+    def on_loaded(self, state: RequestState) -> None:
+        self._counters.count("fetched_tokens", "", state.num_external_tokens)
+        if state.hit.mapped:
+            self._context.sync_load.mapped(state.hit.instance)
 
-    def on_load_failed(self, request: RequestState, result: Result) -> None:
-        instance = request.hit.instance
-        if result.kind != "fetch" or not request.hit.mapped:  # or the late result of an earlier job of another source
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
+        instance = state.hit.instance
+        if result.kind != "fetch" or not state.hit.mapped:  # or the late result of an earlier job of another source
             return
         if getattr(result, "unmappable", ""):
             self._lease_client.unmappable(instance)

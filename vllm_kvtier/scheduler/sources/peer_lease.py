@@ -6,6 +6,7 @@ The lease client chooses the path (``shapes.read_paths``) when it asks; here it 
 import math
 from typing import Any
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
@@ -25,6 +26,10 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.vllm_compat import requests as vr
 
+# Of a prompt, in blocks of another engine. A message has at most 1 << 17, and the reactor does nothing else meanwhile:
+# 2.4 microseconds each (sha256_cbor, blocks of 16 tokens), 0.16 s.
+MAX_OTHER_HASHES = 1 << 16
+
 
 class PeerLeaseSource(KVSource):
     """Blocks count as pulled, by whichever path."""
@@ -38,12 +43,12 @@ class PeerLeaseSource(KVSource):
         )
         self._lease_client = context.lease_client
 
-    def _block_hashes(self, request: RequestState, tokens: int) -> list[bytes]:
-        return vr.block_hashes(request.request, tokens, self._geometry.hash_block_size)
+    def _block_hashes(self, state: RequestState, tokens: int) -> list[bytes]:
+        return vr.block_hashes(state.request, tokens, self._geometry.hash_block_size)
 
     def _ask(
         self,
-        request: RequestState,
+        state: RequestState,
         address: Address,
         start: int,
         block_hashes: list[bytes],
@@ -52,7 +57,7 @@ class PeerLeaseSource(KVSource):
     ) -> PendingLookup:
         """``fields``: of ``LeaseClient.ask``."""
         max_tokens = max(len(block_hashes) * self._geometry.hash_block_size, fields.get("partial_up_to", 0))
-        fields["lora_fingerprint"] = lora_fingerprint_of(request.request)
+        fields["lora_fingerprint"] = lora_fingerprint_of(state.request)
         if self._engine.info.hash_lookahead or not vr.hashes_blocks_of_other_sizes():
             fields.pop("rehash", None)
         answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
@@ -61,24 +66,26 @@ class PeerLeaseSource(KVSource):
         except Exception:
             self._lease_client.cancel(answer)
             raise
-        pending.request = request
+        pending.state = state
         return pending
 
-    def _other_hashes(self, request: RequestState, hash_block_size: int) -> list[bytes]:
+    def _other_hashes(self, state: RequestState, hash_block_size: int) -> list[bytes]:
         """The block hashes of all of the request's tokens, as an engine with this block size makes them. On the
-        reactor's thread, while the request waits for its lookup."""
-        known = request.other_hashes.get(hash_block_size, [])
+        reactor's thread, while the request waits for its lookup. KVTierError if they are too many."""
+        if state.request.num_tokens > MAX_OTHER_HASHES * hash_block_size:
+            raise KVTierError(f"this prompt has more than {MAX_OTHER_HASHES} blocks of {hash_block_size} tokens")
+        known = state.other_hashes.get(hash_block_size, [])
         hash_fn = self._engine.info.hash_function()
-        made = vr.hash_blocks(request.request, request.request.num_tokens, hash_block_size, hash_fn, known)
-        request.other_hashes[hash_block_size] = made
+        made = vr.hash_blocks(state.request, state.request.num_tokens, hash_block_size, hash_fn, known)
+        state.other_hashes[hash_block_size] = made
         return made
 
-    def _too_little(self, request: RequestState, need: Need) -> bool:
+    def _too_little(self, state: RequestState, need: Need) -> bool:
         """Decline the lookup if fewer than ``pull_threshold`` tokens lack."""
         if need.tokens_after_held_hit >= max(1, self._config.pull_threshold):
             return False
         reason = "below_threshold" if need.tokens_after_held_hit > 0 else "local_cache_hit"
-        request.decline_lookup(self._counters, reason)
+        state.decline_lookup(self._counters, reason)
         return True
 
     def _reply_address(self) -> dict[str, Any]:
@@ -96,11 +103,11 @@ class PeerLeaseSource(KVSource):
             hash_block_size=leased.hash_block_size, block_tokens=leased.block_tokens,
         )  # fmt: skip
 
-    def fits(self, request: RequestState, hit: LookupHit) -> bool:
-        most = request.pending.max_tokens
+    def fits(self, state: RequestState, hit: LookupHit) -> bool:
+        most = state.pending.max_tokens
         if hit.hash_block_size not in (0, self._geometry.hash_block_size):
-            most = len(request.other_hashes.get(hit.hash_block_size, ())) * hit.hash_block_size
-        return self._fits(hit, request.pending.start, most)
+            most = len(state.other_hashes.get(hit.hash_block_size, ())) * hit.hash_block_size
+        return self._fits(hit, state.pending.start, most)
 
     def _fits(self, hit: LookupHit | LeasedBlocks, start: int, max_tokens: int) -> bool:
         groups = self._geometry.groups
@@ -116,23 +123,23 @@ class PeerLeaseSource(KVSource):
                 return False  # vLLM would compute on a block that no rank reads into
         return True
 
-    def beats(self, request: RequestState, hit: LookupHit, held: LookupHit) -> bool:
+    def beats(self, state: RequestState, hit: LookupHit, held: LookupHit) -> bool:
         return hit.tokens >= held.tokens + max(1, self._config.pull_threshold)
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> Job:
-        keys = self._engine.identity.content_keys_of(request.hit.hash_block_size)
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+        keys = self._engine.identity.content_keys_of(state.hit.hash_block_size)
         timeout = self._config.transfer_timeout
-        job = job_builder.pull_job(request, self._geometry, keys, block_ids, tokens, timeout)
-        if request.hit.mapped:
-            return PeerFetchJob(job.request_id, job.source, job.groups, timeout)
+        job = job_builder.pull_job(state, self._geometry, keys, block_ids, tokens, timeout)
+        if state.hit.mapped:
+            return PeerFetchJob(job.request_id, job.instance, job.groups, timeout)
         return job
 
-    def on_loaded(self, request: RequestState) -> None:
-        self._counters.count("pulled_tokens", self.name, request.num_external_tokens)
+    def on_loaded(self, state: RequestState) -> None:
+        self._counters.count("pulled_tokens", self.name, state.num_external_tokens)
 
-    def on_load_failed(self, request: RequestState, result: Result) -> None:
-        if request.hit.mapped and getattr(result, "unmappable", ""):
-            self._lease_client.unmappable(request.hit.instance)
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
+        if state.hit.mapped and getattr(result, "unmappable", ""):
+            self._lease_client.unmappable(state.hit.instance)
 
     def cancel(self, pending: PendingLookup) -> None:
         self._lease_client.cancel(pending.answer)

@@ -24,40 +24,40 @@ class PrefillHandoffSource(PeerLeaseSource):
     name = "handoff"
     has_last_state = True
 
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
-        handoff = request.hints.handoff
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+        handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and not handoff.follow else []
 
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
-        if self._too_little(request, need):
-            self.release_export(request)
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(state, need):
+            self.release_export(state)
             return None
-        tokens, hash_block_size = self._exported_tokens(request), self._geometry.hash_block_size
-        hashes = self._block_hashes(request, tokens)
+        tokens, hash_block_size = self._exported_tokens(state), self._geometry.hash_block_size
+        hashes = self._block_hashes(state, tokens)
 
         def rehash(hash_block_size: int) -> dict[str, Any]:
-            others = self._other_hashes(request, hash_block_size)[: tokens // hash_block_size]
-            return {"block_hashes": others[-1:], "digest": self._digest(request, others, tokens, hash_block_size)}
+            others = self._other_hashes(state, hash_block_size)[: tokens // hash_block_size]
+            return {"block_hashes": others[-1:], "digest": self._digest(state, others, tokens, hash_block_size)}
 
         return self._ask(
-            request, candidate.address, need.start, hashes[-1:], export=request.hints.handoff.export,
-            digest=self._digest(request, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
+            state, candidate.address, need.start, hashes[-1:], export=state.hints.handoff.export,
+            digest=self._digest(state, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
         )  # fmt: skip
 
-    def _exported_tokens(self, request: RequestState) -> int:
+    def _exported_tokens(self, state: RequestState) -> int:
         """Tokens of the export, as the request's params say. Without them: all that can be of use."""
-        most, early = self._geometry.lookup_tokens(request.request.num_tokens), request.hints.handoff.early_read
+        most, early = self._geometry.lookup_tokens(state.request.num_tokens), state.hints.handoff.early_read
         return early.tokens if early is not None and 0 < early.tokens <= most else most
 
-    def _digest(self, request: RequestState, hashes: list[bytes], tokens: int, hash_block_size: int) -> bytes:
-        return vr.prefix_digest(hashes, job_builder.tail_hash(request, tokens, hash_block_size, hashes))
+    def _digest(self, state: RequestState, hashes: list[bytes], tokens: int, hash_block_size: int) -> bytes:
+        return vr.prefix_digest(hashes, job_builder.tail_hash(state, tokens, hash_block_size, hashes))
 
-    def early_hit(self, request: RequestState) -> LookupHit | None:
+    def early_hit(self, state: RequestState) -> LookupHit | None:
         """None with a codec: encoding takes longer than a checksum, and what is read before its end is read in vain."""
         if self._config.wire_codec != Codec.RAW:
             return None
-        early, address, start = request.hints.handoff.early_read, request.hints.handoff.address, request.pending.start
-        if early is None or early.digest != request.pending.answer.request.digest:
+        early, address, start = state.hints.handoff.early_read, state.hints.handoff.address, state.pending.start
+        if early is None or early.digest != state.pending.answer.request.digest:
             return None
         if len(early.blocks) != len(self._geometry.groups):
             return None
@@ -70,24 +70,24 @@ class PrefillHandoffSource(PeerLeaseSource):
             return None
         blocks = [group.ids[start // group.block_tokens :] for group in groups]
         hit = LookupHit(self, early.instance, 0, start, early.tokens, blocks, address=address, ranks=ranks)
-        return hit if self.fits(request, hit) else None
+        return hit if self.fits(state, hit) else None
 
-    def fits(self, request: RequestState, hit: LookupHit) -> bool:
-        return self._fits(hit, request.pending.start, request.request.num_tokens)
+    def fits(self, state: RequestState, hit: LookupHit) -> bool:
+        return self._fits(hit, state.pending.start, state.request.num_tokens)
 
-    def release_hit(self, request: RequestState) -> None:
-        pending = request.pending
+    def release_hit(self, state: RequestState) -> None:
+        pending = state.pending
         answer = pending.poll() if pending is not None else None
-        if request.hit.lease:
-            self.release(request.hit, True)
+        if state.hit.lease:
+            self.release(state.hit, True)
         elif answer is not None and answer.found:
             self.release(answer, True)
         else:  # read early; the lease was not granted yet, or refused
             if pending is not None and answer is None:
                 self.cancel(pending)
-            self.release_export(request)
+            self.release_export(state)
 
-    def release_export(self, request: RequestState) -> None:
-        handoff = request.hints.handoff
+    def release_export(self, state: RequestState) -> None:
+        handoff = state.hints.handoff
         if handoff is not None and not handoff.follow:
             self._lease_client.release_export(handoff.address, handoff.export)

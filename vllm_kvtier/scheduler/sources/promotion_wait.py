@@ -25,25 +25,25 @@ class PromotionWait:
         self._load_bytes, self._hash_block_size = load_bytes, context.engine.geometry.hash_block_size
         self._hit_rate_estimate = INITIAL_HIT_RATE
 
-    def wait_seconds(self, t: RequestState, have: int, pending_promotion: PendingPromotion | None) -> float:
+    def wait_seconds(self, state: RequestState, have: int, pending_promotion: PendingPromotion | None) -> float:
         """Seconds to wait for what follows token ``have`` of the request; 0: do not."""
-        if t.waiting_for_lookup and (
+        if state.waiting_for_lookup and (
             pending_promotion is None or not pending_promotion.asking or pending_promotion.tokens > have
         ):
-            t.waiting_for_lookup = False
-            hit = have > t.tokens_before_wait or (pending_promotion is not None and pending_promotion.tokens > have)
+            state.waiting_for_lookup = False
+            hit = have > state.tokens_before_wait or (pending_promotion is not None and pending_promotion.tokens > have)
             estimate = self._hit_rate_estimate + HIT_RATE_WEIGHT * (hit - self._hit_rate_estimate)
             self._hit_rate_estimate = max(MIN_HIT_RATE, estimate)
         if pending_promotion is None:
             return 0.0
         now = time.monotonic()
-        left = (t.waits_since or now) + self._config.promotion_timeout - now
-        prompt = t.request.num_tokens
+        left = (state.waits_since or now) + self._config.promotion_timeout - now
+        prompt = state.request.num_tokens
         end = min(pending_promotion.tokens, prompt - 1)
         found = self._decide(have, end, prompt, pending_promotion.seconds) if end > have else 0.0
         if pending_promotion.asking:
             # The amount is not known yet: all of the prompt, at best.
-            whole = min(len(t.request.block_hashes) * self._hash_block_size, prompt - 1)
+            whole = min(len(state.request.block_hashes) * self._hash_block_size, prompt - 1)
             found = max(found, self._decide(have, whole, prompt, pending_promotion.asking / self._hit_rate_estimate))
         wait_seconds = min(found, left)
         if wait_seconds < MIN_WAIT_SECONDS:
@@ -51,17 +51,17 @@ class PromotionWait:
                 "promotion_waits", "load_slower_than_compute" if left > MIN_WAIT_SECONDS else "timeout"
             )
             return 0.0
-        t.waiting_for_lookup, t.tokens_before_wait = end <= have, have
-        self._counters.count("promotion_waits", "lookup" if t.waiting_for_lookup else "promotion")
-        t.waits_since = t.waits_since or now
+        state.waiting_for_lookup, state.tokens_before_wait = end <= have, have
+        self._counters.count("promotion_waits", "lookup" if state.waiting_for_lookup else "promotion")
+        state.waits_since = state.waits_since or now
         return wait_seconds
 
-    def on_promoted(self, t: RequestState, tokens: int) -> None:
+    def on_promoted(self, state: RequestState, tokens: int) -> None:
         """The request's wait is over; its first ``tokens`` tokens are in the store's memory."""
-        before = t.held.tokens if t.held is not None else t.asked_from
-        t.promoted_tokens = max(0, tokens - before)
-        self._counters.observe("promotion_wait_seconds", "", time.monotonic() - t.waits_since)
-        self._counters.count("promotion_wait_tokens", amount=t.promoted_tokens)
+        before = state.held.tokens if state.held is not None else state.asked_from
+        state.promoted_tokens = max(0, tokens - before)
+        self._counters.observe("promotion_wait_seconds", "", time.monotonic() - state.waits_since)
+        self._counters.count("promotion_wait_tokens", amount=state.promoted_tokens)
 
     def _decide(self, have: int, end: int, prompt: int, seconds: float) -> float:
         """Seconds that the promotion of tokens [have, end) may take, if it is expected to take less; else 0."""

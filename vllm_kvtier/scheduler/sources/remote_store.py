@@ -227,9 +227,9 @@ class RemoteStoreSource(StoreSource):
             remote=remote.remote,
         )  # fmt: skip
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
-        job, lease = super().build_job(request, block_ids, tokens), request.hit.lease
-        job.remote_store = request.hit.remote
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
+        job, lease = super().build_job(state, block_ids, tokens), state.hit.lease
+        job.remote_store = state.hit.remote
         self._reactor.call_soon(lambda: self._begin(lease))  # the store there may have to help
         return job
 

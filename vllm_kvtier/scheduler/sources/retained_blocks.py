@@ -56,27 +56,27 @@ class RetainedBlocksSource(PeerLeaseSource):
         if request.block_hashes:
             self.puller_index.record(request.block_hashes[-1], (request.reply_host, request.reply_port))
 
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
-        if request.hints.handoff or not self._config.bidirectional or not self._engine.info.supports_partial_prefix:
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+        if state.hints.handoff or not self._config.bidirectional or not self._engine.info.supports_partial_prefix:
             return []
-        puller = self.puller_index.find(self._block_hashes(request, request.request.num_tokens))
-        addresses = dict.fromkeys(filter(None, (*request.hints.peers, puller)))
+        puller = self.puller_index.find(self._block_hashes(state, state.request.num_tokens))
+        addresses = dict.fromkeys(filter(None, (*state.hints.peers, puller)))
         addresses.pop(self._engine.identity.address, None)
         return [Candidate(self, address) for address in addresses]
 
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
-        if self._too_little(request, need):
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        if self._too_little(state, need):
             return None
-        most = self._geometry.lookup_tokens(request.request.num_tokens)
-        hashes = self._block_hashes(request, most)
+        most = self._geometry.lookup_tokens(state.request.num_tokens)
+        hashes = self._block_hashes(state, most)
         partial = 0 if self._geometry.by_position or self._geometry.whole_blocks or candidate.whole_blocks else most
 
         def rehash(hash_block_size: int) -> dict[str, Any]:
-            others = self._other_hashes(request, hash_block_size)
+            others = self._other_hashes(state, hash_block_size)
             return {"block_hashes": others[: most // hash_block_size], "partial_up_to": 0}
 
         return self._ask(
-            request, candidate.address, need.start, hashes, partial_up_to=partial, rehash=rehash,
+            state, candidate.address, need.start, hashes, partial_up_to=partial, rehash=rehash,
             **self._reply_address(),
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ class RetainedBlocksSource(PeerLeaseSource):
             return result
         if result.hash_block_size not in (0, self._geometry.hash_block_size):
             return result  # whole blocks of that engine
-        tail = job_builder.tail_hash(pending.request, result.tokens, self._geometry.hash_block_size)
+        tail = job_builder.tail_hash(pending.state, result.tokens, self._geometry.hash_block_size)
         if tail == pending.answer.outcome.tail:
             return result
         self.release(result, False)

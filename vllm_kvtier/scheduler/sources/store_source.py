@@ -183,35 +183,35 @@ class StoreSource(KVSource):
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def candidates(self, request: RequestState) -> Iterable[Candidate]:
-        return [Candidate(self)] if self._info.supports_partial_prefix or request.hints.handoff else []
+    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+        return [Candidate(self)] if self._info.supports_partial_prefix or state.hints.handoff else []
 
     def candidates_after_loss(self) -> Iterable[Candidate]:
         return [Candidate(self)]
 
-    def lookup(self, request: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
-        vllm_request, start = request.request, need.start
+    def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
+        vllm_request, start = state.request, need.start
         hashes, lora_fingerprint = self._hashes(vllm_request), lora_fingerprint_of(vllm_request)
-        request.asked_from, request.epoch = start, self.epoch
+        state.asked_from, state.epoch = start, self.epoch
         in_store = len(hashes) * self._hash_block_size
         if need.tokens <= 0 or in_store <= start or start % self._geometry.alignment:
             if hashes:
                 self.touch(hashes, lora_fingerprint)  # the store should keep what the GPU has
-            request.miss_reason = "less_than_one_block"
+            state.miss_reason = "less_than_one_block"
             self.cancel_prefetch(vllm_request.request_id)
             return None
-        if self.lacks(hashes, start, lora_fingerprint, request.hints.stores):
+        if self.lacks(hashes, start, lora_fingerprint, state.hints.stores):
             self.cancel_prefetch(vllm_request.request_id)
-            request.decline_lookup(self._counters, "not_in_store")
+            state.decline_lookup(self._counters, "not_in_store")
             return None
         sent = self.prefetcher.take(vllm_request, hashes, start)
         if sent is None and not need.alone and self._cannot_beat_compute(vllm_request, start, probe=True):
             self.touch(hashes, lora_fingerprint)
-            request.decline_lookup(self._counters, "lookup_slower_than_compute")
+            state.decline_lookup(self._counters, "lookup_slower_than_compute")
             return None
-        pending = sent or self.ask(start, hashes, lora_fingerprint, request.hints.stores)
+        pending = sent or self.ask(start, hashes, lora_fingerprint, state.hints.stores)
         if pending is None:
-            request.miss_reason = "store_unavailable"
+            state.miss_reason = "store_unavailable"
         return pending
 
     def lookup_queued(self, request: Any, lora_fingerprint: bytes) -> PendingLookup | None:
@@ -244,46 +244,46 @@ class StoreSource(KVSource):
     def _hashes(self, request: Any) -> list[bytes]:
         return vr.block_hashes(request, self._geometry.lookup_tokens(request.num_tokens), self._hash_block_size)
 
-    def retry_lookup(self, request: RequestState, result: LookupHit | LookupMiss) -> PendingLookup | None:
+    def retry_lookup(self, state: RequestState, result: LookupHit | LookupMiss) -> PendingLookup | None:
         if not result.found and not result.searched:
             return None
-        have = result.tokens if result.found else request.asked_from
+        have = result.tokens if result.found else state.asked_from
         promotion = result.pending_promotion
         if promotion is not None and any(each.tokens >= promotion.tokens for each in result.candidates):
             return None  # a GPU of this node has it already
-        wait_seconds = self._promotion_wait.wait_seconds(request, have, promotion)
+        wait_seconds = self._promotion_wait.wait_seconds(state, have, promotion)
         if not wait_seconds:
             return None
-        fingerprint = lora_fingerprint_of(request.request)
+        fingerprint = lora_fingerprint_of(state.request)
         return self.ask(
-            request.asked_from, self._hashes(request.request), fingerprint, request.hints.stores, wait_seconds
+            state.asked_from, self._hashes(state.request), fingerprint, state.hints.stores, wait_seconds
         )
 
-    def on_held(self, request: RequestState, hit: LookupHit) -> None:
-        if request.waits_since:
-            self._promotion_wait.on_promoted(request, hit.tokens)
+    def on_held(self, state: RequestState, hit: LookupHit) -> None:
+        if state.waits_since:
+            self._promotion_wait.on_promoted(state, hit.tokens)
 
-    def is_current(self, request: RequestState, hit: LookupHit) -> bool:
+    def is_current(self, state: RequestState, hit: LookupHit) -> bool:
         return hit.epoch == self.epoch
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def build_job(self, request: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
         keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout
-        return job_builder.load_job(request, self._geometry, keys, block_ids, tokens, timeout)
+        return job_builder.load_job(state, self._geometry, keys, block_ids, tokens, timeout)
 
-    def on_loaded(self, request: RequestState) -> None:
-        self._counters.count("loaded_tokens", self.name, request.num_external_tokens)
-        self._counters.count("loaded_logical_bytes", amount=request.hit.logical_bytes)
+    def on_loaded(self, state: RequestState) -> None:
+        self._counters.count("loaded_tokens", self.name, state.num_external_tokens)
+        self._counters.count("loaded_logical_bytes", amount=state.hit.logical_bytes)
 
-    def on_load_failed(self, request: RequestState, result: Result) -> None:
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
         """The store forgets the blocks whose checksum is wrong."""
         if not isinstance(result, LoadResult):  # the late result of an earlier job of another source
             return
-        fingerprint, session = lora_fingerprint_of(request.request), request.hit.session
-        for group, slot, block_hash in job_builder.hashes_of(request, self._geometry, result.corrupt):
+        fingerprint, session = lora_fingerprint_of(state.request), state.hit.session
+        for group, slot, block_hash in job_builder.hashes_of(state, self._geometry, result.corrupt):
             self.discard(fingerprint, group, block_hash, slot, session)
 
-    def tokens_by_source(self, request: RequestState, tokens: int) -> dict[str, int]:
-        promoted = min(request.promoted_tokens, tokens)
+    def tokens_by_source(self, state: RequestState, tokens: int) -> dict[str, int]:
+        promoted = min(state.promoted_tokens, tokens)
         return {"secondary_tier": promoted, self.name: tokens - promoted}

@@ -67,9 +67,9 @@ def pool_bytes(size: str, limits: MemoryLimits) -> int:
         )
     if wanted > limits.fits:
         raise ConfigError(
-            f"a pool of {size} ({in_words(wanted)}) does not fit: {limits.source} is {in_words(limits.limit)}, "
-            f"{in_words(limits.free)} of it are free now; at most {in_words(limits.fits)} ({limits.fits} bytes) would "
-            "fit"
+            f"a pool of {size} ({format_bytes(wanted)}) does not fit: {limits.source} is {format_bytes(limits.limit)}, "
+            f"{format_bytes(limits.free)} of it are free now; at most {format_bytes(limits.fits)} ({limits.fits} "
+            "bytes) would fit"
         )
     return wanted
 
@@ -82,7 +82,7 @@ def parse_bytes(size: str, what: str) -> int:
     return nbytes
 
 
-def in_words(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """A size for people, rounded down, so that a size that is shown to fit does."""
     for suffix, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << shift:

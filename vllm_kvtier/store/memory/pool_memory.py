@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.store.memory.memory_limits import MemoryLimits, in_words, memory_limits
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 
 logger = get_logger(__name__)
@@ -92,7 +92,7 @@ class PoolMemory:
     def _try_huge(self, nbytes: int, must: bool) -> None:
         rounded = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         free = free_huge_pages() * HUGE_PAGE
-        why = f"{in_words(free)} of 2 MiB pages are free"
+        why = f"{format_bytes(free)} of 2 MiB pages are free"
         if free >= rounded:
             try:
                 self.fd = _make(rounded, os.MFD_HUGETLB | _MFD_HUGE_2MB)
@@ -107,7 +107,7 @@ class PoolMemory:
                     self.fd = -1
         if must:
             raise KVTierError(
-                f"no huge pages for a pool of {in_words(rounded)}: {why}; reserve {rounded // HUGE_PAGE} with "
+                f"no huge pages for a pool of {format_bytes(rounded)}: {why}; reserve {rounded // HUGE_PAGE} with "
                 "`sysctl vm.nr_hugepages`, or use --huge-pages=auto"
             )
 
@@ -139,7 +139,7 @@ class PoolMemory:
             limits = self._limits()
             if limits.fits < end - start:
                 # Checked before the kernel would wake the OOM killer.
-                raise OSError(errno.ENOMEM, f"{limits.source} has only {in_words(limits.free)} left")
+                raise OSError(errno.ENOMEM, f"{limits.source} has only {format_bytes(limits.free)} left")
         if not self._populates:
             threads.submit(os.posix_fallocate, self.fd, start, end - start).result()
             return
@@ -176,7 +176,7 @@ class PoolMemory:
         """Serve with the memory committed so far. No retry: memory that is short once would be short again."""
         self.usable = self.ready
         self.note = (
-            f"only {in_words(self.ready)} of the requested {in_words(self.nbytes)} could be committed "
+            f"only {format_bytes(self.ready)} of the requested {format_bytes(self.nbytes)} could be committed "
             f"({error.strerror or error}); the store serves with that"
         )
         logger.warning("kvtier: store: %s", self.note)

@@ -28,7 +28,7 @@ from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.index.presence_filter import PresenceFilter
 from vllm_kvtier.store.index.removal_history import RemovalHistory
 from vllm_kvtier.store.index.types import BadRequest, Found
-from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits, pool_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions
@@ -385,7 +385,7 @@ class StoreServer:
                 client.stream.send(ready)
         if self.memory.ready == self.memory.usable:
             took = time.monotonic() - self._started
-            logger.info("kvtier: store: all %s usable after %.1f s", in_words(self.memory.ready), took)
+            logger.info("kvtier: store: all %s usable after %.1f s", format_bytes(self.memory.ready), took)
 
     def _close(self) -> None:
         # Before the lock is freed: afterwards the socket may be another store's.
@@ -419,7 +419,7 @@ def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = l
     logger.info(
         "kvtier: store: instance %s serves %s at %s (pid %d, %s)",
         server.instance[:8],
-        in_words(server.memory.nbytes),
+        format_bytes(server.memory.nbytes),
         path,
         os.getpid(),
         "2 MiB pages" if server.memory.huge_pages else "4 KiB pages",

@@ -65,6 +65,11 @@ class ContentTier(ProcessTier):
         return self._tier_process
 
     @property
+    def _can_drop(self) -> bool:
+        """Whether that process can reach what stores the blocks."""
+        return True
+
+    @property
     def writable(self) -> bool:
         return self.usable and not self._refused
 
@@ -283,7 +288,8 @@ class ContentTier(ProcessTier):
 
     def _drop(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         block = m.Move(namespace_id, group, block_hash, bytes(len(block_hash)), b"", 0, 0)
-        if not self._writer.send(m.Drop(moves=[block])) and len(self._undropped) < MAX_REMEMBERED_BLOCKS:
+        sent = self._can_drop and self._writer.send(m.Drop(moves=[block]))
+        if not sent and len(self._undropped) < MAX_REMEMBERED_BLOCKS:
             self._undropped[namespace_id, group, block_hash] = None
 
 

@@ -51,8 +51,12 @@ class Waiter:
     def fire(self) -> None:
         call = self._call
         self.cancel()
-        if call is not None:
+        if call is None:
+            return
+        try:
             call()
+        except Exception:  # it costs this lookup its answer; the job must end, and with it its leases
+            logger.exception("kvtier: promotion: unexpected error in the answer to a lookup")
 
     def cancel(self) -> None:
         self._call = None

@@ -68,7 +68,7 @@ def cache_kind(spec: Any) -> CacheKind:
 def common_kind(kinds: set[CacheKind]) -> CacheKind:
     """The kind of a group with layers of these. Full attention and MLA have blocks alike, and may be in one group: that
     is full attention."""
-    ordered = sorted(kinds, key=lambda kind: kind.in_words())
+    ordered = sorted(kinds, key=lambda kind: kind.describe())
     if len(ordered) > 1 and not all(kind.whole_prefix for kind in ordered):
-        raise UnsupportedLayout(f"layers of one KV cache group have {' and '.join(k.in_words() for k in ordered)}")
+        raise UnsupportedLayout(f"layers of one KV cache group have {' and '.join(k.describe() for k in ordered)}")
     return ordered[0]

@@ -29,19 +29,19 @@ class DirectReads:
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "DirectRead":
         """Raises KVTierError for a block that does not exist."""
-        info = self._chosen.get(job.source)
+        info = self._chosen.get(job.instance)
         if info is None:
-            info = self._chosen[job.source] = direct_source(self._rank, self._geometry, self._heads, ranks)
+            info = self._chosen[job.instance] = direct_source(self._rank, self._geometry, self._heads, ranks)
         check_blocks(job, info.num_blocks)
         return DirectRead(self, job, info)
 
-    def connected(self, source: str) -> bool:
-        info = self._chosen.get(source)
+    def connected(self, instance: str) -> bool:
+        info = self._chosen.get(instance)
         return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
 
-    def forget(self, source: str) -> None:
+    def forget(self, instance: str) -> None:
         """Its ranks may be others than before."""
-        self._chosen.pop(source, None)
+        self._chosen.pop(instance, None)
 
     def drop_lists(self) -> None:
         self._peers.clear()

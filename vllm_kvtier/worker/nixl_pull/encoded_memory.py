@@ -20,7 +20,7 @@ from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull
 from vllm_kvtier.shapes.read_paths import ENCODED
-from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits
+from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align, layout_digest
 from vllm_kvtier.worker.cache_view import CacheView
@@ -52,8 +52,9 @@ class EncodedMemory(PeerMemory):
         limits = memory_limits()
         if nbytes > limits.fits:  # else the kernel would kill the engine
             raise KVTierError(
-                f"wire_codec takes {in_words(nbytes)} of host memory for the encoded form of the whole KV cache, and "
-                f"{in_words(limits.fits)} are free ({limits.source}): choose a smaller codec or leave wire_codec at raw"
+                f"wire_codec takes {format_bytes(nbytes)} of host memory for the encoded form of the whole KV cache, "
+                f"and {format_bytes(limits.fits)} are free ({limits.source}): choose a smaller codec or leave "
+                "wire_codec at raw"
             )
         self._rows = mmap.mmap(-1, nbytes)
         rows = torch.frombuffer(self._rows, dtype=torch.uint8)

@@ -98,9 +98,9 @@ class Pulls:
         self._sources[instance] = ranks
         self._direct.forget(instance)
 
-    def connected(self, source: str) -> bool:
+    def connected(self, instance: str) -> bool:
         """Whether a pull from this engine can start without a new connection."""
-        known = self._direct.connected(source) or self._staged.connected(source)
+        known = self._direct.connected(instance) or self._staged.connected(instance)
         return known and self._retire_by is None
 
     def start(self, job: PullJob, after: torch.cuda.Event | None = None) -> PullResult | None:
@@ -126,7 +126,7 @@ class Pulls:
             try:
                 result = self._advance(pull, quick)
             except Exception as error:  # one pull's error must not stop the others
-                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.source)
+                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.instance)
                 result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
@@ -165,7 +165,7 @@ class Pulls:
 
     def _read(self, pull: _Pull) -> None:
         pull.began = time.monotonic()
-        ranks = self._sources.get(pull.job.source)
+        ranks = self._sources.get(pull.job.instance)
         if ranks is None:
             raise KVTierError("that engine is unknown")
         if pull.read is None:
@@ -175,17 +175,17 @@ class Pulls:
 
     def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
         if not isinstance(error, KVTierError):
-            logger.warning("kvtier: pulls: reading from %s failed", pull.job.source, exc_info=error)
-        return self._fail_now(pull, f"cannot read from {pull.job.source}: {error}")
+            logger.warning("kvtier: pulls: reading from %s failed", pull.job.instance, exc_info=error)
+        return self._fail_now(pull, f"cannot read from {pull.job.instance}: {error}")
 
     def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
         now = time.monotonic()
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
-                return self._fail_now(pull, f"the read from {pull.job.source} could not begin in time")
+                return self._fail_now(pull, f"the read from {pull.job.instance} could not begin in time")
             if now < pull.not_before or self._retire_by is not None or not _free(pull):
                 return None
-            if quick and not self.connected(pull.job.source):
+            if quick and not self.connected(pull.job.instance):
                 return None
             try:
                 self._read(pull)
@@ -199,7 +199,7 @@ class Pulls:
                 self._transport.release(transfer)
                 pull.read.begin_check()
             elif state is TransferState.FAILED:
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} failed"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} failed"
                 self._begin_retiring(now)
             elif now >= pull.deadline:
                 self._begin_retiring(now)
@@ -246,7 +246,7 @@ class Pulls:
             if pull.stage is Stage.READING:
                 late, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
                 why = timeout if late else "did not end in time after another had failed"
-                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.source} {why}"
+                pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} {why}"
             if pull.stage is Stage.FAILED:
                 pull.stage = Stage.RETIRING
                 transfer, pull.transfer = pull.transfer, None
@@ -279,23 +279,23 @@ class Pulls:
         seconds = time.monotonic() - pull.started
         if not bad:
             return PullResult(pull.job.request_id, set(), False, "", pull.bytes, seconds)
-        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.source} have a wrong checksum"
-        self._log_once(pull.job.source, reason)
+        reason = f"{len(bad)} of {len(pull.job.all_blocks)} blocks from {pull.job.instance} have a wrong checksum"
+        self._log_once(pull.job.instance, reason)
         return PullResult(pull.job.request_id, bad, True, reason, pull.bytes, seconds, checksum_mismatch=True)
 
     def _fail_now(self, pull: _Pull, reason: str) -> PullResult:
         """Nothing writes its blocks, or what it holds of the ring, any more."""
         if pull.read is not None:
             pull.read.close()
-        self._log_once(pull.job.source, reason)
+        self._log_once(pull.job.instance, reason)
         result = failed_result(pull.job, reason, time.monotonic() - pull.started)
         result.bytes = pull.bytes
         return result
 
-    def _log_once(self, source: str, reason: str) -> None:
+    def _log_once(self, instance: str, reason: str) -> None:
         """Once per source: a peer that sends bad data or dies must not fill the log; counters have the rest."""
-        if source not in self._logged:
-            self._logged.add(source)
+        if instance not in self._logged:
+            self._logged.add(instance)
             logger.warning("kvtier: pulls: %s; these blocks are recomputed (logged once for this source)", reason)
 
 

@@ -63,16 +63,16 @@ class StagedReads:
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "StagedRead":
         """Raises KVTierError if this source cannot be read, or for a block that does not exist."""
-        parts = self.parts(job.source, ranks)
+        parts = self.parts(job.instance, ranks)
         check_blocks(job, min(part.info.num_blocks for part in parts))
         return StagedRead(self, job, ranks)
 
-    def connected(self, source: str) -> bool:
-        return source in self._parts
+    def connected(self, instance: str) -> bool:
+        return instance in self._parts
 
-    def parts(self, source: str, ranks: Sequence[RankInfo]) -> list[_Part]:
+    def parts(self, instance: str, ranks: Sequence[RankInfo]) -> list[_Part]:
         """Connect to its ranks and prepare lists, once per agent of ours."""
-        found = self._parts.get(source)
+        found = self._parts.get(instance)
         if found is None:
             mapped = map_source_ranks(self._memory.view.groups, self._heads, self._rank, ranks)
             ring = self._ring(max(_chunk_bytes(_laid_out(p, g), 1) for p in mapped for g in p.groups))
@@ -80,8 +80,8 @@ class StagedReads:
             for part in mapped:
                 for number in dict.fromkeys(group.group for group in part.groups):
                     same = [group for group in part.groups if group.group == number]
-                    found.append(self._prepare(source, part, same, ring))
-            self._parts[source] = found
+                    found.append(self._prepare(instance, part, same, ring))
+            self._parts[instance] = found
         return found
 
     def drop_lists(self) -> None:
@@ -108,7 +108,7 @@ class StagedReads:
             )
         return self.ring
 
-    def _prepare(self, source: str, part: SourceRank, groups: Sequence[SourceGroup], ring: "_Ring") -> _Part:
+    def _prepare(self, instance: str, part: SourceRank, groups: Sequence[SourceGroup], ring: "_Ring") -> _Part:
         """``groups``: one group of that rank, for each shift."""
         group = groups[0]
         info, theirs, memory = part.source, _laid_out(part, group), self._memory
@@ -119,7 +119,7 @@ class StagedReads:
         for number, base in enumerate(ring.chunks):
             here = _place(theirs, base + align(8 * slots, _ALIGN), slots)
             rows = PageRows(Side([here], slots, base, memory.device_id), there)
-            name = f"{source} {info.rank} {group.group} {number}"
+            name = f"{instance} {info.rank} {group.group} {number}"
             self.copier.add(name, [ring.as_source(here, slots, base, groups)])
             made.rows.append(rows)
             made.local.append(self.transport.prepare(info.agent, rows.local, memory.memory_type, ours=True))
@@ -134,7 +134,7 @@ class StagedRead:
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks
         self.bytes = 0
-        self._rounds = deque(_rounds(job, reads.parts(job.source, ranks)))
+        self._rounds = deque(_rounds(job, reads.parts(job.instance, ranks)))
         if not self._rounds:
             raise KVTierError("the job has no blocks")
         self._chunk: int | None = None
@@ -150,7 +150,7 @@ class StagedRead:
     def start(self) -> Transfer | None:
         """Begin the next round; None if no chunk is free."""
         reads, ring = self._reads, self._reads.ring
-        parts = reads.parts(self._job.source, self._ranks)
+        parts = reads.parts(self._job.instance, self._ranks)
         if not ring.free:
             return None
         chunk = self._chunk = ring.free.pop()

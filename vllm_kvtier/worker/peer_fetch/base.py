@@ -22,7 +22,7 @@ from vllm_kvtier.shapes.tp_mapping import SourceRank
 class CopyJob:
     """Blocks of one request from one peer; block ids are within both caches and never 0."""
 
-    source: str  # its instance
+    instance: str  # of the engine that is read
     groups: list[GroupPull]
     until: float = math.inf  # time.monotonic() after which a host copy begins no piece; a launch ends by itself
 
@@ -72,11 +72,11 @@ class Copy(ABC):
 class PeerCopier(Protocol):
     """Not thread-safe: one thread at a time."""
 
-    def add(self, source: str, parts: Sequence[SourceRank]) -> None:
+    def add(self, instance: str, parts: Sequence[SourceRank]) -> None:
         """Map and prepare the ranks of a source that ``shapes.tp_mapping`` selected; idempotent. May take
         milliseconds. Raises KVTierError if this source can never be read."""
 
-    def forget(self, source: str) -> None:
+    def forget(self, instance: str) -> None:
         """Unmap a source as soon as no copy uses it; idempotent."""
 
     def start(self, jobs: Sequence[CopyJob], after: Any | None = None) -> Copy:

@@ -120,8 +120,8 @@ class CudaPeerCopier:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._compile([self._group_table(g, self._view.num_blocks, 0, _same_address) for g in whole.values()])
 
-    def add(self, source: str, parts: Sequence[SourceRank]) -> None:
-        if source in self._sources:
+    def add(self, instance: str, parts: Sequence[SourceRank]) -> None:
+        if instance in self._sources:
             return
         self.driver.enter()
         mapped: list[Mapped] = []
@@ -140,12 +140,12 @@ class CudaPeerCopier:
         except Exception as error:
             self._close(mapped)
             if isinstance(error, ValueError):  # pages that do not lie at multiples of 4 bytes
-                raise KVTierError(f"the pages of {source} cannot be copied: {error}") from error
+                raise KVTierError(f"the pages of {instance} cannot be copied: {error}") from error
             raise
-        self._sources[source] = _Source(mapped, dict(tables))
+        self._sources[instance] = _Source(mapped, dict(tables))
 
-    def forget(self, source: str) -> None:
-        found = self._sources.pop(source, None)
+    def forget(self, instance: str) -> None:
+        found = self._sources.pop(instance, None)
         if found is None:
             return
         found.leaving = True
@@ -157,13 +157,13 @@ class CudaPeerCopier:
     def start(self, jobs: Sequence[CopyJob], after: torch.cuda.Event | None = None) -> CudaPeerCopy:
         self.driver.enter()
         self._reap()
-        sources = list({id(s): s for s in (self._sources[job.source] for job in jobs)}.values())
+        sources = list({id(s): s for s in (self._sources[job.instance] for job in jobs)}.values())
         copy = CudaPeerCopy(self, jobs, sources)
         batches: list[Batch] = []
         owners: list[int] = []
         for number, job in enumerate(jobs):
             for pull in job.groups:
-                tables = self._sources[job.source].tables.get(pull.group, [])
+                tables = self._sources[job.instance].tables.get(pull.group, [])
                 read = np.zeros(len(pull.local), bool)
                 for table in tables if len(pull.local) else ():
                     self._check(table, pull)

@@ -103,9 +103,9 @@ class PeerFetches:
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         self._engines[instance] = ranks
 
-    def ready(self, source: str) -> bool:
+    def ready(self, instance: str) -> bool:
         """Whether this engine's memory is mapped, so that a fetch can begin at once."""
-        return source in self._ready
+        return instance in self._ready
 
     def warm_up(self) -> None:
         """Compile now instead of in the first copies; seconds on a device."""
@@ -163,13 +163,13 @@ class PeerFetches:
         finally:
             self.lock.release()
 
-    def forget(self, source: str) -> None:
+    def forget(self, instance: str) -> None:
         """The source's engine has ended. Copies under way end by themselves."""
         with self.lock:
-            self._engines.pop(source, None)
-            self._forget(source)
-            self._unmappable.pop(source, None)
-            self._logged.discard(source)
+            self._engines.pop(instance, None)
+            self._forget(instance)
+            self._unmappable.pop(instance, None)
+            self._logged.discard(instance)
 
     def stop(self, why: str) -> list[FetchResult]:
         """Wait until no copy writes the cache and unmap all sources, because vLLM takes the cache's memory away.
@@ -190,47 +190,47 @@ class PeerFetches:
         results, possible = [], []
         for job in jobs:
             try:
-                self._prepare(job.source)
+                self._prepare(job.instance)
                 self._check(job)
                 possible.append(job)
             except KVTierError as error:
-                results.append(self._failed(job, f"cannot read from {job.source}: {error}", now))
+                results.append(self._failed(job, f"cannot read from {job.instance}: {error}", now))
         # A host copies one after another: one call per job, so that no job waits for the end of all.
         launches = [possible] if self.on_device else [[job] for job in possible]
         for launch in filter(None, launches):
-            copy_jobs = [CopyJob(job.source, job.groups, now + job.timeout) for job in launch]
+            copy_jobs = [CopyJob(job.instance, job.groups, now + job.timeout) for job in launch]
             try:
                 copy = self._copier.start(copy_jobs, after)
             except Exception as error:  # of the device, or an internal error: the blocks are recomputed
                 logger.exception("kvtier: peer fetch: beginning to copy failed; the blocks are recomputed")
-                results += [self._failed(job, f"cannot read from {job.source}: {error}", now) for job in launch]
+                results += [self._failed(job, f"cannot read from {job.instance}: {error}", now) for job in launch]
             else:
                 self._running.append(_Fetch(launch, copy, now, synchronous))
         return results
 
-    def _prepare(self, source: str) -> None:
+    def _prepare(self, instance: str) -> None:
         """Raises KVTierError if this source cannot be read."""
         if self._stopped:
             raise KVTierError(self._stopped)
-        if source in self._ready:
+        if instance in self._ready:
             return
-        if source in self._unmappable:
-            raise KVTierError(self._unmappable[source])
-        ranks = self._engines.get(source)
+        if instance in self._unmappable:
+            raise KVTierError(self._unmappable[instance])
+        ranks = self._engines.get(instance)
         if ranks is None:
             raise KVTierError("that engine is unknown")
         try:
             parts = map_source_ranks(self._view.groups, self._heads, self._rank, ranks)
             for part in parts:
                 check_memory(part.source)
-            self._copier.add(source, parts)
+            self._copier.add(instance, parts)
         except Exception as error:  # drivers raise their own classes
             if not isinstance(error, KVTierError):
-                logger.exception("kvtier: peer fetch: mapping the memory of %s failed", source)
-            self._unmappable[source] = str(error)
+                logger.exception("kvtier: peer fetch: mapping the memory of %s failed", instance)
+            self._unmappable[instance] = str(error)
             raise KVTierError(str(error)) from error
-        self._ready[source] = min((part.source.num_blocks for part in parts), default=0)
-        self.added(source, [part.source.shared for part in parts])
+        self._ready[instance] = min((part.source.num_blocks for part in parts), default=0)
+        self.added(instance, [part.source.shared for part in parts])
 
     def _check(self, job: PeerFetchJob) -> None:
         """Raise KVTierError for groups and blocks that do not exist: a job repeats a peer's answer."""
@@ -240,7 +240,7 @@ class PeerFetches:
             lengths = {len(array) for array in (g.local, g.remote, g.keys, g.valid)}
             if len(lengths) > 1:
                 raise KVTierError(f"lists of {sorted(lengths)} blocks")
-            for ids, count in ((g.remote, self._ready[job.source]), (g.local, self._view.num_blocks)):
+            for ids, count in ((g.remote, self._ready[job.instance]), (g.local, self._view.num_blocks)):
                 if len(ids) and not (1 <= int(np.min(ids)) and int(np.max(ids)) < count):
                     raise KVTierError(f"a block id outside 1..{count - 1} in the lease")
 
@@ -249,7 +249,7 @@ class PeerFetches:
         try:
             over = fetch.copy.wait(seconds) if seconds else fetch.copy.done()
         except Exception as error:
-            logger.exception("kvtier: peer fetch: internal error in a fetch from %s; it fails", fetch.jobs[0].source)
+            logger.exception("kvtier: peer fetch: internal error in a fetch from %s; it fails", fetch.jobs[0].instance)
             self._running.remove(fetch)
             self._ended += [self._failed(job, str(error), fetch.started) for job in fetch.jobs]
             return
@@ -262,35 +262,35 @@ class PeerFetches:
         bad, why = fetch.copy.bad(number), fetch.copy.why(number)
         if why:
             # The next fetch maps the source again.
-            self._forget(job.source)
-            return self._failed(job, f"the copy from {job.source} failed: {why}", fetch.started)
+            self._forget(job.instance)
+            return self._failed(job, f"the copy from {job.instance} failed: {why}", fetch.started)
         seconds, nbytes = time.monotonic() - fetch.started, self._bytes(job)
         if not bad:
             return FetchResult(job.request_id, set(), False, "", nbytes, seconds, load_id=job.load_id)
-        reason = f"{len(bad)} of {len(job.all_blocks)} blocks from {job.source} have a wrong checksum"
-        self._log_once(job.source, reason)
+        reason = f"{len(bad)} of {len(job.all_blocks)} blocks from {job.instance} have a wrong checksum"
+        self._log_once(job.instance, reason)
         return FetchResult(
             job.request_id, bad, True, reason, nbytes, seconds, checksum_mismatch=True, load_id=job.load_id
         )
 
     def _failed(self, job: PeerFetchJob, reason: str, started: float) -> FetchResult:
         if not self._stopped:
-            self._log_once(job.source, reason)
-        return failed_result(job, reason, time.monotonic() - started, self._unmappable.get(job.source, ""))
+            self._log_once(job.instance, reason)
+        return failed_result(job, reason, time.monotonic() - started, self._unmappable.get(job.instance, ""))
 
     def _bytes(self, job: PeerFetchJob) -> int:
         return sum(g.num_blocks * self._view.groups[g.group].block_bytes for g in job.groups)
 
-    def _forget(self, source: str) -> None:
-        self._ready.pop(source, None)
-        self._copier.forget(source)
+    def _forget(self, instance: str) -> None:
+        self._ready.pop(instance, None)
+        self._copier.forget(instance)
 
     def _take(self) -> list[FetchResult]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _log_once(self, source: str, reason: str) -> None:
+    def _log_once(self, instance: str, reason: str) -> None:
         """Once per source: one that sends bad data or dies must not fill the log; counters have the rest."""
-        if source not in self._logged:
-            self._logged.add(source)
+        if instance not in self._logged:
+            self._logged.add(instance)
             logger.warning("kvtier: peer fetch: %s (logged once for this source)", reason)

@@ -57,8 +57,8 @@ class FetchWorker:
         fetches, later = self._fetches, jobs
         if fetches.on_device and fetches.lock.acquire(blocking=False):
             try:
-                later = [job for job in jobs if not fetches.ready(job.source)]
-                self._report(fetches.start([job for job in jobs if fetches.ready(job.source)], after))
+                later = [job for job in jobs if not fetches.ready(job.instance)]
+                self._report(fetches.start([job for job in jobs if fetches.ready(job.instance)], after))
             finally:
                 fetches.lock.release()
         self._call_soon(lambda: self._begin(later, after))

@@ -57,8 +57,8 @@ class HostPeerCopier:
         self._scratches: WeakValueDictionary[tuple, _Scratch] = WeakValueDictionary()
         self.closed = False
 
-    def add(self, source: str, parts: Sequence[SourceRank]) -> None:
-        if source in self._sources:
+    def add(self, instance: str, parts: Sequence[SourceRank]) -> None:
+        if instance in self._sources:
             return
         readers = []
         for part in parts:
@@ -66,16 +66,16 @@ class HostPeerCopier:
             for number in dict.fromkeys(group.group for group in part.groups):
                 groups = [group for group in part.groups if group.group == number]
                 readers.append(_Reader(memory, part, groups, self._scratch(part, groups[0]), self._view))
-        self._sources[source] = readers
+        self._sources[instance] = readers
 
-    def forget(self, source: str) -> None:
-        self._sources.pop(source, None)  # a copy under way keeps its readers
+    def forget(self, instance: str) -> None:
+        self._sources.pop(instance, None)  # a copy under way keeps its readers
 
     def start(self, jobs: Sequence[CopyJob], after: Any | None = None) -> "HostCopy":
         for job in jobs:
             for g in job.groups:
                 self.table[g.local] = 0
-        return HostCopy(self, [(job, self._sources[job.source]) for job in jobs])
+        return HostCopy(self, [(job, self._sources[job.instance]) for job in jobs])
 
     def warm_up(self) -> None:
         """Nothing to compile."""

@@ -23,44 +23,44 @@ class PeerProcessWatch:
         self._followed: dict[str, list[int]] = {}  # descriptors of its processes
         reactor.on_stop(self._close)
 
-    def follow(self, source: str, shared: Iterable[Shared]) -> None:
+    def follow(self, instance: str, shared: Iterable[Shared]) -> None:
         """Watch the processes of a source, once. Any thread."""
         processes = list({(each.pid, each.started): each for each in shared}.values())
-        self._reactor.call_soon(lambda: self._follow(source, processes))
+        self._reactor.call_soon(lambda: self._follow(instance, processes))
 
-    def _follow(self, source: str, processes: list[Shared]) -> None:
-        if source in self._followed:
+    def _follow(self, instance: str, processes: list[Shared]) -> None:
+        if instance in self._followed:
             return
-        descriptors = self._followed[source] = []
+        descriptors = self._followed[instance] = []
         try:
             for each in processes:
                 descriptor = os.pidfd_open(each.pid)
                 descriptors.append(descriptor)
-                self._reactor.add_fd(descriptor, lambda events: self._ended(source))
+                self._reactor.add_fd(descriptor, lambda events: self._ended(instance))
                 process_memory.check(each)  # another process may have had the pid by then
         except (KVTierError, ProcessLookupError):
-            self._ended(source)
+            self._ended(instance)
         except OSError as error:  # an old kernel, or a sandbox
             logger.debug("kvtier: peer fetch: no descriptor of a process (%s); it is polled", error)
-            self._look(source, processes)
+            self._look(instance, processes)
 
-    def _look(self, source: str, processes: list[Shared]) -> None:
-        if source not in self._followed:
+    def _look(self, instance: str, processes: list[Shared]) -> None:
+        if instance not in self._followed:
             return
         try:
             for each in processes:
                 process_memory.check(each)
         except KVTierError:
-            self._ended(source)
+            self._ended(instance)
         else:
-            self._reactor.call_later(RECHECK_SECONDS, partial(self._look, source, processes))
+            self._reactor.call_later(RECHECK_SECONDS, partial(self._look, instance, processes))
 
-    def _ended(self, source: str) -> None:
-        descriptors = self._followed.pop(source, None)
+    def _ended(self, instance: str) -> None:
+        descriptors = self._followed.pop(instance, None)
         if descriptors is None:
             return
         self._drop(descriptors)
-        self._gone(source)
+        self._gone(instance)
 
     def _drop(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:

@@ -14,7 +14,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store.nixl_agent import Kind
-from vllm_kvtier.store.memory.memory_limits import in_words, memory_limits
+from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.base import Copier, make_copier
@@ -75,7 +75,7 @@ class StagingRing:
             self._memory = torch.empty(self.nbytes + PAGE, dtype=torch.uint8, device=self._view.device)
         except torch.cuda.OutOfMemoryError as error:
             raise KVTierError(
-                f"{in_words(self.nbytes)} of GPU memory are needed to read from remote stores, and are not free: "
+                f"{format_bytes(self.nbytes)} of GPU memory are needed to read from remote stores, and are not free: "
                 "lower --gpu-memory-utilization"
             ) from error
         return align(self._memory.data_ptr(), PAGE)
@@ -84,8 +84,8 @@ class StagingRing:
         limits = memory_limits()
         if self.nbytes > limits.fits:
             raise KVTierError(
-                f"{in_words(self.nbytes)} of host memory are needed to read from remote stores, and "
-                f"{in_words(limits.fits)} are free ({limits.source})"
+                f"{format_bytes(self.nbytes)} of host memory are needed to read from remote stores, and "
+                f"{format_bytes(limits.fits)} are free ({limits.source})"
             )
         self._memory = mmap.mmap(-1, self.nbytes)
         return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.memory.memory_limits import in_words as size_text
+from vllm_kvtier.store.memory.memory_limits import format_bytes as size_text
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files, error_text, read_all, write_all

@@ -47,6 +47,10 @@ class MooncakeTier(ContentTier):
         return self._segment
 
     @property
+    def _can_drop(self) -> bool:
+        return self._segment_state.usable
+
+    @property
     def usable(self) -> bool:
         return super().usable and self._reader_state.usable
 

@@ -61,6 +61,8 @@ def names_by_position(prefix: Prefix) -> list[Name]:
 
 def end_of(prefix: Prefix, stored: Container[Name]) -> int:
     """The exact end of the prefix, by what is ``stored``: for stores that can be asked for all blocks at once."""
+    if not prefix.groups:
+        return prefix.start
     end = len(prefix.hashes) // HASH_BYTES
     for group, shape in enumerate(prefix.groups):
         step = shape.hash_blocks_per_block

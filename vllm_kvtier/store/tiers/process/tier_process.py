@@ -173,17 +173,13 @@ class TierProcess:
 
     def _begin(self) -> None:
         self.state, self._timer, self._explained = OPENING, None, False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._child = self._context.spawn(self.kind, theirs, self._context.pool_fd, self._context.pool_bytes)
+            ours, self._child = self._spawn()
         except OSError as error:
-            ours.close()
             self._go_down(f"its process could not be started: {error.strerror or error}")
             self._log_reason()
             self._begin_after_backoff()
             return
-        finally:
-            theirs.close()
         self._stream = Stream(
             self._reactor, ours, self._on_frame, self._on_close, StreamLimits(m.MAX_FRAME, MAX_UNSENT_BYTES)
         )
@@ -192,6 +188,17 @@ class TierProcess:
         self._reactor.add_fd(child.stderr, lambda events: self._log_stderr(child))
         self._send(m.Open(self._options, self._context.pool_bytes))
         self._watch_opening()
+
+    def _spawn(self) -> tuple[socket.socket, Child]:
+        """Raises OSError, also if there are too many descriptors for the sockets."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            return ours, self._context.spawn(self.kind, theirs, self._context.pool_fd, self._context.pool_bytes)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     def _watch_opening(self) -> None:
         if self._timer is not None:

@@ -1,0 +1,91 @@
+"""The client of engines' endpoints, as the proxy uses it for weeks: engines come and go, each at another address."""
+
+import asyncio
+import os
+import socket
+
+import pytest
+import zmq.asyncio
+
+from vllm_kvtier.errors import PeerRefused
+from vllm_kvtier.wire import client as c
+from vllm_kvtier.wire import messages as m
+
+
+@pytest.fixture
+def engine():
+    """(a ROUTER that answers nothing by itself, its port)."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    yield router, router.bind_to_random_port("tcp://127.0.0.1")
+    context.destroy(linger=0)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.timeout(20)
+async def test_endpoint_client_ends_connections_to_engines_that_are_gone(monkeypatch):
+    monkeypatch.setattr(c, "MAX_CONNECTIONS", 4)
+    async with c.AsyncEndpointClient() as client:
+        for port in range(1, 9):
+            await client.release("127.0.0.1", port, "e")
+        before = descriptors()
+        for port in range(9, 60):
+            await client.release("127.0.0.1", port, "e")
+        while descriptors() > before:  # their unsent messages stay for a moment
+            await asyncio.sleep(0.02)
+
+
+async def test_endpoint_client_keeps_connections_in_use(monkeypatch, engine):
+    monkeypatch.setattr(c, "MAX_CONNECTIONS", 1)
+    router, port = engine
+    async with c.AsyncEndpointClient(timeout=20.0) as client:
+        asked = asyncio.create_task(client.query("127.0.0.1", port, [1, 2, 3]))
+        identity, frame = await router.recv_multipart()
+        for other in range(1, 9):
+            await client.release("127.0.0.1", other, "e")
+        question = m.decode_engine(frame).question
+        await router.send_multipart([identity, m.encode(m.PrefixLengths(question, 3, 3, 2))])
+        assert (await asked).gpu_cache == 3
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+async def test_endpoint_client_reaches_an_ipv6_address():
+    context = zmq.asyncio.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.IPV6, 1)
+        try:
+            port = router.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError as error:
+            pytest.skip(f"no IPv6 loopback: {error}")
+        async with c.AsyncEndpointClient() as client:
+            await client.release("::1", port, "e")
+            assert m.decode_engine((await router.recv_multipart())[1]) == m.ReleaseExport("e")
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_endpoint_client_connects_again_after_a_malformed_answer(engine):
+    router, port = engine
+    async with c.AsyncEndpointClient(timeout=20.0) as client:
+        for answer, then in ((b"nonsense", pytest.raises(PeerRefused)), (None, None)):
+            asked = asyncio.create_task(client.query("127.0.0.1", port, [1]))
+            identity, frame = await router.recv_multipart()
+            good = m.encode(m.PrefixLengths(m.decode_engine(frame).question, 1, 1, 0))
+            await router.send_multipart([identity, answer or good])
+            if then is None:
+                assert (await asked).gpu_cache == 1
+            else:
+                with then:
+                    await asked
+
+
+@pytest.mark.parametrize("host", ["no such host", "*", "a b"])
+async def test_endpoint_client_refuses_addresses_that_are_none(host):
+    """An engine names its own address: a wrong one must not fail a query of all engines."""
+    async with c.AsyncEndpointClient() as client:
+        with pytest.raises(PeerRefused):
+            await client.query(host, 5600, [1])
